@@ -9,15 +9,18 @@ so over all ranks and micro-batches each number of the step is used exactly once
 in another layout continues with exactly the samples not yet seen. The loader type maps numbers to samples:
 `single` uses sample g of the dataset, in the dataset's order, once; `cyclic` uses position g mod n of a shuffle of all
 n samples drawn from (seed, g div n), so an epoch may end inside a batch, and no sample is dropped or depends on layout.
+
+How samples become a batch is the model's: its `Collate` function pads, masks and names the arrays. That of text is `make_batch`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,6 +52,10 @@ class LoaderOptions:
         return self.reset_position_ids or self.reset_attention_mask
 
 
+Collate = Callable[[Sequence[Any], LoaderOptions], Batch]
+"""Makes the batch of one micro-batch's samples, on the host; the loader pins it."""
+
+
 class BatchLoader:
     """Yields micro-batches of one data-parallel rank. It has no position: each call gives the samples consumed so far.
 
@@ -56,7 +63,15 @@ class BatchLoader:
     ends; any other call reads its step directly. A prefetch error is raised by the call that would have returned the batch.
     """
 
-    def __init__(self, dataset: SampleDataset, options: LoaderOptions, *, dp_rank: int = 0, dp_size: int = 1) -> None:
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        options: LoaderOptions,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        collate: Collate | None = None,
+    ) -> None:
         if (options.eod_mask_loss or options.needs_documents) and options.eod is None:
             raise DataError(
                 "--eod-mask-loss, --reset-position-ids and --reset-attention-mask look for the end-of-document token, but "
@@ -64,6 +79,7 @@ class BatchLoader:
             )
         self.dataset, self.options = dataset, options
         self.dp_rank, self.dp_size = dp_rank, dp_size
+        self._collate: Collate = make_batch if collate is None else collate
         self._pool = ThreadPoolExecutor(options.num_workers, "petatron-loader") if options.num_workers else None
         # Two epochs are in use at once where one ends inside a batch.
         self._permutation = lru_cache(maxsize=2)(partial(epoch_permutation, options.seed))
@@ -125,7 +141,8 @@ class BatchLoader:
         numbers = self.sample_ids(global_batch_size, consumed_samples)
         if self.options.dataloader_type == "cyclic":
             numbers = self._shuffled(numbers, total)
-        return [make_batch(np.stack([self.dataset[int(number)] for number in row]), self.options) for row in numbers]
+        batches = [self._collate([self.dataset[int(number)] for number in row], self.options) for row in numbers]
+        return [batch.pin_memory() for batch in batches] if self.options.pin_memory else batches
 
     def _shuffled(self, numbers: NDArray[np.int64], total: int) -> NDArray[np.int64]:
         epochs, places = np.divmod(numbers, total)
@@ -143,29 +160,43 @@ def epoch_permutation(seed: int, epoch: int, total: int) -> NDArray[np.integer]:
     return order
 
 
-def make_batch(samples: NDArray[np.int64], options: LoaderOptions) -> Batch:
-    """Turns [batch, seq_length + 1] ids into a batch: inputs, labels one token later, loss mask, positions and documents."""
-    tokens = samples[:, :-1]
+def make_batch(samples: Sequence[NDArray[np.int64]], options: LoaderOptions) -> Batch:
+    """Makes a batch of samples of seq_length + 1 ids: inputs, labels one token later, loss mask, positions and documents."""
+    ids = np.stack(samples)
+    tokens = ids[:, :-1]
     mask = np.ones(tokens.shape, np.float32)
     if options.eod_mask_loss:
         mask[tokens == options.eod] = 0.0
     starts = _document_starts(tokens == options.eod) if options.needs_documents else None
     positions = None if starts is None or not options.reset_position_ids else np.arange(starts.shape[1]) - starts
-
-    def tensor(array: NDArray) -> torch.Tensor:
-        made = torch.from_numpy(np.ascontiguousarray(array))
-        return made.pin_memory() if options.pin_memory else made
-
-    documents = Documents.build(starts) if starts is not None and options.reset_attention_mask else None
-    if documents is not None and options.pin_memory:
-        documents = documents.pin_memory()
     return Batch(
-        tensor(tokens),
-        tensor(samples[:, 1:]),
-        tensor(mask),
-        None if positions is None else tensor(positions),
-        documents,
+        _tensor(tokens),
+        _tensor(ids[:, 1:]),
+        _tensor(mask),
+        None if positions is None else _tensor(positions),
+        Documents.build(starts) if starts is not None and options.reset_attention_mask else None,
     )
+
+
+def stack_arrays(
+    samples: Sequence[Mapping[str, NDArray[Any]]],
+    options: LoaderOptions,
+    *,
+    sequence_dims: Mapping[str, int | None] | None = None,
+) -> Batch:
+    """Makes a batch of samples of named arrays of equal shapes; `sequence_dims` are those of `Batch`.
+
+    >>> samples = [{"pixels": np.zeros((3, 4, 4)), "tokens": np.arange(5)}] * 2
+    >>> batch = stack_arrays(samples, LoaderOptions(micro_batch_size=2, seed=1), sequence_dims={"pixels": None})
+    >>> {name: tuple(x.shape) for name, x in batch.arrays.items()}
+    {'pixels': (2, 3, 4, 4), 'tokens': (2, 5)}
+    """
+    arrays = {name: _tensor(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+    return Batch(arrays=arrays, sequence_dims=sequence_dims)
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def _document_starts(is_eod: NDArray[np.bool_]) -> NDArray[np.int64]:

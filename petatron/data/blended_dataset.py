@@ -23,7 +23,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.data_blend import BlendError
 from petatron.config.schema.data_blend import parse_blend as read_blend
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
-from petatron.data.sample_dataset import SampleDataset
+from petatron.data.sample_dataset import Sample, SampleDataset
 
 MAX_DATASETS = 32766
 # A step of all lanes should work on arrays that fit a core's cache, yet be long enough to hide numpy's call overhead.
@@ -131,7 +131,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
+    def __getitem__(self, index: int) -> Sample:
         return self.datasets[int(self._dataset[index])][int(self._sample[index])]
 
 

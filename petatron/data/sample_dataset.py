@@ -1,11 +1,15 @@
-"""The loader's interface of a dataset: a length, and sample i as seq_length + 1 token ids."""
+"""The loader's interface of a dataset: a length, and sample i: seq_length + 1 token ids of text, or named arrays."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+Sample = NDArray[np.int64] | Mapping[str, NDArray[Any]]
+"""Token ids of text, or arrays by name."""
 
 
 class SampleDataset(Protocol):
@@ -18,4 +22,4 @@ class SampleDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]: ...
+    def __getitem__(self, index: int) -> Sample: ...

@@ -23,7 +23,7 @@ from petatron.layers.ops.qkv_split import QKNormRopeKernels, QKNorms, RopeKernel
 from petatron.layers.ops.recompute_output import Recomputable
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceOrder
+from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -58,7 +58,7 @@ class AttentionSpec(BranchSpec):
     out_std: float
 
     @property
-    def sequence_order(self) -> SequenceOrder:
+    def sequence_sharding(self) -> SequenceSharding:
         return "zigzag" if self.mask == "causal" else "whole"
 
     @property

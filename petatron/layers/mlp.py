@@ -14,7 +14,7 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BranchModule, BranchSpec, SequenceOrder
+from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BranchModule, BranchSpec, SequenceSharding
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.sharding.shard_spec import Shard
@@ -35,7 +35,7 @@ class MLPSpec(BranchSpec):
     out_std: float
 
     @property
-    def sequence_order(self) -> SequenceOrder:
+    def sequence_sharding(self) -> SequenceSharding:
         return "any"
 
     @property

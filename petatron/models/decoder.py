@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +17,15 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.output_head import OutputHead
 from petatron.layers.rope import RotaryEmbedding
 from petatron.models.batch import Batch
+from petatron.models.stage import StageOutput
 from petatron.models.stage_module import StageModule, run_layers_sequentially
 
 if TYPE_CHECKING:
     from petatron.models.decoder_spec import DecoderSpec
+
+HIDDEN = "hidden"
+"""The tensor between two stages."""
+LM_LOSS = "lm loss"
 
 
 class Decoder(StageModule):
@@ -52,29 +58,43 @@ class Decoder(StageModule):
     def forward(
         self,
         batch: Batch,
-        x_SBD: Tensor | None = None,
+        inputs: Mapping[str, Tensor] = MappingProxyType({}),
         *,
         aux_loss_scale: Tensor | None = None,
         router_statistics: dict[int, Tensor] | None = None,
-        loss_weights_SB: Tensor | None = None,
-    ) -> Tensor:
-        """Returns token losses [S, B] from the last stage, else the next stage's input; `x_SBD` is this stage's input.
+        loss_weights: Mapping[str, Tensor] | None = None,
+        collect: Collection[str] = (),
+    ) -> StageOutput:
+        """Runs the stage as `StageModule` says. Knowing the loss weights beforehand saves a GEMM.
 
-        `aux_loss_scale` and `router_statistics` are those of `ForwardContext`. `loss_weights_SB` are the gradients of the token
-        losses, where they are known beforehand: that saves a GEMM.
+        The last stage computes the loss if the batch has labels. It can collect "logits" [B, S, vocabulary] and "hidden_states"
+        [B, S, hidden], the input of the output head: of this rank's part of the sequence, and else whole on every rank.
         """
-        x_SBD = self._run_stage(batch, x_SBD, aux_loss_scale, {} if router_statistics is None else router_statistics)
+        statistics = {} if router_statistics is None else router_statistics
+        x_SBD = self._run_stage(batch, inputs.get(HIDDEN), aux_loss_scale, statistics)
         if self.head is None or self.norm is None:
-            return x_SBD
-        return self.head.losses(
-            self.norm(x_SBD), self._embedding_weight(), batch.labels.t(), loss_weights_SB=loss_weights_SB
-        )
+            return StageOutput({HIDDEN: x_SBD}, {}, {})
+        x_SBD, losses = self.norm(x_SBD), {}
+        if "labels" in batch:
+            weights = None if loss_weights is None else loss_weights[LM_LOSS]
+            losses[LM_LOSS] = self.head.losses(
+                x_SBD, self._embedding_weight(), batch.labels.t(), loss_weights_SB=weights
+            )
+        compute = {"logits": self._logits, "hidden_states": self._hidden_states}
+        return StageOutput({}, losses, {name: compute[name](x_SBD) for name in collect})
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns logits [B, S, vocabulary], whole on every rank; needs embedding and head on one stage."""
         assert self.embedding is not None and self.head is not None and self.norm is not None
-        x_SBD = self._run_stage(Batch(tokens_BS, tokens_BS, tokens_BS, positions), None, None, {})
-        return self.head.vocab_shard.full_logits(self.head(self.norm(x_SBD), self._embedding_weight())).transpose(0, 1)
+        return self._logits(self.norm(self._run_stage(Batch(tokens_BS, positions=positions), None, None, {})))
+
+    def _logits(self, x_SBD: Tensor) -> Tensor:
+        assert self.head is not None
+        return self.head.vocab_shard.full_logits(self.head(x_SBD, self._embedding_weight())).transpose(0, 1)
+
+    def _hidden_states(self, x_SBD: Tensor) -> Tensor:
+        assert self.head is not None
+        return self.head.input_comm(x_SBD).transpose(0, 1)  # gathers what sequence parallelism has sharded
 
     def _embedding_weight(self) -> Tensor | None:
         return None if self.embedding is None else self.embedding.weight

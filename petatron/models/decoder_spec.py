@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.config.pipeline_stages import PipelineStage
@@ -18,8 +18,9 @@ from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchSpec, residual_std
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
-from petatron.models.decoder import Decoder
+from petatron.models.decoder import HIDDEN, LM_LOSS, Decoder
 from petatron.models.spec import ModelSpec
+from petatron.models.stage import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
 
@@ -48,6 +49,15 @@ class DecoderSpec(ModelSpec):
     def tied_params(self) -> Mapping[str, str]:
         untied = self.config.untie_embeddings_and_output_weights
         return {} if untied else {"head.weight": "embedding.weight"}
+
+    def io(self, stages: Sequence[PipelineStage]) -> ModelIO:
+        hidden = (BoundaryTensor(HIDDEN, self.config.hidden_size),)
+        return ModelIO(
+            boundaries=((), *(hidden,) * (len(stages) - 1)),
+            losses=(LossSpec(LM_LOSS),),
+            outputs=("logits", "hidden_states"),
+            sequence_order="contiguous" if self.sequence_sharding == "contiguous" else "zigzag",
+        )
 
     def build_stage(self, stage: PipelineStage) -> Decoder:
         return Decoder(self, stage)

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.layers.moe.moe_layer import MoESpec
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import SequenceOrder
+from petatron.layers.spec.branch import SequenceSharding
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
+from petatron.models.batch import Batch
+from petatron.models.stage import ModelIO
 from petatron.models.stage_module import StageModule
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, TensorShard, compute_placement
+
+Collate = Callable[[Sequence[Any], Any], Batch]
+"""Makes the batch of one micro-batch's samples with the loader's options."""
 
 
 class ModelSpec(ABC):
@@ -37,6 +43,15 @@ class ModelSpec(ABC):
     @property
     def tied_params(self) -> Mapping[str, str]:
         return {}
+
+    @abstractmethod
+    def io(self, stages: Sequence[PipelineStage]) -> ModelIO:
+        """Returns what the model takes and gives when it is cut into these stages: tensors between stages, losses, outputs."""
+
+    @property
+    def collate(self) -> Collate | None:
+        """Returns what makes a batch of samples; None: samples are text, and tokens predict the next one."""
+        return None
 
     @abstractmethod
     def build_stage(self, stage: PipelineStage) -> StageModule:
@@ -96,8 +111,10 @@ class ModelSpec(ABC):
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.channel_mixer, MoESpec))
 
     @property
-    def sequence_order(self) -> SequenceOrder:
-        """The order of a sequence's shards that every layer can work with; `whole` if there is none."""
+    def sequence_sharding(self) -> SequenceSharding:
+        """How context parallelism may shard sequences so that every layer can work with it; `whole`: not at all."""
         branches = (branch for layer in set(self.layers) for branch in layer.branches)
-        orders: set[SequenceOrder] = {branch.sequence_order for branch in branches if branch.sequence_order != "any"}
+        orders: set[SequenceSharding] = {
+            branch.sequence_sharding for branch in branches if branch.sequence_sharding != "any"
+        }
         return next(iter(orders), "zigzag") if len(orders) < 2 else "whole"

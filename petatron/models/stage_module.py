@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.transformer_layer import Residual, TransformerLayer
+from petatron.models.batch import Batch
+from petatron.models.stage import StageOutput
 
 LayerRunner = Callable[[Sequence[nn.Module], Tensor, ForwardContext], Tensor]
 """Runs a stage's layers: the slot for recompute of groups of them, and for offload."""
@@ -21,7 +24,7 @@ def run_layers_sequentially(layers: Sequence[nn.Module], x_SBD: Tensor, context:
     return x_SBD if residual is None else residual.x_SBD + x_SBD
 
 
-class StageModule(nn.Module):
+class StageModule(nn.Module, ABC):
     """Some consecutive layers of a model, and the modules before and after them that this stage has.
 
     layers: by their index in the whole model. run_layers: called with all of them, or with consecutive parts of them in turn.
@@ -30,6 +33,23 @@ class StageModule(nn.Module):
     stage: PipelineStage
     layers: nn.ModuleDict
     run_layers: LayerRunner
+
+    @abstractmethod
+    def forward(
+        self,
+        batch: Batch,
+        inputs: Mapping[str, Tensor],
+        *,
+        aux_loss_scale: Tensor | None = None,
+        router_statistics: dict[int, Tensor] | None = None,
+        loss_weights: Mapping[str, Tensor] | None = None,
+        collect: Collection[str] = (),
+    ) -> StageOutput:
+        """Runs the stage on a micro-batch and the tensors that it takes.
+
+        `aux_loss_scale` and `router_statistics` are those of `ForwardContext`. `loss_weights` [S, B], by the name of the loss, are
+        the gradients of the token losses, known before backward; None without gradients. `collect` names wanted outputs.
+        """
 
     def transformer_layers(self) -> list[TransformerLayer]:
         """Returns the layers in their order."""

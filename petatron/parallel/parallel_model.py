@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from petatron.base.errors import TrainError
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
 from petatron.models.spec import ModelSpec
+from petatron.models.stage import ModelIO
 from petatron.models.stage_module import StageModule
 from petatron.parallel.context import split_batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
@@ -45,10 +47,12 @@ class ParallelModel:
         mesh: ParallelMesh,
         rng_streams: RandomStreams,
         *,
+        io: ModelIO,
         spec: ModelSpec,
         dtype: torch.dtype,
         sequence_parallel: bool,
     ) -> None:
+        self.io = io
         self.spec = spec
         self.stages = stages
         self.mesh = mesh
@@ -65,11 +69,19 @@ class ParallelModel:
         self._pipeline = PipelineExecutor(
             stages,
             mesh.pp,
-            empty_stage_input=self._empty_stage_input,
+            io,
+            dtype=dtype,
+            device=mesh.device,
+            sequence_shards=mesh.tp.size if sequence_parallel else 1,
             weight_grad_queue=parallelized.weight_grad_queue,
             combined_passes=parallelized.combined_passes,
         )
         self._run_step: Callable[..., StepResult] = self._pipeline.run
+        weights = [loss.weight for loss in io.losses]
+        self._loss_weights = (
+            None if weights == [1.0] else torch.tensor(weights, dtype=torch.float64, device=mesh.device)
+        )
+        self._mean_losses: Tensor | None = None
 
     def use_cuda_graphs(self, graph_capture: GraphCapture) -> None:
         """Captures and replays training steps as CUDA graphs from now on (`parallel/pipeline/cuda_graph.py`)."""
@@ -87,6 +99,13 @@ class ParallelModel:
         """Identifies a layout as far as RNG streams are concerned."""
         return f"{self.mesh.layout} sequence_parallel={self.sequence_parallel} {self.plan}"
 
+    @property
+    def named_losses(self) -> dict[str, Tensor]:
+        """The mean of each loss in the last training step, before its weight, on the device."""
+        if self._mean_losses is None:
+            return {}
+        return {loss.name: mean for loss, mean in zip(self.io.losses, self._mean_losses)}
+
     def train_step(
         self,
         batches: Sequence[Batch],
@@ -97,17 +116,19 @@ class ParallelModel:
         """Runs forward and backward of this rank's micro-batches; gradients are reduced when it returns.
 
         Returns the mean loss per valid token of the *global* batch, on the device. One formula for every layout: the sum of
-        token losses over all ranks and micro-batches, divided by their number of valid tokens. `timeline` receives when each
-        action ran; timing synchronises the device after each.
+        token losses over all ranks and micro-batches, divided by their number of valid tokens. Of several losses it is the
+        weighted sum, and `named_losses` has each. `timeline` receives when each action ran; timing synchronises the device
+        after each.
         """
         self._set_mode(training=True)
-        batches = [split_batch(batch, self.mesh.cp) for batch in batches]
+        batches = self._split(batches)
         self._weight_grad_queue.start_step()
         self.gradient_reducer.start_step(len(batches))
         self.fp8_gemms.new_step()
         tokens = self._count_tokens(batches)
-        aux_loss_scale = torch.full_like(tokens, loss_scale / (len(batches) * self.mesh.dp.size))
-        scales = LossScales(token_loss=loss_scale / tokens, aux_loss=aux_loss_scale)
+        aux_loss_scale = torch.full_like(tokens[0], loss_scale / (len(batches) * self.mesh.dp.size))
+        token_loss_scale = (loss_scale if self._loss_weights is None else loss_scale * self._loss_weights) / tokens
+        scales = LossScales(token_loss=token_loss_scale, aux_loss=aux_loss_scale)
         clock = self._clock if timeline is not None else None
         result = self._run_step(
             self.plan.training_schedule(len(batches), rank=self.mesh.pp.rank), batches, scales, clock=clock
@@ -117,16 +138,57 @@ class ParallelModel:
         self.router_statistics.update(result.router_statistics)
         if timeline is not None:
             timeline(result.timed_actions)
-        return self._total_loss(result) / tokens
+        self._mean_losses = self._total_losses(result) / tokens
+        return self.objective(self._mean_losses)
+
+    def objective(self, mean_losses: Tensor) -> Tensor:
+        """Returns the weighted sum of the means of all losses [losses]."""
+        return mean_losses[0] if self._loss_weights is None else (mean_losses * self._loss_weights).sum()
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Returns the sum of the token losses of the global batch and the number of valid tokens, without gradients."""
+        """Returns the sum of the token losses of the global batch and the number of valid tokens, without gradients.
+
+        Of several losses, `evaluate_losses` has each; the quotient of what this returns is their weighted sum.
+        """
+        sums, tokens = self.evaluate_losses(batches)
+        if self._loss_weights is None:
+            return sums[0], tokens[0]
+        return self.objective(sums / tokens) * tokens[0], tokens[0]
+
+    def evaluate_losses(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """Returns the sum of the token losses of the global batch and the number of valid tokens, of each loss [losses]."""
+        batches = self._split(batches)
+        tokens = self._count_tokens(batches)
+        return self._total_losses(self._run_forward(batches)), tokens
+
+    def forward(self, batches: Sequence[Batch], *, collect: Collection[str]) -> list[dict[str, Tensor]]:
+        """Runs a forward pass in evaluation mode and returns outputs of each micro-batch by name, on the ranks that compute them.
+
+        With pipeline parallelism other ranks return empty dicts. With context parallelism outputs are those of this rank's part
+        of the sequence. Batches without labels have no loss, which saves computing it.
+
+        >>> import petatron, torch
+        >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+        >>> model = petatron.build_model(run, petatron.launch(run))
+        >>> [outputs] = model.forward([petatron.Batch(torch.zeros(2, 8, dtype=torch.int64))], collect=["logits"])
+        >>> outputs["logits"].shape[:2]
+        torch.Size([2, 8])
+        """
+        unknown = [name for name in collect if name not in self.io.outputs]
+        if unknown:
+            raise TrainError(
+                f"The model has no output {', '.join(map(repr, unknown))}. It has: {', '.join(self.io.outputs) or 'none'}."
+            )
+        return self._run_forward(self._split(batches), collect).collected
+
+    def _run_forward(self, batches: Sequence[Batch], collect: Collection[str] = ()) -> StepResult:
         self._set_mode(training=False)
         self.fp8_gemms.weights_changed()
-        batches = [split_batch(batch, self.mesh.cp) for batch in batches]
-        tokens = self._count_tokens(batches)
-        result = self._pipeline.run(self.plan.evaluation_schedule(len(batches), rank=self.mesh.pp.rank), batches)
-        return self._total_loss(result), tokens
+        schedule = self.plan.evaluation_schedule(len(batches), rank=self.mesh.pp.rank)
+        return self._pipeline.run(schedule, batches, collect=collect)
+
+    def _split(self, batches: Sequence[Batch]) -> list[Batch]:
+        return [split_batch(batch, self.mesh.cp, order=self.io.sequence_order) for batch in batches]
 
     def all_gather_params(self) -> None:
         """All-gathers weights that were changed from outside, and drops their FP8 caches."""
@@ -134,16 +196,18 @@ class ParallelModel:
         all_gather_params(self.param_groups)
 
     def _count_tokens(self, batches: Sequence[Batch]) -> Tensor:
-        count = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
+        """Returns the number of valid tokens of each loss in the global batch [losses]."""
+        counts = [batch[loss.mask].sum(dtype=torch.float64) for loss in self.io.losses for batch in batches]
+        count = torch.stack(counts).view(len(self.io.losses), len(batches)).sum(dim=1)
         first = self.mesh.tp.rank == 0 and self.mesh.pp.rank == 0  # the others count the same tokens
         return self._sum(count, over="dp_cp", here=first).clamp(min=1.0)
 
-    def _total_loss(self, result: StepResult) -> Tensor:
+    def _total_losses(self, result: StepResult) -> Tensor:
         """Sums over the global batch; ranks of one tensor-parallel group have the same share of it."""
-        return self._sum(result.loss_sum, over="losses", here=self.mesh.tp.rank == 0)
+        return self._sum(result.loss_sums, over="losses", here=self.mesh.tp.rank == 0)
 
     def _sum(self, x: Tensor, *, over: str, here: bool) -> Tensor:
-        """Sums a scalar over an axis, on all ranks; `here` is true on one of the ranks with the same value.
+        """Sums a few numbers over an axis, on all ranks; `here` is true on one of the ranks with the same value.
 
         Uses the communicator of the whole world, which every run has for the gradient norm: eight bytes do not justify
         another, and adding zeros changes no bit.
@@ -156,13 +220,6 @@ class ParallelModel:
         for stage in self.stages.values():
             if stage.training != training:  # traversing all modules costs a small model a tenth of its step
                 stage.train(training)
-
-    def _empty_stage_input(self, batch: Batch) -> Tensor:
-        """Returns an empty tensor of a stage input's shape: this rank's part of the sequence."""
-        size, length = batch.tokens.shape
-        rows = length // self.mesh.tp.size if self.sequence_parallel else length
-        hidden = self.spec.config.hidden_size
-        return torch.empty(rows, size, hidden, dtype=self.dtype, device=self.mesh.device)
 
     def _clock(self) -> float:
         if self.mesh.device.type == "cuda":

@@ -24,7 +24,15 @@ from typing import NamedTuple
 from petatron.mesh.diagnose.nccl_program import RECEIVE, SEND, Call, Compute, NcclProgram, Operation, ProgramItem
 from petatron.plan.pipeline_simulator import ActionCosts, message_of
 from petatron.schedule import Schedule
-from petatron.schedule.actions import COMPUTE_KINDS, SEND_KINDS, Action, ActionKind, StageOutput, needed_by, produced_by
+from petatron.schedule.actions import (
+    COMPUTE_KINDS,
+    SEND_KINDS,
+    Action,
+    ActionKind,
+    ComputeResult,
+    needed_by,
+    produced_by,
+)
 
 
 class PipelineTransfer(NamedTuple):
@@ -32,7 +40,7 @@ class PipelineTransfer(NamedTuple):
 
     source: int
     destination: int
-    message: StageOutput
+    message: ComputeResult
 
 
 class SimulatedCommunicator(NamedTuple):
@@ -123,7 +131,7 @@ def pipeline_program(
     lists: list[list[ProgramItem]] = []
     for rank, batches in enumerate(schedule.action_batches):
         items: list[ProgramItem] = []
-        received: dict[StageOutput, int] = {}
+        received: dict[ComputeResult, int] = {}
         for batch in batches:
             if batch[0].kind in COMPUTE_KINDS:
                 needed = needed_by(batch[0], stages=schedule.stages)
@@ -148,9 +156,9 @@ def unordered_makespan(schedule: Schedule, costs: ActionCosts, *, noise: float =
     times = _ComputeTimes(schedule, costs, noise=noise, seed=seed)
     transfer_cost = costs.time_of(ActionKind.SEND_FORWARD, 0)
     computations = [[action for action in actions if action.kind in COMPUTE_KINDS] for actions in schedule.actions]
-    made: dict[StageOutput, tuple[int, float]] = {}
+    made: dict[ComputeResult, tuple[int, float]] = {}
     free, at = [0.0] * schedule.ranks, [0] * schedule.ranks
-    awaited: dict[StageOutput, int] = {}
+    awaited: dict[ComputeResult, int] = {}
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()

@@ -20,7 +20,7 @@ from petatron.schedule.actions import (
     SEND_KINDS,
     Action,
     ActionKind,
-    StageOutput,
+    ComputeResult,
     TimedAction,
     max_held_micro_batches,
     needed_by,
@@ -122,9 +122,9 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Simulation:
     )
 
 
-def messages_by_peer(schedule: Schedule, rank: int) -> dict[int, list[StageOutput]]:
+def messages_by_peer(schedule: Schedule, rank: int) -> dict[int, list[ComputeResult]]:
     """Returns for each other rank the messages between the two in the order of this rank's list, in both directions."""
-    messages: dict[int, list[StageOutput]] = {}
+    messages: dict[int, list[ComputeResult]] = {}
     for action in schedule.actions[rank]:
         if action.kind not in COMPUTE_KINDS:
             peer, product = message_of(schedule, action)
@@ -132,7 +132,7 @@ def messages_by_peer(schedule: Schedule, rank: int) -> dict[int, list[StageOutpu
     return messages
 
 
-def message_of(schedule: Schedule, transfer: Action) -> tuple[int, StageOutput]:
+def message_of(schedule: Schedule, transfer: Action) -> tuple[int, ComputeResult]:
     """Returns the rank at the other end of a transfer, and its message."""
     forward = transfer.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
     onward = transfer.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_BACKWARD)
@@ -148,18 +148,18 @@ def message_of(schedule: Schedule, transfer: Action) -> tuple[int, StageOutput]:
 class _Channel:
     """The messages between two ranks: the next one, when each end posted, when each arrived."""
 
-    def __init__(self, messages: list[StageOutput]) -> None:
+    def __init__(self, messages: list[ComputeResult]) -> None:
         self.messages = messages
-        self.posted: dict[tuple[StageOutput, int], float] = {}
+        self.posted: dict[tuple[ComputeResult, int], float] = {}
         self._next = 0
         self._last_start = 0.0
         self._link_free_at: dict[ActionKind | int, float] = {}
 
     def start_ready_messages(
-        self, ranks: tuple[int, int], source_of: Callable[[StageOutput], int], costs: ActionCosts
-    ) -> list[tuple[StageOutput, float]]:
+        self, ranks: tuple[int, int], source_of: Callable[[ComputeResult], int], costs: ActionCosts
+    ) -> list[tuple[ComputeResult, float]]:
         """Starts every message that is next and posted at both ends; returns them with their arrival times."""
-        arrived: list[tuple[StageOutput, float]] = []
+        arrived: list[tuple[ComputeResult, float]] = []
         while self._next < len(self.messages):
             product = self.messages[self._next]
             ends = [self.posted.get((product, rank)) for rank in ranks]
@@ -187,7 +187,7 @@ class _Simulator:
         self.events: list[list[TimedAction]] = [[] for _ in schedule.actions]
         self._next = [0] * schedule.ranks
         self._rank_free_at = [0.0] * schedule.ranks
-        self._available: list[dict[StageOutput, float]] = [{} for _ in schedule.actions]
+        self._available: list[dict[ComputeResult, float]] = [{} for _ in schedule.actions]
         self._channels: dict[tuple[int, int], _Channel] = {}
         lists = [messages_by_peer(schedule, rank) for rank in range(schedule.ranks)]
         for rank, peers in enumerate(lists):

@@ -58,10 +58,10 @@ class TimedAction:
 
 
 # The result of a computation: (FORWARD, s, m) is the output of stage s, (INPUT_GRAD, s, m) the gradient of its input.
-StageOutput = tuple[ActionKind, int, int]
+ComputeResult = tuple[ActionKind, int, int]
 
 
-def produced_by(action: Action) -> StageOutput | None:
+def produced_by(action: Action) -> ComputeResult | None:
     """Returns the result that another computation may wait for; None for weight gradients, which are local."""
     if action.kind is ActionKind.FORWARD:
         return ActionKind.FORWARD, action.stage, action.micro_batch
@@ -70,7 +70,7 @@ def produced_by(action: Action) -> StageOutput | None:
     return None
 
 
-def needed_by(action: Action, *, stages: int) -> tuple[StageOutput, ...]:
+def needed_by(action: Action, *, stages: int) -> tuple[ComputeResult, ...]:
     """Returns the results that a computation needs before it can start."""
     kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
     if kind is ActionKind.FORWARD:

@@ -24,7 +24,7 @@ from petatron.config import LoadedConfig, RunConfig, load_config, parse_split, w
 from petatron.config.checks.cuda_graphs import uses_random_numbers
 from petatron.config.nccl_communicators import communicator_options
 from petatron.config.pipeline_stages import pipeline_stages
-from petatron.data.batch_loader import BatchLoader, LoaderOptions
+from petatron.data.batch_loader import BatchLoader, Collate, LoaderOptions
 from petatron.data.build_datasets import SplitDatasets, build_datasets
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.estimate.recompute_plan import plan_recompute
@@ -164,6 +164,7 @@ def build_model(
         routers,
         mesh,
         streams,
+        io=spec.io(stages),
         spec=spec,
         dtype=dtype,
         sequence_parallel=run.parallel.sequence_parallel,
@@ -181,9 +182,9 @@ def check_supported(run: RunConfig, spec: ModelSpec) -> None:
     """Raises `ConfigError` if the layers of a model cannot do what the run asks for."""
     problems: list[Problem] = []
     branches = {branch for layer in set(spec.layers) for branch in layer.branches}
-    whole = sorted({branch.name for branch in branches if branch.sequence_order not in ("any", "zigzag")})
-    if run.parallel.context_parallel_size > 1 and whole:
-        rule = f"shards sequences, but layers of this model need them whole: {', '.join(whole)}"
+    if run.parallel.context_parallel_size > 1 and spec.sequence_sharding == "whole":
+        kinds = sorted(f"{branch.name} ({branch.sequence_sharding})" for branch in branches)
+        rule = f"shards sequences, and no way of it suits all layers of this model: {', '.join(kinds)}"
         problems.append(Problem("--context-parallel-size", str(run.parallel.context_parallel_size), rule, "Use 1."))
     mixed = sorted({branch.name for branch in branches if not branch.separates_documents})
     if run.data.reset_attention_mask and mixed:
@@ -257,11 +258,13 @@ def build_loaders(
         reset_attention_mask=run.data.reset_attention_mask,
         pin_memory=mesh.device.type == "cuda",
     )
-    return _build_batch_loaders(datasets, options, mesh)
+    return _build_batch_loaders(datasets, options, model_spec(run).collate, mesh)
 
 
-def _build_batch_loaders(datasets: SplitDatasets, options: LoaderOptions, mesh: ParallelMesh) -> DataLoaders:
-    make = partial(BatchLoader, options=options, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size)
+def _build_batch_loaders(
+    datasets: SplitDatasets, options: LoaderOptions, collate: Collate | None, mesh: ParallelMesh
+) -> DataLoaders:
+    make = partial(BatchLoader, options=options, collate=collate, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size)
     assert datasets.train is not None
     return DataLoaders(
         train=make(datasets.train),

@@ -196,18 +196,19 @@ class TrainLoop:
             return None
         self._meter.pause()
         with stopping.evaluation_stop_check(will_save=will_save) as watch:
-            loss = evaluate(self._state, loader, watch)
+            found = evaluate(self._state, loader, watch)
         self._meter.resume()
-        if isinstance(loss, InterruptedEvaluation):
-            batches = f"{loss.completed_batches:,} of {self._run.train.eval_iters:,} batches"
+        if isinstance(found, InterruptedEvaluation):
+            batches = f"{found.completed_batches:,} of {self._run.train.eval_iters:,} batches"
             self._log_event(f"the evaluation ({split}) was interrupted after {batches} and reports no loss")
-            return loss.reason
+            return found.reason
         if split == "valid":
-            self._last_validation = (iteration, loss)
+            self._last_validation = (iteration, found.loss)
         self._write_record(
             validation_record(
                 iteration=iteration,
-                lm_loss=loss,
+                lm_loss=found.loss,
+                named_losses=found.named_losses if len(found.named_losses) > 1 else None,
                 consumed_samples=self._state.progress.consumed_samples,
                 split="test" if split == "test" else "valid",
             )
@@ -286,19 +287,30 @@ class InterruptedEvaluation:
     completed_batches: int
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluatedLosses:
+    """The means of an evaluation: the objective, and each loss by name."""
+
+    loss: float
+    named_losses: dict[str, float]
+
+
 def evaluate(
     state: TrainState, loader: BatchLoader, stop_check: EvaluationStopCheck | None = None
-) -> float | InterruptedEvaluation:
-    """Returns the mean loss per token over the first `eval_iters` batches of a split; the same batches every time."""
+) -> EvaluatedLosses | InterruptedEvaluation:
+    """Returns the mean losses per token over the first `eval_iters` batches of a split; the same batches every time."""
     size = state.run.train.global_batch_size
     assert size is not None
-    total = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
+    model = state.model
+    total = torch.zeros(len(model.io.losses), dtype=torch.float64, device=state.mesh.device)
     tokens = torch.zeros_like(total)
     for index in range(state.run.train.eval_iters):
         why = stop_check.stop_reason(index) if stop_check is not None else None
         if why is not None:
             return InterruptedEvaluation(why, index)
         batches = loader.next_step(size, index * size)
-        loss, count = state.model.evaluate([batch.to(state.mesh.device) for batch in batches])
-        total, tokens = total + loss, tokens + count
-    return float(total / tokens)
+        losses, counts = model.evaluate_losses([batch.to(state.mesh.device) for batch in batches])
+        total, tokens = total + losses, tokens + counts
+    means = total / tokens
+    objective, *by_name = torch.cat([model.objective(means).reshape(1), means]).tolist()
+    return EvaluatedLosses(objective, {loss.name: mean for loss, mean in zip(model.io.losses, by_name, strict=True)})

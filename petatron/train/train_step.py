@@ -20,7 +20,7 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
     Nothing here waits for the device, except for one number per step under dynamic loss scaling.
     """
     run, progress, scale = state.run, state.progress, state.scaler.scale
-    size = sum(batch.tokens.shape[0] for batch in batches) * state.mesh.dp.size
+    size = sum(batch.num_samples for batch in batches) * state.mesh.dp.size
     loss = state.model.train_step(batches, loss_scale=scale, timeline=_timeline_writer(state))
     zeros = state.optimizer.count_zero_grads() if run.log.log_num_zeros_in_grad else None
     now, decoupled = (progress.updates, progress.update_samples), state.decoupled_lr_schedule
@@ -42,6 +42,7 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
         consumed_samples=progress.consumed_samples,
         tokens=size * run.model.seq_length,
         loss=loss,
+        named_losses=state.model.named_losses if len(state.model.io.losses) > 1 else None,
         lr=lr,
         decoupled_lr=decoupled_lr,
         global_batch_size=size,

@@ -88,7 +88,7 @@ def record_steps(
             weight_decay=decays.at(*progress),
         )
         parts += list(_traced_shards(model, "parameter")) if keep_tensors(step) else []
-        samples += sum(batch.tokens.shape[0] for batch in batches) * mesh.dp.size
+        samples += sum(batch.num_samples for batch in batches) * mesh.dp.size
         yield StepTrace(float(loss), float(result.grad_norm), parts)
 
 

@@ -134,7 +134,9 @@ def test_estimates_add_it_up():
 
 def test_context_parallelism_is_refused_before_anything_is_built():
     run = hybrid_run("--cp 2", world_size=2)
-    with pytest.raises(ConfigError, match="need them whole: gla"):
+    with pytest.raises(
+        ConfigError, match=r"no way of it suits all layers of this model: attention \(zigzag\), gla \(whole\)"
+    ):
         build_model(run, ParallelMesh.single(torch.device("cpu")))
 
 

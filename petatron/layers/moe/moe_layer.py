@@ -30,7 +30,7 @@ from petatron.layers.moe.load_balancing import ReductionGroup, attach_aux_loss
 from petatron.layers.moe.router import Router, Routing
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec, SequenceOrder
+from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec, SequenceSharding
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.sharding.initial_values import NormalValues
@@ -63,7 +63,7 @@ class MoESpec(BranchSpec):
     out_std: float
 
     @property
-    def sequence_order(self) -> SequenceOrder:
+    def sequence_sharding(self) -> SequenceSharding:
         return "any"
 
     @property

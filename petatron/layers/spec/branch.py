@@ -26,8 +26,8 @@ FULL = "full"
 ELEMENTWISE_FLOPS = 12
 """Operations per element of a norm or activation: few beside a GEMM's, but not zero."""
 
-SequenceOrder = Literal["any", "zigzag", "contiguous", "whole"]
-"""The order of a sequence's shards over context-parallel ranks that a branch works with; `whole`: it needs the whole sequence."""
+SequenceSharding = Literal["any", "zigzag", "contiguous", "whole"]
+"""How context-parallel ranks may share a sequence: in any way, each two chunks or one part of it, or not at all."""
 
 
 class BranchModule(nn.Module):
@@ -63,7 +63,7 @@ class BranchSpec(ABC):
     hidden_size: int
 
     @property
-    def sequence_order(self) -> SequenceOrder:
+    def sequence_sharding(self) -> SequenceSharding:
         """How context parallelism may shard the sequence."""
         return "whole"
 

@@ -3,7 +3,8 @@
 **Layout.** Causal attention gives late tokens more work than early ones, so a sequence of S tokens over c ranks is cut into 2c
 chunks, and rank r has chunks r and 2c - 1 - r, in this order ("zigzag"): every rank then has the same work. If a block of
 adjacent ranks merges its chunks sorted by position, it has two runs again: those of one rank of a zigzag over the blocks. So
-one rule of positions serves every scheme below.
+one rule of positions serves every scheme below. A layer that scans the sequence needs one contiguous part per rank instead: the
+model says which order it wants (`models/stage.py`).
 
 **Communication**, with `kv` the elements of a rank's keys and values, q and o those of its queries and outputs, and c the ranks
 in the ring, in elements that a rank sends (or receives from a gather):
@@ -31,21 +32,37 @@ from petatron.kernels.attention.documents import Documents
 from petatron.layers.attention import CoreAttention
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.batch import Batch
+from petatron.models.stage import SequenceOrder
 from petatron.parallel.context.ring_attention import KvExchange, context_parallel_attention
 from petatron.parallel.context.ulysses import UlyssesAllToAll
-from petatron.parallel.context.zigzag import zigzag_positions
+from petatron.parallel.context.zigzag import contiguous_positions, zigzag_positions
+
+_POSITIONS = {"zigzag": zigzag_positions, "contiguous": contiguous_positions}
 
 
-def split_batch(batch: Batch, axis: Axis) -> Batch:
-    """Returns this rank's tokens with explicit positions; documents stay those of the whole sequence."""
+def split_batch(batch: Batch, axis: Axis, *, order: SequenceOrder = "zigzag") -> Batch:
+    """Returns this rank's part of every array along the sequence, with explicit positions.
+
+    Positions that the batch does not have are those of its first such array. Documents stay those of the whole sequence.
+    """
     if axis.size == 1:
         return batch
-    runs = zigzag_positions(axis.rank, axis.size, batch.tokens.shape[1])
-    # Created on the device: a copy from the host would synchronise.
-    local = torch.cat([torch.arange(run.start, run.stop, device=batch.tokens.device) for run in runs])
-    tokens, labels, loss_mask = (x.index_select(1, local) for x in (batch.tokens, batch.labels, batch.loss_mask))
-    positions = local if batch.positions is None else batch.positions.index_select(-1, local)
-    return replace(batch, tokens=tokens, labels=labels, loss_mask=loss_mask, positions=positions)
+    local_by_length: dict[int, Tensor] = {}
+    arrays = dict(batch.arrays)
+    for name, x in batch.arrays.items():
+        dim = batch.sequence_dim(name)
+        if dim is None:
+            continue
+        local = local_by_length.get(x.shape[dim])
+        if local is None:
+            runs = _POSITIONS[order](axis.rank, axis.size, x.shape[dim])
+            # Created on the device: a copy from the host would synchronise.
+            local = torch.cat([torch.arange(run.start, run.stop, device=x.device) for run in runs])
+            local_by_length[x.shape[dim]] = local
+        arrays[name] = x.index_select(dim, local)
+    if local_by_length:
+        arrays.setdefault("positions", next(iter(local_by_length.values())))
+    return replace(batch, arrays=arrays)
 
 
 class ContextParallelAttention(CoreAttention):

@@ -1,4 +1,4 @@
-"""The zigzag order of a sequence over ranks, and back to the natural order."""
+"""The order of a sequence over ranks, zigzag or contiguous, and from zigzag back to the natural order."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ def zigzag_positions(rank: int, size: int, length: int) -> tuple[range, ...]:
     chunk = length // (2 * size)
     early, late = rank * chunk, (2 * size - 1 - rank) * chunk
     return range(early, early + chunk), range(late, late + chunk)
+
+
+def contiguous_positions(rank: int, size: int, length: int) -> tuple[range, ...]:
+    """Returns the positions of a rank's tokens where each rank has one part, in order: what a scan over the sequence needs.
+
+    >>> contiguous_positions(1, 4, 16)
+    (range(4, 8),)
+    """
+    assert length % size == 0, f"{length} tokens cannot be cut into {size} parts"
+    part = length // size
+    return (range(rank * part, (rank + 1) * part),)
 
 
 def sorted_by_position(x: Tensor, ranks: int) -> Tensor:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -54,7 +54,7 @@ _MIN_CAPABILITY = (8, 0)
 
 StepFunction = Callable[[], StepResult]
 Replay = Callable[[], None]
-_BatchShape = tuple[tuple[torch.Size, torch.dtype] | None, ...]
+_BatchShape = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 class GraphCapture(Protocol):
@@ -168,7 +168,7 @@ class GraphedSteps:
         return self._replay(captured, batches, scales)
 
     def _capture(self, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales) -> _CapturedStep:
-        static_batches = [Batch(*(None if x is None else x.clone() for x in _tensors(batch))) for batch in batches]
+        static_batches = [batch.clone() for batch in batches]
         static_scales = LossScales(token_loss=scales.token_loss.clone(), aux_loss=scales.aux_loss.clone())
         result, replay = self._graph_capture.capture(partial(self._run, schedule, static_batches, static_scales))
         return _CapturedStep(static_batches, static_scales, result, replay, self._gradient_reducer.params_with_grad())
@@ -177,24 +177,18 @@ class GraphedSteps:
         captured.scales.token_loss.copy_(scales.token_loss)
         captured.scales.aux_loss.copy_(scales.aux_loss)
         for static, batch in zip(captured.batches, batches, strict=True):
-            for target, source in zip(_tensors(static), _tensors(batch), strict=True):
-                if target is not None and source is not None:
-                    target.copy_(source, non_blocking=True)
+            for name, target in static.arrays.items():
+                target.copy_(batch[name], non_blocking=True)
         captured.replay()
         self._gradient_reducer.mark_written(captured.params_with_grad)
-        return StepResult(captured.result.loss_sum.clone(), dict(captured.result.router_statistics))
-
-
-def _tensors(batch: Batch) -> tuple[Tensor | None, ...]:
-    """Returns all tensors of a batch but its documents."""
-    return tuple(getattr(batch, field.name) for field in fields(batch) if field.name != "documents")
+        return StepResult(captured.result.loss_sums.clone(), dict(captured.result.router_statistics))
 
 
 def _batch_shape(batch: Batch) -> _BatchShape:
-    """Returns the shapes and dtypes that a capture depends on."""
+    """Returns the names, shapes and dtypes that a capture depends on."""
     if batch.documents is not None:
         raise TrainError(
             "A step over packed documents cannot be recorded as a CUDA graph: attention is planned by where they lie. Leave "
             "--cuda-graphs out, or --reset-attention-mask."
         )
-    return tuple(None if x is None else (x.shape, x.dtype) for x in _tensors(batch))
+    return tuple((name, x.shape, x.dtype) for name, x in batch.arrays.items())

@@ -3,23 +3,30 @@
 A rank performs its list of actions in order. Transfers are started at their position in the list, adjacent ones in one batch, and
 waited for where their result is used, so they overlap the computations between. An activation is freed once sent: backward needs
 its graph, not its values. A forward and a backward of one entry of the list run combined (`combined_forward_backward.py`).
+
+What moves between stages are bundles: the named tensors that a boundary declares (`models/stage.py`), in this order, and on the way
+back the gradients of those that have one. An empty bundle is not sent, and not waited for.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from petatron.base.errors import TrainError
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
 from petatron.models.batch import Batch
+from petatron.models.stage import BoundaryTensor, ModelIO, StageOutput
+from petatron.models.stage_module import StageModule
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.schedule import RankSchedule
@@ -28,11 +35,13 @@ from petatron.schedule.actions import COMPUTE_KINDS, SEND_KINDS, Action, ActionK
 FORWARD_SEND_RECV = (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
 StageMicroBatch = tuple[int, int]
 """stage, micro-batch"""
+Bundle = dict[str, Tensor]
+"""Tensors of a boundary by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScales:
-    """The factors on losses before backward: on the sum of token losses, and on the layers' auxiliary losses."""
+    """The factors on losses before backward: on the sum of token losses of each loss [losses], and on auxiliary losses."""
 
     token_loss: Tensor
     aux_loss: Tensor
@@ -40,11 +49,29 @@ class LossScales:
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of one step: the sum of this rank's token losses, router statistics, and when actions ran if timed."""
+    """The result of one step on this rank: the sums of token losses of each loss [losses], router statistics, when actions ran
+    if timed, and what each micro-batch's forward collected."""
 
-    loss_sum: Tensor
+    loss_sums: Tensor
     router_statistics: dict[int, Tensor] = field(default_factory=dict)
     timed_actions: list[TimedAction] = field(default_factory=list)
+    collected: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _StageBoundaries:
+    """The tensors into and out of a stage, and those of them that have gradients."""
+
+    takes: tuple[BoundaryTensor, ...]
+    takes_with_grad: tuple[BoundaryTensor, ...]
+    gives: tuple[BoundaryTensor, ...]
+    gives_with_grad: tuple[BoundaryTensor, ...]
+
+    @classmethod
+    def of(cls, io: ModelIO, stage: int) -> _StageBoundaries:
+        takes, gives = io.boundaries[stage], (*io.boundaries[stage + 1 : stage + 2], ())[0]
+        with_grad = (tuple(x for x in side if x.requires_grad) for side in (takes, gives))
+        return cls(takes, next(with_grad), gives, next(with_grad))
 
 
 class PipelineExecutor:
@@ -52,19 +79,27 @@ class PipelineExecutor:
 
     def __init__(
         self,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, StageModule],
         axis: Axis,
+        io: ModelIO,
         *,
-        empty_stage_input: Callable[[Batch], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        sequence_shards: int = 1,
         weight_grad_queue: WeightGradQueue,
         combined_passes: CombinedForwardBackward | None = None,
     ) -> None:
-        """`empty_stage_input` allocates a stage input (or its gradient) to receive."""
+        """`dtype` is that of activations; `sequence_shards` is the number of shards of sequence parallelism."""
         self._stages = stages
         self._axis = axis
-        self._empty_stage_input = empty_stage_input
+        self._io = io
+        self._dtype = dtype
+        self._device = device
+        self._sequence_shards = sequence_shards
         self._weight_grad_queue = weight_grad_queue
         self._combined_passes = combined_passes
+        self._boundaries = {stage: _StageBoundaries.of(io, stage) for stage in stages}
+        self._checked_stages: set[int] = set()
 
     def run(
         self,
@@ -72,10 +107,11 @@ class PipelineExecutor:
         batches: Sequence[Batch],
         scales: LossScales | None = None,
         *,
+        collect: Collection[str] = (),
         clock: Callable[[], float] | None = None,
     ) -> StepResult:
         """Performs this rank's actions; without scales there is no backward."""
-        execution = _ScheduleExecution(self, schedule, batches, scales)
+        execution = _ScheduleExecution(self, schedule, batches, scales, collect)
         for actions in schedule.action_batches():
             for action in actions:
                 execution.wait_for_input(action)
@@ -90,30 +126,66 @@ class PipelineExecutor:
         execution.finish()
         return execution.result
 
+    def empty_tensor(self, tensor: BoundaryTensor, batch: Batch) -> Tensor:
+        """Allocates a boundary tensor, or its gradient, to receive."""
+        shape = tensor.shape(batch, sequence_shards=self._sequence_shards)
+        return torch.empty(shape, dtype=tensor.dtype or self._dtype, device=self._device)
+
+    def check_output(self, stage: int, given: Bundle, batch: Batch) -> None:
+        """Checks the first output of a stage against what is declared: the next stage would wait for other sizes forever."""
+        if stage in self._checked_stages:
+            return
+        self._checked_stages.add(stage)
+        for tensor in self._boundaries[stage].gives:
+            found = given[tensor.name]
+            expected = tensor.shape(batch, sequence_shards=self._sequence_shards), tensor.dtype or self._dtype
+            if (tuple(found.shape), found.dtype) != expected:
+                raise TrainError(
+                    f"Stage {stage} gives {tensor.name!r} as {list(found.shape)} {found.dtype}, and stage {stage + 1} takes "
+                    f"{list(expected[0])} {expected[1]}. Correct the stage, or what is declared."
+                )
+
+
+class _BackwardInput(NamedTuple):
+    """Where the backward of a stage starts: at losses (no name), at outputs, and at inputs that were forwarded."""
+
+    edges: list[GradientEdge]
+    names: list[str | None]
+    forwarded: list[str]
+
 
 class _ScheduleExecution:
     """One step's activations and gradients, computed or in transfer."""
 
     def __init__(
-        self, pipeline: PipelineExecutor, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales | None
+        self,
+        pipeline: PipelineExecutor,
+        schedule: RankSchedule,
+        batches: Sequence[Batch],
+        scales: LossScales | None,
+        collect: Collection[str],
     ) -> None:
         self._pipeline, self._schedule, self._batches, self._scales = pipeline, schedule, batches, scales
-        self._inputs: dict[StageMicroBatch, Tensor] = {}  # stage inputs, until their backward
-        self._backward_roots: dict[StageMicroBatch, Tensor | GradientEdge] = {}
-        self._outputs: dict[StageMicroBatch, Tensor] = {}  # to be sent
-        self._output_grads: dict[StageMicroBatch, Tensor] = {}
-        self._input_grads: dict[StageMicroBatch, Tensor] = {}  # to be sent
-        self._receiving: dict[tuple[ActionKind, StageMicroBatch], Handle] = {}
+        self._inputs: dict[StageMicroBatch, Bundle] = {}  # stage inputs, until their backward
+        self._backward_inputs: dict[StageMicroBatch, _BackwardInput] = {}
+        self._outputs: dict[StageMicroBatch, Bundle] = {}  # to be sent
+        self._output_grads: dict[StageMicroBatch, Bundle] = {}
+        self._input_grads: dict[StageMicroBatch, Bundle] = {}  # to be sent
+        self._receiving: dict[tuple[ActionKind, StageMicroBatch], list[Handle]] = {}
         self._sending: deque[Handle] = deque()
-        self.result = StepResult(torch.zeros((), dtype=torch.float64, device=batches[0].tokens.device))
+        losses = pipeline._io.losses
+        sums = torch.zeros(len(losses), dtype=torch.float64, device=pipeline._device)
+        self._loss_sums = {loss.name: (loss.mask, sums[index]) for index, loss in enumerate(losses)}
+        self._token_loss_scales = () if scales is None else tuple(zip(losses, scales.token_loss))
+        self._collect = collect
+        self.result = StepResult(sums, collected=[{} for _ in batches] if collect else [])
 
     def wait_for_input(self, action: Action) -> None:
         """Waits until the action's input from another rank has been received."""
         key = (action.stage, action.micro_batch)
         kind = ActionKind.RECEIVE_FORWARD if action.kind is ActionKind.FORWARD else ActionKind.RECEIVE_BACKWARD
         if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
-            handle = self._receiving.pop((kind, key), None)
-            if handle is not None:
+            for handle in self._receiving.pop((kind, key), ()):
                 handle.wait()
 
     def compute(self, actions: Sequence[Action]) -> None:
@@ -139,74 +211,136 @@ class _ScheduleExecution:
 
     def start_send_recv(self, actions: Sequence[Action]) -> None:
         """Starts transfers as one batch."""
-        sends, receives, receive_keys = [], [], []
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        receive_counts: list[tuple[ActionKind, StageMicroBatch, int]] = []
         for action in actions:
             key, forward = (action.stage, action.micro_batch), action.kind in FORWARD_SEND_RECV
+            boundaries = self._pipeline._boundaries[action.stage]
             if action.kind in SEND_KINDS:
-                x = (self._outputs if forward else self._input_grads).pop(key)
-                sends.append((x, self._schedule.rank_of(action.stage + (1 if forward else -1))))
+                to = self._schedule.rank_of(action.stage + (1 if forward else -1))
+                bundle = (self._outputs if forward else self._input_grads).pop(key)
+                declared = boundaries.gives if forward else boundaries.takes_with_grad
+                sends += [(bundle[tensor.name], to) for tensor in declared]
             else:
-                out = self._pipeline._empty_stage_input(self._batches[action.micro_batch])
-                (self._inputs if forward else self._output_grads)[key] = out
-                receives.append((out, self._schedule.rank_of(action.stage + (-1 if forward else 1))))
-                receive_keys.append((action.kind, key))
+                source = self._schedule.rank_of(action.stage + (-1 if forward else 1))
+                declared = boundaries.takes if forward else boundaries.gives_with_grad
+                batch = self._batches[action.micro_batch]
+                bundle = {tensor.name: self._pipeline.empty_tensor(tensor, batch) for tensor in declared}
+                (self._inputs if forward else self._output_grads)[key] = bundle
+                receives += [(x, source) for x in bundle.values()]
+                receive_counts.append((action.kind, key, len(bundle)))
         while self._sending and self._sending[0].done():
             self._sending.popleft()
         sent, received = collectives.start_send_recv(self._pipeline._axis, sends=sends, receives=receives)
         self._sending += sent
-        self._receiving |= zip(receive_keys, received, strict=True)
+        handles = iter(received)
+        for kind, key, count in receive_counts:
+            self._receiving[kind, key] = [next(handles) for _ in range(count)]
 
     def finish(self) -> None:
         for handle in self._sending:
             handle.wait()
-        unfinished = (self._backward_roots, self._outputs, self._output_grads, self._input_grads, self._receiving)
+        unfinished = (self._backward_inputs, self._outputs, self._output_grads, self._input_grads, self._receiving)
         assert not any(unfinished), f"the schedule {self._schedule.name} left work undone"
 
     def _forward(self, key: StageMicroBatch) -> None:
         stage, micro_batch = key
         batch, scales = self._batches[micro_batch], self._scales
-        x = self._inputs.get(key)
-        if x is not None and scales is not None:
-            x.requires_grad_()
-        statistics: dict[int, Tensor] = {}
-        with torch.set_grad_enabled(scales is not None):
-            aux_loss_scale = None if scales is None else scales.aux_loss
-            weights = None if scales is None else batch.loss_mask.t().double() * scales.token_loss
-            run = self._pipeline._stages[stage]
-            y = run(batch, x, aux_loss_scale=aux_loss_scale, router_statistics=statistics, loss_weights_SB=weights)
-            if stage == self._schedule.stages - 1:
-                self.result.loss_sum += (y.detach() * batch.loss_mask.t()).sum()
-                y = y if weights is None else (y * weights).sum()
-        if stage < self._schedule.stages - 1:
-            self._pass_to_stage(stage + 1, micro_batch, y.detach(), self._inputs, self._outputs, key)
+        inputs = self._inputs.get(key, {})
         if scales is not None:
-            self._backward_roots[key] = get_gradient_edge(y)
-        else:
-            self._inputs.pop(key, None)
+            for tensor in self._pipeline._boundaries[stage].takes_with_grad:
+                inputs[tensor.name].requires_grad_()
+        statistics: dict[int, Tensor] = {}
+        edges: list[GradientEdge] = []
+        with torch.set_grad_enabled(scales is not None):
+            weights = None
+            if scales is not None:
+                weights = {loss.name: batch[loss.mask].t().double() * scale for loss, scale in self._token_loss_scales}
+            # `fully_shard` must see the inputs as a positional argument (`parallel/data/fsdp.py`).
+            output = self._pipeline._stages[stage](
+                batch,
+                inputs,
+                aux_loss_scale=None if scales is None else scales.aux_loss,
+                router_statistics=statistics,
+                loss_weights=weights,
+                collect=self._collect,
+            )
+            for name, token_losses in output.losses.items():
+                if name not in self._loss_sums:
+                    raise TrainError(
+                        f"Stage {stage} returns the loss {name!r}, and the model declares: {', '.join(self._loss_sums)}."
+                    )
+                mask, loss_sum = self._loss_sums[name]
+                loss_sum += (token_losses.detach() * batch[mask].t()).sum()
+                if weights is not None and token_losses.requires_grad:
+                    edges.append(get_gradient_edge((token_losses * weights[name]).sum()))
+        self._pass_output(key, output, inputs, _BackwardInput(edges, [None] * len(edges), []))
         for layer, layer_statistics in statistics.items():
             total = self.result.router_statistics.get(layer)
             self.result.router_statistics[layer] = layer_statistics if total is None else total + layer_statistics
 
+    def _pass_output(
+        self, key: StageMicroBatch, output: StageOutput, inputs: Bundle, backward_input: _BackwardInput
+    ) -> None:
+        """Passes what the next stage takes: from this stage's output, else from its input."""
+        stage, micro_batch = key
+        given: Bundle = {}
+        for tensor in self._pipeline._boundaries[stage].gives:
+            name, y = tensor.name, output.tensors.get(tensor.name)
+            if y is None:
+                y = inputs.get(name)
+                backward_input.forwarded.append(name)
+            elif self._scales is not None and tensor.requires_grad and y.requires_grad:
+                backward_input.edges.append(get_gradient_edge(y))
+                backward_input.names.append(name)
+            if y is None:
+                raise TrainError(
+                    f"Stage {stage + 1} takes {name!r}, and stage {stage} neither returns nor takes it. It returns: "
+                    f"{', '.join(output.tensors) or 'nothing'}; it takes: {', '.join(inputs) or 'nothing'}."
+                )
+            given[name] = y.detach()
+        self._pipeline.check_output(stage, given, self._batches[micro_batch])
+        if stage < self._schedule.stages - 1:
+            self._pass_to_stage(stage + 1, micro_batch, given, self._inputs, self._outputs, key)
+        if self._collect:
+            self.result.collected[micro_batch].update(output.collected)
+        if self._scales is not None:
+            self._backward_inputs[key] = backward_input
+        else:
+            self._inputs.pop(key, None)
+
     def _backward(self, key: StageMicroBatch) -> None:
         stage, micro_batch = key
-        root, grad = self._backward_roots.pop(key), self._output_grads.pop(key, None)
-        torch.autograd.backward(root, grad)
-        x = self._inputs.pop(key, None)
-        if x is not None:
-            assert x.grad is not None
-            self._pass_to_stage(stage - 1, micro_batch, x.grad, self._output_grads, self._input_grads, key)
+        edges, names, forwarded = self._backward_inputs.pop(key)
+        output_grads = self._output_grads.pop(key, {})
+        if edges:
+            torch.autograd.backward(edges, [None if name is None else output_grads[name] for name in names])
+        inputs = self._inputs.pop(key, {})
+        if stage == 0:
+            return
+        input_grads: Bundle = {}
+        for tensor in self._pipeline._boundaries[stage].takes_with_grad:
+            x = inputs[tensor.name]
+            grad, later = x.grad, output_grads.get(tensor.name) if tensor.name in forwarded else None
+            if grad is None:
+                grad = torch.zeros_like(x) if later is None else later
+            elif later is not None:
+                grad = grad + later
+            input_grads[tensor.name] = grad
+        self._pass_to_stage(stage - 1, micro_batch, input_grads, self._output_grads, self._input_grads, key)
 
     def _pass_to_stage(
         self,
         stage: int,
         micro_batch: int,
-        value: Tensor,
-        local: dict[StageMicroBatch, Tensor],
-        to_send: dict[StageMicroBatch, Tensor],
+        bundle: Bundle,
+        local: dict[StageMicroBatch, Bundle],
+        to_send: dict[StageMicroBatch, Bundle],
         key: StageMicroBatch,
     ) -> None:
-        """Passes a tensor to a stage of this rank, or holds it for the send to another rank."""
+        """Passes tensors to a stage of this rank, or holds them for the send to another rank."""
         if self._schedule.rank_of(stage) == self._pipeline._axis.rank:
-            local[stage, micro_batch] = value
+            local[stage, micro_batch] = bundle
         else:
-            to_send[key] = value
+            to_send[key] = bundle

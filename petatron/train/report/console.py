@@ -181,6 +181,7 @@ def _metric_table(last: LogRecord, valid: Sequence[Point]) -> RenderableType:
 
     cells = [
         ("loss", "n/a" if last.lm_loss is None else f"{last.lm_loss:.4f}"),
+        *((name, "n/a" if mean is None else f"{mean:.4f}") for name, mean in (last.named_losses or {}).items()),
         ("valid", f"{valid[-1][1]:.4f}" if valid else "n/a"),
         ("lr", f"{last.lr:.2e}"),
         ("grad norm", "n/a" if last.grad_norm is None else f"{last.grad_norm:.3f}"),

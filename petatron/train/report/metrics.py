@@ -42,10 +42,13 @@ class StepMetrics:
     tokens: int
     """Tokens of this step over all ranks."""
     loss: Tensor | float
+    """The objective: the weighted sum where a model has several losses."""
     lr: float
     global_batch_size: int
     decoupled_lr: float | None = None
     """Learning rate of embedding and output head, where they have one of their own."""
+    named_losses: Mapping[str, Tensor | float] | None = None
+    """The mean of each loss, where a model has several."""
     grad_norm: Tensor | float | None = None
     loss_scale: Tensor | float = 1.0
     skipped: Tensor | bool = False
@@ -75,7 +78,7 @@ class LogRecord:
     lr: float
     global_batch_size: int
     lm_loss: float | None
-    """Mean over the steps that were not skipped; None when all were."""
+    """Mean over the steps that were not skipped, of the weighted sum where a model has several losses; None when all were."""
     loss_scale: float
     grad_norm: float | None
     params_norm: float | None
@@ -87,9 +90,15 @@ class LogRecord:
     decoupled_lr: float | None = None
     router_health: Mapping[str, Mapping[str, float]] | None = None
     """By layer index: load, entropy, dropped share, z and balance loss of its router, over the interval."""
+    named_losses: Mapping[str, float | None] | None = None
+    """Like `lm_loss`, of each loss, where a model has several; a record of one loss does not have the key."""
 
     def as_record(self) -> dict[str, Any]:
-        return {"kind": "train", **{field.name: getattr(self, field.name) for field in fields(self)}}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("decoupled_lr", "named_losses"):
+            if values[name] is None:
+                del values[name]
+        return {"kind": "train", **values}
 
     @classmethod
     def from_record(cls, record: MetricRecord) -> LogRecord:
@@ -146,10 +155,14 @@ class IntervalMeter:
     def update(self, step: StepMetrics) -> None:
         """Adds a step without waiting for the device."""
         device = torch.device("cpu") if isinstance(step.loss, int | float) else step.loss.device
-        loss, skipped, nan = (_on_device(value, device) for value in (step.loss, step.skipped, step.nan))
+        loss, skipped, nan, *named = (
+            _on_device(value, device)
+            for value in (step.loss, step.skipped, step.nan, *(step.named_losses or {}).values())
+        )
         counted = 1.0 - skipped
         # where, not a multiplication: the loss of a skipped step may be inf or nan, and 0 x nan is nan.
-        added = torch.stack([torch.where(counted > 0, loss, torch.zeros_like(loss)), counted, skipped, nan])
+        losses = [torch.where(counted > 0, each, torch.zeros_like(each)) for each in (loss, *named)]
+        added = torch.stack([losses[0], counted, skipped, nan, *losses[1:]])
         self._sums = added if self._sums is None else self._sums + added
         if step.router_statistics is not None:
             self._router_statistics = (
@@ -169,8 +182,9 @@ class IntervalMeter:
         assert step is not None and sums is not None, "report() needs a step since the last report"
         last = [step.grad_norm, step.loss_scale, step.params_norm, step.num_zeros]
         on_device = [_on_device(math.nan if value is None else value, sums.device) for value in last]
-        values = torch.cat([sums, torch.stack(on_device)]).tolist()  # the one synchronisation
-        loss_sum, counted, skipped, nan, grad_norm, loss_scale, params_norm, num_zeros = values
+        values = torch.cat([torch.stack(on_device), sums]).tolist()  # the one synchronisation
+        grad_norm, loss_scale, params_norm, num_zeros, loss_sum, counted, skipped, nan, *named_sums = values
+        named_means = [total / counted if counted else None for total in named_sums]
         self.pause()
         elapsed_s = max(self._elapsed_s, 1e-9)
         tokens_per_second = self._tokens / elapsed_s
@@ -199,6 +213,7 @@ class IntervalMeter:
             eta_s=self._eta_s(step, elapsed_s),
             decoupled_lr=step.decoupled_lr,
             router_health=self._router_health(),
+            named_losses=dict(zip(step.named_losses, named_means, strict=True)) if step.named_losses else None,
         )
         self._reset()
         return record
@@ -238,7 +253,8 @@ def megatron_log_line(record: LogRecord, *, throughput: bool = True) -> str:
         parts.append(f" decoupled learning rate: {record.decoupled_lr:.6E}")
     parts.append(f" global batch size: {record.global_batch_size:5d}")
     if record.lm_loss is not None:
-        parts.append(f" lm loss: {record.lm_loss:.6E}")
+        parts.append(f" {'total loss' if record.named_losses else 'lm loss'}: {record.lm_loss:.6E}")
+    parts += [f" {name}: {mean:.6E}" for name, mean in (record.named_losses or {}).items() if mean is not None]
     parts.append(f" loss scale: {record.loss_scale:.1f}")
     if record.grad_norm is not None:
         parts.append(f" grad norm: {record.grad_norm:.3f}")
@@ -289,9 +305,14 @@ def perplexity(loss: float) -> float:
 
 
 def validation_record(
-    *, iteration: int, lm_loss: float, consumed_samples: int, split: Literal["valid", "test"] = "valid"
+    *,
+    iteration: int,
+    lm_loss: float,
+    consumed_samples: int,
+    split: Literal["valid", "test"] = "valid",
+    named_losses: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Returns the record of an evaluation."""
+    """Returns the record of an evaluation; `named_losses` has each loss, where a model has several."""
     return {
         "kind": "valid",
         "time": time.time(),
@@ -300,6 +321,7 @@ def validation_record(
         "consumed_samples": consumed_samples,
         "lm_loss": lm_loss,
         "lm_loss_ppl": perplexity(lm_loss),
+        **({} if named_losses is None else {"named_losses": dict(named_losses)}),
     }
 
 
@@ -308,10 +330,15 @@ def event_record(message: str, *, iteration: int, **facts: Any) -> dict[str, Any
     return {"kind": "event", "time": time.time(), "iteration": iteration, "message": message, **facts}
 
 
-def validation_line(*, iteration: int, lm_loss: float, split: str = "valid") -> str:
-    """Three lines: the result framed by dashes, as Megatron prints it."""
+def validation_line(
+    *, iteration: int, lm_loss: float, split: str = "valid", named_losses: Mapping[str, float] | None = None
+) -> str:
+    """Three lines: the result framed by dashes, as Megatron prints it; of several losses each one's value."""
     where = f"iteration {iteration}" + (" on test set" if split == "test" else "")
-    line = f" validation loss at {where} | lm loss value: {lm_loss:.6E} | lm loss PPL: {perplexity(lm_loss):.6E} | "
+    values = {"lm loss value": lm_loss, "lm loss PPL": perplexity(lm_loss)}
+    if named_losses is not None:
+        values = {"total loss value": lm_loss, **{f"{name} value": value for name, value in named_losses.items()}}
+    line = f" validation loss at {where} | " + "".join(f"{name}: {value:.6E} | " for name, value in values.items())
     frame = "-" * (len(line) + 1)
     return f"{frame}\n{line}\n{frame}"
 
@@ -321,5 +348,10 @@ def format_record(record: MetricRecord, *, throughput: bool = True) -> str:
     if record["kind"] == "train":
         return megatron_log_line(LogRecord.from_record(record), throughput=throughput)
     if record["kind"] == "valid":
-        return validation_line(iteration=record["iteration"], lm_loss=record["lm_loss"], split=record["split"])
+        return validation_line(
+            iteration=record["iteration"],
+            lm_loss=record["lm_loss"],
+            split=record["split"],
+            named_losses=record.get("named_losses"),
+        )
     return str(record["message"])

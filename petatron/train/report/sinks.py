@@ -121,10 +121,15 @@ def tagged_scalars(record: MetricRecord) -> dict[str, float]:
         found["iteration-time"] = record["elapsed_ms_per_iteration"] / 1000  # seconds, as in Megatron
         for layer, health in (record.get("router_health") or {}).items():
             found |= {f"moe/layer_{layer}/{name}": value for name, value in health.items()}
+        if record.get("named_losses"):
+            found["total loss"] = found.pop("lm loss")
+            found |= record["named_losses"]
         return {tag: float(value) for tag, value in found.items() if value is not None}
     if record["kind"] == "valid":
-        name = "lm loss test" if record["split"] == "test" else "lm loss validation"
-        return {name: float(record["lm_loss"]), f"{name} ppl": float(record["lm_loss_ppl"])}
+        split, named = "test" if record["split"] == "test" else "validation", record.get("named_losses")
+        if named:
+            return {f"{name} {split}": float(loss) for name, loss in {"total loss": record["lm_loss"], **named}.items()}
+        return {f"lm loss {split}": float(record["lm_loss"]), f"lm loss {split} ppl": float(record["lm_loss_ppl"])}
     return {}
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError, DataError
-from petatron.data.batch_loader import BatchLoader, LoaderOptions, epoch_permutation, make_batch
+from petatron.data.batch_loader import BatchLoader, LoaderOptions, epoch_permutation, make_batch, stack_arrays
 from petatron.data.mock_dataset import MockDataset
+from petatron.kernels.attention.documents import Documents
+from petatron.models.batch import Batch
 
 
 class Numbered:
@@ -172,3 +176,70 @@ def test_mock_dataset_with_another_end_of_document() -> None:
     sample = MockDataset(200, 10, 1, seed=1, eod=0)[0]
     after_end = np.where(sample[:-1] == 0, 1, sample[:-1] % 9 + 1)
     assert set(sample.tolist()) == set(range(10)) and all((sample[1:] == after_end) | (sample[1:] == 0))
+
+
+class Pairs:
+    """Samples of named arrays: an image without a sequence, and text."""
+
+    fingerprint = "pairs"
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"image": np.full((3, 2), float(index)), "text": np.arange(4) + index}
+
+
+def collate_pairs(samples: Sequence[Mapping[str, np.ndarray]], options: LoaderOptions) -> Batch:
+    return stack_arrays(samples, options, sequence_dims={"image": None})
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_model_collates_its_own_arrays(num_workers: int):
+    options = LoaderOptions(seed=1234, micro_batch_size=2, num_workers=num_workers)
+    with BatchLoader(Pairs(), options, dp_rank=1, dp_size=2, collate=collate_pairs) as loader:
+        [batch] = loader.next_step(4, 4)
+    assert list(batch.arrays) == ["image", "text"] and batch.num_samples == 2
+    assert batch["image"][:, 0, 0].tolist() == [6.0, 7.0] and batch["text"][:, 0].tolist() == [6, 7]
+    assert (batch.sequence_dim("image"), batch.sequence_dim("text")) == (None, 1)
+
+
+def test_what_a_batch_does_not_have_is_said():
+    batch = Batch(arrays={"text": torch.zeros(1, 4)})
+    assert "text" in batch and "tokens" not in batch and batch.positions is None
+    with pytest.raises(DataError, match=r"no array 'tokens'\. Its arrays: text"):
+        _ = batch.tokens
+
+
+def test_copies_of_a_batch_keep_everything(monkeypatch: pytest.MonkeyPatch):
+    """On another device (meta), pinned, and cloned: every array, the documents, and the declared dimensions."""
+    documents = Documents.of(torch.zeros(2, 4, dtype=torch.int64))
+    tokens, dims = torch.arange(8).view(2, 4), {"image": None}
+    batch = Batch(tokens, documents=documents, arrays={"image": torch.ones(2, 3)}, sequence_dims=dims)
+    there = batch.to(torch.device("meta"))
+    assert [(x.device.type, x.shape) for x in there.arrays.values()] == [("meta", (2, 4)), ("meta", (2, 3))]
+    assert there.documents is not None and there.documents.starts_BS.device.type == "meta"
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x + 1)
+    pinned = batch.pin_memory()
+    assert torch.equal(pinned.tokens, tokens + 1) and torch.equal(pinned["image"], torch.full((2, 3), 2.0))
+    assert pinned.documents is not None and int(pinned.documents.starts_BS.max()) == 1
+    copied = batch.clone()
+    assert torch.equal(copied.tokens, tokens) and copied.tokens.data_ptr() != tokens.data_ptr()
+    labelled = replace(batch, labels=tokens)
+    assert torch.equal(labelled.labels, tokens) and "labels" not in batch
+    for one in (there, pinned, copied, labelled):
+        assert {"tokens", "image"} <= one.arrays.keys()
+        assert one.sequence_dim("image") is None and one.documents is not None
+
+
+def test_pinning_is_the_loaders():
+    pinned: list[Batch] = []
+
+    class Pinnable(Batch):
+        def pin_memory(self) -> Batch:
+            pinned.append(self)
+            return self
+
+    options = LoaderOptions(seed=1234, micro_batch_size=2, pin_memory=True)
+    loader = BatchLoader(Pairs(), options, collate=lambda samples, _: Pinnable(arrays={"n": torch.ones(len(samples))}))
+    assert loader.next_step(4, 0) == pinned and len(pinned) == 2

@@ -13,6 +13,7 @@ from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
+from tests.run_stage import run_stage
 
 GATED = ModelConfig(
     num_layers=3,
@@ -63,7 +64,7 @@ def test_flops_are_what_torch_counts(moe: MoEConfig):
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        built(Batch(tokens, tokens, torch.ones(2, 12)), loss_weights_SB=torch.ones(12, 2)).sum().backward()
+        run_stage(built, Batch(tokens, tokens, torch.ones(2, 12)), loss_weights_SB=torch.ones(12, 2)).sum().backward()
     expected = model_flops_per_token(GATED, moe, moe_layer_mask=MOE_LAYER_MASK, causal=False)
     assert counter.get_total_flops() == 2 * 12 * expected
 

@@ -121,4 +121,4 @@ def test_bidirectional_attention_sees_all_tokens():
     expected = torch.einsum("bhst,tbhe->sbhe", weights, v).flatten(-2) @ attention.out.weight.T + attention.out.bias
     torch.testing.assert_close(attention(x, ForwardContext()), expected, rtol=1e-12, atol=1e-13)
     assert spec.mixing_flops(S, causal=True) == 2 * replace(spec, mask="causal").mixing_flops(S, causal=True)
-    assert isinstance(spec, AttentionSpec) and spec.sequence_order == "whole" and not spec.separates_documents
+    assert isinstance(spec, AttentionSpec) and spec.sequence_sharding == "whole" and not spec.separates_documents

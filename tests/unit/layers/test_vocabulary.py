@@ -20,6 +20,7 @@ from petatron.models.batch import Batch
 from petatron.parallel.tensor_parallel import set_weight_grad_sink
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.kernels.loss_cases import Ranks
+from tests.run_stage import run_stage
 from tests.unit.layers.test_product import Buffers, leaf
 from tests.unit.models.test_activations import BASE, LLAMA, batch_of, build, run_of
 
@@ -204,7 +205,7 @@ def test_chunks_change_no_gradient_of_a_model(monkeypatch: pytest.MonkeyPatch, f
         set_weight_grad_sink(model, buffers.queue())
         model.zero_grad()
         for batch in batches:
-            (model(batch, loss_weights_SB=weights) * weights).sum().backward()
+            (run_stage(model, batch, loss_weights_SB=weights) * weights).sum().backward()
         assert model.head is not None and (model.head.weight is None) == (flags != LLAMA)
         taken = {name: buffers.out[weight] for name, weight in model.named_parameters() if weight not in buffers.fresh}
         assert "embedding.weight" in taken and ("head.weight" in taken) == (flags == LLAMA)

@@ -36,6 +36,7 @@ from petatron.parallel.tensor_parallel import (
 )
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.dist import RankPool
+from tests.run_stage import run_stage
 from tests.unit.models.kept import kept_bytes
 
 BASE = (
@@ -121,7 +122,7 @@ def measured(model: Decoder, batch: Batch, *, taken: bool = True, **options: Any
     def forward() -> Tensor:
         # What comes from the stage before is kept too, so it is made here.
         x_SBD = None if model.stage.has_embedding else torch.randn(rows, requires_grad=True)
-        return model(batch, x_SBD, loss_weights_SB=weights_SB, **options)
+        return run_stage(model, batch, x_SBD, loss_weights_SB=weights_SB, **options)
 
     return kept_bytes(forward, without=[*model.parameters(), *buffers, *parts])[0]
 

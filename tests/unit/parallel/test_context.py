@@ -22,8 +22,9 @@ from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
+from petatron.models.stage import SequenceOrder
 from petatron.parallel.context import ContextParallelAttention, apply_context_parallel, ring_attention, split_batch
-from petatron.parallel.context.zigzag import sorted_by_position, sorted_by_rank, zigzag_positions
+from petatron.parallel.context.zigzag import contiguous_positions, sorted_by_position, sorted_by_rank, zigzag_positions
 from tests.dist import RankFailure, RankPool
 from tests.longform import every_second, later
 
@@ -114,6 +115,35 @@ class TestSplitBatch:
         part = split_batch(self.batch(positions=own, documents=documents), axis(4, 0))
         assert part.positions is not None and torch.equal(part.positions, own[:, [0, 1, 14, 15]])
         assert part.documents is documents
+
+    def test_in_contiguous_order(self):
+        part = split_batch(self.batch(), axis(4, 1), order="contiguous")
+        assert part.positions is not None and part.positions.tolist() == [4, 5, 6, 7]
+        assert part.tokens.tolist() == [[4, 5, 6, 7], [20, 21, 22, 23]]
+
+    @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+    def test_all_ranks_have_every_position_once(self, order: SequenceOrder):
+        parts = [split_batch(self.batch(), axis(4, rank), order=order).positions for rank in range(4)]
+        assert sorted(torch.cat([part for part in parts if part is not None]).tolist()) == list(range(16))
+
+    def test_other_arrays_are_cut_where_they_are_declared(self):
+        """Two lengths, a sequence in the last dimension, and an array without one."""
+        arrays = {
+            "image": torch.arange(6).view(2, 3),
+            "frames": torch.arange(16).view(2, 8),
+            "bias": torch.arange(32).view(1, 2, 16),
+        }
+        dims = {"image": None, "bias": -1}
+        part = split_batch(Batch(arrays=arrays, sequence_dims=dims), axis(2, 1))
+        assert part["image"] is arrays["image"]
+        assert part["frames"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+        assert part["bias"][0].tolist() == [list(range(4, 12)), list(range(20, 28))]
+        assert part.positions is not None and part.positions.tolist() == [2, 3, 4, 5], "those of the first array"
+        assert part.sequence_dim("bias") == -1
+
+    def test_a_length_that_cannot_be_cut_into_parts(self):
+        with pytest.raises(AssertionError, match="6 tokens cannot be cut into 4 parts"):
+            contiguous_positions(0, 4, 6)
 
     def test_one_rank_keeps_the_batch(self):
         batch = self.batch()

@@ -38,6 +38,7 @@ from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.initial_values import draw_normal_shard
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, compute_placement
 from tests.dist import RankPool
+from tests.run_stage import run_stage
 
 MODEL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 37 --mock-data "
@@ -141,7 +142,7 @@ def walk(stages: Sequence[nn.Module], order: str, own: Sequence[Batch], tokens: 
             x: Tensor | None = None
             for index, stage in enumerate(stages):
                 taken = None if x is None else x.detach().requires_grad_()
-                x = stage(own[number], taken, aux_loss_scale=None, router_statistics={})
+                x = run_stage(stage, own[number], taken, aux_loss_scale=None, router_statistics={})
                 kept[index, number] = (x, taken)
         else:
             grad = None

@@ -15,6 +15,7 @@ from petatron.parallel.data.param_gather_wait import wait_for_params_before_use
 from petatron.parallel.tensor_parallel import shard_params
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.shard_spec import ModelParallelCoordinate
+from tests.run_stage import run_stage
 from tests.unit.models.test_activations import BASE, LLAMA, batch_of, build, run_of
 
 MODELS = {
@@ -32,7 +33,7 @@ def test_every_weight_is_waited_for_before_it_is_used(model: str, monkeypatch: p
     """What has not arrived is not a number, and would spoil the loss."""
     run = run_of(MODELS[model].replace("--vocab-size 131", "--vocab-size 136"))  # no padding
     decoder, _ = build(run)
-    wanted = decoder(batch_of(run)).detach()
+    wanted = run_stage(decoder, batch_of(run)).detach()
     moe = run.moe if run.moe.num_experts is not None else None
     values = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
     placements = shard_params(decoder, shard_specs(run.model, moe), ModelParallelCoordinate())
@@ -54,4 +55,4 @@ def test_every_weight_is_waited_for_before_it_is_used(model: str, monkeypatch: p
     for group in groups:
         group.flat_weights.fill_(float("nan"))
     with torch.no_grad():
-        assert torch.equal(decoder(batch_of(run)), wanted)
+        assert torch.equal(run_stage(decoder, batch_of(run)), wanted)

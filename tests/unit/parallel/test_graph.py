@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,8 +23,16 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.parallel.pipeline.cuda_graph import MAX_GRAPHS, WARM_UP_STEPS, CudaGraphCapture, Replay, StepFunction
-from petatron.parallel.pipeline.executor import StepResult
+from petatron.parallel.pipeline.cuda_graph import (
+    MAX_GRAPHS,
+    WARM_UP_STEPS,
+    CudaGraphCapture,
+    GraphedSteps,
+    Replay,
+    StepFunction,
+)
+from petatron.parallel.pipeline.executor import LossScales, StepResult
+from petatron.schedule import RankSchedule
 from petatron.schedule.actions import TimedAction
 from petatron.train.build import build_model, build_optimizer
 from tests.parity.harness import tiny_run
@@ -50,7 +60,7 @@ class StandIn:
         torch.set_rng_state(generator)
         for group, grads in zip(self.sync._param_groups, kept, strict=True):
             group.flat_grads.copy_(grads)
-        for made in (outcome.loss_sum, *outcome.router_statistics.values()):
+        for made in (outcome.loss_sums, *outcome.router_statistics.values()):
             made.fill_(float("nan"))
 
         def replay() -> None:
@@ -60,7 +70,7 @@ class StandIn:
             made = step()
             self._restore(now)
             self.model.fp8_gemms.new_step()
-            outcome.loss_sum.copy_(made.loss_sum)
+            outcome.loss_sums.copy_(made.loss_sums)
             for layer, report in outcome.router_statistics.items():
                 report.copy_(made.router_statistics[layer])
 
@@ -204,6 +214,53 @@ def test_packed_documents_are_refused():
     packed = replace(batch, documents=Documents.of(torch.zeros(2, 16, dtype=torch.int64)))
     with pytest.raises(TrainError, match="packed documents cannot be recorded"):
         model.train_step([packed])
+
+
+class Repeats:
+    """Captures by keeping the function and its static tensors: a replay runs it again."""
+
+    def run(self, step: StepFunction) -> StepResult:
+        return step()
+
+    def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
+        result = step()
+
+        def replay() -> None:
+            result.loss_sums.copy_(step().loss_sums)
+
+        result.loss_sums.fill_(float("nan"))
+        return result, replay
+
+    def reset_pool(self) -> None:
+        pass
+
+
+def test_a_replay_gets_every_array_and_every_scale():
+    """Arrays of any names, one scale per loss; arrays of other names or shapes are another capture."""
+    seen: list[list[Batch]] = []
+
+    def run(schedule: object, batches: list[Batch], scales: LossScales, *, clock: object = None) -> StepResult:
+        seen.append(batches)
+        sums = torch.stack([batch["image"].sum() + 10 * batch["text"].sum() for batch in batches]).sum()
+        return StepResult(torch.cat([scales.token_loss * sums, scales.aux_loss.reshape(1)]))
+
+    def batch_of(value: float, *, text: str = "text") -> Batch:
+        arrays = {"image": torch.full((2, 3), value), text: torch.full((2, 4), 2 * value)}
+        return Batch(
+            arrays=arrays | ({"text": torch.zeros(1)} if text != "text" else {}), sequence_dims={"image": None}
+        )
+
+    reducer: Any = SimpleNamespace(params_with_grad=frozenset, mark_written=lambda _: None)
+    steps, schedule = GraphedSteps(run, reducer, Repeats()), cast(RankSchedule, None)
+    for step in range(WARM_UP_STEPS + 3):
+        scales = LossScales(token_loss=torch.tensor([1.0 + step, 100.0 - step]), aux_loss=torch.tensor(0.5 * step))
+        found = steps.run(schedule, [batch_of(1.0 + step)], scales)
+        total = 6 * (1.0 + step) + 160 * (1.0 + step)
+        assert found.loss_sums.tolist() == [total * (1.0 + step), total * (100.0 - step), 0.5 * step]
+    captured = seen[-1]
+    assert seen[-2] is captured and captured[0].sequence_dim("image") is None, "the static batch is replayed"
+    steps.run(schedule, [batch_of(1.0, text="other")], scales)
+    assert seen[-1] is not captured
 
 
 class FakeStream:

@@ -21,6 +21,7 @@ from petatron.models.decoder import Decoder
 from petatron.parallel import activation_offload
 from petatron.parallel.activation_offload import HostBufferPool, HostLink, apply_activation_offload
 from petatron.parallel.recompute import apply_recompute
+from tests.run_stage import run_stage
 from tests.unit.models.kept import alive_bytes, kept_bytes
 from tests.unit.models.test_activations import BASE, LLAMA, RECOMPUTE, batch_of, build, run_of
 
@@ -52,7 +53,7 @@ def train(model: Decoder, run: RunConfig) -> Bits:
     waiting, bits = [], {}
     for at in range(3):
         shifted = Batch(batch.tokens.roll(at, 1), batch.labels.roll(at, 1), batch.loss_mask)
-        waiting.append(model(shifted, aux_loss_scale=torch.tensor(0.25)))
+        waiting.append(run_stage(model, shifted, aux_loss_scale=torch.tensor(0.25)))
         bits[f"losses {at}"] = waiting[-1].detach()
         if len(waiting) == 2:
             waiting.pop(0).sum().backward()
@@ -101,7 +102,7 @@ def test_what_was_sent_is_free_on_the_device(number: int, recompute: str):
         train(model, run)  # afterwards there are buffers for all
         link.offloaded_bytes = 0
         known = [*model.parameters(), batch.tokens, batch.labels, batch.loss_mask, *link.buffers.slabs]
-        kept.append(kept_bytes(lambda model=model: model(batch), without=known)[0])
+        kept.append(kept_bytes(lambda model=model: run_stage(model, batch), without=known)[0])
         sent = link.offloaded_bytes
     assert sent > 0
     assert kept[0] - kept[1] == sent
@@ -116,7 +117,7 @@ def test_nothing_is_left_after_the_backward_pass():
         parameter.grad = torch.zeros_like(parameter)
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     known = [*model.parameters(), *grads, batch.tokens, batch.labels, batch.loss_mask, *link.buffers.slabs]
-    assert alive_bytes(lambda: model(batch).sum().backward(), without=known) == 0
+    assert alive_bytes(lambda: run_stage(model, batch).sum().backward(), without=known) == 0
 
 
 def test_buffers_are_used_again():
@@ -132,10 +133,10 @@ def test_buffers_are_used_again():
 def test_a_graph_that_is_dropped_gives_its_buffers_back():
     run = run_of(MODELS["llama"])
     model, link = offloading(run, 2)
-    model(batch_of(run))
+    run_stage(model, batch_of(run))
     gc.collect()
     made = len(link.buffers.slabs)
-    model(batch_of(run))
+    run_stage(model, batch_of(run))
     assert len(link.buffers.slabs) == made > 0
 
 
@@ -160,7 +161,7 @@ def test_layers_come_back_one_ahead(monkeypatch: pytest.MonkeyPatch):
     model, _ = offloading(run, 4)
     for at, layer in enumerate(model.layers.values()):
         layer.register_full_backward_hook(lambda *_, at=at: order.append(f"layer {at}"))
-    model(batch_of(run)).sum().backward()
+    run_stage(model, batch_of(run)).sum().backward()
     assert order == [
         *("layer 7", "fetch 3", "fetch 2", "layer 6"),
         *("layer 5", "fetch 1", "layer 4"),
@@ -189,7 +190,7 @@ def test_at_most_two_layers_are_on_their_way(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(activation_offload._OffloadGroup, "offload", sending)
     monkeypatch.setattr(activation_offload._OffloadGroup, "free_device_memory", leaving)
     model, _ = offloading(run, 6)
-    model(batch_of(run)).sum().backward()
+    run_stage(model, batch_of(run)).sum().backward()
     assert events == [1, 2, 2, 2, 2, 2]
     assert groups == []
 
@@ -205,7 +206,7 @@ def test_small_tensors_weights_and_what_others_hold_stay():
     link.to_host.copy = lambda target, source: sent.append(source.untyped_storage()._cdata) or send(target, source)
     x = torch.randn(16, 2, 32, requires_grad=True)
     batch = batch_of(run)
-    y = model(batch, x)
+    y = run_stage(model, batch, x)
     stay = {tensor.untyped_storage()._cdata for tensor in (x, *model.parameters())}
     assert sent and not stay & set(sent)
     y.sum().backward()
@@ -249,7 +250,7 @@ def test_without_gradients_nothing_moves():
     model, link = offloading(run, 3)
     plain, _ = offloading(run, 0)
     with torch.no_grad():
-        assert torch.equal(model.eval()(batch_of(run)), plain.eval()(batch_of(run)))
+        assert torch.equal(run_stage(model.eval(), batch_of(run)), run_stage(plain.eval(), batch_of(run)))
     assert link.offloaded_bytes == 0
 
 
@@ -258,7 +259,7 @@ def test_a_graph_may_be_used_twice():
     found: list[list[Tensor]] = []
     for number in (0, 2):
         model, _ = offloading(run, number, stage=PipelineStage((0, 1, 2), has_embedding=True, has_loss=False))
-        loss = model(batch_of(run)).square().sum()
+        loss = run_stage(model, batch_of(run)).square().sum()
         first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         found.append([*first, *torch.autograd.grad(loss, list(model.parameters()))])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -270,7 +271,7 @@ def test_a_failing_layer_leaves_nothing_open():
     last = list(model.layers.values())[-1]
     handle = last.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model(batch_of(run))
+        run_stage(model, batch_of(run))
     handle.remove()
     plain, _ = offloading(run, 0)
     assert differing(train(model, run), train(plain, run)) == []

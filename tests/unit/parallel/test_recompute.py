@@ -30,6 +30,7 @@ from petatron.parallel.recompute import RecomputeRegion, apply_recompute, recomp
 from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.dist import RankPool
+from tests.run_stage import run_stage
 from tests.unit.models.kept import alive_bytes
 from tests.unit.models.test_activations import (
     BASE,
@@ -89,7 +90,7 @@ def train(run: RunConfig, memory: MemoryConfig, *, shared: bool = False, taken: 
     options = {"aux_loss_scale": torch.tensor(0.25), "loss_weights_SB": torch.ones(16, 2) if taken else None}
     waiting, bits = [], {}
     for at, (batch, report) in enumerate(zip(batches, reports)):
-        waiting.append(model(batch, router_statistics=report, **options))
+        waiting.append(run_stage(model, batch, router_statistics=report, **options))
         bits[f"losses {at}"] = waiting[-1].detach()
         if len(waiting) == 2:
             waiting.pop(0).sum().backward()
@@ -141,7 +142,7 @@ def _flops(run: RunConfig, memory: MemoryConfig) -> int:
     model, streams = build(run)
     apply_recompute(model, memory, streams, shape=ActivationShape.from_config(run, device="cpu"))
     with FlopCounterMode(display=False) as counter:
-        model(batch_of(run)).sum().backward()
+        run_stage(model, batch_of(run)).sum().backward()
     return counter.get_total_flops()
 
 
@@ -248,7 +249,7 @@ def test_a_norm_runs_again_for_a_branch_or_a_router(model: str, name: str, more:
             if isinstance(module, RMSNorm):
                 module.kernels = kernels
         apply_recompute(decoder, memory, streams, shape=ActivationShape.from_config(run, device="cpu"))
-        decoder(batch_of(run), aux_loss_scale=torch.tensor(0.5)).sum().backward()
+        run_stage(decoder, batch_of(run), aux_loss_scale=torch.tensor(0.5)).sum().backward()
         counts.append((len(kernels.forward), len(kernels.again)))
     assert counts[0] == (7, 6), "two in each of three layers, and the last one, whose output no product keeps"
     assert counts[1] == (7 + more, 6)
@@ -265,7 +266,7 @@ def test_hooks_of_a_product_run_before_it():
     multiplication = down.grouped_gemm
     down.register_forward_pre_hook(lambda *_: order.append("hook"))
     down.grouped_gemm = lambda counts: order.append("product") or multiplication(counts)
-    decoder(batch_of(run)).sum().backward()
+    run_stage(decoder, batch_of(run)).sum().backward()
     assert order == ["hook", "product"]
 
 
@@ -282,7 +283,7 @@ def test_nothing_is_left_after_the_backward_pass(name: str, taken: bool):
     apply_recompute(model, (MIXED | DENSE)[name], streams, shape=ActivationShape.from_config(run, device="cpu"))
 
     def step() -> None:
-        model(batch, loss_weights_SB=weights_SB).sum().backward()
+        run_stage(model, batch, loss_weights_SB=weights_SB).sum().backward()
 
     assert alive_bytes(step, without=known) == 0
 
@@ -295,7 +296,7 @@ def test_without_gradients_nothing_is_kept_or_repeated():
     for each in (model, plain):
         each.eval()
     with torch.no_grad():
-        assert torch.equal(model(batch_of(run)), plain(batch_of(run)))
+        assert torch.equal(run_stage(model, batch_of(run)), run_stage(plain, batch_of(run)))
 
 
 @pytest.mark.parametrize("name", ["layernorm", "mlp", "all", "uniform-2"])
@@ -306,7 +307,7 @@ def test_a_graph_may_be_used_twice(name: str):
     for memory in (MemoryConfig(), RECOMPUTE[name]):
         model, streams = build(run, stage=PipelineStage((0, 1, 2), has_embedding=True, has_loss=False))
         apply_recompute(model, memory, streams, shape=ActivationShape.from_config(run, device="cpu"))
-        loss = model(batch_of(run)).square().sum()
+        loss = run_stage(model, batch_of(run)).square().sum()
         assert model.embedding is not None
         first = torch.autograd.grad(loss, [model.embedding.weight], retain_graph=True)
         rest = [p for p in model.parameters() if p is not model.embedding.weight]
@@ -367,7 +368,7 @@ def _train_on_rank(flags: str, name: str) -> tuple[Bits, Counter[tuple[str, int]
     apply_recompute(filled(model), RECOMPUTE[name], streams, shape=ActivationShape.from_config(run, device="cpu"))
     batch = batch_of(run)
     torch.manual_seed(dist.get_rank())
-    losses = model(batch)
+    losses = run_stage(model, batch)
     losses.sum().backward()
     bits: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()} | streams.state() | {"loss": losses}
     sent = Counter((event.op, event.elements) for event in mesh.record.events())

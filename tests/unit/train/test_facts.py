@@ -19,6 +19,7 @@ from petatron.config.schema.model import ModelConfig
 from petatron.estimate.flops import flops_formula, model_flops_per_token, padded_vocab_size, parameter_count
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
+from tests.run_stage import run_stage
 
 GPT = ModelConfig(
     num_layers=2,
@@ -155,7 +156,7 @@ def test_flops_are_what_torch_counts(model: ModelConfig) -> None:
     built = Decoder(model)
     # The math backend multiplies masked pairs too, which is the full convention.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        built(Batch(tokens, tokens, torch.ones(3, 32)), loss_weights_SB=torch.ones(32, 3)).sum().backward()
+        run_stage(built, Batch(tokens, tokens, torch.ones(3, 32)), loss_weights_SB=torch.ones(32, 3)).sum().backward()
     assert counter.get_total_flops() == 3 * 32 * model_flops_per_token(model, causal=False)
 
 

@@ -1,6 +1,7 @@
 """The step and the loop: batch sizes, lengths, early ends, numbers that are not finite, evaluation that only looks."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from petatron.base.errors import TrainError
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.config import RunConfig, load_config
+from petatron.data.batch_loader import BatchLoader
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.models.decoder import Decoder, decoder_io
+from petatron.models.stage import LossSpec, ModelIO, StageOutput
+from petatron.train import build
 from petatron.train.build import RunLength, build_loaders
-from petatron.train.loop import TrainingResult, TrainLoop, evaluate
+from petatron.train.loop import EvaluatedLosses, TrainingResult, TrainLoop, evaluate
 from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
@@ -235,11 +240,17 @@ def test_bad_numbers_are_never_published(tmp_path: Path, how: str):
     assert CheckpointManager(str(tmp_path), state.mesh.world).latest() is None
 
 
+def _mean_loss(state: TrainState, loader: BatchLoader) -> float:
+    found = evaluate(state, loader)
+    assert isinstance(found, EvaluatedLosses) and found.named_losses == {"lm loss": found.loss}
+    return found.loss
+
+
 def _evaluated(run: RunConfig) -> tuple[float, list[float], torch.Tensor]:
     state, loop, sink = start(run)
     loop.run()
     return (
-        evaluate(state, loop._loaders.valid) if loop._loaders.valid else 0.0,
+        _mean_loss(state, loop._loaders.valid) if loop._loaders.valid else 0.0,
         sink.column("lm_loss", "valid"),
         weights(state),
     )
@@ -268,7 +279,7 @@ def test_evaluation_covers_the_first_batches_once_each():
     parts = [state.model.evaluate(valid.next_step(8, first)) for first in (0, 8, 16)]
     assert len({float(total) for total, _ in parts}) == 3
     expected = float(sum(total for total, _ in parts) / sum(tokens for _, tokens in parts))
-    assert evaluate(state, valid) == pytest.approx(expected, rel=1e-12)
+    assert _mean_loss(state, valid) == pytest.approx(expected, rel=1e-12)
 
 
 def test_layouts_evaluate_alike(ranks: RankPool):
@@ -316,3 +327,27 @@ def test_a_save_that_was_begun_survives_the_end_of_the_run(tmp_path, monkeypatch
         loop.run()
     assert list(step_folder.list_steps(tmp_path)) == [2]
     assert f"saved checkpoint of iteration 2 to {tmp_path}" in sink.column("message", "event")
+
+
+def test_a_model_with_two_losses_reports_both(monkeypatch: pytest.MonkeyPatch):
+    """In training and in evaluation; the loss that is trained is their weighted sum."""
+    plain = Decoder.forward
+
+    def forward(self: Decoder, *args: Any, collect: tuple[str, ...], **options: Any) -> StageOutput:
+        output = plain(self, *args, collect=("hidden_states",), **options)
+        hidden_BSD = output.collected["hidden_states"]
+        return StageOutput({}, output.losses | {"size loss": hidden_BSD.transpose(0, 1).square().sum(-1)}, {})
+
+    def io(*args: Any, **options: Any) -> ModelIO:
+        declared = decoder_io(*args, **options)
+        return replace(declared, losses=(*declared.losses, LossSpec("size loss", weight=0.5)))
+
+    monkeypatch.setattr(Decoder, "forward", forward)
+    monkeypatch.setattr(build, "decoder_io", io)
+    state, _, sink = finish("--train-iters 3 --eval-interval 3 --eval-iters 2")
+    for kind, count in (("train", 3), ("valid", 2)):
+        total, named = sink.column("lm_loss", kind), sink.column("named_losses", kind)
+        assert len(total) == count and all(losses.keys() == {"lm loss", "size loss"} for losses in named)
+        assert total == pytest.approx([losses["lm loss"] + 0.5 * losses["size loss"] for losses in named], rel=1e-12)
+    sizes = [losses["size loss"] for losses in sink.column("named_losses")]
+    assert sizes[2] < sizes[0] and state.model.named_losses["size loss"].item() == sizes[2]

@@ -229,3 +229,34 @@ def test_records_round_trip_and_read_as_text() -> None:
     assert format_record(record.as_record()) == megatron_log_line(record)
     assert "on test set" in format_record(validation_record(iteration=1, lm_loss=1.0, consumed_samples=8, split="test"))
     assert format_record(event_record("resumed at iteration 5", iteration=5)) == "resumed at iteration 5"
+
+
+def test_several_losses_are_reported_by_name() -> None:
+    interval = meter(Clock())
+    interval.update(step(1, 5.0, named_losses={"lm loss": torch.tensor(4.0), "aux loss": torch.tensor(10.0)}))
+    interval.update(step(2, math.nan, skipped=True, named_losses={"lm loss": math.nan, "aux loss": math.inf}))
+    interval.update(step(3, 3.0, named_losses={"lm loss": torch.tensor(2.0), "aux loss": torch.tensor(20.0)}))
+    record = interval.report()
+    assert record.lm_loss == 4.0 and record.named_losses == {"lm loss": 3.0, "aux loss": 15.0}
+    line = format_record(record.as_record())
+    assert "| total loss: 4.000000E+00 | lm loss: 3.000000E+00 | aux loss: 1.500000E+01 | loss scale:" in line
+    interval.update(step(4, math.nan, skipped=True, named_losses={"lm loss": math.nan, "aux loss": math.nan}))
+    record = interval.report()
+    assert record.named_losses == {"lm loss": None, "aux loss": None} and "loss:" not in format_record(
+        record.as_record()
+    )
+
+
+def test_one_loss_is_written_without_a_table_of_names() -> None:
+    interval = meter(Clock())
+    interval.update(step(1, 5.0))
+    assert "named_losses" not in interval.report().as_record()
+    assert "named_losses" not in validation_record(iteration=1, lm_loss=1.0, consumed_samples=8)
+
+
+def test_an_evaluation_of_several_losses_prints_each() -> None:
+    record = validation_record(iteration=1, lm_loss=3.0, consumed_samples=8, named_losses={"lm loss": 2.0, "aux": 10.0})
+    line = format_record(record).split("\n")[1]
+    assert line == (
+        " validation loss at iteration 1 | total loss value: 3.000000E+00 | lm loss value: 2.000000E+00 | aux value: 1.000000E+01 | "
+    )

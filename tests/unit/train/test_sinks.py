@@ -190,3 +190,15 @@ def test_a_missing_library_names_the_extra(
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=r"not installed.*pip install 'petatron\[log\]'"):
         build_sinks(config, tmp_path, 0)
+
+
+def test_several_losses_have_a_tag_each() -> None:
+    named = {"lm loss": 3.0, "aux loss": 15.0}
+    values = tagged_scalars(log_record(lm_loss=4.0, named_losses=named).as_record())
+    assert (values["total loss"], values["lm loss"], values["aux loss"]) == (4.0, 3.0, 15.0)
+    valid = validation_record(iteration=1, lm_loss=4.0, consumed_samples=1, named_losses=named)
+    assert tagged_scalars(valid) == {
+        "total loss validation": 4.0,
+        "lm loss validation": 3.0,
+        "aux loss validation": 15.0,
+    }

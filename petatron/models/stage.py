@@ -1,0 +1,90 @@
+"""The contract between pipeline stages and what runs them: named tensors at the boundaries, named losses, named outputs.
+
+A model is cut into stages. Each boundary between two stages is declared, as the tensors that the later stage takes, and
+`parallel/pipeline/executor.py` sends and receives just these. A stage that returns no tensor of a name that the next one takes
+forwards the one it took itself: the output of an encoder reaches every stage of the decoder, and the gradients of all its uses are
+summed on the way back. A loss may be computed on any stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from petatron.models.batch import Batch
+
+SequenceOrder = Literal["zigzag", "contiguous"]
+"""How context parallelism distributes a sequence: zigzag balances causal attention, a scan needs contiguous parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryTensor:
+    """One tensor [S, B, width] that a stage takes from the stage before it.
+
+    B and S are the sizes of the batch's array `like` [B, S]. With sequence parallelism a `sequence_sharded` tensor has S / tp rows.
+    A dtype of None is the run's compute dtype. Without `requires_grad` no gradient is computed for it, and none is sent back.
+    """
+
+    name: str
+    width: int
+    like: str = "tokens"
+    dtype: torch.dtype | None = None
+    requires_grad: bool = True
+    sequence_sharded: bool = True
+
+    def shape(self, batch: Batch, *, sequence_shards: int = 1) -> tuple[int, int, int]:
+        """Returns the local shape, with the sequence in so many shards.
+
+        >>> tokens = torch.zeros(2, 8, dtype=torch.int64)
+        >>> BoundaryTensor("hidden", 16).shape(Batch(tokens), sequence_shards=4)
+        (2, 2, 16)
+        """
+        size, length = batch[self.like].shape[:2]
+        return length // sequence_shards if self.sequence_sharded else length, size, self.width
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """A named loss: the mean of its token losses over the positions where the batch's array `mask` [B, S] is 1.
+
+    The objective of a step is the sum over losses of weight x (sum of masked token losses / number of valid tokens), both over
+    the global batch.
+    """
+
+    name: str
+    mask: str = "loss_mask"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIO:
+    """What a model takes and gives: `boundaries[k]` are the tensors into stage k, none into the first one.
+
+    `outputs` names what a forward pass can collect.
+    """
+
+    boundaries: tuple[tuple[BoundaryTensor, ...], ...]
+    losses: tuple[LossSpec, ...]
+    outputs: tuple[str, ...] = ()
+    sequence_order: SequenceOrder = "zigzag"
+
+    def __post_init__(self) -> None:
+        assert self.boundaries and not self.boundaries[0], "nothing comes before the first stage"
+        for names in (*([x.name for x in boundary] for boundary in self.boundaries), [x.name for x in self.losses]):
+            twice = [name for name, count in Counter(names).items() if count > 1]
+            assert not twice, f"{', '.join(twice)} declared twice"
+
+
+class StageOutput(NamedTuple):
+    """The result of one forward of a stage. A tuple of dicts: `fully_shard` finds the tensors in it."""
+
+    tensors: dict[str, Tensor]
+    """For the next stage."""
+    losses: dict[str, Tensor]
+    """Token losses [S, B] by the name of the loss."""
+    collected: dict[str, Tensor]
+    """The outputs that were asked for and that this stage computes."""
