@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import ConfigError, DataError, Problem
-from petatron.models.decoder import Decoder
+from petatron.models.spec import ModelSpec
+from petatron.models.stage_module import StageModule
 from petatron.parallel.parallel_model import ParallelModel
 
 
@@ -43,15 +44,14 @@ def generate(
     5
     """
     _check_layout(model)
-    decoder = model.module
-    assert isinstance(decoder, Decoder), "only a decoder continues text"
+    module = model.module
     _check_sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
-    _check_prompt(prompt_ids, max_new_tokens, decoder)
-    decoder.eval()
+    _check_prompt(prompt_ids, max_new_tokens, model.spec)
+    module.eval()
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt_ids)
     for _ in range(max_new_tokens):
-        logits = _last_logits(decoder, ids, tp_size=model.mesh.tp.size, device=model.mesh.device)
+        logits = _last_logits(module, ids, tp_size=model.mesh.tp.size, device=model.mesh.device)
         if temperature == 0:
             ids.append(int(logits.argmax()))
         else:
@@ -79,11 +79,11 @@ def filter_top_k_top_p(logits: Tensor, *, top_k: int | None = None, top_p: float
     return torch.full_like(logits, -torch.inf).scatter(0, order[allowed], values[allowed])
 
 
-def _last_logits(decoder: Decoder, ids: Sequence[int], *, tp_size: int, device: torch.device) -> Tensor:
+def _last_logits(module: StageModule, ids: Sequence[int], *, tp_size: int, device: torch.device) -> Tensor:
     # Sequence parallelism needs a length divisible by the ranks. Attention is causal, so any id after the last token will
     # do as padding.
     filled = [*ids, *[0] * (-len(ids) % tp_size)]
-    logits = decoder.logits(torch.tensor([filled], device=device))
+    logits = module.logits(torch.tensor([filled], device=device))
     return logits[0, len(ids) - 1].float().cpu()
 
 
@@ -116,8 +116,8 @@ def _check_sampling(*, max_new_tokens: int, temperature: float, top_k: int | Non
         raise ConfigError(problems)
 
 
-def _check_prompt(prompt_ids: Sequence[int], max_new_tokens: int, decoder: Decoder) -> None:
-    positions, vocab_size = decoder.config.max_position_embeddings, decoder.config.vocab_size
+def _check_prompt(prompt_ids: Sequence[int], max_new_tokens: int, spec: ModelSpec) -> None:
+    positions, vocab_size = spec.config.max_position_embeddings, spec.config.vocab_size
     assert positions is not None and vocab_size is not None
     if not prompt_ids:
         raise DataError("The prompt is empty, and there is nothing to continue. Give at least one token.")

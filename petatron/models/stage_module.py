@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from petatron.base.errors import TrainError
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.transformer_layer import Residual, TransformerLayer
@@ -51,6 +52,10 @@ class StageModule(nn.Module, ABC):
         the gradients of the token losses, known before backward; None without gradients. `collect` names wanted outputs.
         """
 
+    def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Returns logits [B, S, vocabulary] after each token, whole on every rank, where one stage is the whole model."""
+        raise TrainError(f"{type(self).__name__} does not continue text: it has no logits of the next token.")
+
     def transformer_layers(self) -> list[TransformerLayer]:
         """Returns the layers in their order."""
         return [layer for layer in self.layers.values() if isinstance(layer, TransformerLayer)]
@@ -60,5 +65,5 @@ class StageModule(nn.Module, ABC):
         return ()
 
     def reused_params(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters that a second module of this stage computes with, once for each such use."""
+        """Yields the parameters that are used more than once in a forward of this stage, once for each use but the first."""
         return iter(())
