@@ -257,7 +257,8 @@ ROPE_NUMBERS = (
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """The folder of a Llama, as transformers writes it."""
-    words = "--vocab-size 32 --num-layers 1 --hidden-size 8 --ffn-hidden-size 8 --num-attention-heads 2 --seq-length 8".split()
+    words = "--vocab-size 32 --num-layers 1 --hidden-size 8 --ffn-hidden-size 8 --num-attention-heads 2".split()
+    words += "--num-query-groups 2 --seq-length 8".split()
     run = petatron.load("tiny-llama", [*words, "--mock-data", "--lr", "1e-3", "--train-iters", "1", "--device", "cpu"])
     petatron.save_checkpoint(str(tmp_path / "run"), step=1, model=petatron.build_model(run, petatron.launch(run)))
     folder = tmp_path / "run" / "step-00000001" / "model"
@@ -265,7 +266,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def assert_not_converted(folder: Path, target: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "convert", str(folder), str(target), "--to", "huggingface"]) == 1
+    assert main(["checkpoint", "convert", str(folder), str(target), "--to", "huggingface"]) == 2
     assert key in (told := capsys.readouterr().err) and "Traceback" not in told and not target.exists()
 
 
