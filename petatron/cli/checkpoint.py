@@ -218,7 +218,7 @@ def _verify(options: argparse.Namespace) -> int:
     with _Progress("verifying") as progress:
         trusted = read_public_keys(options.require_signature) if options.require_signature else None
         reports = [verify_checkpoint(source, progress, trusted_keys=trusted) for source in [*lost, *chosen]]
-        of_folder = latest_findings(folder) if (complete or lost) and options.step is None else ()
+        of_folder = latest_findings(folder, lost) if (complete or lost) and options.step is None else ()
         around = [VerificationReport(folder, 0, 0, of_folder)] if of_folder else []
         broken = [report for report in (*reports, *around) if not report.is_valid]
         known = {report.source: report.is_valid for report in reports}

@@ -268,10 +268,12 @@ def _signature_findings(source: Path, manifest: Manifest, trusted_keys: Sequence
         yield Finding(source / step_folder.MANIFEST_FILE, f"{text} Save it again with a key.")
 
 
-def latest_findings(folder: Path) -> tuple[Finding, ...]:
-    """Checks the file `latest` of a folder of steps; none is needed."""
+def latest_findings(folder: Path, reported: Sequence[Path] = ()) -> tuple[Finding, ...]:
+    """Checks the file `latest` of a folder of steps, which may lack it. That it names a step of `reported` is no news."""
     path = folder / step_folder.LATEST_FILE
-    target, (_, problem) = symlink_target(path, folder), read_latest(folder)
+    target, (named, problem) = symlink_target(path, folder), read_latest(folder)
+    if named is not None and step_folder.step_name(named) in [step.name for step in reported]:
+        problem = None
     if target is not None:
         problem = f"is a symbolic link to {target}, where it can change unseen"
     newest = max(step_folder.list_steps(folder), default=None)
