@@ -20,6 +20,13 @@ from petatron.base.errors import PetatronError
 
 MAX_INT64 = (1 << 63) - 1
 """The largest size or offset accepted from a file; beyond it, arithmetic would wrap or take for ever."""
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 _MAX_REASON_CHARS = 200
 
 
@@ -67,7 +74,7 @@ def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
 
     >>> open_regular_file(Path("/dev/null"))
     Traceback (most recent call last):
-    OSError: [Errno 22] it is not a regular file: '/dev/null'
+    OSError: [Errno 22] it is a device, not a file: '/dev/null'
     """
     _check_regular(os.stat(path), path)
     file: Any = open(path, "rb", buffering=buffering, opener=_open_nonblocking)  # noqa: SIM115
@@ -88,7 +95,27 @@ def _check_regular(status: os.stat_result, path: Path) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise OSError(errno.EINVAL, f"it {_kind_text(status.st_mode)}", str(path))
+
+
+def _kind_text(mode: int) -> str:
+    kind = next((name for matches, name in _KINDS if matches(mode)), "something else")
+    return f"is {kind}, not a file"
+
+
+def not_a_file_reason(path: Path) -> str | None:
+    """Returns why a path is not a regular file, as a predicate of it; None if it is one, also behind a link.
+
+    >>> not_a_file_reason(Path("/dev/null")), not_a_file_reason(Path("/none")), not_a_file_reason(Path(__file__))
+    ('is a device, not a file', 'is missing', None)
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: a name that no file can have
+        return "is a symbolic link that leads nowhere" if os.path.islink(path) else "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None if stat.S_ISREG(mode) else _kind_text(mode)
 
 
 def read_limited_bytes(path: Path, max_bytes: int) -> bytes:

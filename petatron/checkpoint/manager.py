@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from petatron.base.log import get_logger
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.files.manifest import Manifest, TableFile
-from petatron.checkpoint.files.signature import SignFunction
+from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
 from petatron.checkpoint.files.step_folder import DamagedCheckpointError
 from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.rank_reader import RankReader
@@ -370,7 +371,8 @@ class CheckpointManager:
         self._run_on_all_ranks(lambda: box_reads.execute_reads(source, plan, reader.files))
         same_layout = head.layout == same_layout_key
         local = self._run_on_all_ranks(lambda: reader.read_local() if same_layout else None)
-        return LoadedCheckpoint(head.step, dict(head.facts), local, plan.missing_keys)
+        is_signed = os.path.lexists(source / SIGNATURE_FILE)
+        return LoadedCheckpoint(head.step, dict(head.facts), local, plan.missing_keys, is_signed)
 
     def _run_on_all_ranks(
         self, action: Callable[[], Result], failed_action: str = "", fix: str = "", axis: Axis | None = None

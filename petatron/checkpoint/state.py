@@ -70,9 +70,11 @@ class LoadedCheckpoint:
     facts: what `save` was given, as JSON values.
     local: this rank's own tensors (random states), or None when they were saved under another layout.
     missing_keys: requested keys that the checkpoint does not contain; always empty for a strict load.
+    is_signed: whether it has a signature; a load does not check it.
     """
 
     step: int
     facts: dict[str, Any]
     local: dict[str, Tensor] | None
     missing_keys: tuple[str, ...] = ()
+    is_signed: bool = False

@@ -21,7 +21,7 @@ from petatron.base.untrusted_files import reading_untrusted
 
 if TYPE_CHECKING:
     from petatron.checkpoint.inspect.diff import CheckpointDiff
-    from petatron.checkpoint.inspect.inspect import CheckpointSummary, VerificationReport
+    from petatron.checkpoint.inspect.inspect import CheckpointSummary, Finding, VerificationReport
 
 _CONVERT = "petatron.cli.checkpoint_convert"
 _SHOWN_KEYS = 5
@@ -197,7 +197,9 @@ def _verify(options: argparse.Namespace) -> int:
     from petatron.checkpoint.files.signature import read_public_keys
     from petatron.checkpoint.files.step_folder import list_steps
     from petatron.checkpoint.inspect.inspect import (
+        VerificationReport,
         find_checkpoint,
+        latest_findings,
         newest_valid,
         steps_without_manifest,
         verify_checkpoint,
@@ -211,24 +213,29 @@ def _verify(options: argparse.Namespace) -> int:
         if options.all and complete
         else []
         if lost and not complete
-        else [find_checkpoint(folder, options.step)]
+        else [find_checkpoint(folder, options.step, warn=False)]
     )
     with _Progress("verifying") as progress:
         trusted = read_public_keys(options.require_signature) if options.require_signature else None
         reports = [verify_checkpoint(source, progress, trusted_keys=trusted) for source in [*lost, *chosen]]
-        broken = [report for report in reports if not report.is_valid]
+        of_folder = latest_findings(folder, lost) if (complete or lost) and options.step is None else ()
+        around = [VerificationReport(folder, 0, 0, of_folder)] if of_folder else []
+        broken = [report for report in (*reports, *around) if not report.is_valid]
         known = {report.source: report.is_valid for report in reports}
         newest = newest_valid(reports[-1].source.parent, known, progress) if broken or options.json else None
     if options.json:
-        print(json.dumps(_report_values(reports, newest), indent=1))
+        print(json.dumps(_report_values(reports, newest, of_folder), indent=1))
     else:
-        _print_reports(reports, newest)
+        _print_reports([*reports, *around], newest)
     return 1 if broken else 0
 
 
-def _report_values(reports: Sequence[VerificationReport], newest: Path | None) -> dict[str, Any]:
+def _report_values(
+    reports: Sequence[VerificationReport], newest: Path | None, of_folder: Sequence[Finding]
+) -> dict[str, Any]:
     return {
-        "sound": all(report.is_valid for report in reports),
+        "sound": all(report.is_valid for report in reports) and not of_folder,
+        "findings": [{"file": str(found.file), "problem": found.text} for found in of_folder],
         "checkpoints": [
             {
                 "checkpoint": str(report.source),
@@ -374,6 +381,7 @@ def _prune(options: argparse.Namespace) -> int:
     if findings:
         raise CheckpointError(f"Nothing was removed, because the newest step is not whole: {findings[0].text}")
     sizes = {step: _folder_bytes(path) for step, path in step_folder.list_steps(folder).items()}
+    links = [path.name for path in step_folder.stray_symlinks(folder)]
     try:
         with lock_save_dir(None if options.dry_run else str(folder), rank=0):
             gone = step_folder.prune_steps(
@@ -386,9 +394,11 @@ def _prune(options: argparse.Namespace) -> int:
         why = error.strerror or error
         raise CheckpointError(f"{folder} cannot be pruned: {why}. Make it writable, or ask its owner.") from error
     doing = "would remove" if options.dry_run else "removed"
+    if links:
+        print(f"{doing} symbolic links, not what they point to: {printable(', '.join(links))}")
     if gone:
         print(f"{doing} {', '.join(map(str, gone))} ({_size(sum(sizes[step] for step in gone))})")
-    else:
+    elif not links:
         print("nothing to remove")
     print(f"{'would keep' if options.dry_run else 'kept'} {', '.join(str(step) for step in sizes if step not in gone)}")
     return 0

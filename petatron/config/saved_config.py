@@ -3,25 +3,55 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from petatron.config.absolute_paths import with_absolute_paths
 from petatron.config.load import LoadedConfig
-from petatron.config.schema.fields import all_fields, flatten_config
+from petatron.config.schema.fields import all_fields, flatten_config, unflatten_config
+from petatron.config.schema.run import RunConfig
 from petatron.config.yaml_file import dump_yaml
 
 _NOT_REPEATED = "for that start only; say it again if it is meant again"
+_NOT_KEPT = "where a private key is is not kept; say it again"
+
+
+def without_private_paths(config: RunConfig) -> RunConfig:
+    """Returns the config as others may read it: without the places of private keys.
+
+    >>> from petatron.config import CheckpointConfig
+    >>> without_private_paths(RunConfig(checkpoint=CheckpointConfig(sign_key="/home/me/key"))).checkpoint.sign_key is None
+    True
+    """
+    return unflatten_config(flatten_config(config) | dict.fromkeys(_private_paths()))
+
+
+def without_private_settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the sections of a stored config without such settings, which older checkpoints have."""
+    private = _private_paths()
+    return {
+        section: {name: value for name, value in values.items() if f"{section}.{name}" not in private}
+        for section, values in sections.items()
+    }
+
+
+def _private_paths() -> set[str]:
+    return {info.path for info in all_fields() if "private" in info.marks}
 
 
 def saved_yaml(loaded: LoadedConfig) -> str:
     """Serialises the settings of a run as a file.
 
     Paths are absolute. Derived values are comments, so that the run can resume on another number of ranks. So are one-time answers of
-    this start, such as the consent to another schedule: the next start asks again.
+    this start, such as the consent to another schedule: the next start asks again. Where a private key is is not written.
     """
-    config = with_absolute_paths(loaded.config)
+    config = without_private_paths(with_absolute_paths(loaded.config))
     values = flatten_config(config)
     load, save = config.checkpoint.load, config.checkpoint.save
     continues = load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
     marks = {"one start", "one load"} if continues else {"one start"}
     once = [info for info in all_fields() if marks & set(info.marks) and values[info.path] != info.default]
-    return dump_yaml(config, origins=loaded.origins, commented_out={info.path: _NOT_REPEATED for info in once})
+    given = flatten_config(loaded.config)
+    private = {path: _NOT_KEPT for path in _private_paths() if given[path] is not None}
+    reasons = {info.path: _NOT_REPEATED for info in once} | private
+    return dump_yaml(config, origins=loaded.origins, commented_out=reasons)

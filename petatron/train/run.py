@@ -18,7 +18,7 @@ from petatron.base.safe_files import write_atomic
 from petatron.base.text import count_with_noun
 from petatron.config import LoadedConfig, RunConfig
 from petatron.config.checks.preflight import preflight
-from petatron.config.saved_config import saved_yaml
+from petatron.config.saved_config import saved_yaml, without_private_paths
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.flops import parameter_count
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
@@ -160,7 +160,7 @@ def log_directory(run: RunConfig) -> Path:
 
 
 def _config_values(run: RunConfig) -> Mapping[str, Any]:
-    return {key: value for section in asdict(run).values() for key, value in section.items()}
+    return {key: value for section in asdict(without_private_paths(run)).values() for key, value in section.items()}
 
 
 def _run_summary(run: RunConfig, length: RunLength, mesh: ParallelMesh, tokenizer: Tokenizer | None) -> str:

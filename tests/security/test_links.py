@@ -89,6 +89,31 @@ def test_prune_leaves_what_links_point_to(tmp_path: Path, victim: Path):
     assert not any(path.is_symlink() for path in (tmp_path / "run").iterdir())
 
 
+def test_prune_unlinks_what_has_names_of_ours(tmp_path: Path, victim: Path, capsys: pytest.CaptureFixture[str]):
+    """Also where no step is pruned. A step that is whole may be a link, to other storage."""
+    run, away = tmp_path / "run", tmp_path / "away"
+    for step in (10, 20, 30):
+        save(run, step)
+    away.mkdir()
+    (run / "step-00000020").rename(away / "step-00000020")
+    link(run / "step-00000020", away / "step-00000020")
+    ours = [f"step-00000020{suffix}" for suffix in NEXT] + ["step-00000005", "step-00000040.tmp", "latest.tmp"]
+    for name, target in zip(
+        ours, [victim, away / "step-00000020", victim / "notes.txt", victim, tmp_path / "none", victim]
+    ):
+        link(run / name, target)
+    link(run / "notes", victim)
+    prune = ["checkpoint", "prune", str(run), "--keep", "3"]
+    assert main([*prune, "--dry-run"]) == 0 and all((run / name).is_symlink() for name in ours)
+    assert f"would remove symbolic links, not what they point to: {', '.join(sorted(ours))}" in capsys.readouterr().out
+    assert main(prune) == 0
+    assert untouched(victim) and (away / "step-00000020" / "manifest.json").is_file()
+    assert sorted(path.name for path in run.iterdir()) == [
+        ".lock", "latest", "notes", "step-00000010", "step-00000020", "step-00000030"
+    ]  # fmt: skip
+    assert "kept 10, 20, 30" in capsys.readouterr().out
+
+
 def test_a_folder_nested_without_end_is_an_error(tmp_path: Path):
     """Each level takes a descriptor and a place on the stack."""
     place = tmp_path.joinpath("deep", *["a"] * 150)
@@ -284,6 +309,42 @@ def test_verify_reports_a_step_that_is_a_link(tmp_path: Path):
     assert finding.file == tmp_path / "run" / STEP and "is a symbolic link to" in finding.text
     link(tmp_path / "best", tmp_path / "other" / STEP)
     assert verify_checkpoint(tmp_path / "best").is_valid, "whoever names a checkpoint may do so through a link"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (os.mkfifo, "is a FIFO, not a file"),
+        (os.mkdir, "is a folder, not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
+        (lambda path: path.symlink_to("none"), "is a symbolic link that leads nowhere"),
+        (lambda path: None, "is missing"),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["model/tokenizer.json", "state/rank-00000.safetensors", "state/rank-00000.table.json"]
+)
+def test_what_is_no_file_is_called_what_it_is(tmp_path: Path, name: str, make: Callable[[Path], None], words: str):
+    save(tmp_path, 10)
+    path = tmp_path / STEP / name
+    path.unlink()
+    make(path)
+    assert f"{path} {words}" in verify_checkpoint(tmp_path / STEP).findings[0].text
+    chunk = Chunk("moment/a", (3, 2), (0, 0), torch.zeros(3, 2))
+    with pytest.raises(CheckpointError, match=words):
+        CheckpointManager(tmp_path, ParallelMesh.single().world).load(10, [chunk])
+        step_folder.read_manifest(tmp_path / STEP)
+        step_folder.check_sizes(tmp_path / STEP, step_folder.read_manifest(tmp_path / STEP).files)
+
+
+def test_a_manifest_that_is_no_file_is_called_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save(tmp_path, 10)
+    (tmp_path / STEP / "manifest.json").unlink()
+    os.mkfifo(tmp_path / STEP / "manifest.json")
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert "manifest.json cannot be read: it is a FIFO, not a file" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=rf"{STEP}/manifest\.json is a FIFO, not a file.*Restore"):
+        check_run_dirs(CheckpointConfig(load=str(tmp_path), save=str(tmp_path)))
 
 
 def test_a_step_in_the_hub_cache_is_sound(tmp_path: Path):

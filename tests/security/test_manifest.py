@@ -35,7 +35,7 @@ def step(tmp_path: Path) -> Path:
     return tmp_path / "run" / "step-00000003"
 
 
-def refused(step: Path, *words: str) -> None:
+def assert_refused(step: Path, *words: str) -> None:
     """Verification finds it, and whoever would read the tensors refuses it, with one error that names the file."""
     with limited():
         report = verify_checkpoint(step)
@@ -108,7 +108,7 @@ BOX, TENSOR, FILE = f"a box of {KEY}", f"shape, dtype or boxes of {KEY}", f"size
 )  # fmt: skip
 def test_a_table_that_misstates_something(step: Path, change: Callable[[dict[str, Any]], object], words: str):
     rewrite_table(step, change)
-    refused(step, words)
+    assert_refused(step, words)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_boxes_that_are_not_the_tensor(step: Path, boxes: list[list[int]], words
 )
 def test_a_manifest_that_misstates_something(step: Path, change: Callable[[dict[str, Any]], object], words: str):
     rewrite_manifest(step, change)
-    refused(step, "manifest.json", words)
+    assert_refused(step, "manifest.json", words)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,13 @@ def test_files_that_are_no_table(step: Path, content: bytes, name: str):
     if name != "manifest.json":
         row = [len(content), table_digest(content)]
         rewrite_manifest(step, lambda body: body["tables"].update({name: row}))
-    refused(step, name.partition("/")[2] or name)
+    assert_refused(step, name.partition("/")[2] or name)
 
 
 def test_a_manifest_larger_than_any(step: Path):
     with (step / "manifest.json").open("r+b") as file:
         file.truncate(1 << 40)  # without a byte on disk
-    refused(step, "1,099,511,627,776 bytes")
+    assert_refused(step, "1,099,511,627,776 bytes")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state/rank-00000.table.json", "model/config.json", WEIGHTS_FILE])

@@ -28,7 +28,7 @@ LLAMA = Case()
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def refused(folder: Path, *words: str, kind: type[Exception] = CheckpointError) -> None:
+def assert_refused(folder: Path, *words: str, kind: type[Exception] = CheckpointError) -> None:
     with limited(), pytest.raises(kind) as caught:
         for lazy in open_megatron(folder).tensors.values():
             lazy.load()
@@ -226,7 +226,7 @@ def test_a_tensor_that_repeats_one_value_a_trillion_times(tmp_path: Path):
     """It takes no memory until it is copied, so it must not be taken for a weight."""
     name = "decoder.final_layernorm.weight"
     write_legacy(tmp_path, LLAMA, edit=lambda content: content["model"].update({name: torch.ones(1).expand(1 << 40)}))
-    refused(tmp_path, f"{name} has more values than the file has bytes for")
+    assert_refused(tmp_path, f"{name} has more values than the file has bytes for")
 
 
 def zipped(change: Callable[[zipfile.ZipFile], object], method: int = zipfile.ZIP_STORED) -> bytes:
@@ -298,7 +298,7 @@ def chunks(made: DistFile, name: str, *boxes: tuple[tuple[int, ...], tuple[int, 
 )
 def test_chunks_that_do_not_tile(tmp_path: Path, boxes: list[Any], words: str):
     """What was counted twice hid what was never filled."""
-    refused(dist(tmp_path, edit=lambda made: chunks(made, EMBEDDING, *boxes)), ".metadata", EMBEDDING, words)
+    assert_refused(dist(tmp_path, edit=lambda made: chunks(made, EMBEDDING, *boxes)), ".metadata", EMBEDDING, words)
 
 
 def test_chunks_without_the_bytes_for_them(tmp_path: Path):
@@ -306,7 +306,7 @@ def test_chunks_without_the_bytes_for_them(tmp_path: Path):
         made.table[EMBEDDING].size = torch.Size((1 << 40, WIDTH))
         chunks(made, EMBEDDING, ((0, 0), (1 << 40, WIDTH)))
 
-    refused(dist(tmp_path, edit=grow), EMBEDDING, "bytes")
+    assert_refused(dist(tmp_path, edit=grow), EMBEDDING, "bytes")
 
 
 def test_chunks_that_share_their_bytes(tmp_path: Path):
@@ -316,7 +316,7 @@ def test_chunks_that_share_their_bytes(tmp_path: Path):
         made.table[EMBEDDING].size = torch.Size((56_000, WIDTH))
         chunks(made, EMBEDDING, *(((n * 56, 0), (56, WIDTH)) for n in range(1000)))
 
-    refused(dist(tmp_path, edit=grow), "is cut short")
+    assert_refused(dist(tmp_path, edit=grow), "is cut short")
 
 
 @pytest.mark.parametrize("shape", [(1 << 40, 0), (1 << 62, 0), (1_000_001, 0)])
@@ -325,7 +325,7 @@ def test_a_trillion_layers_without_a_value(tmp_path: Path, shape: tuple[int, ...
         made.add("decoder.layers.mlp.extra.weight", shape, [((0, 0), torch.empty(1, 0))])
         chunks(made, "decoder.layers.mlp.extra.weight", ((0, 0), shape))
 
-    refused(dist(tmp_path, edit=grow), ".metadata", "weights, more than any model")
+    assert_refused(dist(tmp_path, edit=grow), ".metadata", "weights, more than any model")
 
 
 @pytest.mark.parametrize("name", ["offset", "length"])
@@ -335,7 +335,7 @@ def test_places_that_are_none(tmp_path: Path, name: str, value: Any):
         info = next(info for index, info in made.places.items() if index.fqn == EMBEDDING)
         info.__dict__[name] = value
 
-    refused(dist(tmp_path, edit=edit), ".metadata")
+    assert_refused(dist(tmp_path, edit=edit), ".metadata")
 
 
 @pytest.mark.parametrize("name", [7, None, "a\0b", "..", ".", "", "/etc/passwd", "a/b"])
@@ -345,7 +345,7 @@ def test_names_of_files_that_are_none(tmp_path: Path, name: Any):
             if index.fqn == EMBEDDING:
                 info.__dict__["relative_path"] = name
 
-    refused(dist(tmp_path, edit=edit))
+    assert_refused(dist(tmp_path, edit=edit))
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_names_of_files_that_are_none(tmp_path: Path, name: Any):
     ],
 )
 def test_tables_of_any_type(tmp_path: Path, edit: Callable[[DistFile], object]):
-    refused(dist(tmp_path, edit=edit))
+    assert_refused(dist(tmp_path, edit=edit))
 
 
 # ---- What arguments claim
@@ -376,21 +376,21 @@ def arguments(**values: Any) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize("layers", [10**12, 10**30, 100_001])
 def test_a_trillion_layers(tmp_path: Path, layers: int):
     write_legacy(tmp_path / "legacy", LLAMA, edit=arguments(num_layers=layers))
-    refused(tmp_path / "legacy", "--num-layers", kind=ConfigError)
+    assert_refused(tmp_path / "legacy", "--num-layers", kind=ConfigError)
     made = write_dist(tmp_path / "dist", LLAMA)
     args = LLAMA.args()
     args.num_layers = layers
-    refused(made.finish(args), "--num-layers", kind=ConfigError)
+    assert_refused(made.finish(args), "--num-layers", kind=ConfigError)
 
 
 def test_layers_and_experts_are_compared_with_the_weights(tmp_path: Path):
     write_legacy(tmp_path / "a", LLAMA, edit=arguments(num_layers=99_999))
-    refused(tmp_path / "a", "says 99999 layers, and 15 tensors are stored")
+    assert_refused(tmp_path / "a", "says 99999 layers, and 15 tensors are stored")
     mixed = replace(LLAMA, experts=4)
     write_legacy(tmp_path / "b", mixed, edit=arguments(num_experts=99_999))
-    refused(tmp_path / "b", "says 99999 experts")
+    assert_refused(tmp_path / "b", "says 99999 experts")
     write_legacy(tmp_path / "c", mixed, edit=arguments(num_experts=10**9))
-    refused(tmp_path / "c", "--num-experts", kind=ConfigError)
+    assert_refused(tmp_path / "c", "--num-experts", kind=ConfigError)
 
 
 def test_experts_that_are_rows_of_nothing(tmp_path: Path):
@@ -402,7 +402,7 @@ def test_experts_that_are_rows_of_nothing(tmp_path: Path):
         content["args"].num_experts = 90_000
 
     write_legacy(tmp_path, mixed, edit=edit)
-    refused(tmp_path)
+    assert_refused(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_experts_that_are_rows_of_nothing(tmp_path: Path):
 def test_a_hundred_million_ranks(tmp_path: Path, sizes: tuple[int, int, int]):
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     write_legacy(tmp_path, LLAMA, edit=arguments(**dict(zip(names, sizes))))
-    refused(tmp_path, "is incomplete", "Copy all folders")
+    assert_refused(tmp_path, "is incomplete", "Copy all folders")
 
 
 def doubling() -> tuple[Any, ...]:
@@ -445,7 +445,7 @@ def test_arguments_of_any_type(tmp_path: Path, name: str):
                                              ("checkpoint_version", "x"), ("checkpoint_version", [3]), ("args", 7)])  # fmt: skip
 def test_heads_of_any_type(tmp_path: Path, name: str, value: Any):
     write_legacy(tmp_path, LLAMA, edit=lambda content: content.update({name: value}))
-    refused(tmp_path, str(tmp_path))
+    assert_refused(tmp_path, str(tmp_path))
 
 
 def test_models_nested_in_models(tmp_path: Path):
@@ -457,7 +457,7 @@ def test_models_nested_in_models(tmp_path: Path):
     sys.setrecursionlimit(20_000)
     write_legacy(tmp_path, LLAMA, edit=edit)
     sys.setrecursionlimit(before)
-    refused(tmp_path, "nested too deeply")
+    assert_refused(tmp_path, "nested too deeply")
 
 
 # ---- Trackers, pipes, devices
@@ -468,22 +468,22 @@ def test_models_nested_in_models(tmp_path: Path):
 )
 def test_trackers_that_name_no_step(tmp_path: Path, content: bytes):
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(content)
-    refused(tmp_path, "latest_checkpointed_iteration.txt")
+    assert_refused(tmp_path, "latest_checkpointed_iteration.txt")
 
 
 @pytest.mark.parametrize("name", ["iter_0000030/mp_rank_00/model_optim_rng.pt", "latest_checkpointed_iteration.txt"])
 def test_no_files_in_a_legacy_checkpoint(tmp_path: Path, name: str):
     write_legacy(tmp_path, LLAMA)
-    no_file(tmp_path / name, lambda: open_megatron(tmp_path))
+    assert_no_file_is_opened(tmp_path / name, lambda: open_megatron(tmp_path))
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
 def test_no_files_in_a_distributed_checkpoint(tmp_path: Path, name: str):
     step = dist(tmp_path)
-    no_file(step / name, lambda: open_megatron(step))
+    assert_no_file_is_opened(step / name, lambda: open_megatron(step))
 
 
-def no_file(path: Path, read: Callable[[], object]) -> None:
+def assert_no_file_is_opened(path: Path, read: Callable[[], object]) -> None:
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir):
         path.unlink()
         make(path)

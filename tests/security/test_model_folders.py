@@ -18,6 +18,7 @@ from petatron.base.errors import CheckpointError, ConfigError, PetatronError
 from petatron.checkpoint.convert.formats import check_not_inside_step, detect_format
 from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.checkpoint.files.safetensors_file import read_header
+from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.train.state.checkpoint_args import read_checkpoint_args
 from tests.security.limits import limited
@@ -37,7 +38,7 @@ def change(folder: Path, **values: Any) -> None:
     (folder / "config.json").write_text(json.dumps(content))
 
 
-def refused(folder: Path, *words: str) -> None:
+def assert_refused(folder: Path, *words: str) -> None:
     """By a conversion and by a model made of it, in time and memory."""
     for read in (open_model_source, petatron.from_pretrained):
         with limited(), pytest.raises((CheckpointError, ConfigError)) as caught:
@@ -93,7 +94,7 @@ def test_a_header_of_a_sparse_terabyte(folder: Path):
     with (folder / "model.safetensors").open("r+b") as file:
         file.write((1 << 39).to_bytes(8, "little"))
         file.truncate(1 << 40)
-    refused(folder, "would be 549755813888 bytes long")
+    assert_refused(folder, "would be 549755813888 bytes long")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
@@ -120,7 +121,7 @@ def test_a_pipe_beside_the_shards(folder: Path):
     os.mkfifo(folder / "model-00002-of-00002.safetensors")
     with (
         limited(),
-        pytest.raises(CheckpointError, match=r"00002\.safetensors cannot be read: it is not a regular file"),
+        pytest.raises(CheckpointError, match=r"00002\.safetensors cannot be read: it is a FIFO, not a file"),
     ):
         open_model_source(folder)
 
@@ -139,22 +140,22 @@ def test_a_pipe_that_is_asked_whether_it_is_a_checkpoint(tmp_path: Path):
 @pytest.mark.parametrize("layers", [10**9, 10**18, 10**30, 99_999, NINES])
 def test_a_billion_layers(folder: Path, layers: int):
     change(folder, n_layer=layers)
-    refused(folder)
+    assert_refused(folder)
 
 
 def test_layers_are_compared_with_the_tensors(folder: Path):
     change(folder, n_layer=99_999)
-    refused(folder, "config.json says 99999 layers, and 28 tensors are stored")
+    assert_refused(folder, "config.json says 99999 layers, and 28 tensors are stored")
 
 
 def test_layers_of_our_own_config(folder: Path):
     """Also as text, which a config file would take for a number."""
     for layers in (10**9, "1000000000", 10.0, None, [2]):
         (folder / "config.json").write_text(json.dumps({**OWN, "model": {"num_layers": layers}}))
-        refused(folder, "config.json says")
+        assert_refused(folder, "config.json says")
     read = {**OWN, "model": {"num_layers": 2}, "moe": {"num_experts": 10**9}}
     (folder / "config.json").write_text(json.dumps(read))
-    refused(folder, "1000000000 experts")
+    assert_refused(folder, "1000000000 experts")
 
 
 def test_experts_are_compared_with_the_tensors(folder: Path):
@@ -173,7 +174,7 @@ def test_experts_are_compared_with_the_tensors(folder: Path):
     }
     for experts in (10**9, 50_000):
         (folder / "config.json").write_text(json.dumps(values | {"num_local_experts": experts}))
-        refused(folder, str(experts))
+        assert_refused(folder, str(experts))
 
 
 def test_many_layers_without_experts(folder: Path):
@@ -182,14 +183,14 @@ def test_many_layers_without_experts(folder: Path):
     keys = ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size", "num_experts", "num_experts_per_tok",
             "moe_intermediate_size", "num_key_value_heads", "max_position_embeddings", "head_dim")  # fmt: skip
     (folder / "config.json").write_text(json.dumps(values | dict.fromkeys(keys, 4)))
-    refused(folder)
+    assert_refused(folder)
 
 
 @pytest.mark.parametrize("size", [10**6, 10**9, 10**15])
 def test_a_model_larger_than_its_files(folder: Path, size: int):
     """Refused before there is memory for it."""
     change(folder, n_embd=size, n_inner=4 * size)
-    refused(folder)
+    assert_refused(folder)
     with limited(), pytest.raises(PetatronError):
         petatron.from_pretrained(folder)
 
@@ -241,18 +242,103 @@ def test_rotary_settings_of_any_type(folder: Path, key: str):
             open_model_source(folder)
 
 
+NUMBERS = ("rope_theta", "rms_norm_eps", "attention_dropout", "initializer_range", "max_position_embeddings", "sliding_window",
+           "partial_rotary_factor", "pretraining_tp", "num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id")  # fmt: skip
+ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "original_max_position_embeddings",
+)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """The folder of a Llama, as transformers writes it."""
+    words = "--vocab-size 32 --num-layers 1 --hidden-size 8 --ffn-hidden-size 8 --num-attention-heads 2".split()
+    words += "--num-query-groups 2 --seq-length 8".split()
+    run = petatron.load("tiny-llama", [*words, "--mock-data", "--lr", "1e-3", "--train-iters", "1", "--device", "cpu"])
+    petatron.save_checkpoint(str(tmp_path / "run"), step=1, model=petatron.build_model(run, petatron.launch(run)))
+    folder = tmp_path / "run" / "step-00000001" / "model"
+    return Path(shutil.copytree(folder, tmp_path / "llama"))
+
+
+def assert_not_converted(folder: Path, target: Path, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "convert", str(folder), str(target), "--to", "huggingface"]) == 2
+    assert key in (told := capsys.readouterr().err) and "Traceback" not in told and not target.exists()
+
+
+@pytest.mark.parametrize(
+    "value", ["x", "1e6", "", True, [], {}, float("nan"), 1e999, NINES], ids=lambda value: repr(value)[:8]
+)
+def test_numbers_of_another_type_are_refused_and_not_copied(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any
+):
+    """Also where another key counts: `rope_parameters` does, and what is beside it was copied as it was."""
+    original = (llama / "config.json").read_text()
+    for key in NUMBERS:
+        if key.endswith("token_id") and value == []:
+            continue
+        change(llama, **{key: value})
+        assert_not_converted(llama, tmp_path / "new", key, capsys)
+        (llama / "config.json").write_text(original)
+    for table in ("rope_parameters", "rope_scaling"):
+        for key in ROPE_NUMBERS:
+            change(llama, **{table: {"rope_type": "default", key: value}})
+            assert_not_converted(llama, tmp_path / "new", f"{table}.{key}", capsys)
+            (llama / "config.json").write_text(original)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("tie_word_embeddings", "false", "is not true or false"),
+        ("mlp_bias", 0, "is not true or false"),
+        ("rope_scaling", "", "is not a table of settings"),
+        ("rope_parameters", [], "is not a table of settings"),
+        ("max_position_embeddings", 64.0, "is not a whole number"),
+        ("eos_token_id", [2, "x"], "is not the id of a token, nor a list of them"),
+        ("eos_token_id", [None], "is not the id of a token, nor a list of them"),
+    ],
+)
+def test_what_is_expected_is_said(llama: Path, key: str, value: Any, rule: str):
+    change(llama, **{key: value})
+    assert_refused(llama, f"{key} {value!r}"[:40], rule, "Take config.json from the model's own folder")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_theta": 10000, "eos_token_id": [1, 2], "pad_token_id": -1, "rope_scaling": None, "sliding_window": None},
+        {
+            "head_dim": None,
+            "attention_dropout": None,
+            "bos_token_id": None,
+            "pretraining_tp": 1,
+            "num_key_value_heads": None,
+        },
+    ],
+)
+def test_numbers_as_other_programs_write_them_are_read(llama: Path, tmp_path: Path, values: dict[str, Any]):
+    change(llama, **values)
+    assert main(["checkpoint", "convert", str(llama), str(tmp_path / "new"), "--to", "huggingface"]) == 0
+    assert json.loads((tmp_path / "new" / "config.json").read_text()).items() >= values.items()
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"\xff\xfe\0", b"[" * 100_000, b'{"a":' * 50_000, b"7", b'"x"', b"9" * 5000]
 )
 def test_configs_that_are_none(folder: Path, content: bytes):
     (folder / "config.json").write_bytes(content)
-    refused(folder, "config.json", "Take it from the model's own folder")
+    assert_refused(folder, "config.json", "Take it from the model's own folder")
 
 
 def test_a_config_larger_than_any(folder: Path):
     with (folder / "config.json").open("r+b") as file:
         file.truncate(1 << 34)
-    refused(folder, "config.json cannot be read: it has 17,179,869,184 bytes")
+    assert_refused(folder, "config.json cannot be read: it has 17,179,869,184 bytes")
 
 
 @pytest.mark.parametrize("content", [{}, [], {"weight_map": 7}, {"weight_map": {"a": {}}}, {"weight_map": {"a": "\0"}},

@@ -8,15 +8,20 @@ signature covers all of it. Keys are OpenSSH or PEM files without a passphrase: 
 from __future__ import annotations
 
 import base64
+import binascii
 import hashlib
 import json
+import os
+import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError
+from petatron.base.terminal_escape import printable
+from petatron.base.untrusted_files import not_a_file_reason, read_limited_bytes, reading_untrusted
 
 SIGNATURE_FILE = "manifest.sig"
 SignFunction = Callable[[bytes], bytes]
@@ -24,7 +29,13 @@ _FORMAT = "petatron signature"
 _CONTEXT = (
     b"petatron checkpoint manifest\0"  # domain separation: nothing else that the key signs can pass for a manifest
 )
-_MAX_FILE_BYTES = 10_000
+_MAX_SIGNATURE_BYTES = 10_000
+_MAX_KEY_FILE_BYTES = 1 << 20
+_SSH_TYPE = b"ssh-ed25519"
+_SSH_TYPES = (b"ssh-", b"ecdsa-sha2-", b"sk-")
+_PEM_BEGIN = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----")
+_MAX_SHOWN_PROBLEMS = 8
+_MAKE_KEY = "Make one with `ssh-keygen -t ed25519 -N ''`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +80,34 @@ def open_signer(path: Path) -> SignFunction:
 def read_signature(source: Path) -> Signature | None:
     """Reads the signature of a step, if it has one."""
     path = source / SIGNATURE_FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
+    if (reason := not_a_file_reason(path)) is not None:
+        raise _unreadable_signature(path, reason)
     try:
-        body = json.loads(path.open("rb").read(_MAX_FILE_BYTES))
-        if body["format"] != _FORMAT or body["algorithm"] != "ed25519":
-            raise ValueError("it has another format")
-        key, value = (base64.b64decode(body[name], validate=True) for name in ("key", "signature"))
-        if (len(key), len(value)) != (32, 64):
-            raise ValueError("its key or signature has a wrong length")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as a signature: {error}. Copy the checkpoint again.") from error
+        body = json.loads(read_limited_bytes(path, _MAX_SIGNATURE_BYTES))
+    except OSError as error:
+        raise _unreadable_signature(path, f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise _unreadable_signature(path, "is not JSON") from error
+    if not isinstance(body, Mapping) or body.get("format") != _FORMAT or body.get("algorithm") != "ed25519":
+        raise _unreadable_signature(path, "has another format")
+    key, value = (_decoded(body.get(name)) for name in ("key", "signature"))
+    if (len(key), len(value)) != (32, 64):
+        raise _unreadable_signature(path, "has no key of 32 bytes and signature of 64 in it")
     return Signature(key, value)
+
+
+def _unreadable_signature(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read as a signature: it {why}. Copy the checkpoint again.")
+
+
+def _decoded(text: object) -> bytes:
+    """Returns the bytes of a text in base64, and none for anything else."""
+    try:
+        return base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except (ValueError, binascii.Error):
+        return b""
 
 
 def signature_problem(source: Path, manifest: bytes, trusted_keys: Sequence[bytes]) -> str | None:
@@ -109,28 +136,82 @@ def _is_valid(found: Signature, manifest: bytes) -> bool:
 
 
 def read_public_keys(path: Path) -> list[bytes]:
-    """Reads the keys of a file: one in PEM, or OpenSSH lines such as `ssh-ed25519 AAAA... name`."""
-    library, content = _import_cryptography(), _read_key_file(path)
-    try:
-        if content.lstrip().startswith(b"-----BEGIN"):
-            keys = [library.serialization.load_pem_public_key(content)]
+    """Reads the keys of a file: PEM blocks, and OpenSSH lines such as `ssh-ed25519 AAAA... name`, in any number and order.
+
+    One entry that is no Ed25519 key is an error: a list that is trusted in part is not what its owner meant.
+    """
+    library, content = _import_cryptography(), _read_key_file(path)[0]
+    keys, problems = [], []
+    for line, entry in _key_entries(content):
+        key = _public_key(library, entry)
+        if isinstance(key, str):
+            problems.append(f"line {line} {key}")
         else:
-            lines = [line for line in content.splitlines() if line.strip() and not line.startswith(b"#")]
-            keys = [library.serialization.load_ssh_public_key(line) for line in lines]
-    except (ValueError, library.unsupported_algorithm) as error:
+            keys.append(key)
+    if problems:
+        more = f" (and {len(problems) - _MAX_SHOWN_PROBLEMS} more lines)" if len(problems) > _MAX_SHOWN_PROBLEMS else ""
         raise CheckpointError(
-            f"{path} holds no public key that can be read: {error}. Give the .pub file of a key."
-        ) from error
-    if not keys or not all(isinstance(key, library.ed25519.Ed25519PublicKey) for key in keys):
-        raise CheckpointError(f"{path} holds a key that is not Ed25519. Make one with `ssh-keygen -t ed25519`.")
-    return [key.public_bytes_raw() for key in keys]
+            f"{path} is not a list of Ed25519 public keys: {'; '.join(problems[:_MAX_SHOWN_PROBLEMS])}{more}. Give the .pub file of a "
+            "key, or several of them in one file."
+        )
+    if not keys:
+        raise CheckpointError(f"{path} has comments and no public key. Give the .pub file of a key.")
+    return keys
+
+
+def _key_entries(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields each PEM block and each other line that says something, with the number of its first line."""
+    block, first = [], 0
+    for number, line in enumerate(content.splitlines(), 1):
+        text = line.strip()
+        if not block and (not text or text.startswith(b"#")):
+            continue
+        if not block and not text.startswith(b"-----BEGIN"):
+            yield number, text
+            continue
+        first = first if block else number
+        block.append(text)
+        if text.startswith(b"-----END"):
+            yield first, b"\n".join(block) + b"\n"
+            block = []
+    if block:
+        yield first, b"\n".join(block)
+
+
+def _public_key(library: _CryptographyModules, entry: bytes) -> bytes | str:
+    """Returns the raw bytes of a key, or what an entry is instead, as a predicate of its line."""
+    pem = _PEM_BEGIN.match(entry)
+    if pem is not None and pem.group(1).endswith(b"PRIVATE KEY"):
+        return "begins a private key, which nobody else should have"
+    kind = entry.split()[0]
+    if pem is None and not kind.startswith(_SSH_TYPES):
+        if any(word.startswith(_SSH_TYPES) for word in entry.split()):
+            return "has options before the key, which mean nothing here: begin it with ssh-ed25519"
+        return "is no public key"
+    if pem is None and kind != _SSH_TYPE:
+        return f"has a key of type {printable(kind.decode(errors='replace'), max_chars=40)}, not Ed25519"
+    try:
+        read = library.serialization.load_ssh_public_key if pem is None else library.serialization.load_pem_public_key
+        key = read(entry)
+    except (ValueError, library.unsupported_algorithm):
+        return "has a key that is damaged" if pem is None else "begins a key that is damaged, or of another kind"
+    if not isinstance(key, library.ed25519.Ed25519PublicKey):
+        return "has a key that is not Ed25519"
+    return key.public_bytes_raw()
 
 
 def _private_key(path: Path) -> Any:
-    library, content = _import_cryptography(), _read_key_file(path)
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    library, (content, mode) = _import_cryptography(), _read_key_file(path)
+    forms = _PEM_BEGIN.findall(content)
+    if not any(form.endswith(b"PRIVATE KEY") for form in forms):
+        if content.split()[0].startswith(_SSH_TYPES) or any(form.endswith(b"PUBLIC KEY") for form in forms):
+            raise CheckpointError(
+                f"{path} holds a public key, and signing takes the private one: the file without .pub."
+            )
+        raise CheckpointError(f"{path} holds no private key. {_MAKE_KEY}")
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise CheckpointError(f"{path} is a private key that others may read. Make it yours alone: chmod 600 {path}")
-    ssh = b"OPENSSH PRIVATE KEY" in content[:100]
+    ssh = b"OPENSSH PRIVATE KEY" in forms
     read = library.serialization.load_ssh_private_key if ssh else library.serialization.load_pem_private_key
     try:
         key = read(content, password=None)
@@ -139,19 +220,25 @@ def _private_key(path: Path) -> Any:
             f"{path} has a passphrase, for which a run cannot ask. Give a key without one."
         ) from error
     except (ValueError, library.unsupported_algorithm) as error:
-        raise CheckpointError(
-            f"{path} holds no private key that can be read: {error}. Make one with `ssh-keygen -t ed25519`."
-        ) from error
+        raise CheckpointError(f"{path} holds a private key that is damaged, or of another kind. {_MAKE_KEY}") from error
     if not isinstance(key, library.ed25519.Ed25519PrivateKey):
-        raise CheckpointError(f"{path} holds a key that is not Ed25519. Make one with `ssh-keygen -t ed25519`.")
+        raise CheckpointError(f"{path} holds a key that is not Ed25519. {_MAKE_KEY}")
     return key
 
 
-def _read_key_file(path: Path) -> bytes:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a file. Give the file of an Ed25519 key.")
-    with path.open("rb") as file:
-        return file.read(_MAX_FILE_BYTES)
+def _read_key_file(path: Path) -> tuple[bytes, int]:
+    """Returns the content of a key file, which is not empty, and its mode."""
+    if (reason := not_a_file_reason(path)) is not None:
+        raise _key_file_error(path, reason)
+    with reading_untrusted(path, _key_file_error):
+        content, mode = read_limited_bytes(path, _MAX_KEY_FILE_BYTES), path.stat().st_mode
+    if not content.strip():
+        raise _key_file_error(path, "is empty")
+    return content, mode
+
+
+def _key_file_error(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} {why}. Give the file of an Ed25519 key.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from typing import Any
 
 from petatron.base.errors import CheckpointError
 from petatron.base.safe_files import symlink_target
-from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
+from petatron.base.untrusted_files import not_a_file_reason, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.files.block_digest import is_sha256
 from petatron.checkpoint.files.disk import Disk, StoredFile, digest_file
 from petatron.checkpoint.files.manifest import (
@@ -43,18 +42,21 @@ from petatron.checkpoint.files.manifest import (
     table_to_json,
 )
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
+from petatron.checkpoint.files.step_list import (
+    LATEST_FILE,
+    MANIFEST_FILE,
+    STEP_FOLDER_NAME,
+    check_steps_not_lost,
+    latest_step,
+    list_steps,
+    read_latest,
+    step_name,
+    warn_of_unusable_latest,
+)
 
-MANIFEST_FILE = "manifest.json"
-LATEST_FILE = "latest"
 MODEL_FOLDER, STATE_FOLDER = "model", "state"
 _VISIBILITY_TIMEOUT_S = 10.0
-_MAX_NAME_BYTES = 4096
 _MAX_FILE_NAME_BYTES = 255
-_STEP_FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.tmp|\.replaced|\.pruned)?")
-
-
-def step_name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 # Writing
@@ -102,7 +104,7 @@ def recover_interrupted(folder: Path, disk: Disk) -> None:
 
 def _is_leftover(path: Path) -> bool:
     """Whether this is part of an unfinished save, rather than a step or an unrelated file."""
-    match = _STEP_FOLDER_NAME.fullmatch(path.name)
+    match = STEP_FOLDER_NAME.fullmatch(path.name)
     return path.name == f"{LATEST_FILE}.tmp" or (match is not None and match.group(2) is not None)
 
 
@@ -194,10 +196,15 @@ def prune_steps(folder: Path, *, keep: int | None, retain_interval: int | None, 
     """Removes old steps: all up to the one that `latest` names but the newest `keep` and the multiples of `retain_interval`.
 
     Steps after `latest` stay, and do not count: someone resumed from an earlier one, and may want that branch or not trust it.
+    Links under names that are ours are unlinked.
     """
+    if keep is None or not folder.is_dir():
+        return []
+    for link in stray_symlinks(folder):
+        disk.remove(link)
     found = list_steps(folder)
     current = latest_step(folder)
-    if keep is None or current is None:
+    if current is None:
         return []
     behind = [step for step in found if step <= current]
     gone = [step for step in behind[:-keep] if not (retain_interval and step % retain_interval == 0)]
@@ -214,33 +221,14 @@ def prune_steps(folder: Path, *, keep: int | None, retain_interval: int | None, 
     return gone
 
 
+def stray_symlinks(folder: Path) -> list[Path]:
+    """Returns links under names that saving and pruning own and behind which is no step; a step may be a link to other storage."""
+    steps = set(list_steps(folder).values())
+    owned = [path for path in sorted(folder.iterdir()) if _is_leftover(path) or STEP_FOLDER_NAME.fullmatch(path.name)]
+    return [path for path in owned if path.is_symlink() and (path not in steps or _is_leftover(path))]
+
+
 # Reading
-
-
-def list_steps(folder: Path) -> dict[int, Path]:
-    """Returns every complete checkpoint of a folder, oldest first."""
-    found: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # in this order a step precedes its .replaced
-        match = _STEP_FOLDER_NAME.fullmatch(path.name)
-        if match and match.group(2) in (None, ".replaced") and (path / MANIFEST_FILE).is_file():
-            found.setdefault(int(match.group(1)), path)
-    return dict(sorted(found.items()))
-
-
-def latest_step(folder: Path) -> int | None:
-    """Returns the step that `latest` names if it exists, else the highest one."""
-    found = list_steps(folder)
-    named = _step_in_latest_file(folder)
-    return named if named in found else max(found, default=None)
-
-
-def _step_in_latest_file(folder: Path) -> int | None:
-    path = folder / LATEST_FILE
-    try:
-        match = _STEP_FOLDER_NAME.fullmatch(read_limited_bytes(path, _MAX_NAME_BYTES).decode().strip())
-    except (OSError, UnicodeDecodeError):
-        return None
-    return int(match.group(1)) if match else None
 
 
 def containing_step(path: Path) -> Path | None:
@@ -254,7 +242,7 @@ def containing_step(path: Path) -> Path | None:
 def resolve_step(folder: Path, step: int | None) -> Path:
     """Returns the folder of a step (None: the newest); a folder that is itself a step, or the model of one, resolves to that step.
 
-    Raises `DamagedCheckpointError` if `latest` names one that is not complete.
+    Raises `DamagedCheckpointError` if `latest` names one that is not complete; warns if it names none at all.
     """
     own = containing_step(folder)
     if own is not None:
@@ -264,12 +252,15 @@ def resolve_step(folder: Path, step: int | None) -> Path:
             )
         return own
     found = list_steps(folder)
-    named = _step_in_latest_file(folder)
-    if step is None and found and named is not None and named not in found:
-        raise DamagedCheckpointError(
-            f"{folder / LATEST_FILE} names {step_name(named)}, which is not there or has no {MANIFEST_FILE}. Restore it from a copy, or "
-            f"resume from another step with --ckpt-step (there are: {', '.join(map(str, found))})."
-        )
+    if step is None:
+        check_steps_not_lost(folder)
+        named, problem = read_latest(folder)
+        if named is not None and problem is not None:
+            raise DamagedCheckpointError(
+                f"{folder / LATEST_FILE} {problem}. Restore it from a copy, or "
+                f"resume from another step with --ckpt-step (there are: {', '.join(map(str, found))})."
+            )
+        warn_of_unusable_latest(folder)
     wanted = latest_step(folder) if step is None else step
     if wanted is None:
         raise CheckpointError(f"{folder} holds no checkpoint. Give --load a folder that --save wrote to.")
@@ -292,7 +283,7 @@ class DamagedCheckpointError(CheckpointError):
 
 def damaged_error(path: Path, why: str) -> DamagedCheckpointError:
     """The error for a file of a checkpoint that is not what was saved."""
-    here = next((parent for parent in path.parents if _STEP_FOLDER_NAME.fullmatch(parent.name)), path.parent)
+    here = next((parent for parent in path.parents if STEP_FOLDER_NAME.fullmatch(parent.name)), path.parent)
     others = ", ".join(str(step) for step, folder in list_steps(here.parent).items() if folder != here)
     fix = f"resume from another step with --ckpt-step (there are: {others})" if others else "save a new checkpoint"
     return DamagedCheckpointError(f"{path} {why}. Restore it from a copy, or {fix}.")
@@ -371,7 +362,7 @@ def read_manifest(source: Path) -> Manifest:
 def read_manifest_head_to_load(source: Path) -> Manifest:
     """Reads the manifest, without its tables, of a step to load: checks its step and the files that it lists."""
     head = read_manifest_head(source)
-    match = _STEP_FOLDER_NAME.fullmatch(source.name)
+    match = STEP_FOLDER_NAME.fullmatch(source.name)
     if match and int(match.group(1)) != head.step:
         raise damaged_error(source / MANIFEST_FILE, f"is that of step {head.step}: the folder was renamed")
     check_sizes(source, head.files)
@@ -394,8 +385,8 @@ def _is_step_file(name: str) -> bool:
 
 def check_size(path: Path, expected: StoredFile) -> None:
     """Raises if a file is missing or has another size than was saved."""
-    if not path.is_file():
-        raise damaged_error(path, "is missing")
+    if (reason := not_a_file_reason(path)) is not None:
+        raise damaged_error(path, reason)
     size = path.stat().st_size
     if size != expected.size_bytes:
         raise damaged_error(path, f"has {size} bytes where {expected.size_bytes} were saved")
@@ -435,7 +426,7 @@ def symlinks_in_step(source: Path, manifest: Manifest) -> dict[Path, Path]:
     """
     known = {source / name for name in (*manifest.files, MANIFEST_FILE, SIGNATURE_FILE, MODEL_FOLDER, STATE_FOLDER)}
     found = [path for path in _step_contents(source) if path in known]
-    found += [source] if _STEP_FOLDER_NAME.fullmatch(source.name) else []
+    found += [source] if STEP_FOLDER_NAME.fullmatch(source.name) else []
     return {path: target for path in found if (target := symlink_target(path, source)) is not None}
 
 

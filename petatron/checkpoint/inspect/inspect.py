@@ -20,15 +20,18 @@ from queue import SimpleQueue
 from typing import Any
 
 from petatron.base.errors import CheckpointError, PetatronError
-from petatron.base.untrusted_files import open_regular_file, reading_untrusted
+from petatron.base.safe_files import symlink_target
+from petatron.base.untrusted_files import not_a_file_reason, open_regular_file, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.convert.hf_folder import read_model_settings
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.block_digest import is_sha256, matches_digest
 from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_fully
 from petatron.checkpoint.files.entry_layout import entry_box
-from petatron.checkpoint.files.manifest import Manifest, StoredBox
+from petatron.checkpoint.files.manifest import MAX_MANIFEST_BYTES, Manifest, StoredBox
 from petatron.checkpoint.files.safetensors_file import DTYPES, TensorInfo, read_header
-from petatron.checkpoint.files.signature import SIGNATURE_FILE, signature_problem
+from petatron.checkpoint.files.signature import SIGNATURE_FILE, read_signature, signature_problem
+from petatron.checkpoint.files.step_list import check_steps_not_lost, read_latest, warn_of_unusable_latest
+from petatron.config.saved_config import without_private_settings
 from petatron.config.schema.model_identity import REDUNDANT_FIELDS
 from petatron.sharding.boxes import tiling_problem
 
@@ -43,8 +46,11 @@ _THREADS = 4
 # Where
 
 
-def find_checkpoint(path: Path, step: int | None = None) -> Path:
-    """Returns the folder of one checkpoint: `path` itself, or a step (None: the newest) of those in it."""
+def find_checkpoint(path: Path, step: int | None = None, *, warn: bool = True) -> Path:
+    """Returns the folder of one checkpoint: `path` itself, or a step (None: the newest) of those in it.
+
+    warn: whether to log that the file `latest` does not say which step is the newest.
+    """
     if _is_step_folder(path):
         if step is not None:
             raise CheckpointError(f"{path} is one checkpoint. Leave out --step, or give {path.parent}.")
@@ -54,6 +60,8 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
     found = step_folder.list_steps(path)
     wanted = step_folder.latest_step(path) if step is None else step
     if wanted in found:
+        if step is None and warn:
+            warn_of_unusable_latest(path)
         return found[wanted]
     if wanted is not None:
         have = ", ".join(map(str, found)) or "none"
@@ -65,6 +73,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
             f"{path} is a Hugging Face model without a manifest: nothing says what it should hold. `petatron checkpoint "
             "convert` makes a checkpoint of it."
         )
+    check_steps_not_lost(path)
     left = ", ".join(folder.name for folder in steps_without_manifest(path))
     more = f" ({left}: incomplete)" if left else ""
     raise CheckpointError(f"{path} holds no checkpoint{more}. Give a folder that --save wrote to, or a step-N in it.")
@@ -152,11 +161,11 @@ def run_facts(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def run_config(facts: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Returns the configuration among the facts of a run; other programs may have put anything there."""
+    """Returns the configuration among the facts of a run, without private settings; other programs may have put anything there."""
     found = facts.get("config")
     if not isinstance(found, dict):
         return {}
-    return {section: values for section, values in found.items() if isinstance(values, dict)}
+    return without_private_settings({section: values for section, values in found.items() if isinstance(values, dict)})
 
 
 # Whether
@@ -227,15 +236,24 @@ def verify_checkpoint(
     if source.name.startswith("step-") and not source.name.startswith(step_folder.step_name(manifest.step)):
         findings.append(_damage_finding(source / step_folder.MANIFEST_FILE, f"is that of step {manifest.step}"))
     findings += _table_findings(source, manifest, broken)
-    if trusted_keys is not None:
-        findings += _signature_findings(source, manifest, trusted_keys)
+    findings += _signature_findings(source, manifest, trusted_keys)
     if _CONFIG_FILE in manifest.files and source / _CONFIG_FILE not in broken:
         findings += _config_findings(source / _CONFIG_FILE, run_facts(manifest))
     return VerificationReport(source, len(manifest.files), total, tuple(findings))
 
 
-def _signature_findings(source: Path, manifest: Manifest, trusted_keys: Sequence[bytes]) -> Iterator[Finding]:
-    problem = signature_problem(source, (source / step_folder.MANIFEST_FILE).read_bytes(), trusted_keys)
+def _signature_findings(source: Path, manifest: Manifest, trusted_keys: Sequence[bytes] | None) -> Iterator[Finding]:
+    """Checks the form of a signature, and with trusted keys that one of them made it."""
+    if trusted_keys is None:
+        try:
+            read_signature(source)
+        except CheckpointError as error:
+            yield Finding(source / SIGNATURE_FILE, str(error))
+        return
+    path = source / step_folder.MANIFEST_FILE
+    with reading_untrusted(path, step_folder.damaged_error):
+        content = read_limited_bytes(path, MAX_MANIFEST_BYTES)
+    problem = signature_problem(source, content, trusted_keys)
     if problem is not None:
         yield Finding(source / SIGNATURE_FILE, problem)
         return
@@ -248,6 +266,23 @@ def _signature_findings(source: Path, manifest: Manifest, trusted_keys: Sequence
     if weak:
         text = f"{source} has digests that a signature is not worth much for ({weak[0]} ...): it was saved without --sign-key."
         yield Finding(source / step_folder.MANIFEST_FILE, f"{text} Save it again with a key.")
+
+
+def latest_findings(folder: Path, reported: Sequence[Path] = ()) -> tuple[Finding, ...]:
+    """Checks the file `latest` of a folder of steps, which may lack it. That it names a step of `reported` is no news."""
+    path = folder / step_folder.LATEST_FILE
+    target, (named, problem) = symlink_target(path, folder), read_latest(folder)
+    if named is not None and step_folder.step_name(named) in [step.name for step in reported]:
+        problem = None
+    if target is not None:
+        problem = f"is a symbolic link to {target}, where it can change unseen"
+    newest = max(step_folder.list_steps(folder), default=None)
+    fix = (
+        ""
+        if newest is None
+        else f", or write the name of a step into a new file, such as {step_folder.step_name(newest)}"
+    )
+    return () if problem is None else (Finding(path, f"{path} {problem}. Restore it from a copy{fix}."),)
 
 
 def newest_valid(
@@ -271,8 +306,8 @@ def _damage_finding(path: Path, why: str) -> Finding:
 def _file_problem(
     path: Path, expected: StoredFile, on_progress: Callable[[int], None], *, read_content: bool
 ) -> str | None:
-    if not path.is_file():
-        return "is missing"
+    if (reason := not_a_file_reason(path)) is not None:
+        return reason
     size = path.stat().st_size
     if size != expected.size_bytes:
         return f"has {size} bytes where {expected.size_bytes} were saved"

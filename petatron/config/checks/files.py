@@ -134,6 +134,9 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
     if checkpoint.save_interval is not None and checkpoint.save is None:
         rule = "needs --save, the folder to save in"
         yield Problem("--save-interval", str(checkpoint.save_interval), rule, "Give it, or leave the interval out.")
+    if checkpoint.sign_key is not None and checkpoint.save is None:
+        rule = "needs --save: only checkpoints are signed"
+        yield Problem("--sign-key", checkpoint.sign_key, rule, "Give it, or leave the key out.")
     yield from at_least("save_total_limit", checkpoint.save_total_limit, 1)
     yield from at_least("save_retain_interval", checkpoint.save_retain_interval, 1)
     if checkpoint.save_retain_interval is not None and checkpoint.save_total_limit is None:

@@ -35,7 +35,7 @@ _KIND_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or fa
 class FieldInfo:
     """One setting. `is_list` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`).
 
-    `marks` are the words next to the type in the schema's `Annotated`: path, one start, one load.
+    `marks` are the words next to the type in the schema's `Annotated`: path, private, one start, one load.
     """
 
     section: str

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 # What `fields.py` reads off an annotation beside its type.
 FilePath = Annotated[str, "path"]
 """A file, a folder or the prefix of files. A saved config holds it absolute, so that it can be started from any folder."""
+PrivateKeyPath = Annotated[str, "path", "private"]
+"""The file of a private key. Neither checkpoints nor saved configs say where it is."""
 NotSavedFlag = Annotated[bool, "one start"]
 """An answer to a question of one start. A saved config does not repeat it, so that the next start asks again."""
 NotSavedOnResumeFlag = Annotated[bool, "one load"]
@@ -223,7 +225,7 @@ class CheckpointConfig:
     """Keep only this many of the newest checkpoints; unset keeps all."""
     save_retain_interval: int | None = None
     """With `--save-total-limit`, also keep every checkpoint whose iteration is a multiple of this."""
-    sign_key: FilePath | None = None
+    sign_key: PrivateKeyPath | None = None
     """File of an Ed25519 private key to sign checkpoints with (extra: sign); their files get SHA-256 digests then."""
     load_fallback: bool = False
     """If the checkpoint to load is damaged, say so and take the newest sound one before it."""

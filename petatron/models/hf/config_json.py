@@ -23,6 +23,7 @@ from petatron.models.hf.moe_config_json import (
     unsupported_setting,
 )
 from petatron.models.hf.rope_config_json import rope_from_hf_config, rope_to_hf_config
+from petatron.models.hf.setting_types import wrong_types
 from petatron.models.hf.stored_counts import MAX_EXPERTS, MAX_LAYERS
 from petatron.models.spec import ModelSpec
 
@@ -45,6 +46,8 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     full = {**family.defaults, **config}
     full |= {key: full[other] for key, other in family.aliases.items() if key not in full and other in full}
     problems = _missing_keys(family, full)
+    named = {problem.where for problem in problems}
+    problems += [problem for problem in wrong_types(family, full) if problem.where not in named]
     if problems:
         raise ConfigError(problems)
     values: dict[str, Any] = {**family.fixed, **{ours: full[key] for ours, key in family.keys.items()}}

@@ -20,6 +20,7 @@ from petatron.base.errors import CheckpointError
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.convert.hf_folder import folder_manifest, is_hf_folder
 from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.step_list import check_steps_not_lost
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.data.tokenizer import Tokenizer
@@ -136,11 +137,14 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """The facts of a checkpoint, whether its RNG states were restored, and why its FP8 histories were not if the run needs some."""
+    """The facts of a checkpoint, whether its RNG states were restored, why its FP8 histories were not if the run needs some, and
+    whether it has a signature.
+    """
 
     facts: dict[str, Any]
     random_states_restored: bool
     fp8_history_reset_reason: str | None
+    is_signed: bool
 
 
 def load_state(
@@ -214,7 +218,9 @@ def load_state(
             model.rng_streams.restore(streams)
         went_on = model.fp8_gemms.load_state(histories, model.mesh.device)
     anew = None if went_on else _fp8_history_reset_reason(histories, same_layout=found.local is not None)
-    return LoadedState(facts, random_states_restored=bool(streams), fp8_history_reset_reason=anew)
+    return LoadedState(
+        facts, random_states_restored=bool(streams), fp8_history_reset_reason=anew, is_signed=found.is_signed
+    )
 
 
 def has_weights(folder: str, mesh: ParallelMesh) -> bool:
@@ -235,7 +241,10 @@ def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
     """Returns what a folder contains to load, as this rank sees it."""
     if step_folder.containing_step(path) is not None or step_folder.list_steps(path):
         return "checkpoint"
-    return "model" if is_hf_folder(path) else None
+    if is_hf_folder(path):
+        return "model"
+    check_steps_not_lost(path)
+    return None
 
 
 def _fp8_history_reset_reason(histories: Mapping[str, Tensor], *, same_layout: bool) -> str:

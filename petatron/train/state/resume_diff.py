@@ -13,6 +13,7 @@ from typing import Any
 
 from petatron.config import RunConfig
 from petatron.config.absolute_paths import absolute_value, with_absolute_paths
+from petatron.config.saved_config import without_private_paths
 from petatron.config.schema.fields import fields_by_path
 
 # The effect of a changed setting, by section and name; a section alone covers all of its settings not named elsewhere.
@@ -71,8 +72,10 @@ _IGNORED_SETTINGS = (
 
 
 def config_for_checkpoint(run: RunConfig) -> dict[str, Any]:
-    """Returns the config as stored in a checkpoint: with absolute paths, since a run may resume from another folder."""
-    return json.loads(json.dumps(asdict(with_absolute_paths(run))))
+    """Returns the config as stored in a checkpoint: with absolute paths, since a run may resume from another folder, and without
+    those of private keys.
+    """
+    return json.loads(json.dumps(asdict(without_private_paths(with_absolute_paths(run)))))
 
 
 def resume_changes(

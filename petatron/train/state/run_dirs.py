@@ -11,10 +11,13 @@ from pathlib import Path
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
 from petatron.base.safe_files import reopen_file
+from petatron.base.untrusted_files import not_a_file_reason
 from petatron.checkpoint.convert.formats import check_not_inside_step, is_megatron_folder, reject_pickle_weights
 from petatron.checkpoint.convert.hf_folder import CONFIG_FILE, is_hf_folder
 from petatron.checkpoint.files.disk import check_writable
-from petatron.checkpoint.files.step_folder import MANIFEST_FILE, containing_step, list_steps
+from petatron.checkpoint.files.signature import open_signer
+from petatron.checkpoint.files.step_folder import containing_step
+from petatron.checkpoint.files.step_list import LATEST_FILE, MANIFEST_FILE, check_steps_not_lost, list_steps
 from petatron.config import CheckpointConfig
 
 _log = get_logger(__name__)
@@ -26,6 +29,8 @@ def check_run_dirs(config: CheckpointConfig) -> None:
     One command line may serve the first start and every restart: a folder that is both saved to and loaded from may be empty. A folder
     that is only loaded from may not.
     """
+    if config.sign_key is not None:
+        open_signer(Path(config.sign_key))  # a key that cannot be used is told before a folder is made
     continues = config.load is not None and config.save is not None and _same_path(config.load, config.save)
     if config.load is not None:
         check_load_dir(Path(config.load), config, may_be_empty=continues)
@@ -37,6 +42,9 @@ def check_run_dirs(config: CheckpointConfig) -> None:
             raise CheckpointError(
                 f"--save {config.save} is the folder of a model. Give checkpoints a folder of their own."
             )
+        latest = Path(config.save) / LATEST_FILE
+        if latest.is_dir() and not latest.is_symlink():
+            raise CheckpointError(f"{latest} is a folder, and a save names its step in a file there. Move it away.")
         check_writable(config.save)
         found = list_steps(Path(config.save))
         if found and not (continues and not config.finetune):
@@ -65,10 +73,17 @@ def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool
         sorted(path.name for path in folder.glob("step-*") if not path.name.endswith(".tmp")) if folder.is_dir() else []
     )
     if broken:
+        reasons = {name: not_a_file_reason(folder / name / MANIFEST_FILE) for name in broken}
+        strange = [f"{name}/{MANIFEST_FILE} {why}" for name, why in reasons.items() if why not in (None, "is missing")]
+        if strange:
+            raise CheckpointError(
+                f"--load {folder}: {'; '.join(strange)}. Restore these steps from a copy, or remove them to start from the beginning."
+            )
         raise CheckpointError(
             f"--load {folder}: {', '.join(broken)} have no {MANIFEST_FILE}, so they are not complete checkpoints. Restore them from "
             "a copy, or remove them to start from the beginning."
         )
+    check_steps_not_lost(folder)
     asked = [
         flag
         for flag, given in (

@@ -242,6 +242,9 @@ class TrainState:
         if loaded.fp8_history_reset_reason is not None:
             why = "--no-load-optim" if self.run.checkpoint.no_load_optim else loaded.fp8_history_reset_reason
             self.resume_changes.append(f"FP8 histories start anew, and the next step scales by its own tensors: {why}")
+        checkpoint = self.run.checkpoint
+        if loaded.is_signed and checkpoint.save is not None and checkpoint.sign_key is None:
+            self.resume_changes.append("earlier steps are signed, new ones will not be: --sign-key was not given")
 
     def _report_random_states(self, loaded: LoadedState) -> None:
         """Reports that RNG states restart, unless the layout change reports it already."""

@@ -44,7 +44,7 @@ CASES = {
 }
 
 
-def check(found: MegatronCheckpoint, case: Case) -> None:
+def assert_same_model(found: MegatronCheckpoint, case: Case) -> None:
     expected = truth(case)
     assert found.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -61,7 +61,7 @@ def test_legacy(tmp_path: Path, case: Case):
     write_legacy(tmp_path, case)
     found = open_megatron(tmp_path)
     assert found.iteration == 30
-    check(found, case)
+    assert_same_model(found, case)
 
 
 DIST = (
@@ -80,7 +80,7 @@ DIST = (
 def test_torch_dist(tmp_path: Path, name: str, halves: bool, per_layer: bool):
     made = write_dist(tmp_path, CASES[name], halves=halves and CASES[name].swiglu, per_layer=per_layer)
     made.finish(CASES[name].args())
-    check(open_megatron(made.step), CASES[name])
+    assert_same_model(open_megatron(made.step), CASES[name])
 
 
 def test_torch_dist_reads_experts_that_are_one_product(tmp_path: Path):
@@ -97,7 +97,7 @@ def test_torch_dist_reads_experts_that_are_one_product(tmp_path: Path):
             [((0, 0, 0, 0), value[None].contiguous())],
         )
     made.finish(case.args())
-    check(open_megatron(made.step), case)
+    assert_same_model(open_megatron(made.step), case)
 
 
 def test_torch_dist_reads_a_tensor_per_expert(tmp_path: Path):
@@ -111,7 +111,7 @@ def test_torch_dist_reads_a_tensor_per_expert(tmp_path: Path):
             value = t[f"layers.0.mlp.experts.{logical}.weight"][expert].clone()
             made.add(f"{at}{suffix}", tuple(value.shape), [((0, 0), value)])
     made.finish(case.args())
-    check(open_megatron(made.step), case)
+    assert_same_model(open_megatron(made.step), case)
 
 
 def test_only_the_chunks_of_a_tensor_are_read(tmp_path: Path):
@@ -133,7 +133,7 @@ def test_uneven_stages_follow_from_the_files(tmp_path: Path):
         second["model"][name.replace("layers.1.", "layers.0.")] = second["model"].pop(name)
     torch.save(first, files[0])
     torch.save(second, files[1])
-    check(open_megatron(tmp_path), case)
+    assert_same_model(open_megatron(tmp_path), case)
 
 
 def test_what_a_real_run_keeps_beside_its_weights_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -153,7 +153,7 @@ def test_what_a_real_run_keeps_beside_its_weights_is_passed_over(tmp_path: Path,
 
     write_legacy(tmp_path, LLAMA, edit=edit)
     monkeypatch.delitem(sys.modules, "megatron.core.enums")
-    check(open_megatron(tmp_path), LLAMA)
+    assert_same_model(open_megatron(tmp_path), LLAMA)
 
 
 def test_release_and_vocabulary_by_hand(tmp_path: Path):
@@ -162,7 +162,7 @@ def test_release_and_vocabulary_by_hand(tmp_path: Path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
     found = open_megatron(tmp_path, vocab_size=VOCAB)
     assert found.iteration == 0
-    check(found, LLAMA)
+    assert_same_model(found, LLAMA)
     assert open_megatron(tmp_path, vocab_size=40).tensors["embedding.weight"].load().shape == (40, WIDTH)
 
 
@@ -198,4 +198,4 @@ def test_metadata_of_another_torch(tmp_path: Path):
     table = pickle.loads((made.step / ".metadata").read_bytes())
     del table.version, table.storage_meta
     (made.step / ".metadata").write_bytes(pickle.dumps(table, protocol=2))
-    check(open_megatron(made.step), LLAMA)
+    assert_same_model(open_megatron(made.step), LLAMA)

@@ -31,7 +31,7 @@ class Runs:
         return os.system, (f"touch {self.mark}",)
 
 
-def refused(folder: Path, *words: str, kind: type[Exception] = CheckpointError) -> str:
+def assert_refused(folder: Path, *words: str, kind: type[Exception] = CheckpointError) -> str:
     with pytest.raises(kind) as caught:
         for lazy in open_megatron(folder).tensors.values():
             lazy.load()
@@ -53,21 +53,21 @@ def dist(tmp_path: Path, case: Case = LLAMA) -> DistFile:
 def test_a_program_in_a_legacy_file(tmp_path: Path):
     mark = tmp_path / "ran"
     write_legacy(tmp_path, LLAMA, edit=lambda content: content.update(opt_param_scheduler=Runs(mark)))
-    refused(tmp_path, "posix.system", "model_optim_rng.pt", "nothing in it was run", "save it again")
+    assert_refused(tmp_path, "posix.system", "model_optim_rng.pt", "nothing in it was run", "save it again")
     assert not mark.exists()
 
 
 def test_a_program_in_common(tmp_path: Path):
     mark, made = tmp_path / "ran", dist(tmp_path)
     torch.save({"args": Runs(mark)}, made.step / "common.pt")
-    refused(made.step, "posix.system", "common.pt")
+    assert_refused(made.step, "posix.system", "common.pt")
     assert not mark.exists()
 
 
 def test_a_program_in_the_table(tmp_path: Path):
     mark, made = tmp_path / "ran", dist(tmp_path)
     (made.step / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
-    refused(made.step, "posix.system", ".metadata", "nothing in it was run")
+    assert_refused(made.step, "posix.system", ".metadata", "nothing in it was run")
     assert not mark.exists()
 
 
@@ -75,7 +75,7 @@ def test_a_program_in_a_chunk(tmp_path: Path):
     mark, made = tmp_path / "ran", write_dist(tmp_path, LLAMA)
     made.add("decoder.final_layernorm.weight", (WIDTH,), [((0,), Runs(mark))])
     made.finish(LLAMA.args())
-    refused(made.step, "posix.system", ".distcp")
+    assert_refused(made.step, "posix.system", ".distcp")
     assert not mark.exists()
 
 
@@ -91,7 +91,7 @@ def test_the_table_can_name_nothing_else(tmp_path: Path, name: str):
 def test_a_class_of_someone_elses(tmp_path: Path):
     """Named, so that its owner can save the file without it."""
     write_legacy(tmp_path, LLAMA, edit=lambda content: setattr(content["args"], "thing", torch.nn.Identity()))
-    refused(tmp_path, "torch.nn.modules.linear.Identity", "plain values")
+    assert_refused(tmp_path, "torch.nn.modules.linear.Identity", "plain values")
 
 
 # ---- Files that are not whole
@@ -100,13 +100,15 @@ def test_a_class_of_someone_elses(tmp_path: Path):
 def test_a_truncated_legacy_file(tmp_path: Path):
     file = write_legacy(tmp_path, LLAMA) / "mp_rank_00" / "model_optim_rng.pt"
     file.write_bytes(file.read_bytes()[:700])
-    refused(tmp_path, str(file), "Copy the checkpoint again")
+    assert_refused(tmp_path, str(file), "Copy the checkpoint again")
 
 
 def test_a_missing_rank(tmp_path: Path):
     step = write_legacy(tmp_path, replace(LLAMA, tp=2, pp=2))
     (step / "mp_rank_01_000" / "model_optim_rng.pt").unlink()
-    refused(tmp_path, "mp_rank_01_000 is missing", "tensor 2 x pipeline 2 x expert 1", "Copy the folders of all ranks")
+    assert_refused(
+        tmp_path, "mp_rank_01_000 is missing", "tensor 2 x pipeline 2 x expert 1", "Copy the folders of all ranks"
+    )
 
 
 def test_ranks_of_two_layouts(tmp_path: Path):
@@ -116,7 +118,7 @@ def test_ranks_of_two_layouts(tmp_path: Path):
     for folder in (tmp_path / "other").glob("*/mp_rank_*"):
         folder.rename(step / folder.name)
     (step / "kept").rename(step / "mp_rank_02")
-    refused(tmp_path, "also mp_rank_02", "Keep only")
+    assert_refused(tmp_path, "also mp_rank_02", "Keep only")
 
 
 def test_a_truncated_table_and_other_pickles(tmp_path: Path):
@@ -124,14 +126,14 @@ def test_a_truncated_table_and_other_pickles(tmp_path: Path):
     whole = (made.step / ".metadata").read_bytes()
     for content in (whole[: len(whole) // 2], b"", pickle.dumps({"a": 1}), b"\x80\x04]\x94."):
         (made.step / ".metadata").write_bytes(content)
-        refused(made.step, ".metadata", "Copy the checkpoint again")
+        assert_refused(made.step, ".metadata", "Copy the checkpoint again")
 
 
 def test_a_table_of_something_else(tmp_path: Path):
     made = dist(tmp_path)
     made.table["embedding.word_embeddings.weight"].chunks[0].offsets = torch.Size((3, 0))
     made.finish(LLAMA.args())
-    refused(made.step, ".metadata", "not a table that is understood")
+    assert_refused(made.step, ".metadata", "not a table that is understood")
 
 
 def test_a_truncated_or_missing_chunk_file(tmp_path: Path):
@@ -139,9 +141,9 @@ def test_a_truncated_or_missing_chunk_file(tmp_path: Path):
     file = made.step / "__0_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    refused(made.step, str(file), "cut short", "Copy it again")
+    assert_refused(made.step, str(file), "cut short", "Copy it again")
     file.unlink()
-    refused(made.step, str(file), "Copy the folder again")
+    assert_refused(made.step, str(file), "Copy the folder again")
 
 
 def test_chunks_that_are_not_what_the_table_says(tmp_path: Path):
@@ -150,7 +152,7 @@ def test_chunks_that_are_not_what_the_table_says(tmp_path: Path):
     damaged = bytearray(file.read_bytes())
     damaged[:400] = bytes(400)
     file.write_bytes(bytes(damaged))
-    refused(made.step, str(file), "Copy the checkpoint again")
+    assert_refused(made.step, str(file), "Copy the checkpoint again")
 
 
 @pytest.mark.parametrize(
@@ -162,14 +164,14 @@ def test_a_chunk_of_another_kind(tmp_path: Path, value: Any, words: str):
     made.add("decoder.final_layernorm.weight", (WIDTH,), [((0,), value)])
     made.table["decoder.final_layernorm.weight"].chunks[0].sizes = torch.Size((WIDTH,))
     made.finish(LLAMA.args())
-    refused(made.step, words, ".distcp")
+    assert_refused(made.step, words, ".distcp")
 
 
 def test_chunks_with_a_gap(tmp_path: Path):
     made = write_dist(tmp_path, replace(LLAMA, tp=2))
     made.table["embedding.word_embeddings.weight"].chunks.pop()
     made.finish(replace(LLAMA, tp=2).args())
-    refused(made.step, "embedding.word_embeddings.weight do not cover it", "all ranks")
+    assert_refused(made.step, "embedding.word_embeddings.weight do not cover it", "all ranks")
 
 
 def test_a_table_that_points_elsewhere_or_is_compressed(tmp_path: Path):
@@ -180,34 +182,34 @@ def test_a_table_that_points_elsewhere_or_is_compressed(tmp_path: Path):
         made = write_dist(tmp_path / folder, LLAMA)
         next(iter(made.places.values())).__dict__.update(change)
         made.finish(LLAMA.args())
-        refused(made.step, words)
+        assert_refused(made.step, words)
 
 
 def test_no_common_file(tmp_path: Path):
     made = dist(tmp_path)
     (made.step / "common.pt").unlink()
-    refused(made.step, "common.pt", "Copy the whole folder")
+    assert_refused(made.step, "common.pt", "Copy the whole folder")
 
 
 def test_a_gate_without_its_up(tmp_path: Path):
     made = write_dist(tmp_path, LLAMA, halves=True)
     del made.table["decoder.layers.mlp.linear_fc1.weight_v"]
     made.finish(LLAMA.args())
-    refused(made.step, "nor a gate and an up")
+    assert_refused(made.step, "nor a gate and an up")
 
 
 # ---- Other folders and trackers
 
 
 def test_folders_that_are_none(tmp_path: Path):
-    refused(tmp_path / "nowhere", "is not a folder")
-    refused(tmp_path, "latest_checkpointed_iteration.txt", "iter_ folder")
+    assert_refused(tmp_path / "nowhere", "is not a folder")
+    assert_refused(tmp_path, "latest_checkpointed_iteration.txt", "iter_ folder")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
-    refused(tmp_path, "'soon'", "Write the step")
+    assert_refused(tmp_path, "'soon'", "Write the step")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    refused(tmp_path, "iter_0000007", "no folder")
+    assert_refused(tmp_path, "iter_0000007", "no folder")
     (tmp_path / "iter_0000007" / "mp_rank_00").mkdir(parents=True)
-    refused(tmp_path, "holds no mp_rank_*/model_optim_rng.pt")
+    assert_refused(tmp_path, "holds no mp_rank_*/model_optim_rng.pt")
 
 
 @pytest.mark.parametrize(
@@ -226,13 +228,13 @@ def test_folders_that_are_none(tmp_path: Path):
 )
 def test_legacy_contents(tmp_path: Path, edit: Callable[[dict], None], words: str):
     write_legacy(tmp_path, LLAMA, edit=edit)
-    refused(tmp_path, words, "iter_0000030")
+    assert_refused(tmp_path, words, "iter_0000030")
 
 
 def test_a_file_without_a_dictionary(tmp_path: Path):
     step = write_legacy(tmp_path, LLAMA)
     torch.save([1], step / "mp_rank_00" / "model_optim_rng.pt")
-    refused(tmp_path, "holds a list instead of a dictionary")
+    assert_refused(tmp_path, "holds a list instead of a dictionary")
 
 
 def test_ranks_that_disagree(tmp_path: Path):
@@ -244,17 +246,19 @@ def test_ranks_that_disagree(tmp_path: Path):
         return folder
 
     one = edit_second(tmp_path / "a", lambda c: c["model"].update({"output_layer.weight": torch.ones(2, WIDTH)}))
-    refused(one, "output_layer.weight", "differs from that of the other", "one step of one run")
+    assert_refused(one, "output_layer.weight", "differs from that of the other", "one step of one run")
     two = edit_second(tmp_path / "b", lambda c: c["model"].pop("output_layer.weight"))
-    refused(two, "do not hold the same weights: output_layer.weight")
+    assert_refused(two, "do not hold the same weights: output_layer.weight")
     three = edit_second(tmp_path / "c", lambda c: c.update(model0=c["model"], model1=c.pop("model")))
-    refused(three, "mixes ranks of 1, 2 virtual stages")
+    assert_refused(three, "mixes ranks of 1, 2 virtual stages")
 
 
 def test_all_arguments_that_do_not_fit_are_named_at_once(tmp_path: Path):
     extra = {"multi_latent_attention": True, "rotary_interleaved": True, "softmax_type": "learnable"}
     write_legacy(tmp_path, replace(LLAMA, extra=extra))
-    refused(tmp_path, "3 problems", "--multi-latent-attention", "--rotary-interleaved", "learnable", kind=ConfigError)
+    assert_refused(
+        tmp_path, "3 problems", "--multi-latent-attention", "--rotary-interleaved", "learnable", kind=ConfigError
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,4 +280,4 @@ def test_all_arguments_that_do_not_fit_are_named_at_once(tmp_path: Path):
 )
 def test_arguments_that_do_not_fit(tmp_path: Path, values: dict[str, Any], words: str):
     write_legacy(tmp_path, LLAMA, edit=lambda content: content["args"].__dict__.update(values))
-    refused(tmp_path, words, kind=ConfigError)
+    assert_refused(tmp_path, words, kind=ConfigError)

@@ -1,0 +1,85 @@
+"""Which steps the folder of a run has, and which of them is the newest: the one that the file `latest` names.
+
+No digest covers `latest`, and it may be lost or changed on its own. Whoever asks for the newest
+step is told so, and never gets another one unnoticed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from petatron.base.errors import CheckpointError
+from petatron.base.log import get_logger
+from petatron.base.terminal_escape import printable
+from petatron.base.untrusted_files import not_a_file_reason, read_limited_bytes
+
+MANIFEST_FILE = "manifest.json"
+LATEST_FILE = "latest"
+STEP_FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.tmp|\.replaced|\.pruned)?")
+_MAX_NAME_BYTES = 4096
+_MAX_SHOWN_CHARS = 60
+_log = get_logger(__name__)
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def list_steps(folder: Path) -> dict[int, Path]:
+    """Returns every complete checkpoint of a folder, oldest first."""
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # in this order a step precedes its .replaced
+        match = STEP_FOLDER_NAME.fullmatch(path.name)
+        if match and match.group(2) in (None, ".replaced") and (path / MANIFEST_FILE).is_file():
+            found.setdefault(int(match.group(1)), path)
+    return dict(sorted(found.items()))
+
+
+def latest_step(folder: Path) -> int | None:
+    """Returns the step that `latest` names if it exists, else the highest one."""
+    named, problem = read_latest(folder)
+    return max(list_steps(folder), default=None) if named is None or problem is not None else named
+
+
+def read_latest(folder: Path) -> tuple[int | None, str | None]:
+    """Returns the step that `latest` names, and why it cannot be taken, as a predicate of the file; twice None without the file.
+
+    A save makes the file after the first step, so a crash may leave a step without it.
+    """
+    path = folder / LATEST_FILE
+    if not os.path.lexists(path):
+        return None, None
+    if (reason := not_a_file_reason(path)) is not None:
+        return None, reason
+    try:
+        text = read_limited_bytes(path, _MAX_NAME_BYTES).decode().strip()
+    except OSError as error:
+        return None, f"cannot be read: {error.strerror or error}"
+    except UnicodeDecodeError:
+        return None, "is not text"
+    match = STEP_FOLDER_NAME.fullmatch(text)
+    if match is None or match.group(2) is not None:
+        return None, f"has '{printable(text, max_chars=_MAX_SHOWN_CHARS)}' where the name of a step should be"
+    step = int(match.group(1))
+    return step, None if step in list_steps(folder) else f"names {text}, which is not there or has no {MANIFEST_FILE}"
+
+
+def warn_of_unusable_latest(folder: Path) -> None:
+    """Tells which step is taken where `latest` does not say it."""
+    _, problem = read_latest(folder)
+    if problem is not None:
+        text = "%s %s. Taking step %s, the newest there is; the next save writes the file anew."
+        _log.warning(text, folder / LATEST_FILE, problem, latest_step(folder))
+
+
+def check_steps_not_lost(folder: Path) -> None:
+    """Raises where `latest` is there and no step: a run has lost its checkpoints, and must not start anew unnoticed."""
+    _, problem = read_latest(folder)
+    if problem is not None and not list_steps(folder):
+        path = folder / LATEST_FILE
+        raise CheckpointError(
+            f"{path} {problem}, and {folder} holds no complete step. Restore the steps from a copy, or remove {path} to start from the "
+            "beginning."
+        )

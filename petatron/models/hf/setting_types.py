@@ -1,0 +1,97 @@
+"""Checks the types of what a Hugging Face config.json says in numbers and switches, also of keys that are only copied.
+
+A conversion copies config.json with what it does not use, and the next program believes it. JSON has no types of its own: a text where a
+number belongs may be skipped, or taken for a number (`"1e6"`) or for true (`"false"`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from petatron.base.errors import Problem
+from petatron.base.untrusted_files import MAX_INT64
+from petatron.config.schema.fields import fields_by_name
+from petatron.models.hf.family import Family
+
+SettingType = Literal["whole", "number", "switch", "ids"]
+_RULES: Mapping[SettingType, str] = {
+    "whole": "is not a whole number",
+    "number": "is not a number",
+    "switch": "is not true or false",
+    "ids": "is not the id of a token, nor a list of them",
+}
+_FIX = "Take config.json from the model's own folder."
+# Keys that families have in common and no field or default says the type of.
+_COMMON: Mapping[str, SettingType] = {
+    "rope_theta": "number",
+    "partial_rotary_factor": "number",
+    "sliding_window": "whole",
+    "router_aux_loss_coef": "number",
+    "summary_first_dropout": "number",
+    "pretraining_tp": "whole",
+    "n_ctx": "whole",
+    "bos_token_id": "ids",
+    "eos_token_id": "ids",
+    "pad_token_id": "ids",
+}
+_ROPE_TABLES = ("rope_parameters", "rope_scaling")
+_ROPE_NUMBERS = (
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
+
+
+def wrong_types(family: Family, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yields every setting of another type than it has; null is an unset one."""
+    for key, kind in _key_types(family).items():
+        if not _has_type(hf_config.get(key), kind):
+            yield _problem(key, hf_config[key], _RULES[kind])
+    for table in _ROPE_TABLES:
+        values = hf_config.get(table)
+        if values is not None and not isinstance(values, Mapping):
+            yield _problem(table, values, "is not a table of settings")
+            continue
+        for name in _ROPE_NUMBERS:
+            if values is not None and not _has_type(values.get(name), "number"):
+                yield _problem(f"{table}.{name}", values[name], _RULES["number"])
+
+
+def _key_types(family: Family) -> dict[str, SettingType]:
+    """Returns the type of each key: that of our field, or of transformers' default."""
+    by_kind: Mapping[str, SettingType] = {"int": "whole", "float": "number", "bool": "switch"}
+    found = dict(_COMMON)
+    found |= {
+        key: by_kind[type(value).__name__]
+        for key, value in family.defaults.items()
+        if type(value) in (int, float, bool)
+    }
+    for ours, key in (*family.keys.items(), *family.moe_keys.items()):
+        found[key] = by_kind[fields_by_name()[ours].kind]
+    return found
+
+
+def _has_type(value: object, kind: SettingType) -> bool:
+    if value is None:
+        return True
+    if kind == "ids" and isinstance(value, list):
+        return all(_has_type(item, "whole") and item is not None for item in value)
+    if kind == "switch" or isinstance(value, bool):
+        return kind == "switch" and isinstance(value, bool)
+    if isinstance(value, int):
+        return -MAX_INT64 <= value <= MAX_INT64
+    return kind == "number" and isinstance(value, float) and abs(value) <= sys.float_info.max
+
+
+def _problem(key: str, value: object, rule: str) -> Problem:
+    return Problem(key, f"{value!r:.40}", rule, _FIX)
