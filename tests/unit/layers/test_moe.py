@@ -233,9 +233,7 @@ def test_names_and_shapes_of_the_parameters():
         "shared.down.weight": (D, 7),
         "shared_gate.weight": (1, D),
     }
-    plain = {
-        name: tuple(parameter.shape) for name, parameter in moe_spec(PLAIN_MODEL, MOE).build(0).named_parameters()
-    }
+    plain = {name: tuple(parameter.shape) for name, parameter in moe_spec(PLAIN_MODEL, MOE).build(0).named_parameters()}
     assert plain == {
         "router.weight": (E, D),
         "experts.up.weight": (E, F, D),

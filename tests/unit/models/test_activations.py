@@ -109,7 +109,9 @@ def plan_of(run: RunConfig, model: Decoder, memory: MemoryConfig, **counts: int)
     )
 
 
-def recompute(run: RunConfig, model: Decoder, memory: MemoryConfig, streams: RandomStreams, **counts: int) -> RecomputePlan:
+def recompute(
+    run: RunConfig, model: Decoder, memory: MemoryConfig, streams: RandomStreams, **counts: int
+) -> RecomputePlan:
     """Applies the plan of a config to a stage, and returns it."""
     plan = plan_of(run, model, memory, **counts)
     apply_recompute(model, plan, streams)
@@ -265,7 +267,9 @@ def test_in_eight_bits(recipe: str, experts: bool):
     more: set[int] = set()
     for name in ("nothing", "core_attn", "mlp", "attention", *(() if experts else ("uniform-1",))):
         model, streams = build(run, dtype=torch.bfloat16)
-        assert apply_fp8([model], run.precision, situation, num_layers=run.model.num_layers, cache_weights=False).linears
+        assert apply_fp8(
+            [model], run.precision, situation, num_layers=run.model.num_layers, cache_weights=False
+        ).linears
         plan = recompute(run, model, RECOMPUTE[name], streams)
         more.add(_measured_mixture(model, batch) - plan.saved_bytes)
     assert len(more) == 1

@@ -226,8 +226,7 @@ def test_cheap_ones_come_first(kind: str):
     every_other = CASES["every-other"]()
     modules_of_any = {name for layer in every_other.spec.layers for name in recompute_modules(layer)}
     counts = [
-        {name: sum(name in modules for modules in plan.modules) for name in (*modules_of_any, FULL)}
-        for plan in plans
+        {name: sum(name in modules for modules in plan.modules) for name in (*modules_of_any, FULL)} for plan in plans
     ]
     branches = ("attention", "moe" if kind == "mixtral" else "mlp")
     cheapest = ("layernorm",) if kind == "mixtral" else branches
