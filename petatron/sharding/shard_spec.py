@@ -1,6 +1,6 @@
 """Which box of which logical tensor a parameter holds: one table, read by everyone who splits, saves, counts or names weights.
 
-A model declares a `Shard` per parameter-name pattern. `compute_placement` turns that declaration, the parameter's logical shape and
+A model declares a `Shard` per parameter. `compute_placement` turns that declaration, the parameter's logical shape and
 this rank's tensor-parallel coordinate into a `Placement`: the shape of the local parameter and the `TensorShard`s in it, each
 a box of one *logical* tensor. Logical tensors are what a checkpoint or a comparison sees: q, k and v are three of them
 although the layer multiplies them as one fused weight, and the vocabulary has exactly as many rows as there are token
@@ -14,8 +14,6 @@ shared by several ranks, per-head norms), or from both ends of the model (a tied
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,7 +31,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How parameters of one name pattern are split.
+    """How a parameter is split.
 
     tp: the tensor dimension split over the tensor-parallel axis; None means every rank holds all of it.
     ep: the dimension that counts experts, split over the expert-parallel axis. Then `tp` means the experts' own tensor axis.
@@ -106,15 +104,6 @@ class _DimShard:
     num_rows: int
     num_padded_rows: int
     replicas: int
-
-
-def find_shard_spec(specs: Mapping[str, Shard], name: str) -> Shard:
-    """The Shard whose pattern matches a parameter name; patterns leave out the trailing `.weight` or `.bias`."""
-    module, _, _ = name.rpartition(".")
-    for pattern, shard in specs.items():
-        if fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(name, pattern):
-            return shard
-    raise KeyError(f"no Shard is declared for parameter {name}; declared patterns: {', '.join(specs)}")
 
 
 def padded_rows(rows: int, pad_to: int, tp_size: int) -> int:

@@ -12,7 +12,7 @@ from petatron.bench.scale import ScaleMeasurement, _verdict, growth_exponent, la
 from petatron.bench.scale_checkpoint import _boxes_per_rank
 from petatron.cli.bench import main
 from petatron.config import load_config
-from petatron.models.hf.folder_entries import logical_shapes
+from petatron.models.registry import model_spec
 from petatron.sharding.boxes import tiling_problem
 
 TINY = "--model tiny-llama --tp 2 --pp 2 --microbatches 4".split()
@@ -67,7 +67,7 @@ def test_a_world_that_cannot_be_divided_has_less_of_each_parallelism():
 def test_the_made_up_tables_are_the_whole_model(flags: str):
     data = "--mock-data --lr 1e-3 --train-iters 1 --bf16 --use-distributed-optimizer"
     run = load_config(f"{flags} {data}".split(), preset="tiny-llama", world_size=16).config
-    shapes = logical_shapes(run.model)
+    shapes = model_spec(run).logical_shapes()
     held = _boxes_per_rank(shapes, run)
     assert len(held) == 16
     for name, shape in shapes.items():

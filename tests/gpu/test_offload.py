@@ -11,11 +11,13 @@ from torch import Tensor
 
 from petatron.config import RunConfig, load_config
 from petatron.config.schema.parallel import MemoryConfig
-from petatron.estimate.activation_bytes import ActivationShape
+from petatron.estimate.recompute_plan import plan_recompute
+from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
-from petatron.models.decoder import Decoder
+from petatron.models.registry import model_spec
+from petatron.models.stage_module import StageModule
 from petatron.parallel.activation_offload import HostLink, apply_activation_offload
 from petatron.parallel.recompute import apply_recompute
 from tests.run_stage import run_stage
@@ -30,20 +32,22 @@ MODEL = (
 DEVICE = torch.device("cuda", 0)
 
 
-def offloading(run: RunConfig, memory: MemoryConfig) -> tuple[Decoder, HostLink]:
+def offloading(run: RunConfig, memory: MemoryConfig) -> tuple[StageModule, HostLink]:
+    spec = model_spec(run)
     torch.manual_seed(3)
     with DEVICE:
-        model = Decoder(run.model).to(torch.bfloat16)
+        model = spec.build_stage(spec.whole).to(torch.bfloat16)
         for parameter in model.parameters():
             parameter.data.normal_(0.0, 0.02)
     streams = RandomStreams.seeded(7, ParallelMesh.single(device=DEVICE))
     link = HostLink(DEVICE)
-    apply_recompute(model, memory, streams, shape=ActivationShape.from_config(run, device="cuda"))
+    shape = ActivationShape.from_config(run, device="cuda")
+    apply_recompute(model, plan_recompute(memory, spec, shape, model.stage), streams)
     apply_activation_offload(model, memory, link)
     return model, link
 
 
-def train(model: Decoder, run: RunConfig, steps: int) -> tuple[dict[str, Tensor], int]:
+def train(model: StageModule, run: RunConfig, steps: int) -> tuple[dict[str, Tensor], int]:
     """Gradients over some steps with two micro-batches in flight, and the most memory that was allocated."""
     generator = torch.Generator().manual_seed(11)
     shape = (run.train.micro_batch_size, run.model.seq_length + 1)

@@ -15,20 +15,18 @@ from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.optimizer import adam as plain
 from petatron.kernels.optimizer.adam import AdamRates, AdamState, adam_scalars
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import group_spec
 from petatron.optim import mixed_precision
 from petatron.optim.build import OptimizerKernels
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.state_segments import plan_ranges
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
+from tests.optimizer_groups import groups_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 RATES = AdamRates(lr=3e-3, weight_decay=0.1, beta1=0.9, beta2=0.999, eps=1e-8)
 CUDA = torch.device("cuda", 0)
-
-GROUPS = partial(group_spec, OptimizerConfig())
 
 
 def triton_kernels() -> OptimizerKernels:
@@ -81,7 +79,7 @@ def flat_model(dtype: torch.dtype) -> list[FlatParamGroup]:
         n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
     }
     options, uses, mesh = FlatBufferOptions(bucket_size=10**9), Counter(model.parameters()), ParallelMesh.single(CUDA)
-    return flatten_parameters([model], placements, GROUPS, mesh, options, grads_per_micro_batch=uses)
+    return flatten_parameters([model], placements, groups_of(model), mesh, options, grads_per_micro_batch=uses)
 
 
 def trained(memory: MemoryConfig, moments: str, *, steps: int = 4) -> list[Tensor]:

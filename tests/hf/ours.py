@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig, load_config
-from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
@@ -36,11 +34,6 @@ def run_config(
     file.write_text(json.dumps({"model": {**values, "seq_length": length}, "moe": experts}))
     flags = f"{_FLAGS} --micro-batch-size 2 {layout}".split()
     return load_config(flags, files=[file], world_size=world_size).config
-
-
-def architecture(run: RunConfig) -> tuple[ModelConfig, MoEConfig, tuple[bool, ...]]:
-    """What names, shapes and config.json depend on."""
-    return run.model, run.moe, moe_layers(run)
 
 
 @dataclass(frozen=True, slots=True)

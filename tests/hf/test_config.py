@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from petatron.base.errors import ConfigError
-from petatron.config import RunConfig, load_config, preset_names
-from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.config import load_config, preset_names
 from petatron.models.hf import (
     build_config_json,
     family_name_for_model,
@@ -23,7 +21,9 @@ from petatron.models.hf import (
     parse_config_json,
     to_hf_config,
 )
-from tests.hf.ours import architecture, run_config
+from petatron.models.registry import model_spec, spec_from_config
+from petatron.models.spec import ModelSpec
+from tests.hf.ours import run_config
 from tests.hf.zoo import BUILDERS, truth
 
 LLAMA: dict[str, Any] = {
@@ -46,7 +46,7 @@ def test_there_and_back(name: str, tmp_path: Path):
     """Read, written and read again is the same, and so is what is written of that."""
     run = run_config(truth(name).config, tmp_path)
     first = parse_config_json(truth(name).config)
-    written = build_config_json(*architecture(run), torch.bfloat16)
+    written = build_config_json(model_spec(run), torch.bfloat16)
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     for before, after, section in zip(first, parse_config_json(written), (run.model, run.moe)):
         assert before == {
@@ -54,7 +54,7 @@ def test_there_and_back(name: str, tmp_path: Path):
         }
         assert all(value == pytest.approx(getattr(section, key)) for key, value in after.items() if value is not None)
     again = run_config(written, tmp_path)
-    assert build_config_json(*architecture(again), "bfloat16") == written
+    assert build_config_json(model_spec(again), "bfloat16") == written
 
 
 def test_llama2_as_published():
@@ -212,10 +212,9 @@ def test_all_problems_come_at_once():
     assert len(caught.value.problems) == 3
 
 
-def derived(flags: str) -> tuple[ModelConfig, MoEConfig, tuple[bool, ...]]:
+def derived(flags: str) -> ModelSpec:
     base = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 100 "
-    run = load_config((base + flags).split(), require_training=False).config
-    return run.model, run.moe, moe_layers(run)
+    return model_spec(load_config((base + flags).split(), require_training=False).config)
 
 
 _ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -261,9 +260,9 @@ UNWRITABLE = {
 def test_what_the_family_cannot_express_is_refused(case: str):
     flags, message = UNWRITABLE[case]
     with pytest.raises(ConfigError) as caught:
-        to_hf_config(*derived(flags))
+        to_hf_config(derived(flags))
     assert message in str(caught.value)
-    assert matching_family(*derived(flags)) is None
+    assert matching_family(derived(flags)) is None
 
 
 FAMILY = {
@@ -284,29 +283,30 @@ FAMILY = {
 
 @pytest.mark.parametrize("flags", FAMILY)
 def test_family_is_told_by_the_model(flags: str):
-    model, moe, moe_layer_mask = derived(flags)
-    assert family_name_for_model(model, moe if any(moe_layer_mask) else None) == FAMILY[flags]
-    assert family_name_of_config(to_hf_config(model, moe, moe_layer_mask)) == FAMILY[flags]
-    family = matching_family(model, moe, moe_layer_mask)
+    spec = derived(flags)
+    assert family_name_for_model(spec.config, spec.moe) == FAMILY[flags]
+    assert family_name_of_config(to_hf_config(spec)) == FAMILY[flags]
+    family = matching_family(spec)
     assert family is not None and family.name == FAMILY[flags]
 
 
 @pytest.mark.parametrize("case", UNWRITABLE)
 def test_what_no_family_expresses_is_written_as_our_own_and_read_back(case: str):
-    model, moe, moe_layer_mask = derived(UNWRITABLE[case][0])
-    content = json.loads(json.dumps(build_config_json(model, moe, moe_layer_mask, torch.float32)))
+    spec = derived(UNWRITABLE[case][0])
+    model, moe = spec.config, spec.moe
+    content = json.loads(json.dumps(build_config_json(spec, torch.float32)))
     assert content["model_type"] == "petatron" and content["dtype"] == "float32"
     values, experts = parse_config_json(content)
     assert replace(model, **values) == model and values["hidden_size"] == 64 and "seq_length" not in values
-    assert bool(experts) == any(moe_layer_mask)
-    if experts:
+    assert bool(experts) == (moe is not None)
+    if moe is not None:
         again = replace(moe, **experts)
-        assert moe_layers(RunConfig(model=model, moe=again)) == moe_layer_mask
+        assert spec_from_config(model, again).moe_layers == spec.moe_layers
         assert replace(again, moe_layer_freq=moe.moe_layer_freq) == moe
 
 
 def test_dropout_of_training_does_not_stop_an_export():
-    assert "hidden_dropout" not in to_hf_config(*derived(_ROPE + "--hidden-dropout 0.1"))
+    assert "hidden_dropout" not in to_hf_config(derived(_ROPE + "--hidden-dropout 0.1"))
 
 
 def test_presets_name_the_family_they_are_called_by():
@@ -315,5 +315,5 @@ def test_presets_name_the_family_they_are_called_by():
         expected = expected or ("llama" if preset.startswith(("llama", "tiny-llama")) else None)
         if expected is not None:
             model = load_config(preset=preset, require_training=False).config.model
-            content = to_hf_config(replace(model, vocab_size=model.vocab_size or 1000))
+            content = to_hf_config(spec_from_config(replace(model, vocab_size=model.vocab_size or 1000)))
             assert content["model_type"] == expected, preset

@@ -17,29 +17,29 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.models.decoder import Decoder, shard_specs
+from petatron.models.decoder import Decoder
 from petatron.models.hf import (
     EntryRegion,
     FolderEntry,
     build_config_json,
     fill_model,
     folder_entries,
-    logical_shapes,
     matching_family,
     parse_config_json,
     to_hf,
     to_logical,
 )
-from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement, find_shard_spec
-from tests.hf.ours import architecture, run_config
+from petatron.models.registry import model_spec, spec_from_config
+from petatron.models.spec import ModelSpec
+from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
+from tests.hf.ours import run_config
 from tests.hf.zoo import BUILDERS, truth
 
-Architecture = tuple[ModelConfig, MoEConfig | None, tuple[bool, ...]]
 _OTHER_POSITIONS: st.SearchStrategy[Literal["learned_absolute", "none"]] = st.sampled_from(("learned_absolute", "none"))
 
 
 @st.composite
-def architectures(draw: st.DrawFn, *, usual: bool = False) -> Architecture:
+def specs(draw: st.DrawFn, *, usual: bool = False) -> ModelSpec:
     """Small models with experts in some, all or no layers; `usual` leaves out much of what no family has."""
     rotary, heads = draw(st.booleans()), draw(st.sampled_from((1, 2, 4)))
     plain = not rotary and (usual or draw(st.booleans()))
@@ -62,7 +62,7 @@ def architectures(draw: st.DrawFn, *, usual: bool = False) -> Architecture:
         untie_embeddings_and_output_weights=draw(st.booleans()),
     )
     if (usual and not rotary) or draw(st.booleans()):
-        return model, None, ()
+        return spec_from_config(model)
     experts = draw(st.integers(1, 3))
     shared = None if usual and model.qk_layernorm else draw(st.sampled_from((None, 12)))
     moe = MoEConfig(
@@ -76,18 +76,18 @@ def architectures(draw: st.DrawFn, *, usual: bool = False) -> Architecture:
     )
     if usual and shared is None and not model.qk_layernorm:  # Mixtral, which has one way to do it
         model, moe = replace(model, add_qkv_bias=False), replace(moe, moe_router_pre_softmax=False)
-        return model, moe, (True,) * model.num_layers
-    pattern = st.lists(st.booleans(), min_size=model.num_layers, max_size=model.num_layers)
-    return model, moe, tuple(draw(pattern))
+        return spec_from_config(model, moe)
+    pattern = draw(st.lists(st.integers(0, 1), min_size=model.num_layers, max_size=model.num_layers))
+    return spec_from_config(model, replace(moe, moe_layer_freq=str(pattern)) if any(pattern) else None)
 
 
-ANY, USUAL = st.one_of(architectures(), architectures(usual=True)), architectures(usual=True)
+ANY, USUAL = st.one_of(specs(), specs(usual=True)), specs(usual=True)
 
 
-def assert_covers(entries: tuple[FolderEntry, ...], parts: Architecture) -> None:
+def assert_covers(entries: tuple[FolderEntry, ...], spec: ModelSpec) -> None:
     """Every element of every entry is in one region, and every element of every logical tensor too."""
     assert len({entry.name for entry in entries}) == len(entries)
-    held = {name: np.zeros(shape, int) for name, shape in logical_shapes(*parts).items()}
+    held = {name: np.zeros(shape, int) for name, shape in spec.logical_shapes().items()}
     for entry in entries:
         counts = np.zeros(entry.shape, int)
         for region in entry.regions:
@@ -101,62 +101,60 @@ def assert_covers(entries: tuple[FolderEntry, ...], parts: Architecture) -> None
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_folder_holds_what_transformers_saves(name: str, tmp_path: Path):
-    parts = architecture(run_config(truth(name).config, tmp_path))
-    entries = folder_entries(*parts)
+    spec = model_spec(run_config(truth(name).config, tmp_path))
+    entries = folder_entries(spec)
     assert {entry.name: entry.shape for entry in entries} == {
         key: tuple(value.shape) for key, value in truth(name).weights.items()
     }
-    assert_covers(entries, parts)
+    assert_covers(entries, spec)
 
 
 @settings(max_examples=80, deadline=None)
 @given(ANY)
-def test_every_model_has_a_folder(parts: Architecture):
-    entries, family = folder_entries(*parts), matching_family(*parts)
-    assert_covers(entries, parts)
-    shapes = logical_shapes(*parts)
+def test_every_model_has_a_folder(spec: ModelSpec):
+    entries, family = folder_entries(spec), matching_family(spec)
+    assert_covers(entries, spec)
+    shapes = spec.logical_shapes()
     if family is None:
         assert {entry.name: entry.shape for entry in entries} == shapes
     else:
         logical = {name: torch.randn(shape) for name, shape in shapes.items()}
-        stored = to_hf(family.name, logical, *parts)
+        stored = to_hf(family.name, logical, spec)
         assert {name: tuple(value.shape) for name, value in stored.items()} == {e.name: e.shape for e in entries}
-        back = to_logical(family.name, stored, *parts)
+        back = to_logical(family.name, stored, spec)
         assert all(torch.equal(back[name], value) for name, value in logical.items())
 
 
 @settings(max_examples=80, deadline=None)
 @given(ANY)
-def test_config_json_makes_the_same_folder(parts: Architecture):
-    model, _, moe_layer_mask = parts
-    content = json.loads(json.dumps(build_config_json(*parts, torch.bfloat16)))
-    assert (content["model_type"] == "petatron") == (matching_family(*parts) is None)
+def test_config_json_makes_the_same_folder(spec: ModelSpec):
+    content = json.loads(json.dumps(build_config_json(spec, torch.bfloat16)))
+    assert (content["model_type"] == "petatron") == (matching_family(spec) is None)
     values, experts = parse_config_json(content)
-    again = replace(model, **values)
-    moe_again = replace(MoEConfig(), **experts) if experts else None
-    assert folder_entries(again, moe_again, moe_layer_mask) == folder_entries(*parts)
-    assert build_config_json(again, moe_again, moe_layer_mask, torch.bfloat16) == content
+    again = spec_from_config(replace(spec.config, **values), replace(MoEConfig(), **experts) if experts else None)
+    assert again.moe_layers == spec.moe_layers
+    assert folder_entries(again) == folder_entries(spec)
+    assert build_config_json(again, torch.bfloat16) == content
 
 
 @settings(max_examples=40, deadline=None)
 @given(USUAL)
-def test_a_model_of_a_family_computes_the_same_there(parts: Architecture):
+def test_a_model_of_a_family_computes_the_same_there(spec: ModelSpec):
     """No setting of ours that changes what a model computes is lost on the way to a family."""
-    model, moe, moe_layer_mask = parts
-    family = matching_family(*parts)
+    family = matching_family(spec)
     assume(family is not None)
     assert family is not None
-    logical = {name: torch.randn(shape) for name, shape in logical_shapes(*parts).items()}
-    mixed = moe if any(moe_layer_mask) else None
-    ours, table = Decoder(model, mixed, moe_layer_mask=moe_layer_mask).eval(), shard_specs(model, mixed)
+    logical = {name: torch.randn(shape) for name, shape in spec.logical_shapes().items()}
+    ours, params = spec.build_stage(spec.whole).eval(), spec.params()
+    assert isinstance(ours, Decoder)
     placements = {
-        name: compute_placement(name, tuple(parameter.shape), find_shard_spec(table, name), ModelParallelCoordinate())
+        name: compute_placement(name, tuple(parameter.shape), params[name].shard, ModelParallelCoordinate())
         for name, parameter in ours.named_parameters()
     }
     fill_model(ours, placements, logical)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(build_config_json(*parts, torch.float32)))
-        save_file(to_hf(family.name, logical, *parts), Path(folder, "model.safetensors"), {"format": "pt"})
+        Path(folder, "config.json").write_text(json.dumps(build_config_json(spec, torch.float32)))
+        save_file(to_hf(family.name, logical, spec), Path(folder, "model.safetensors"), {"format": "pt"})
         theirs, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(found.values()), found
     tokens = torch.arange(10).reshape(2, 5)
@@ -170,14 +168,16 @@ def test_regions_of_fused_transposed_matrices_and_of_experts():
         num_layers=1, hidden_size=4, ffn_hidden_size=6, num_attention_heads=2, num_query_groups=2, kv_channels=2,
         vocab_size=5, max_position_embeddings=3, activation="gelu_tanh",
     )  # fmt: skip
-    fused = {entry.name: entry for entry in folder_entries(gpt2, None, ())}["transformer.h.0.attn.c_attn.weight"]
+    fused = {entry.name: entry for entry in folder_entries(spec_from_config(gpt2))}[
+        "transformer.h.0.attn.c_attn.weight"
+    ]
     assert fused.shape == (4, 12)
     assert fused.regions[1] == EntryRegion("layers.0.attention.k.weight", (0, 0), (4, 4), (0, 4), transposed=True)
     mixtral = replace(
         gpt2, position_embedding_type="rope", normalization="RMSNorm", activation="swiglu", add_bias_linear=False
     )
     moe = MoEConfig(num_experts=3, moe_ffn_hidden_size=6)
-    entries = {entry.name: entry for entry in folder_entries(mixtral, moe, [True])}
+    entries = {entry.name: entry for entry in folder_entries(spec_from_config(mixtral, moe))}
     expert = entries["model.layers.0.block_sparse_moe.experts.2.w1.weight"]
     assert expert.shape == expert.regions[0].shape_in_entry == (6, 4)
     assert expert.regions == (EntryRegion("layers.0.mlp.experts.gate.weight", (2, 0, 0), (1, 6, 4), (0, 0)),)
@@ -191,5 +191,5 @@ def test_the_expert_bias_is_state_and_no_tensor_of_the_folder():
     moe = MoEConfig(
         num_experts=2, moe_ffn_hidden_size=6, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True
     )
-    names = [entry.name for entry in folder_entries(model, moe, [True])]
+    names = [entry.name for entry in folder_entries(spec_from_config(model, moe))]
     assert "layers.0.mlp.router.weight" in names and not any("expert_bias" in name for name in names)

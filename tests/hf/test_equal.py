@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from petatron.models.hf import family_name_of_config, to_logical
+from petatron.models.registry import model_spec
 from tests.dist import RankPool
-from tests.hf.ours import architecture, assemble, compute, run_config
+from tests.hf.ours import assemble, compute, run_config
 from tests.hf.zoo import DENSE, MIXED, NEW_TOKENS, truth
 from tests.longform import later
 
@@ -23,7 +24,7 @@ def check(ranks: RankPool, name: str, layout: str, world_size: int, folder: Path
     true = truth(name)
     run = run_config(true.config, folder, layout=layout, world_size=world_size, length=true.tokens.shape[1])
     family = family_name_of_config(true.config)
-    args = (run, to_logical(family, true.weights, *architecture(run)), true.tokens, true.counted, NEW_TOKENS)
+    args = (run, to_logical(family, true.weights, model_spec(run)), true.tokens, true.counted, NEW_TOKENS)
     parts = ranks.run(compute, world_size, *args) if world_size > 1 else [compute(*args)]
     assert true.logits.std() > 1, "logits this small would hide a difference"
     for part in parts:
@@ -34,7 +35,7 @@ def check(ranks: RankPool, name: str, layout: str, world_size: int, folder: Path
             assert torch.equal(part.greedy, true.greedy)
         assert part.loss == pytest.approx(true.loss, rel=1e-6)
     grads = assemble(parts)
-    wanted = to_logical(family, true.grads, *architecture(run))
+    wanted = to_logical(family, true.grads, model_spec(run))
     assert grads.keys() == wanted.keys()
     for key, value in wanted.items():
         # Without rotation a key's bias shifts all scores alike, and its gradient is zero but for rounding.
@@ -102,6 +103,6 @@ def test_a_wrong_setting_shows(name: str, change: dict, least: float, tmp_path: 
     run = run_config(true.config, tmp_path)
     part = "moe" if all(key.startswith("moe_") for key in change) else "model"
     run = replace(run, **{part: replace(getattr(run, part), **change)})
-    logical = to_logical(family_name_of_config(true.config), true.weights, *architecture(run))
+    logical = to_logical(family_name_of_config(true.config), true.weights, model_spec(run))
     logits = compute(run, logical, true.tokens, true.counted, 0).logits
     assert (logits - true.logits).abs().max() > least

@@ -14,39 +14,34 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import Decoder, shard_specs
 from petatron.models.hf import (
     build_config_json,
     family_name_for_model,
     family_name_of_config,
     fill_model,
-    logical_shapes,
     to_hf,
     to_logical,
 )
-from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement, find_shard_spec
+from petatron.models.registry import model_spec
+from petatron.models.spec import ModelSpec
+from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 from petatron.train.build import build_model
-from tests.hf.ours import architecture, run_config
+from tests.hf.ours import run_config
 from tests.hf.zoo import BUILDERS, MIXED, build, truth
 
 
-def model_of(name: str, folder: Path) -> tuple[ModelConfig, MoEConfig, tuple[bool, ...]]:
-    return architecture(run_config(truth(name).config, folder))
-
-
-def dense(name: str, folder: Path) -> ModelConfig:
-    return model_of(name, folder)[0]
+def spec_of(name: str, folder: Path) -> ModelSpec:
+    return model_spec(run_config(truth(name).config, folder))
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_round_trip(name: str, tmp_path: Path):
-    true, parts = truth(name), model_of(name, tmp_path)
+    true, spec = truth(name), spec_of(name, tmp_path)
     family = family_name_of_config(true.config)
-    logical = to_logical(family, true.weights, *parts)
-    assert {key: tuple(value.shape) for key, value in logical.items()} == logical_shapes(*parts)
-    back = to_hf(family, logical, *parts)
+    logical = to_logical(family, true.weights, spec)
+    assert {key: tuple(value.shape) for key, value in logical.items()} == spec.logical_shapes()
+    back = to_hf(family, logical, spec)
     assert back.keys() == true.weights.keys()
     for key, value in true.weights.items():
         assert torch.equal(back[key], value) and back[key].is_contiguous(), key
@@ -55,10 +50,10 @@ def test_round_trip(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_transformers_opens_what_we_write(name: str, tmp_path: Path):
     """A folder of our config.json and tensors makes transformers compute the same logits."""
-    true, parts = truth(name), model_of(name, tmp_path)
-    content = build_config_json(*parts, torch.float32)
-    assert content["model_type"] == family_name_for_model(parts[0], parts[1] if any(parts[2]) else None)
-    written = to_hf(content["model_type"], to_logical(family_name_of_config(true.config), true.weights, *parts), *parts)
+    true, spec = truth(name), spec_of(name, tmp_path)
+    content = build_config_json(spec, torch.float32)
+    assert content["model_type"] == family_name_for_model(spec.config, spec.moe)
+    written = to_hf(content["model_type"], to_logical(family_name_of_config(true.config), true.weights, spec), spec)
     (tmp_path / "config.json").write_text(json.dumps(content))
     save_file(written, tmp_path / "model.safetensors", {"format": "pt"})
     reread, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -70,29 +65,29 @@ def test_transformers_opens_what_we_write(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", MIXED)
 def test_a_model_in_memory_has_the_same_tensors(name: str, tmp_path: Path):
     """transformers joins experts when it loads a model; both kinds of names are read."""
-    true, parts = truth(name), model_of(name, tmp_path)
+    true, spec = truth(name), spec_of(name, tmp_path)
     family = family_name_of_config(true.config)
     held = dict(build(name).named_parameters())
     assert any(key.endswith("experts.gate_up_proj") for key in held)
-    logical = to_logical(family, held, *parts)
-    for key, value in to_logical(family, true.weights, *parts).items():
+    logical = to_logical(family, held, spec)
+    for key, value in to_logical(family, true.weights, spec).items():
         assert torch.equal(logical[key], value), key
 
 
 def test_bare_model_names_and_buffers(tmp_path: Path):
     """The first GPT-2 checkpoints have no prefix and hold the causal mask."""
-    true, model = truth("gpt2"), dense("gpt2", tmp_path)
+    true, spec = truth("gpt2"), spec_of("gpt2", tmp_path)
     old = {key.removeprefix("transformer."): value for key, value in true.weights.items()}
     old |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": torch.tensor(-1e4)}
-    logical = to_logical("gpt2", old, model)
-    assert all(torch.equal(logical[key], value) for key, value in to_logical("gpt2", true.weights, model).items())
+    logical = to_logical("gpt2", old, spec)
+    assert all(torch.equal(logical[key], value) for key, value in to_logical("gpt2", true.weights, spec).items())
 
 
 def test_rotary_buffers_and_a_stored_copy_of_the_tied_head_are_ignored(tmp_path: Path):
-    true, model = truth("llama-mha-tied"), dense("llama-mha-tied", tmp_path)
+    true, spec = truth("llama-mha-tied"), spec_of("llama-mha-tied", tmp_path)
     more = true.weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     more["lm_head.weight"] = true.weights["model.embed_tokens.weight"].clone()
-    assert "head.weight" not in to_logical("llama", more, model)
+    assert "head.weight" not in to_logical("llama", more, spec)
 
 
 def _without(key: str) -> Callable[[dict[str, Tensor]], None]:
@@ -154,7 +149,7 @@ def test_misfits_are_named(case: str, tmp_path: Path):
     weights = dict(truth(name).weights)
     spoil(weights)
     with pytest.raises(CheckpointError, match=message):
-        to_logical(family_name_of_config(truth(name).config), weights, *model_of(name, tmp_path))
+        to_logical(family_name_of_config(truth(name).config), weights, spec_of(name, tmp_path))
 
 
 def test_all_misfits_come_at_once(tmp_path: Path):
@@ -163,56 +158,56 @@ def test_all_misfits_come_at_once(tmp_path: Path):
     weights["model.extra"] = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = torch.ones(60, 32)
     with pytest.raises(CheckpointError) as caught:
-        to_logical("qwen2", weights, dense("qwen2-qkv-bias", tmp_path))
+        to_logical("qwen2", weights, spec_of("qwen2-qkv-bias", tmp_path))
     assert all(word in str(caught.value) for word in ("model.norm.weight", "model.extra", "[60, 32]"))
 
 
 def test_a_long_list_is_cut(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"and 9 more"):
-        to_logical("llama", {}, dense("llama-gqa", tmp_path))
+        to_logical("llama", {}, spec_of("llama-gqa", tmp_path))
 
 
 def test_writing_checks_its_tensors(tmp_path: Path):
-    model = dense("gpt2", tmp_path)
-    logical = to_logical("gpt2", truth("gpt2").weights, model)
+    spec = spec_of("gpt2", tmp_path)
+    logical = to_logical("gpt2", truth("gpt2").weights, spec)
     logical["norm.weight"] = torch.ones(33)
     logical["extra"] = logical.pop("norm.bias")
     with pytest.raises(CheckpointError) as caught:
-        to_hf("gpt2", logical, model)
+        to_hf("gpt2", logical, spec)
     for text in ("norm.bias is missing", "extra is not a tensor", "norm.weight is [33], but the config makes it [32]"):
         assert text in str(caught.value)
 
 
 def test_a_family_without_names_for_the_model(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"llama has no name: position\.weight"):
-        to_logical("llama", {}, dense("gpt2", tmp_path))
+        to_logical("llama", {}, spec_of("gpt2", tmp_path))
 
 
 def test_a_family_without_names_for_the_experts(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"qwen3_moe has no name: layers\.0\.mlp\.shared\."):
-        to_logical("qwen3_moe", {}, *model_of("qwen2-moe", tmp_path))
+        to_logical("qwen3_moe", {}, spec_of("qwen2-moe", tmp_path))
 
 
 def test_unknown_family(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r'model_type "mamba".*Families: gpt2, llama, mistral, qwen2, qwen3, gemma, mixtral'
     ):
-        to_hf("mamba", {}, dense("gpt2", tmp_path))
+        to_hf("mamba", {}, spec_of("gpt2", tmp_path))
 
 
 class TestFill:
     def test_padding_rows_become_zero_and_boxes_are_exact(self, tmp_path: Path):
         """Every rank's boxes of a split model, filled one after the other in this process."""
-        model = dense("llama-gqa", tmp_path)
-        logical = to_logical("llama", truth("llama-gqa").weights, model)
-        table = shard_specs(model)
+        spec = spec_of("llama-gqa", tmp_path)
+        logical = to_logical("llama", truth("llama-gqa").weights, spec)
+        params = spec.params()
         seen = dict.fromkeys(logical, 0)
         for rank in range(4):
-            module = Decoder(model)
+            module = spec.build_stage(spec.whole)
             placements = {}
             for name, parameter in module.named_parameters():
                 place_here = compute_placement(
-                    name, tuple(parameter.shape), find_shard_spec(table, name), ModelParallelCoordinate(4, rank)
+                    name, tuple(parameter.shape), params[name].shard, ModelParallelCoordinate(4, rank)
                 )
                 placements[name] = place_here
                 parameter.data = torch.full(place_here.shape, float("nan"))
@@ -230,7 +225,7 @@ class TestFill:
     def test_misfits_are_named(self, tmp_path: Path):
         run = run_config(truth("gpt2").config, tmp_path)
         model = build_model(run, ParallelMesh.single())
-        logical = to_logical("gpt2", truth("gpt2").weights, run.model)
+        logical = to_logical("gpt2", truth("gpt2").weights, model_spec(run))
         logical["norm.weight"] = torch.ones(31)
         del logical["layers.0.attention.k.bias"]
         with pytest.raises(CheckpointError, match=r"k\.bias is missing; norm\.weight is \[31\] instead of \[32\]"):
@@ -239,4 +234,4 @@ class TestFill:
     def test_other_stages_tensors_are_left_alone(self, tmp_path: Path):
         run = run_config(truth("gpt2").config, tmp_path)
         model = build_model(replace(run, model=replace(run.model, num_layers=1)), ParallelMesh.single())
-        fill_model(model.module, model.placements, to_logical("gpt2", truth("gpt2").weights, run.model))
+        fill_model(model.module, model.placements, to_logical("gpt2", truth("gpt2").weights, model_spec(run)))

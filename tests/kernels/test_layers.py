@@ -18,7 +18,8 @@ from petatron.kernels.activation import ACTIVATIONS, GATE_ACTIVATIONS
 from petatron.kernels.rope import apply_rope as rotate
 from petatron.layers.dropout import Dropout
 from petatron.layers.norm import LayerNorm, RMSNorm
-from petatron.layers.rope import RotaryEmbedding, attention_scaling, inverse_frequencies
+from petatron.layers.rope import RopeSpec, RotaryEmbedding, inverse_frequencies
+from petatron.models.decoder_spec import rope_spec
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -43,8 +44,8 @@ def test_norms_follow_their_formulas():
     )
 
 
-def rotary_config(**changes) -> ModelConfig:
-    return ModelConfig(**{"position_embedding_type": "rope", **changes})
+def rope_of(head_dim: int, **changes) -> RopeSpec:
+    return rope_spec(ModelConfig(**{"position_embedding_type": "rope", **changes}), head_dim)
 
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -106,7 +107,7 @@ def test_rotary_is_that_of_transformers(case: str, width: int):
         rope_parameters={"rope_theta": 1e4, **theirs},
     )
     embedding = LlamaRotaryEmbedding(config)
-    rotary = RotaryEmbedding(rotary_config(**ours), width)
+    rotary = RotaryEmbedding(rope_of(width, **ours))
     torch.testing.assert_close(rotary.inv_freq, embedding.inv_freq, rtol=1e-6, atol=0)
     assert rotary.attention_scaling == pytest.approx(embedding.attention_scaling)
     torch.manual_seed(width)
@@ -128,7 +129,7 @@ def test_rotary_is_that_of_transformers(case: str, width: int):
     percent=st.sampled_from([0.5, 1.0]),
 )
 def test_a_score_depends_on_the_distance_only(first: int, second: int, shift: int, percent: float):
-    rotary = RotaryEmbedding(rotary_config(rotary_percent=percent), 16)
+    rotary = RotaryEmbedding(rope_of(16, rotary_percent=percent))
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 1, 16, dtype=torch.float64), torch.randn(1, 1, 1, 16, dtype=torch.float64)
 
@@ -141,19 +142,21 @@ def test_a_score_depends_on_the_distance_only(first: int, second: int, shift: in
 
 def test_partial_rotation_leaves_the_rest_of_a_head():
     x = torch.randn(6, 2, 3, 16)
-    turned = rotate(x, *RotaryEmbedding(rotary_config(rotary_percent=0.25), 16)(torch.arange(6), torch.float32))
+    turned = rotate(x, *RotaryEmbedding(rope_of(16, rotary_percent=0.25))(torch.arange(6), torch.float32))
     assert torch.equal(turned[..., 4:], x[..., 4:]) and not torch.allclose(turned[1:, ..., :4], x[1:, ..., :4])
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
 
 
 def test_scaling_keeps_high_and_slows_low_frequencies():
-    plain = inverse_frequencies(rotary_config(), 64)
+    plain = inverse_frequencies(rope_of(64))
     for change in ({"use_rope_scaling": True}, {"position_embedding_type": "yarn"}):
-        scaled = inverse_frequencies(rotary_config(**change, **_SCALED), 64)
+        scaled = inverse_frequencies(rope_of(64, **change, **_SCALED))
         assert scaled[0] == plain[0] and scaled[-1] == pytest.approx(plain[-1].item() / 8)
         assert (scaled.diff() < 0).all()
-    assert attention_scaling(rotary_config(position_embedding_type="yarn")) == pytest.approx(0.1 * math.log(8) + 1)
-    assert attention_scaling(rotary_config(position_embedding_type="yarn", rope_scaling_factor=1.0)) == 1.0
+    yarn = RotaryEmbedding(rope_of(64, position_embedding_type="yarn"))
+    assert yarn.attention_scaling == pytest.approx(0.1 * math.log(8) + 1)
+    unscaled = RotaryEmbedding(rope_of(64, position_embedding_type="yarn", rope_scaling_factor=1.0))
+    assert unscaled.attention_scaling == 1.0
 
 
 def test_activations_are_those_of_transformers():

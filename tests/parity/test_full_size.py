@@ -3,8 +3,8 @@
 import pytest
 
 from petatron.config import RunConfig, load_config
-from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.estimate.flops import parameter_count
+from petatron.models.registry import model_spec
 from petatron.train.fake_rank import fake_rank, num_primary_elements
 from tests.dist import RankPool
 from tests.parity.harness import check_layout
@@ -43,7 +43,7 @@ def _counts(name: str) -> list[int]:
 def test_the_ranks_of_a_table_row_together_are_the_model(ranks: RankPool, name: str):
     run = _run(name)
     [counts] = ranks.run(_counts, 1, name, timeout_s=60.0)
-    assert sum(counts) == parameter_count(run.model, run.moe, moe_layer_mask=moe_layers(run))
+    assert sum(counts) == parameter_count(model_spec(run))
     assert min(counts) > 0.5 * max(counts), "no rank is left without work"
 
 

@@ -95,7 +95,7 @@ def test_to_a_model_folder_and_back(tmp_path: Path, name: str):
     convert(open_model_source(tmp_path / "model"), tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
     again = petatron.from_pretrained(tmp_path / "again")
-    assert again.architecture.model.activation == run_of(name).model.activation
+    assert again.spec.config.activation == run_of(name).model.activation
     petatron.load_checkpoint(str(tmp_path / "again"), model=again)
 
 
@@ -140,7 +140,7 @@ def test_a_model_of_no_family_stays_ours(tmp_path: Path):
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "petatron"
     convert(open_model_source(tmp_path / "model"), tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
-    assert petatron.from_pretrained(tmp_path / "again").architecture.model.activation == "squared_relu"
+    assert petatron.from_pretrained(tmp_path / "again").spec.config.activation == "squared_relu"
 
 
 @pytest.mark.parametrize("form", ["legacy", "torch_dist"])
@@ -221,8 +221,7 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path, to: Any):
 def test_one_tensor_at_a_time(tmp_path: Path):
     """Every tensor is read into the same memory, which has the size of the largest."""
     source = open_model_source(saved("mixtral", tmp_path / "run"))
-    architecture = source.architecture
-    entries = folder_entries(architecture.model, architecture.moe, architecture.moe_layer_mask)
+    entries = folder_entries(source.spec)
     memories = set()
 
     def fill(chunks: Any) -> None:
@@ -489,7 +488,7 @@ def test_a_tokenizer_goes_along(tmp_path: Path):
     kept = tmp_path / "ours" / "step-00000000" / "model"
     assert (kept / "tokenizer_config.json").read_text() == '{"eos_token": "old"}'
     assert not (kept / "README.md").exists()
-    assert petatron.from_pretrained(tmp_path / "ours").architecture.model.vocab_size == 37
+    assert petatron.from_pretrained(tmp_path / "ours").spec.config.vocab_size == 37
     new = TokenizerFiles({"tokenizer.json": b"{}"}, eod=7)
     convert(
         open_model_source(tmp_path / "ours"),

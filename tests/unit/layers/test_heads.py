@@ -14,6 +14,7 @@ from petatron.kernels.rope import apply_rope
 from petatron.layers.attention import Attention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.rope import RotaryEmbedding
+from petatron.models.decoder_spec import attention_spec
 from petatron.parallel.select_kernels import select_kernels
 from tests.unit.models.kept import alive_bytes
 
@@ -25,7 +26,8 @@ Heads = tuple[Tensor, ...]
 def layer(dtype: torch.dtype = WIDE, **changes: object) -> Attention:
     shape = {"hidden_size": 16, "num_attention_heads": H, "num_query_groups": K, "kv_channels": E, "qk_layernorm": True}
     kind = {"normalization": "RMSNorm", "position_embedding_type": "rope", "norm_epsilon": 1e-3}
-    made = Attention(ModelConfig(**{**shape, **kind, **changes})).to(dtype)  # pyright: ignore[reportArgumentType]
+    config = ModelConfig(**{**shape, **kind, **changes})  # pyright: ignore[reportArgumentType]
+    made = attention_spec(config).build(0).to(dtype)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     return made
@@ -37,22 +39,20 @@ def drawn(dtype: torch.dtype, *, batch_first: bool) -> Tensor:
     return (qkv.transpose(0, 1) if batch_first else qkv).requires_grad_()
 
 
-def rotation_of(attention: Attention, dtype: torch.dtype, *, percent: float = 1.0) -> ForwardContext:
+def rotation_of(attention: Attention, dtype: torch.dtype) -> ForwardContext:
     positions = torch.randint(0, 50, (B, S))  # as in packed rows, where every document begins at 0
-    return ForwardContext(
-        rope_cos_sin=RotaryEmbedding(ModelConfig(rotary_percent=percent), attention.head_dim)(positions, dtype)
-    )
+    assert attention.rope is not None
+    return ForwardContext({attention.rope: RotaryEmbedding(attention.rope)(positions, dtype)})
 
 
 def plainly(attention: Attention, qkv: Tensor, passing: ForwardContext) -> Heads:
     q, k, v = qkv.unflatten(-1, (-1, E)).split((H, K, K), dim=2)
     assert attention.q_norm is not None and attention.k_norm is not None
     q, k = attention.q_norm(q), attention.k_norm(k)
-    return (
-        (q, k, v)
-        if passing.rope_cos_sin is None
-        else (apply_rope(q, *passing.rope_cos_sin), apply_rope(k, *passing.rope_cos_sin), v)
-    )
+    if attention.rope is None:
+        return q, k, v
+    cos_sin = passing.rope_cos_sin[attention.rope]
+    return apply_rope(q, *cos_sin), apply_rope(k, *cos_sin), v
 
 
 def gradients(heads: Callable[[], Heads], grads: Heads, leaves: list[Tensor]) -> Heads:
@@ -61,21 +61,19 @@ def gradients(heads: Callable[[], Heads], grads: Heads, leaves: list[Tensor]) ->
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize(
-    ("percent", "changes"),
+    "changes",
     [
-        (1.0, {}),
-        (0.5, {"apply_layernorm_1p": True}),
-        (1.0, {"normalization": "LayerNorm"}),
-        (None, {}),
+        {},
+        {"rotary_percent": 0.5, "apply_layernorm_1p": True},
+        {"normalization": "LayerNorm"},
+        {"position_embedding_type": "none"},
     ],
     ids=["rms", "partly-from-one", "layer-norm", "no-positions"],
 )
-def test_heads_and_gradients_are_those_of_plain_operations(
-    percent: float | None, changes: dict[str, object], batch_first: bool
-):
+def test_heads_and_gradients_are_those_of_plain_operations(changes: dict[str, object], batch_first: bool):
     attention = layer(**changes)
     qkv = drawn(WIDE, batch_first=batch_first)
-    passing = ForwardContext() if percent is None else rotation_of(attention, WIDE, percent=percent)
+    passing = ForwardContext() if attention.rope is None else rotation_of(attention, WIDE)
     leaves = [qkv, *(p for name, p in attention.named_parameters() if "_norm" in name)]
     wanted = plainly(attention, qkv, passing)
     grads = tuple(torch.randn_like(part) for part in wanted)
@@ -100,13 +98,13 @@ def test_queries_and_keys_lie_as_the_product_does_and_values_in_it(batch_first: 
 def test_nothing_is_kept_but_the_product():
     attention, held = layer(), []
     passing, x = rotation_of(attention, WIDE), drawn(WIDE, batch_first=False)
-    assert passing.rope_cos_sin is not None
+    (cos_sin,) = passing.rope_cos_sin.values()
 
     def run() -> None:
         q, k, _ = attention._split_qkv(x * 1.0, passing)
         held.append((q.grad_fn, k.grad_fn))
 
-    kept = alive_bytes(run, without=[x, *attention.parameters(), *passing.rope_cos_sin])
+    kept = alive_bytes(run, without=[x, *attention.parameters(), *cos_sin])
     assert kept == S * B * (H + 2 * K) * E * 8
 
 
@@ -137,8 +135,8 @@ def test_weight_gradients_go_to_their_taker_unrounded():
     torch.autograd.backward(made, grads)
     exact = layer()
     exact.load_state_dict({name: value.double() for name, value in attention.state_dict().items()})
-    assert passing.rope_cos_sin is not None and exact.qk_rms_norms is not None
-    wide = ForwardContext(rope_cos_sin=(passing.rope_cos_sin[0].double(), passing.rope_cos_sin[1].double()))
+    assert exact.qk_rms_norms is not None
+    wide = ForwardContext({rope: (cos.double(), sin.double()) for rope, (cos, sin) in passing.rope_cos_sin.items()})
     wanted = gradients(
         lambda: exact._split_qkv(qkv.detach().double(), wide),
         tuple(grad.double() for grad in grads),

@@ -18,6 +18,7 @@ from petatron.kernels.registry import KernelContext
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.moe.moe_layer import MoELayer
 from petatron.layers.moe.router import Routing
+from petatron.models.decoder_spec import moe_spec
 from petatron.parallel.select_kernels import select_kernels
 from tests.counted_rows import counted
 from tests.seen import Seen
@@ -30,7 +31,7 @@ MOE = MoEConfig(num_experts=E, moe_ffn_hidden_size=F, moe_router_topk=2)
 
 def build(model: ModelConfig = GATED_MODEL, moe: MoEConfig = MOE, *, seed: int = 0) -> MoELayer:
     torch.manual_seed(seed)
-    layer = MoELayer(model, moe, layer_index=3).double()
+    layer = moe_spec(model, moe).build(3).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer
@@ -220,7 +221,7 @@ def test_every_expert_weight_gets_a_gradient_even_without_tokens():
 def test_names_and_shapes_of_the_parameters():
     moe = replace(MOE, moe_shared_expert_intermediate_size=7, moe_shared_expert_gate=True, moe_latent_size=3)
     shapes = {
-        name: tuple(parameter.shape) for name, parameter in MoELayer(GATED_MODEL, moe, layer_index=0).named_parameters()
+        name: tuple(parameter.shape) for name, parameter in moe_spec(GATED_MODEL, moe).build(0).named_parameters()
     }
     assert shapes == {
         "router.weight": (E, D),
@@ -232,9 +233,7 @@ def test_names_and_shapes_of_the_parameters():
         "shared.down.weight": (D, 7),
         "shared_gate.weight": (1, D),
     }
-    plain = {
-        name: tuple(parameter.shape) for name, parameter in MoELayer(PLAIN_MODEL, MOE, layer_index=0).named_parameters()
-    }
+    plain = {name: tuple(parameter.shape) for name, parameter in moe_spec(PLAIN_MODEL, MOE).build(0).named_parameters()}
     assert plain == {
         "router.weight": (E, D),
         "experts.up.weight": (E, F, D),

@@ -18,7 +18,7 @@ MOE = MoEConfig(num_experts=E, moe_router_topk=K, moe_aux_loss_coeff=0.3)
 
 
 def build(**fields: object) -> Router:
-    router = Router(D, replace(MOE, **fields)).double()
+    router = Router(D, E, replace(MOE, **fields)).double()
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     return router
 
@@ -83,7 +83,7 @@ def test_both_losses_are_added():
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
 def test_an_even_load_costs_one(kind: str):
-    router = Router(E, replace(MOE, moe_router_load_balancing_type=kind, moe_router_topk=1, moe_aux_loss_coeff=1.0))
+    router = Router(E, E, replace(MOE, moe_router_load_balancing_type=kind, moe_router_topk=1, moe_aux_loss_coeff=1.0))
     torch.nn.init.eye_(router.weight)
     x = 3.0 * torch.eye(E).repeat(2, 1)[:, None]
     _, loss, _ = router(x, with_loss=True)
@@ -177,7 +177,7 @@ def test_health():
 
 
 def test_health_at_its_limits():
-    even = Router(D, replace(MOE, moe_router_topk=E)).double()
+    even = Router(D, E, replace(MOE, moe_router_topk=E)).double()
     torch.nn.init.zeros_(even.weight)
     health = router_health(even(tokens(), with_loss=False)[2])
     assert health.load_max_over_mean == 1.0 and health.entropy == pytest.approx(math.log(E)) and health.dropped == 0

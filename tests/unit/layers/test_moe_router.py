@@ -17,7 +17,7 @@ MOE = MoEConfig(num_experts=E, moe_router_topk=K)
 
 
 def build(**fields: object) -> Router:
-    router = Router(D, replace(MOE, **fields)).double()
+    router = Router(D, E, replace(MOE, **fields)).double()
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
     return router
 
@@ -189,7 +189,7 @@ def test_sinkhorn_is_doubly_even_and_chooses_in_training_only():
 
 def test_the_bias_stays_float32_and_starts_at_zero():
     with torch.device("meta"):
-        router = Router(D, replace(MOE, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"))
+        router = Router(D, E, replace(MOE, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"))
     router = router.to(torch.bfloat16).to_empty(device="cpu")
     assert router.weight.dtype == torch.bfloat16
     assert router.expert_bias is not None and router.expert_bias.dtype == torch.float32

@@ -13,7 +13,6 @@ from petatron.sharding.shard_spec import (
     Section,
     Shard,
     compute_placement,
-    find_shard_spec,
     section_name,
 )
 
@@ -157,15 +156,6 @@ def test_heads_that_neither_divide_nor_are_divided_are_refused():
 def test_sections_must_add_up():
     with pytest.raises(AssertionError, match="do not add up"):
         compute_placement(QKV, (20, 4), qkv_shard(3, 3, 2), ModelParallelCoordinate())
-
-
-def test_find_matches_module_or_parameter_and_names_the_unknown():
-    specs = {"layers.*.mlp.up": Shard(tp=0), "layers.*.[qk]_norm": Shard(partial_grad="always"), "scale": Shard(tp=1)}
-    assert find_shard_spec(specs, "layers.17.mlp.up.bias").tp == 0
-    assert find_shard_spec(specs, "layers.0.q_norm.weight").partial_grad == "always"
-    assert find_shard_spec(specs, "scale").tp == 1
-    with pytest.raises(KeyError, match=r"layers\.0\.v_norm\.weight.*layers\.\*\.mlp\.up"):
-        find_shard_spec(specs, "layers.0.v_norm.weight")
 
 
 def test_section_name_replaces_the_module():

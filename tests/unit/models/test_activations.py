@@ -12,17 +12,17 @@ from torch import Tensor
 
 from petatron.config import RunConfig, load_config
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.parallel import MemoryConfig
-from petatron.estimate.activation_bytes import ActivationShape
-from petatron.estimate.recompute_plan import plan_recompute
+from petatron.estimate.recompute_plan import RecomputePlan, plan_recompute
 from petatron.kernels.registry import KernelContext
 from petatron.layers.linear import Linear
+from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
-from petatron.models.decoder import Decoder, shard_specs
+from petatron.models.decoder import Decoder
+from petatron.models.registry import model_spec
 from petatron.parallel.expert_parallel import apply_expert_parallel
 from petatron.parallel.fp8 import apply_fp8
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
@@ -90,11 +90,33 @@ def build(
     run: RunConfig, *, dtype: torch.dtype = torch.float32, stage: PipelineStage | None = None
 ) -> tuple[Decoder, RandomStreams]:
     """The whole model or a stage on one device, with weights that depend on their names only."""
-    mesh = ParallelMesh.single()
-    moe = None if run.moe.num_experts is None else run.moe
-    model = Decoder(run.model, moe, moe_layer_mask=moe_layers(run), stage=stage).to(dtype)
-    apply_tensor_parallel(model, shard_specs(run.model, moe), mesh.tp, sequence_parallel=False, shared_generator=None)
+    mesh, spec = ParallelMesh.single(), model_spec(run)
+    model = built(run, stage).to(dtype)
+    apply_tensor_parallel(model, spec.params(model.stage), mesh.tp, sequence_parallel=False, shared_generator=None)
     return filled(model), RandomStreams.seeded(run.train.seed, mesh)
+
+
+def built(run: RunConfig, stage: PipelineStage | None = None) -> Decoder:
+    """The whole model or a stage, as its spec makes it."""
+    spec = model_spec(run)
+    model = spec.build_stage(stage or spec.whole)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def plan_of(run: RunConfig, model: Decoder, memory: MemoryConfig, **counts: int) -> RecomputePlan:
+    return plan_recompute(
+        memory, model_spec(run), ActivationShape.from_config(run, device="cpu"), model.stage, **counts
+    )
+
+
+def recompute(
+    run: RunConfig, model: Decoder, memory: MemoryConfig, streams: RandomStreams, **counts: int
+) -> RecomputePlan:
+    """Applies the plan of a config to a stage, and returns it."""
+    plan = plan_of(run, model, memory, **counts)
+    apply_recompute(model, plan, streams)
+    return plan
 
 
 def filled(model: Decoder) -> Decoder:
@@ -134,8 +156,8 @@ def check(run: RunConfig, *, stage: PipelineStage | None = None, dtype: torch.dt
     found: dict[str, tuple[int, int]] = {}
     for name, memory in RECOMPUTE.items():
         model, streams = build(run, dtype=dtype, stage=stage)
-        apply_recompute(model, memory, streams, shape=shape)
-        found[name] = measured(model, batch), plan_recompute(memory, shape, model.stage).saved_bytes
+        plan = recompute(run, model, memory, streams)
+        found[name] = measured(model, batch), plan.saved_bytes
     _compare(found, without_effect="layernorm")
 
 
@@ -168,10 +190,8 @@ def test_of_pipeline_stages(stage: PipelineStage):
 def test_fused_attention_over_windows_keeps_no_more():
     """But for the bounds of each token: at 16 tokens, 4 heads and 2 rows the scores would be 8192 bytes a layer."""
     run = run_of(f"{LLAMA} --window-size 5")
-    shape, (model, _) = ActivationShape.from_config(run, device="cpu"), build(run)
-    assert (
-        0 <= measured(model, batch_of(run)) - plan_recompute(MemoryConfig(), shape, model.stage).saved_bytes < 3 * 1024
-    )
+    model, _ = build(run)
+    assert 0 <= measured(model, batch_of(run)) - plan_of(run, model, MemoryConfig()).saved_bytes < 3 * 1024
 
 
 @pytest.mark.parametrize("flag", ["", "--bf16"])
@@ -183,7 +203,7 @@ def test_autograd_keeps_the_gradient_of_the_last_weight(flag: str):
     assert model.head is not None and model.head.weight is not None
     model.head.weight = torch.nn.Parameter(torch.zeros(136, 32, dtype=model.head.weight.dtype))
     real = measured(model, batch_of(run), taken=False)
-    assert real == plan_recompute(MemoryConfig(), shape, model.stage).saved_bytes
+    assert real == plan_recompute(MemoryConfig(), model_spec(run), shape, model.stage).saved_bytes
     sharded = run_of(f"{LLAMA} --data-parallel-sharding-strategy optim_grads_params", world_size=2)
     assert (
         ActivationShape.from_config(sharded, device="cpu").fully_sharded
@@ -218,15 +238,15 @@ def test_of_mixtures_up_to_what_routing_keeps(kind: str):
     """The formula leaves out indices, weights and scores: a few numbers per token, choice and expert."""
     run = run_of(f"{SOME_EXPERTS} {MIXTURES[kind]}")
     shape, batch = ActivationShape.from_config(run, device="cpu"), batch_of(run)
-    assert shape.moe_layer_mask == (True, False, True)
+    assert model_spec(run).moe_layers == (0, 2)
     left_out: dict[str, int] = {}
     found: dict[str, int] = {}
     for modules in ("moe_act", "mlp", "layernorm", "shared_experts", "layernorm shared_experts", "moe"):
         model, streams = build(run)
         memory = replace(SELECTIVE, recompute_modules=tuple(modules.split()))
-        apply_recompute(model, memory, streams, shape=shape)
+        plan = recompute(run, model, memory, streams)
         found[modules] = _measured_mixture(model, batch)
-        left_out[modules] = found[modules] - plan_recompute(memory, shape, model.stage).saved_bytes
+        left_out[modules] = found[modules] - plan.saved_bytes
     of_whole = left_out.pop("moe")
     assert max(left_out.values()) - min(left_out.values()) < 16, f"whatever is recomputed: {left_out}"
     assert 0 <= of_whole <= min(left_out.values()) <= 2 * (shape.tokens * (2 * 40 + 4 * 24) + 4 * 32 * 8)
@@ -243,14 +263,16 @@ def test_in_eight_bits(recipe: str, experts: bool):
     flags = f"{SOME_EXPERTS} --moe-shared-expert-intermediate-size {width}" if experts else LLAMA
     sizes = f"--ffn-hidden-size {width} --hidden-size {128 if recipe == 'blockwise' else 32} --seq-length 64"
     run = run_of(f"{flags} {sizes} --bf16 --fp8-format hybrid --fp8-recipe {recipe}")
-    shape, batch = ActivationShape.from_config(run, device="cpu"), batch_of(run)
+    batch = batch_of(run)
     situation = KernelContext.of(torch.device("cpu"), torch.bfloat16, allow_compile=False)
     more: set[int] = set()
     for name in ("nothing", "core_attn", "mlp", "attention", *(() if experts else ("uniform-1",))):
         model, streams = build(run, dtype=torch.bfloat16)
-        assert apply_fp8([model], run.precision, situation, cache_weights=False).linears
-        apply_recompute(model, RECOMPUTE[name], streams, shape=shape)
-        more.add(_measured_mixture(model, batch) - plan_recompute(RECOMPUTE[name], shape, model.stage).saved_bytes)
+        assert apply_fp8(
+            [model], run.precision, situation, num_layers=run.model.num_layers, cache_weights=False
+        ).linears
+        plan = recompute(run, model, RECOMPUTE[name], streams)
+        more.add(_measured_mixture(model, batch) - plan.saved_bytes)
     assert len(more) == 1
     assert 0 < more.pop() < 2 * 128 * 90 if experts else more == {0}
 
@@ -258,12 +280,11 @@ def test_in_eight_bits(recipe: str, experts: bool):
 def _measure_on_rank(flags: str, names: list[str]) -> dict[str, tuple[int, int]]:
     run = run_of(flags, world_size=dist.get_world_size())
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
-    sequence = run.parallel.sequence_parallel
-    shape, batch = ActivationShape.from_config(run, device="cpu"), batch_of(run)
+    sequence, batch = run.parallel.sequence_parallel, batch_of(run)
     found: dict[str, tuple[int, int]] = {}
     for name in names:
         streams = RandomStreams.seeded(run.train.seed, mesh)
-        model, table = Decoder(run.model), shard_specs(run.model)
+        model, table = built(run), model_spec(run).params()
         shard_params(
             model,
             table,
@@ -271,8 +292,8 @@ def _measure_on_rank(flags: str, names: list[str]) -> dict[str, tuple[int, int]]
         )
         apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=sequence, shared_generator=streams.tp_shared)
         shard_vocabulary(model, table, mesh.tp)
-        apply_recompute(filled(model), RECOMPUTE[name], streams, shape=shape)
-        found[name] = measured(model, batch), plan_recompute(RECOMPUTE[name], shape, model.stage).saved_bytes
+        plan = recompute(run, filled(model), RECOMPUTE[name], streams)
+        found[name] = measured(model, batch), plan.saved_bytes
     return found
 
 
@@ -290,7 +311,7 @@ def _measure_both_ways(flags: str) -> tuple[int, int]:
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
     found: list[int] = []
     for regather in (True, False):
-        model, table = Decoder(run.model), shard_specs(run.model)
+        model, table = built(run), model_spec(run).params()
         shard_params(model, table, ModelParallelCoordinate(mesh.tp.size, mesh.tp.rank, sequence_parallel=True))
         apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=True, shared_generator=None)
         shard_vocabulary(model, table, mesh.tp)
@@ -313,7 +334,7 @@ def _measure_experts_on_rank(flags: str, asked: list[str]) -> list[int]:
     """What is kept beyond the formula, for everything that is asked to be recomputed."""
     run = run_of(flags, world_size=dist.get_world_size())
     mesh, sequence = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank()), run.parallel.sequence_parallel
-    shape, batch, table = ActivationShape.from_config(run, device="cpu"), batch_of(run), shard_specs(run.model, run.moe)
+    batch, table = batch_of(run), model_spec(run).params()
     split = ModelParallelCoordinate(
         tp_size=mesh.tp.size,
         tp_rank=mesh.tp.rank,
@@ -326,13 +347,13 @@ def _measure_experts_on_rank(flags: str, asked: list[str]) -> list[int]:
     more: list[int] = []
     for modules in asked:
         memory = replace(SELECTIVE, recompute_modules=tuple(modules.split()))
-        model = Decoder(run.model, run.moe, moe_layer_mask=moe_layers(run))
+        model = built(run)
         shard_params(model, table, split)
         apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=sequence, shared_generator=None)
         shard_vocabulary(model, table, mesh.tp)
         apply_expert_parallel(filled(model), mesh, run.moe)
-        apply_recompute(model, memory, RandomStreams.seeded(run.train.seed, mesh), shape=shape)
-        more.append(_measured_mixture(model, batch) - plan_recompute(memory, shape, model.stage).saved_bytes)
+        plan = recompute(run, model, memory, RandomStreams.seeded(run.train.seed, mesh))
+        more.append(_measured_mixture(model, batch) - plan.saved_bytes)
     return more
 
 

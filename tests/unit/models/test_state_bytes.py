@@ -9,11 +9,13 @@ import pytest
 import petatron
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
-from petatron.estimate.flops import padded_vocab_size, parameter_count
+from petatron.estimate.flops import parameter_count
 from petatron.estimate.state_bytes import StateBytes, local_element_counts, state_bytes
+from petatron.models.registry import model_spec
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.pipeline_plan import pipeline_plan
 from petatron.sharding.flat_buffer import FlatParamGroup
+from petatron.sharding.shard_spec import padded_rows
 from petatron.train.fake_rank import fake_rank
 
 BASE = "--mock-data --lr 1e-3 --train-iters 1 --num-layers 4 --vocab-size 1000 --make-vocab-size-divisible-by 8"
@@ -66,7 +68,7 @@ def test_elements_are_those_of_the_buffers(flags: str, world_size: int, ranks: d
 def test_elements_of_one_rank_are_the_models_parameters():
     run = run_of("--make-vocab-size-divisible-by 1")
     elements = local_element_counts(run)
-    assert (elements.dense, elements.experts) == (parameter_count(run.model), 0)
+    assert (elements.dense, elements.experts) == (parameter_count(model_spec(run)), 0)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +149,9 @@ def test_fully_sharded(strategy: str, gathered: str):
     n = elements.dense
     weights = n if gathered == "all" else 2 * elements.largest_layer + elements.embedding_and_head
     assert elements.embedding_and_head + 8 * elements.largest_layer == n
-    assert elements.head == elements.embedding_and_head - run.model.hidden_size * padded_vocab_size(
-        run.model, tp_size=1
-    )
+    assert run.model.vocab_size is not None
+    rows = padded_rows(run.model.vocab_size, run.model.make_vocab_size_divisible_by, 1)
+    assert elements.head == elements.embedding_and_head - run.model.hidden_size * rows
     for flags, on_the_wire in (("", 4), ("--grad-reduce-in-bf16", 2)):
         whole = 2 * elements.head + (2 + on_the_wire) * elements.largest_layer
         found = state_bytes(run_of(f"{sharded} {flags}", 4))

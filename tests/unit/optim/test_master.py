@@ -3,7 +3,6 @@
 import copy
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -11,11 +10,11 @@ from torch import Tensor, nn
 
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import group_spec
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
+from tests.optimizer_groups import groups_of
 
 
 def small_model(dtype: torch.dtype) -> nn.Module:
@@ -28,7 +27,7 @@ def flatten(model: nn.Module, rule: str = "adam") -> list[FlatParamGroup]:
         n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
     }
     options, uses = FlatBufferOptions(bucket_size=10**9), Counter(model.parameters())
-    groups = partial(group_spec, OptimizerConfig(optimizer=rule))  # type: ignore[arg-type]
+    groups = groups_of(model, rule=rule)
     return flatten_parameters([model], placements, groups, ParallelMesh.single(), options, grads_per_micro_batch=uses)
 
 
@@ -236,9 +235,7 @@ def test_gradients_in_bfloat16_are_taken_as_they_are():
         placements = {"weight": compute_placement("weight", (10, 100), Shard(), ModelParallelCoordinate())}
         options, uses = FlatBufferOptions(bucket_size=1, grad_dtype=grad_dtype), Counter(model.parameters())
         mesh = ParallelMesh.single()
-        [group] = flatten_parameters(
-            [model], placements, partial(group_spec, OptimizerConfig()), mesh, options, grads_per_micro_batch=uses
-        )
+        [group] = flatten_parameters([model], placements, groups_of(model), mesh, options, grads_per_micro_batch=uses)
         assert group.flat_grads.dtype == (grad_dtype or torch.float32)
         group.flat_grads.copy_(values)
         optimizer = MixedPrecisionOptimizer(OptimizerConfig(lr=0.1, clip_grad=0.5), [group], mesh)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -19,8 +18,10 @@ from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, load_config
 from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.optimizer.newton_schulz import COEFFICIENT_SETS, newton_schulz, step_coefficients
+from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import Decoder, group_spec
+from petatron.models.optimizer_groups import optimizer_group
+from petatron.models.registry import model_spec
 from petatron.optim.matrix_update import plan_rounds
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.muon import MuonRule
@@ -91,15 +92,17 @@ SECTIONS = (Section("q", 4, 1), Section("k", 4, 1), Section("v", 4, 1))
 
 
 def flatten(model: nn.Module, config: OptimizerConfig) -> list[FlatParamGroup]:
-    placements = {}
+    placements, groups = {}, {}
     for name, parameter in model.named_parameters():
         shard = Shard(tp=0, sections=SECTIONS) if "qkv" in name else Shard()
-        placements[name] = compute_placement(name, tuple(parameter.shape), shard, ModelParallelCoordinate())
+        matrix = parameter.dim() > 1
+        role = "hidden_matrix" if matrix and name.startswith("layers.") else "other"
+        param = ParamSpec(shape=tuple(parameter.shape), shard=shard, role=role, weight_decay=matrix)
+        placements[name] = compute_placement(name, param.shape, shard, ModelParallelCoordinate())
+        groups[name] = optimizer_group(config, name, param)
     options, uses = FlatBufferOptions(bucket_size=10**9), Counter(model.parameters())
     mesh = ParallelMesh.single()
-    return flatten_parameters(
-        [model], placements, partial(group_spec, config), mesh, options, grads_per_micro_batch=uses
-    )
+    return flatten_parameters([model], placements, groups, mesh, options, grads_per_micro_batch=uses)
 
 
 def fill_gradients(groups: list[FlatParamGroup], step: int) -> dict[str, Tensor]:
@@ -212,11 +215,12 @@ def run_of(flags: str, world_size: int = 1) -> RunConfig:
 
 def test_who_updates_what():
     run = run_of(MOE)
+    model_params = model_spec(run).params()
     with torch.device("meta"):
-        model = Decoder(run.model, run.moe, moe_layer_mask=(False, True, True, True))
+        model = model_spec(run).build_stage(model_spec(run).whole)
     found: dict[str, set[str]] = {}
-    for name, parameter in model.named_parameters():
-        spec = group_spec(run.optim, name, parameter)
+    for name, _ in model.named_parameters():
+        spec = optimizer_group(run.optim, name, model_params[name])
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
         found.setdefault(f"{spec.rule} {spec.unit} {spec.weight_decay:g}", set()).add(kind)
     assert found == {
@@ -245,9 +249,8 @@ def test_who_updates_what():
             "norm.weight",
         },
     }
-    assert group_spec(
-        OptimizerConfig(optimizer="sgd"), "layers.0.mlp.down.weight", parameter=nn.Parameter(torch.zeros(2, 2))
-    ) == (GroupSpec(rule="sgd"))
+    name = "layers.0.mlp.down.weight"
+    assert optimizer_group(OptimizerConfig(optimizer="sgd"), name, model_params[name]) == GroupSpec(rule="sgd")
 
 
 def test_multipliers_of_a_group():
@@ -261,7 +264,7 @@ def test_multipliers_of_a_group():
         model = nn.Linear(3, 4, bias=False)
         placements = {"weight": compute_placement("weight", (4, 3), Shard(), ModelParallelCoordinate())}
         groups = flatten_parameters(
-            [model], placements, lambda *_, spec=spec: spec, ParallelMesh.single(), FlatBufferOptions(bucket_size=1)
+            [model], placements, {"weight": spec}, ParallelMesh.single(), FlatBufferOptions(bucket_size=1)
         )
         optimizer = MixedPrecisionOptimizer(OptimizerConfig(), groups, ParallelMesh.single())
         for step in range(2):

@@ -16,7 +16,6 @@ from petatron.base.errors import TrainError
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import group_spec
 from petatron.optim import mixed_precision
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
@@ -25,6 +24,7 @@ from petatron.optim.state_storage import DiskStorage, describe_offload_target
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.heard import heard
+from tests.optimizer_groups import groups_of
 
 
 class Device:
@@ -181,7 +181,7 @@ def flatten(model: nn.Module, rule: str = "adam") -> list[FlatParamGroup]:
         n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
     }
     options, uses = FlatBufferOptions(bucket_size=10**9), Counter(model.parameters())
-    groups = partial(group_spec, OptimizerConfig(optimizer=rule))  # type: ignore[arg-type]
+    groups = groups_of(model, rule=rule)
     return flatten_parameters([model], placements, groups, ParallelMesh.single(), options, grads_per_micro_batch=uses)
 
 

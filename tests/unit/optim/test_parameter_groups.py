@@ -8,7 +8,9 @@ from torch import Tensor
 
 import petatron
 from petatron.config import load_config
-from petatron.models.decoder import group_spec
+from petatron.layers.spec.param_spec import ParamSpec
+from petatron.models.optimizer_groups import optimizer_group
+from petatron.models.registry import model_spec
 from petatron.sharding.parameter_groups import GroupSpec
 from petatron.train.build import build_loader, build_model, build_optimizer
 from petatron.train.state.train_state import TrainState
@@ -23,11 +25,11 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def rates_of(flags: str, *, steps: int = 1, optimizer_group=None) -> dict[str, float]:
+def rates_of(flags: str, *, steps: int = 1, group_rule=None) -> dict[str, float]:
     """The learning rate that each parameter's last step shows, by name."""
     run = petatron.load("tiny-llama", f"{PLAIN} {flags}".split(), world_size=1)
     mesh = petatron.launch(run)
-    state = TrainState.build(run, mesh, model=build_model(run, mesh, optimizer_group=optimizer_group))
+    state = TrainState.build(run, mesh, model=build_model(run, mesh, group_rule=group_rule))
     loader = build_loader(run, mesh)
     for _ in range(steps):
         before = weights_of(state.model.module)
@@ -59,10 +61,10 @@ def test_decoupled_rate_follows_its_schedule():
 
 
 def test_multiplier_of_a_group_from_python():
-    def half_in_layers(name: str, parameter: torch.nn.Parameter) -> GroupSpec:
+    def half_in_layers(name: str, param: ParamSpec) -> GroupSpec:
         return GroupSpec(rule="sgd", lr_scale=0.5 if name.startswith("layers.") else 1.0)
 
-    rates = rates_of("", optimizer_group=half_in_layers)
+    rates = rates_of("", group_rule=half_in_layers)
     assert {name.startswith("layers."): round(rate, 6) for name, rate in rates.items()} == {True: 0.25, False: 0.5}
 
 
@@ -81,14 +83,12 @@ def test_decoupled_rate_without_a_schedule_is_the_flag():
 
 @pytest.mark.parametrize(("optimizer", "rule"), [("adam", "adam"), ("sgd", "sgd"), ("muon", "adam")])
 def test_groups_of_every_optimizer_with_a_decoupled_rate(optimizer: str, rule: str):
-    run = petatron.load("tiny-llama", f"{RUN} --lr 1e-3 --decoupled-lr 1e-4 --optimizer {optimizer}".split())
-    matrix = torch.nn.Parameter(torch.zeros(2, 2))
-    found = {
-        name: group_spec(run.optim, name, matrix) for name in ("embedding.weight", "head.weight", "position.weight")
-    }
+    flags = "--position-embedding-type learned_absolute --untie-embeddings-and-output-weights"
+    run = petatron.load("tiny-llama", f"{RUN} {flags} --lr 1e-3 --decoupled-lr 1e-4 --optimizer {optimizer}".split())
+    found = {name: optimizer_group(run.optim, name, param) for name, param in model_spec(run).params().items()}
     assert found["embedding.weight"] == found["head.weight"] == GroupSpec(rule=rule, decoupled_lr=True)
     assert not found["position.weight"].decoupled_lr
-    assert not group_spec(run.optim, "layers.0.mlp.down.weight", matrix).decoupled_lr
+    assert not found["layers.0.mlp.down.weight"].decoupled_lr
 
 
 def test_minimum_without_a_decoupled_rate_is_named():

@@ -22,6 +22,7 @@ from petatron.layers.moe.moe_layer import MoELayer, dispatch_locally
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.models.decoder_spec import moe_spec
 from petatron.parallel.expert_parallel import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -62,7 +63,7 @@ def config(case: str, dispatcher: str) -> MoEConfig:
 
 
 def whole_layer(model: str, moe: MoEConfig) -> MoELayer:
-    layer = MoELayer(MODELS[model], moe, layer_index=0).double()
+    layer = moe_spec(MODELS[model], moe).build(0).double()
     generator = torch.Generator().manual_seed(5)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=generator)

@@ -24,6 +24,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.overlapped_all_to_all import start_overlapped_all_to_all
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
+from petatron.models.decoder_spec import moe_spec
 from petatron.parallel.expert_parallel import apply_expert_parallel
 from petatron.parallel.recompute import recomputed
 from tests.dist import RankPool
@@ -80,7 +81,7 @@ class LoggedExchanges:
 
 
 def build_layer(mesh: ParallelMesh, moe: MoEConfig, log: list[str]) -> MoELayer:
-    layer = MoELayer(MODEL, moe, layer_index=0).double()
+    layer = moe_spec(MODEL, moe).build(0).double()
     generator = torch.Generator().manual_seed(3)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=generator)

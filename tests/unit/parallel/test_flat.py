@@ -1,25 +1,20 @@
 """Flat buffers: parameters become views, decayed and undecayed apart, last layer first."""
 
-from functools import partial
-
 import torch
 from torch import nn
 
-from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.models.decoder import group_spec
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Section, Shard, compute_placement
-
-GROUPS = partial(group_spec, OptimizerConfig())
+from tests.optimizer_groups import groups_of
 
 
 def flatten(model: nn.Module, placements: dict[str, Placement], **options: int) -> list[FlatParamGroup]:
-    mesh = ParallelMesh.single()
-    return flatten_parameters([model], placements, GROUPS, mesh, FlatBufferOptions(bucket_size=10**9, **options))
+    mesh, groups = ParallelMesh.single(), groups_of(model)
+    return flatten_parameters([model], placements, groups, mesh, FlatBufferOptions(bucket_size=10**9, **options))
 
 
 def test_parameters_are_views_that_keep_their_values():
@@ -80,7 +75,7 @@ def test_stages_and_experts_do_not_mix():
     }
     placements["e.weight"] = compute_placement("e.weight", (2, 2), Shard(ep=0), ModelParallelCoordinate())
     mesh = ParallelMesh.single()
-    groups = flatten_parameters(stages, placements, GROUPS, mesh, FlatBufferOptions(bucket_size=1))
+    groups = flatten_parameters(stages, placements, groups_of(*stages), mesh, FlatBufferOptions(bucket_size=1))
     found = [
         ([slot.name for slot in group.params], group.virtual_stage, group.axes.data_parallel.name) for group in groups
     ]
@@ -95,7 +90,7 @@ def test_a_parameter_of_two_stages_lies_once_and_counts_twice():
         for name in ("embedding.weight", "head.weight")
     }
     mesh = ParallelMesh.single()
-    [group] = flatten_parameters(stages, placements, GROUPS, mesh, FlatBufferOptions(bucket_size=1))
+    [group] = flatten_parameters(stages, placements, groups_of(*stages), mesh, FlatBufferOptions(bucket_size=1))
     assert [(slot.name, slot.grads_per_micro_batch) for slot in group.params] == [("embedding.weight", 2)]
 
 
@@ -107,6 +102,6 @@ def test_shared_buckets_divide_into_aligned_parts():
     layout = Layout(dp_shard=1)
     mesh = ParallelMesh(layout, 0)
     options = FlatBufferOptions(bucket_size=1, sharded=True)
-    [group] = flatten_parameters([model], placements, GROUPS, mesh, options)
+    [group] = flatten_parameters([model], placements, groups_of(model), mesh, options)
     assert [(bucket.begin, bucket.end) for bucket in group.buckets] == [(0, 21), (21, 56)], "one rank needs no padding"
     assert [stretch.length for stretch in group.flat_shards] == [21, 35]

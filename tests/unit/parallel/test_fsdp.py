@@ -26,7 +26,11 @@ from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
-from petatron.models.decoder import Decoder, group_spec, initial_std, run_layers_sequentially, shard_specs
+from petatron.models.decoder import Decoder
+from petatron.models.decoder_spec import DecoderSpec
+from petatron.models.optimizer_groups import optimizer_group
+from petatron.models.registry import model_spec
+from petatron.models.stage_module import run_layers_sequentially
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.data.fsdp import fully_shard_stages
 from petatron.parallel.data.fsdp_param_group import FsdpGradientReducer, FsdpParamGroup, owned_flat_shard, shard_dim
@@ -35,7 +39,8 @@ from petatron.parallel.expert_parallel import apply_expert_parallel
 from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
 from petatron.sharding.flat_buffer import FlatBufferOptions, flatten_parameters
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
-from petatron.sharding.initial_values import draw_normal_shard
+from petatron.sharding.initial_values import NormalValues
+from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, compute_placement
 from tests.dist import RankPool
 from tests.run_stage import run_stage
@@ -47,14 +52,15 @@ MODEL = (
     "--global-batch-size 12 --micro-batch-size 1 --init-method-std 0.1"
 )
 UNTIED = "--untie-embeddings-and-output-weights"
-EXPERTS = f"{UNTIED} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 6 --moe-router-load-balancing-type none"
+EXPERTS = (
+    f"{UNTIED} --num-experts 4 --moe-layer-freq [0,1] --moe-router-topk 2 --moe-ffn-hidden-size 6 "
+    "--moe-router-load-balancing-type none"
+)
 LEARNED = "--position-embedding-type learned_absolute --normalization LayerNorm"
 ONE_BY_ONE = "F0 B0 F1 B1 F2 B2"
 IN_FLIGHT = "F0 F1 B0 F2 B1 B2"
 STEPS, MICRO_BATCHES = 3, 3
 ALONE = Layout()
-
-GROUPS = partial(group_spec, OptimizerConfig())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +81,18 @@ def config(flags: str) -> RunConfig:
     return load_config([*MODEL.split(), *flags.split()]).config
 
 
+def spec_of(flags: str) -> DecoderSpec:
+    spec = model_spec(config(flags))
+    assert isinstance(spec, DecoderSpec)
+    return spec
+
+
+def group_specs(flags: str) -> dict[str, GroupSpec]:
+    return {name: optimizer_group(OptimizerConfig(), name, param) for name, param in spec_of(flags).params().items()}
+
+
 def build_stages(case: Case, mesh: ParallelMesh, device: str) -> tuple[list[Decoder], dict[str, Placement]]:
-    run = config(case.flags)
+    run, spec = config(case.flags), spec_of(case.flags)
     ends = [PipelineStage((0, 1), has_embedding=True, has_loss=True)]
     if case.cut:
         ends = [
@@ -93,12 +109,10 @@ def build_stages(case: Case, mesh: ParallelMesh, device: str) -> tuple[list[Deco
         etp_size=mesh["etp"].size,
         etp_rank=mesh["etp"].rank,
     )
-    moe = run.moe if run.moe.num_experts is not None else None
-    table = shard_specs(run.model, moe)
     stages, placements = [], {}
     for stage in ends:
         with torch.device(device):
-            model = Decoder(run.model, moe, moe_layer_mask=[False, moe is not None], stage=stage)
+            model, table = spec.build_stage(stage), spec.params(stage)
             model.to(torch.promote_types(case.dtype, torch.float32))
         placements |= shard_params(model, table, split)
         for parameter in model.parameters():
@@ -120,11 +134,11 @@ def run_recomputed(blocks: Sequence[nn.Module], x: Tensor, passing: ForwardConte
 
 @torch.no_grad()
 def fill(groups: Sequence[ParameterGroup], flags: str) -> None:
-    model = config(flags).model
+    initial_values = {piece.name: param.init for piece, param in spec_of(flags).logical_tensors()}
     for group in groups:
         for piece, view in group_tensor_shards(group, group.weights()):
-            std = initial_std(model, piece.name)
-            view.fill_(1.0) if std is None else view.copy_(draw_normal_shard(piece, seed=1, std=std))
+            init = initial_values[piece.name]
+            init.fill(view, piece, seed=1) if isinstance(init, NormalValues) else view.fill_(1.0)
 
 
 def batches(step: int) -> list[Batch]:
@@ -181,7 +195,7 @@ def shard(
         stages,
         placements,
         mesh,
-        GROUPS,
+        group_specs(case.flags),
         strategy=case.strategy,  # pyright: ignore[reportArgumentType]
         compute_dtype=case.dtype,
         reduce_dtype=case.reduce_dtype,
@@ -197,7 +211,8 @@ def train(case: Case) -> Seen:
         groups: Sequence[ParameterGroup] = shard(case, stages, placements, mesh)
         gradients = FsdpGradientReducer(groups, mesh)  # pyright: ignore[reportArgumentType]
     else:
-        groups = flatten_parameters(stages, placements, GROUPS, mesh, FlatBufferOptions(bucket_size=10**9))
+        options = FlatBufferOptions(bucket_size=10**9)
+        groups = flatten_parameters(stages, placements, group_specs(case.flags), mesh, options)
         gradients = GradientReducer(groups, mesh, overlap=False)  # pyright: ignore[reportArgumentType]
     fill(groups, case.flags)
     optimizer = MixedPrecisionOptimizer(config(case.flags).optim, groups, mesh)

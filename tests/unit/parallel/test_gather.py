@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 import pytest
 import torch
 
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.decoder import group_spec, shard_specs
+from petatron.models.optimizer_groups import optimizer_group
+from petatron.models.registry import model_spec
 from petatron.parallel.data.param_gather_wait import wait_for_params_before_use
 from petatron.parallel.tensor_parallel import shard_params
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
@@ -25,8 +25,6 @@ MODELS = {
     "experts": f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
 }
 
-GROUPS = partial(group_spec, OptimizerConfig())
-
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_weight_is_waited_for_before_it_is_used(model: str, monkeypatch: pytest.MonkeyPatch):
@@ -34,13 +32,14 @@ def test_every_weight_is_waited_for_before_it_is_used(model: str, monkeypatch: p
     run = run_of(MODELS[model].replace("--vocab-size 131", "--vocab-size 136"))  # no padding
     decoder, _ = build(run)
     wanted = run_stage(decoder, batch_of(run)).detach()
-    moe = run.moe if run.moe.num_experts is not None else None
+    params = model_spec(run).params()
+    group_specs = {name: optimizer_group(OptimizerConfig(), name, param) for name, param in params.items()}
     values = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
-    placements = shard_params(decoder, shard_specs(run.model, moe), ModelParallelCoordinate())
+    placements = shard_params(decoder, params, ModelParallelCoordinate())
     for name, parameter in decoder.named_parameters():
         parameter.data.copy_(values[name])
     groups = flatten_parameters(
-        [decoder], placements, GROUPS, ParallelMesh.single(), FlatBufferOptions(bucket_size=500)
+        [decoder], placements, group_specs, ParallelMesh.single(), FlatBufferOptions(bucket_size=500)
     )
     assert len(groups) > 1 and max(len(group.buckets) for group in groups) > 3
     gathered = {id(group): group.flat_weights.clone() for group in groups}

@@ -3,7 +3,6 @@
 import gc
 import weakref
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,18 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.models.decoder import group_spec
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.dist import RankPool
+from tests.optimizer_groups import groups_of
 
 WIDTH, LAYERS = 4, 5
-
-GROUPS = partial(group_spec, OptimizerConfig())
 
 
 class Chain(nn.Module):
@@ -68,7 +64,7 @@ def flatten(
         n: compute_placement(n, tuple(p.shape), Shard(), ModelParallelCoordinate()) for n, p in model.named_parameters()
     }
     options = FlatBufferOptions(bucket_size=bucket_size, sharded=sharded)
-    return flatten_parameters([model], placements, GROUPS, mesh, options)
+    return flatten_parameters([model], placements, groups_of(model), mesh, options)
 
 
 def by_name(groups: list[FlatParamGroup]) -> dict[str, Tensor]:
@@ -230,7 +226,7 @@ def _partial() -> dict[str, Any]:
     model = nn.Module()
     for name, placement in placements.items():
         model.register_parameter(name, nn.Parameter(torch.ones(placement.shape)))
-    groups = flatten_parameters([model], placements, GROUPS, mesh, FlatBufferOptions(bucket_size=1))
+    groups = flatten_parameters([model], placements, groups_of(model), mesh, FlatBufferOptions(bucket_size=1))
     sync = GradientReducer(groups, mesh, overlap=True)
     sync.start_step(1)
     sum(parameter.sum() * 10.0**rank for parameter in model.parameters()).backward()

@@ -15,15 +15,13 @@ from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
-from petatron.estimate.activation_bytes import ActivationShape
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 from petatron.parallel import activation_offload
 from petatron.parallel.activation_offload import HostBufferPool, HostLink, apply_activation_offload
-from petatron.parallel.recompute import apply_recompute
 from tests.run_stage import run_stage
 from tests.unit.models.kept import alive_bytes, kept_bytes
-from tests.unit.models.test_activations import BASE, LLAMA, RECOMPUTE, batch_of, build, run_of
+from tests.unit.models.test_activations import BASE, LLAMA, RECOMPUTE, batch_of, build, recompute, run_of
 
 MIXTURE = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-layer-freq 2 --hidden-dropout 0.3"
 MODELS = {
@@ -40,7 +38,7 @@ def offloading(
     model, streams = build(run, **options)
     memory = replace(memory or MemoryConfig(), cpu_offloading_num_layers=number)
     link = HostLink(torch.device("cpu"))
-    apply_recompute(model, memory, streams, shape=ActivationShape.from_config(run, device="cpu"), in_flight=2)
+    recompute(run, model, memory, streams, in_flight=2)
     line = apply_activation_offload(model, memory, link, min_bytes=smallest)
     assert (line is None) == (number == 0)
     return model, link

@@ -15,18 +15,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
-from petatron.estimate.activation_bytes import FULL, ActivationShape
 from petatron.estimate.recompute_plan import effective_modules, recompute_flops
 from petatron.kernels import norm as reference_norm
 from petatron.layers.dropout import Dropout
 from petatron.layers.moe.experts import GroupedLinear
 from petatron.layers.norm import RMSNorm
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import FULL
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
-from petatron.models.decoder import Decoder, shard_specs
-from petatron.parallel.recompute import RecomputeRegion, apply_recompute, recomputed
+from petatron.models.registry import model_spec
+from petatron.parallel.recompute import RecomputeRegion, recomputed
 from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.dist import RankPool
@@ -39,7 +40,9 @@ from tests.unit.models.test_activations import (
     SELECTIVE,
     batch_of,
     build,
+    built,
     filled,
+    recompute,
     run_of,
     take_gradients,
 )
@@ -81,7 +84,7 @@ def train(run: RunConfig, memory: MemoryConfig, *, shared: bool = False, taken: 
             if isinstance(module, Dropout):
                 module.generator = streams.tp_shared
     names = [name for name, _ in model.named_parameters()]
-    apply_recompute(model, memory, streams, shape=ActivationShape.from_config(run, device="cpu"), in_flight=2)
+    recompute(run, model, memory, streams, in_flight=2)
     assert [name for name, _ in model.named_parameters()] == names
     torch.manual_seed(1)
     batch = batch_of(run)
@@ -140,7 +143,7 @@ def test_the_test_sees_a_stream_that_is_not_restored(monkeypatch: pytest.MonkeyP
 
 def _flops(run: RunConfig, memory: MemoryConfig) -> int:
     model, streams = build(run)
-    apply_recompute(model, memory, streams, shape=ActivationShape.from_config(run, device="cpu"))
+    recompute(run, model, memory, streams)
     with FlopCounterMode(display=False) as counter:
         run_stage(model, batch_of(run)).sum().backward()
     return counter.get_total_flops()
@@ -152,10 +155,10 @@ def test_the_last_product_of_a_branch_is_not_repeated(model: str, name: str):
     """Counted are products; the formula has attention scores, norms and activations too."""
     run = run_of({"gpt": f"{BASE} --hidden-dropout 0", "llama": LLAMA}[model])
     more = _flops(run, RECOMPUTE[name]) - _flops(run, MemoryConfig())
-    shape = ActivationShape.from_config(run, device="cpu")
+    shape, layer_spec = ActivationShape.from_config(run, device="cpu"), model_spec(run).layers[0]
     tokens, hidden, inner = shape.tokens, 32, 48
     qkv, out = 6 * tokens * hidden * hidden, 2 * tokens * hidden * hidden
-    first = 2 * tokens * hidden * inner * (2 if shape.gated else 1)
+    first = 2 * tokens * hidden * inner * (2 if model == "llama" else 1)
     last = 2 * tokens * hidden * inner
     layer = qkv + out + first
     wanted = {
@@ -171,7 +174,7 @@ def test_the_last_product_of_a_branch_is_not_repeated(model: str, name: str):
     modules = {"all": ("attention", "mlp", "layernorm"), "uniform-1": ("full",), "uniform-2": ("full",)}.get(
         name, (name,)
     )
-    formula = 3 * recompute_flops(shape, effective_modules(shape, modules, is_moe=False))
+    formula = 3 * recompute_flops(layer_spec, shape, effective_modules(layer_spec, shape, modules))
     uncounted = 3 * tokens * (2 * 16 * hidden + 12 * (2 * hidden + inner))
     assert more - last <= formula <= more + uncounted
 
@@ -201,12 +204,13 @@ EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24"
 def test_what_experts_repeat(flags: str, name: str):
     """Products are those of the formula, once; it has attention scores, norms and activations besides."""
     run = run_of(f"{LLAMA} {flags} --num-layers 1")
-    shape, kind = ActivationShape.from_config(run, device="cpu"), "moe" if name == "moe" else FULL
+    shape, (layer,) = ActivationShape.from_config(run, device="cpu"), model_spec(run).layers
+    kind = "moe" if name == "moe" else FULL
     more = _flops(run, (MIXED | RECOMPUTE)[name]) - _flops(run, MemoryConfig())
     scores = 2 * 16 * 32 if kind == FULL else 0
     elementwise = shape.tokens * (scores + 12 * (2 * 32 + 2 * 24 + 40))
     gate = 2 * shape.tokens * 32
-    formula = recompute_flops(shape, effective_modules(shape, (kind,), is_moe=True), is_moe=True)
+    formula = recompute_flops(layer, shape, effective_modules(layer, shape, (kind,)))
     assert more - gate <= formula <= more + elementwise
 
 
@@ -248,7 +252,7 @@ def test_a_norm_runs_again_for_a_branch_or_a_router(model: str, name: str, more:
         for module in decoder.modules():
             if isinstance(module, RMSNorm):
                 module.kernels = kernels
-        apply_recompute(decoder, memory, streams, shape=ActivationShape.from_config(run, device="cpu"))
+        recompute(run, decoder, memory, streams)
         run_stage(decoder, batch_of(run), aux_loss_scale=torch.tensor(0.5)).sum().backward()
         counts.append((len(kernels.forward), len(kernels.again)))
     assert counts[0] == (7, 6), "two in each of three layers, and the last one, whose output no product keeps"
@@ -259,7 +263,7 @@ def test_hooks_of_a_product_run_before_it():
     """Weights may still be on their way when a step begins; a hook of each module waits for them."""
     run = run_of(MODELS["moe"])
     decoder, streams = build(run)
-    apply_recompute(decoder, (MIXED | DENSE)["moe_act"], streams, shape=ActivationShape.from_config(run, device="cpu"))
+    recompute(run, decoder, (MIXED | DENSE)["moe_act"], streams)
     down = decoder.get_submodule("layers.0.mlp.experts.down")
     assert isinstance(down, GroupedLinear)
     order: list[str] = []
@@ -280,7 +284,7 @@ def test_nothing_is_left_after_the_backward_pass(name: str, taken: bool):
         parameter.grad = torch.zeros_like(parameter)
     known = [*model.parameters(), *(p.grad for p in model.parameters()), batch.tokens, batch.labels, batch.loss_mask]
     known += [weights_SB, *take_gradients(model)] if weights_SB is not None else []
-    apply_recompute(model, (MIXED | DENSE)[name], streams, shape=ActivationShape.from_config(run, device="cpu"))
+    recompute(run, model, (MIXED | DENSE)[name], streams)
 
     def step() -> None:
         run_stage(model, batch, loss_weights_SB=weights_SB).sum().backward()
@@ -291,7 +295,7 @@ def test_nothing_is_left_after_the_backward_pass(name: str, taken: bool):
 def test_without_gradients_nothing_is_kept_or_repeated():
     run = run_of(MODELS["llama"])
     model, streams = build(run)
-    apply_recompute(model, RECOMPUTE["three"], streams, shape=ActivationShape.from_config(run, device="cpu"))
+    recompute(run, model, RECOMPUTE["three"], streams)
     plain, _ = build(run)
     for each in (model, plain):
         each.eval()
@@ -306,8 +310,8 @@ def test_a_graph_may_be_used_twice(name: str):
     found: list[list[Tensor]] = []
     for memory in (MemoryConfig(), RECOMPUTE[name]):
         model, streams = build(run, stage=PipelineStage((0, 1, 2), has_embedding=True, has_loss=False))
-        apply_recompute(model, memory, streams, shape=ActivationShape.from_config(run, device="cpu"))
-        loss = run_stage(model, batch_of(run)).square().sum()
+        recompute(run, model, memory, streams)
+        loss = model(batch_of(run)).square().sum()
         assert model.embedding is not None
         first = torch.autograd.grad(loss, [model.embedding.weight], retain_graph=True)
         rest = [p for p in model.parameters() if p is not model.embedding.weight]
@@ -359,13 +363,13 @@ def _train_on_rank(flags: str, name: str) -> tuple[Bits, Counter[tuple[str, int]
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
     streams = RandomStreams.seeded(run.train.seed, mesh)
     sequence = run.parallel.sequence_parallel
-    model, table = Decoder(run.model), shard_specs(run.model)
+    model, table = built(run), model_spec(run).params()
     shard_params(
         model, table, ModelParallelCoordinate(tp_size=mesh.tp.size, tp_rank=mesh.tp.rank, sequence_parallel=sequence)
     )
     apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=sequence, shared_generator=streams.tp_shared)
     shard_vocabulary(model, table, mesh.tp)
-    apply_recompute(filled(model), RECOMPUTE[name], streams, shape=ActivationShape.from_config(run, device="cpu"))
+    recompute(run, filled(model), RECOMPUTE[name], streams)
     batch = batch_of(run)
     torch.manual_seed(dist.get_rank())
     losses = run_stage(model, batch)

@@ -1,4 +1,4 @@
-"""The decoder's own Shard table at every tensor-parallel size: weights tile, first values never depend on the layout."""
+"""The decoder's own shards at every tensor-parallel size: weights tile, first values never depend on the layout."""
 
 import logging
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import petatron
-from petatron.models.decoder import Decoder, initial_std, shard_specs
+from petatron.models.registry import model_spec
 from petatron.parallel.tensor_parallel import shard_params
-from petatron.sharding.initial_values import draw_normal_shard
+from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.heard import heard
 from tests.parity.harness import tiny_run
@@ -24,21 +24,24 @@ MODELS = {
 
 def logical_tensors(flags: str, tp: int) -> tuple[dict[str, torch.Tensor], set[tuple[int, ...]]]:
     """Whole first weights assembled from every rank's primary pieces; and the local shapes of all ranks."""
-    config = tiny_run(flags).model
+    spec = model_spec(tiny_run(flags))
+    params = spec.params()
     whole: dict[str, torch.Tensor] = {}
     shapes = set()
     for rank in range(tp):
         with torch.device("meta"):
-            model = Decoder(config)
-        placements = shard_params(model, shard_specs(config), ModelParallelCoordinate(tp, rank, sequence_parallel=True))
+            model = spec.build_stage(spec.whole)
+        placements = shard_params(model, params, ModelParallelCoordinate(tp, rank, sequence_parallel=True))
         shapes.add(tuple(tuple(parameter.shape) for parameter in model.parameters()))
         for name, placement in placements.items():
-            std = initial_std(config, name)
+            init = params[name].init
             for piece in placement.tensor_shards:
                 if piece.primary:
                     target = whole.setdefault(piece.name, torch.full(piece.logical_shape, float("nan")))
                     assert target[piece.logical_slices()].isnan().all(), f"{piece.name} is held twice"
-                    value = torch.zeros(piece.shape) if std is None else draw_normal_shard(piece, seed=5, std=std)
+                    value = torch.zeros(piece.shape)
+                    if isinstance(init, NormalValues):
+                        init.fill(value, piece, seed=5)
                     target[piece.logical_slices()] = value
     return whole, shapes
 
@@ -54,10 +57,10 @@ def test_every_layout_holds_the_same_logical_model(flags: str):
 
 
 def test_fused_layers_learn_their_local_widths():
-    config = tiny_run("--num-query-groups 2").model
+    spec = model_spec(tiny_run("--num-query-groups 2"))
     with torch.device("meta"):
-        model = Decoder(config)
-    shard_params(model, shard_specs(config), ModelParallelCoordinate(4, 1))
+        model = spec.build_stage(spec.whole)
+    shard_params(model, spec.params(), ModelParallelCoordinate(4, 1))
     block = model.layers["0"]
     assert block.attention.qkv.sections == (8, 8, 8)  # one query head, one key and one value head shared by two ranks
     assert block.mlp.gate_up.sections == (12, 12)

@@ -16,9 +16,9 @@ from petatron.base import device
 from petatron.base.errors import ConfigError
 from petatron.cli import doctor
 from petatron.config.schema.model import ModelConfig
-from petatron.estimate.flops import flops_formula, model_flops_per_token, padded_vocab_size, parameter_count
+from petatron.estimate.flops import flops_formula, head_gemm_elements, model_flops_per_token, parameter_count
 from petatron.models.batch import Batch
-from petatron.models.decoder import Decoder
+from petatron.models.registry import spec_from_config
 from tests.run_stage import run_stage
 
 GPT = ModelConfig(
@@ -124,22 +124,25 @@ def test_cuda_asked_for_but_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_parameter_count_is_what_the_model_has(model: ModelConfig) -> None:
+    spec = spec_from_config(model)
     with torch.device("meta"):
-        built = Decoder(model)
-    assert parameter_count(model) == sum(parameter.numel() for parameter in built.parameters())
+        built = spec.build_stage(spec.whole)
+    assert parameter_count(spec) == sum(parameter.numel() for parameter in built.parameters())
 
 
 def test_known_sizes() -> None:
-    llama3_8b = dataclasses.replace(
-        LLAMA,
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        kv_channels=128,
-        seq_length=8192,
-        vocab_size=128256,
+    llama3_8b = spec_from_config(
+        dataclasses.replace(
+            LLAMA,
+            num_layers=32,
+            hidden_size=4096,
+            ffn_hidden_size=14336,
+            num_attention_heads=32,
+            num_query_groups=8,
+            kv_channels=128,
+            seq_length=8192,
+            vocab_size=128256,
+        )
     )
     assert parameter_count(llama3_8b) == 8_030_261_248
     # 6 per multiplying parameter (all but the embedding and the norms) plus causal attention over 8192 tokens.
@@ -153,24 +156,26 @@ def test_known_sizes() -> None:
 def test_flops_are_what_torch_counts(model: ModelConfig) -> None:
     model = dataclasses.replace(model, vocab_size=1024, hidden_dropout=0.0, attention_dropout=0.0)
     tokens = torch.zeros(3, 32, dtype=torch.long)
-    built = Decoder(model)
+    spec = spec_from_config(model)
+    built = spec.build_stage(spec.whole)
     # The math backend multiplies masked pairs too, which is the full convention.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         run_stage(built, Batch(tokens, tokens, torch.ones(3, 32)), loss_weights_SB=torch.ones(32, 3)).sum().backward()
-    assert counter.get_total_flops() == 3 * 32 * model_flops_per_token(model, causal=False)
+    assert counter.get_total_flops() == 3 * 32 * model_flops_per_token(spec, causal=False)
 
 
 def test_flops_scale_with_the_padding() -> None:
-    assert padded_vocab_size(GPT) == 1024
-    assert padded_vocab_size(GPT, tp_size=3) == 1152
-    more = model_flops_per_token(GPT, tp_size=3) - model_flops_per_token(GPT)
+    spec = spec_from_config(GPT)
+    assert head_gemm_elements(spec) == 64 * 1024
+    assert head_gemm_elements(spec, tp_size=3) == 64 * 1152
+    more = model_flops_per_token(spec, tp_size=3) - model_flops_per_token(spec)
     assert more == 6 * 64 * (1152 - 1024)
 
 
 def test_a_window_saves_attention() -> None:
-    full = model_flops_per_token(GPT)
-    assert model_flops_per_token(dataclasses.replace(GPT, window_size=32)) == full
-    half = model_flops_per_token(dataclasses.replace(GPT, window_size=8))
+    full = model_flops_per_token(spec_from_config(GPT))
+    assert model_flops_per_token(spec_from_config(dataclasses.replace(GPT, window_size=32))) == full
+    half = model_flops_per_token(spec_from_config(dataclasses.replace(GPT, window_size=8)))
     # 8 x 32 - 8^2/2 = 224 pairs instead of 512
     assert full - half == 12 * 2 * 64 * (512 - 224) / 32
 

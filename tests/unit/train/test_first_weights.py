@@ -15,7 +15,7 @@ from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.parallel import parallelize
+from petatron.sharding import initial_values
 from petatron.train.state.checkpointing import checkpoint_chunks, has_weights
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
@@ -26,13 +26,13 @@ from tests.parity.harness import tiny_run
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of what is drawn."""
     names: list[str] = []
-    draw = parallelize.draw_normal_shard
+    draw = initial_values.draw_normal_shard
 
     def noted(piece, **arguments):
         names.append(piece.name)
         return draw(piece, **arguments)
 
-    monkeypatch.setattr(parallelize, "draw_normal_shard", noted)
+    monkeypatch.setattr(initial_values, "draw_normal_shard", noted)
     return names
 
 

@@ -9,7 +9,7 @@ import pytest
 import petatron
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import pipeline_stages
-from petatron.estimate.activation_bytes import ActivationShape, embedding_and_head_bytes, layer_bytes
+from petatron.estimate.activation_bytes import layer_bytes
 from petatron.estimate.memory.forecast import (
     forecast_memory,
     format_gigabytes,
@@ -18,6 +18,8 @@ from petatron.estimate.memory.forecast import (
     recompute_plans,
 )
 from petatron.estimate.state_bytes import state_bytes
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.models.registry import model_spec
 
 LLAMA = "--mock-data --lr 1e-4 --train-iters 1 --bf16 --vocab-size 128256 --seq-length 4096"
 
@@ -31,7 +33,7 @@ def test_one_rank():
     (forecast,) = forecast_memory(run, device="cuda")
     shape = ActivationShape.from_config(run, device="cuda")
     assert forecast.state == state_bytes(run)
-    assert forecast.logits == embedding_and_head_bytes(shape, pipeline_stages(run)[0])
+    assert forecast.logits == model_spec(run).outer_saved_bytes(shape, pipeline_stages(run)[0])
     assert forecast.activations + forecast.logits == recompute_plans(run, device="cuda")[0].peak_bytes
     assert forecast.total == sum(forecast.bytes_by_kind().values())
     assert forecast.state.total == 18 * 8_030_261_248
@@ -52,7 +54,8 @@ def test_recompute_and_offload_count():
     assert largest_forecast(run_of(full), device="cuda").activations < plain.activations / 4
     shape = ActivationShape.from_config(run_of(), device="cuda")
     offloaded = largest_forecast(run_of("--cpu-offloading-num-layers 8"), device="cuda")
-    assert plain.activations - offloaded.activations == 6 * layer_bytes(shape), "two of eight are on their way"
+    of_a_layer = layer_bytes(model_spec(run_of()).layers[0], shape)
+    assert plain.activations - offloaded.activations == 6 * of_a_layer, "two of eight are on their way"
     assert offloaded.logits == plain.logits and offloaded.state == plain.state
     assert largest_forecast(run_of("--cpu-offloading-num-layers 1"), device="cuda") == plain
 
