@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.layers.moe.moe_layer import MoESpec
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -33,6 +34,11 @@ class ModelSpec(ABC):
     config: ModelConfig
     moe: MoEConfig | None
     layers: tuple[LayerSpec, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids; `ConfigError` if it is that of a tokenizer that was not opened."""
+        return known_vocab_size(self.config)
 
     @property
     def tied_params(self) -> Mapping[str, str]:
@@ -100,4 +106,6 @@ class ModelSpec(ABC):
         """The order of a sequence's shards that every layer can work with; `whole` if there is none."""
         branches = (branch for layer in set(self.layers) for branch in layer.branches)
         orders: set[SequenceOrder] = {branch.sequence_order for branch in branches if branch.sequence_order != "any"}
-        return next(iter(orders), "zigzag") if len(orders) < 2 else "whole"
+        if len(orders) > 1:
+            return "whole"
+        return orders.pop() if orders else "zigzag"

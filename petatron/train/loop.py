@@ -291,7 +291,6 @@ def evaluate(
 ) -> float | InterruptedEvaluation:
     """Returns the mean loss per token over the first `eval_iters` batches of a split; the same batches every time."""
     size = state.run.train.global_batch_size
-    assert size is not None
     total = torch.zeros((), dtype=torch.float64, device=state.mesh.device)
     tokens = torch.zeros_like(total)
     for index in range(state.run.train.eval_iters):
