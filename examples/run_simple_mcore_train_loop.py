@@ -23,7 +23,6 @@ def train(
     run: petatron.RunConfig, model: petatron.Model, optimizer: petatron.MasterOptimizer, *, done: int, to: int
 ) -> None:
     """Steps `done` + 1 to `to`, on the samples that come after those already consumed."""
-    assert run.train.global_batch_size is not None
     loader = petatron.build_loader(run, model.mesh, consumed_samples=done * run.train.global_batch_size)
     for step, batches in zip(range(done + 1, to + 1), loader):
         loss = model.train_step(batches)  # forward and backward of every micro-batch; gradients are reduced

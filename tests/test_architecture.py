@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from petatron.config.schema.fields import fields_by_name, sections
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "petatron"
 ROWS = (
@@ -273,3 +275,135 @@ def test_following_a_link_is_noticed(line: str):
     assert not link_problems(
         ast.parse("path.open('rb'); open(path); path.unlink(); safe_files.remove_tree(path)"), "petatron/train/new.py"
     )
+
+
+def _optional_setting(node: ast.AST) -> bool:
+    """Whether an expression reads a setting that may be unset: `run.train.train_iters`, `config.lr`, `self._config.lr`."""
+    if not isinstance(node, ast.Attribute) or (info := fields_by_name().get(node.attr)) is None or not info.optional:
+        return False
+    owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+    owner = owner.lstrip("_").removesuffix("_config")
+    return owner == info.section or (owner not in sections() and owner in ("run", "config", "settings", "loaded"))
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _possible_values(node: ast.AST | None) -> list[ast.AST]:
+    """The expressions whose value an expression may have."""
+    match node:
+        case ast.IfExp():
+            return [*_possible_values(node.body), *_possible_values(node.orelse)]
+        case ast.BoolOp():
+            return [found for value in node.values for found in _possible_values(value)]
+        case ast.NamedExpr():
+            return _possible_values(node.value)
+    return [] if node is None else [node]
+
+
+def _assigned(target: ast.AST, value: ast.AST | None) -> set[str]:
+    """The names that an assignment gives the value of a setting to."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return set().union(*(_assigned(one, other) for one, other in zip(target.elts, value.elts)))
+    from_setting = any(_optional_setting(found) for found in _possible_values(value))
+    return {target.id} if isinstance(target, ast.Name) and from_setting else set()
+
+
+def _setting_names(scope: ast.AST) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Assign):
+            names |= set().union(*(_assigned(target, node.value) for target in node.targets))
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+            names |= _assigned(node.target, node.value)
+    return names
+
+
+def _narrowed(test: ast.AST, *, holds: bool = True) -> list[ast.AST]:
+    """The expressions that cannot be None if a condition holds, or does not."""
+    match test:
+        case ast.BoolOp():
+            return [found for value in test.values for found in _narrowed(value, holds=holds)]
+        case ast.UnaryOp(op=ast.Not()):
+            return _narrowed(test.operand, holds=not holds)
+        case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() | ast.Eq() | ast.NotEq() as op], comparators=[right]):
+            excludes_none = (_is_none(left) or _is_none(right)) and isinstance(op, ast.IsNot | ast.NotEq) == holds
+            return _possible_values(left if _is_none(right) else right) if excludes_none else []
+        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op], comparators=[ast.Tuple() | ast.List() as held]):
+            return list(held.elts) if _is_none(left) and isinstance(op, ast.NotIn) == holds else []
+        case ast.Call(func=ast.Name(id="isinstance"), args=[value, *_]):
+            return [value] if holds else []
+        case ast.Call(func=ast.Name(id="all"), args=[ast.GeneratorExp(elt=each, generators=[one, *_])]):
+            return [
+                *_narrowed(each, holds=holds),
+                *(getattr(one.iter, "elts", []) if _narrowed(each, holds=holds) else []),
+            ]
+    return _possible_values(test) if holds else []
+
+
+def narrowing_asserts(tree: ast.AST) -> list[int]:
+    """The lines of asserts that a setting is there: either its resolved type says so, or a user must be told that it is missing."""
+    lines: set[int] = set()
+    for scope in ast.walk(tree):
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
+            names = _setting_names(scope) if not isinstance(scope, ast.Module) else set()
+            for node in (node for node in ast.walk(scope) if isinstance(node, ast.Assert)):
+                for found in _narrowed(node.test):
+                    if _optional_setting(found) or (isinstance(found, ast.Name) and found.id in names):
+                        lines.add(node.lineno)
+    return sorted(lines)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_assert_narrows_a_setting(path: Path):
+    found = [f"{path.relative_to(ROOT)}:{line}" for line in narrowing_asserts(_tree(path))]
+    assert not found, f"{', '.join(found)}: take the resolved config, or `petatron.config.required_settings.required`"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert run.train.train_iters is not None",
+        "assert config.lr is not None, 'the config is not derived'",
+        "assert self._config.lr is not None",
+        "assert spec.run.model.vocab_size is not None",
+        "assert export.moe is not None and export.moe.num_experts is not None",
+        "assert parallel.world_size and parallel.data_parallel_size, 'the config is not derived'",
+        "assert model.kv_channels",
+        "assert not model.kv_channels is None",
+        "assert None is not model.kv_channels",
+        "assert model.kv_channels != None",
+        "assert isinstance(model.kv_channels, int)",
+        "assert None not in (model.kv_channels, model.num_query_groups)",
+        "assert all(size is not None for size in (model.kv_channels, 2))",
+        "size = state.run.train.global_batch_size; assert size is not None",
+        "size: int | None = train.global_batch_size; assert size",
+        "layout, size = build(run), run.parallel.ddp_bucket_size; assert size is not None",
+        "lr = self._config.lr if lr is None else lr; assert lr is not None",
+        "assert (size := train.global_batch_size) is not None",
+        "model_config = 1; assert model_config.vocab_size is not None",
+    ],
+)
+def test_an_assert_that_narrows_a_setting_is_noticed(line: str):
+    assert narrowing_asserts(ast.parse(f"def f():\n    {line}")) == [2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert self.embedding is not None and self.head is not None",
+        "assert tokenizer.vocab_size is not None",  # a tokenizer has one too
+        "assert checkpoint.model is not None",
+        "assert config.hidden_size % 8 == 0",
+        "assert parallel.sequence_parallel and axis.size > 1",  # may not be unset
+        "assert train.global_batch_size > 4",
+        "size = width(model.kv_channels); assert size is not None",
+        "assert config.lr is None",
+        "assert not config.lr",
+        "assert model.kv_channels == 64",
+        "if config.lr is not None: pass",
+    ],
+)
+def test_other_asserts_stay(line: str):
+    assert narrowing_asserts(ast.parse(f"def f():\n    {line}")) == []

@@ -17,6 +17,7 @@ from petatron.base.log import get_logger
 from petatron.bench.measure.arguments import minimum_problems
 from petatron.bench.measure.progress import ProgressLog
 from petatron.bench.peers import OURS
+from petatron.config.required_settings import known_vocab_size
 
 if TYPE_CHECKING:
     from petatron.bench.peers import BenchSpec
@@ -96,9 +97,8 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
 def _prompt(args: argparse.Namespace, spec: BenchSpec) -> list[int]:
     import torch
 
-    assert spec.run.model.vocab_size is not None
     return torch.randint(
-        spec.run.model.vocab_size, (args.prompt_tokens,), generator=torch.Generator().manual_seed(0)
+        known_vocab_size(spec.run.model), (args.prompt_tokens,), generator=torch.Generator().manual_seed(0)
     ).tolist()
 
 

@@ -235,7 +235,6 @@ _HeldBoxes = list[tuple[str, Shape, Box]]
 def _boxes_per_rank(shapes: Mapping[str, Shape], run: RunConfig) -> list[_HeldBoxes]:
     """Returns the boxes of logical tensors that each rank of the world owns, in rank order."""
     layout, bucket_size = Layout.from_config(run.parallel), run.parallel.ddp_bucket_size
-    assert bucket_size is not None
     held: list[_HeldBoxes] = [[] for _ in range(layout.world_size)]
     owners = layout.dp * layout.cp
     for stage in range(layout.pp):

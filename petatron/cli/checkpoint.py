@@ -181,9 +181,9 @@ def _tensors_text(summary: CheckpointSummary, *, every: bool) -> str:
 
 
 def _changed_settings(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    from petatron.config.schema.run import RunConfig
+    from petatron.config.schema.run import RawRunConfig
 
-    defaults = json.loads(json.dumps(asdict(RunConfig())))
+    defaults = json.loads(json.dumps(asdict(RawRunConfig())))
     for section, values in config.items():
         for name, value in values.items():
             if defaults.get(section, {}).get(name) != value:

@@ -133,7 +133,7 @@ def _tokenizer(path: Path, source: ModelSource) -> TokenizerFiles:
     from petatron.data.tokenizer import HuggingFaceTokenizer
 
     tokenizer = HuggingFaceTokenizer(path)
-    rows = source.spec.config.vocab_size or 0
+    rows = source.spec.vocab_size
     if tokenizer.vocab_size > rows:
         raise CheckpointError(
             f"--tokenizer {path} has {tokenizer.vocab_size} ids, and the model in {source.path} has {rows}. Give the tokenizer that "

@@ -9,7 +9,7 @@ from pathlib import Path
 from petatron.base.errors import ConfigError, Problem
 from petatron.cli.train import read_checkpoint
 from petatron.config.flags.reference_page import reference_page
-from petatron.config.load import LoadedConfig, resolve_config
+from petatron.config.load import RawLoadedConfig, resolve_config
 from petatron.config.presets import preset_names, preset_summary
 from petatron.config.schema.fields import closest_matches, join_with_or
 from petatron.config.show import format_config, format_config_diff
@@ -105,7 +105,7 @@ def _locate(name: str) -> _Source:
     raise ConfigError([Problem(name, "", rule, fix)])
 
 
-def _open(source: _Source) -> LoadedConfig:
+def _open(source: _Source) -> RawLoadedConfig:
     """Raises for what cannot be read; problems of rules do not matter for display."""
     if unreadable := [problem for path in source.files for problem in read_yaml_file(path).problems]:
         raise ConfigError(unreadable)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem
 from petatron.cli.train import read_checkpoint, with_preset
-from petatron.config import resolve_config
+from petatron.config import resolve_config, without_problems
 
 USAGE = """usage: petatron plan memory [PRESET] [--config FILE] [flags of petatron train] [--device-memory-gb N]
 
@@ -28,11 +28,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     flags, capacity, size_problems = _extract_device_memory(argv)
     loaded, problems = resolve_config(with_preset(flags), require_training=False, read_checkpoint=read_checkpoint)
-    if size_problems or problems:
-        raise ConfigError([*size_problems, *problems])
+    resolved = without_problems(loaded, [*size_problems, *problems])
     from petatron.cli.plan_memory_report import report
 
-    return report(loaded, capacity)
+    return report(resolved, capacity)
 
 
 def _extract_device_memory(argv: Sequence[str]) -> tuple[list[str], int | None, list[Problem]]:

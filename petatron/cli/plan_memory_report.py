@@ -49,7 +49,6 @@ def _planned_run(loaded: LoadedConfig) -> tuple[RunConfig, str]:
     given = loaded.origins["train.global_batch_size"].is_explicit
     piped = run.parallel.pipeline_model_parallel_size > 1
     if piped and not given:
-        assert run.train.global_batch_size is not None
         size = run.train.global_batch_size * _micro_batches_to_fill(run)  # derived: one micro-batch for every replica
         run = replace(run, train=replace(run.train, global_batch_size=size))
     count = num_micro_batches(run)

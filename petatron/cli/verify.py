@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
             options_of_ranks = ["--record-into", str(folder)]
             options_of_ranks += [] if both.every_step else ["--record-ends"]
             options_of_ranks += ["--inject", inject] if inject else []
-            code = _train(loaded.config.parallel.world_size or 1, [*options_of_ranks, *words])
+            code = _train(loaded.config.parallel.world_size, [*options_of_ranks, *words])
             if code:
                 return _COULD_NOT_RUN if code == 1 else code
         verdict = compare_recorded_runs(*folders, options.dtype)
@@ -124,7 +124,7 @@ def _record(argv: list[str], options: argparse.Namespace) -> int:
 def _layout_text(loaded: LoadedConfig) -> str:
     """`tp 2 with sequence parallel, pp 2 (1f1b), dp 2, 4 micro-batches of 1, 8 ranks`; tp and dp always, others if used."""
     parallel, train, memory = loaded.config.parallel, loaded.config.train, loaded.config.memory
-    virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
     stages = f", {virtual} stages per rank" if virtual > 1 else ""
     shared = parallel.data_parallel_sharding_strategy if _has_replicas(loaded.config) else "no_shard"
     words = [f"tp {parallel.tensor_model_parallel_size}"]
@@ -138,7 +138,6 @@ def _layout_text(loaded: LoadedConfig) -> str:
     ):
         words += [text.format(size)] if size > 1 else []
     words.append(f"dp {parallel.data_parallel_size}" + ("" if shared == "no_shard" else f" ({shared} sharded)"))
-    assert train.global_batch_size is not None and parallel.data_parallel_size is not None
     count = train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size)
     words.append(f"{count_with_noun(count, 'micro-batch', 'es')} of {train.micro_batch_size}")
     if memory.recompute_granularity == "selective":
@@ -147,13 +146,13 @@ def _layout_text(loaded: LoadedConfig) -> str:
         words.append("recompute of layers")
     if memory.recompute_memory_budget_gb is not None:
         words.append(f"recompute to fit {memory.recompute_memory_budget_gb:g} GB")
-    return ", ".join([*words, count_with_noun(parallel.world_size or 1, "rank")])
+    return ", ".join([*words, count_with_noun(parallel.world_size, "rank")])
 
 
 def _has_replicas(run: RunConfig) -> bool:
     """Whether weights are replicated at all, so that sharding them has an effect."""
     parallel = run.parallel
-    dense = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
+    dense = parallel.data_parallel_size * parallel.context_parallel_size
     return dense > 1 or run.moe.num_experts is not None
 
 

@@ -1,18 +1,26 @@
 """Configuration: one typed schema, read from flags, YAML and presets, derived, checked, and explained."""
 
 from petatron.config.checks.check_all import check_config
-from petatron.config.load import LoadedConfig, load_config, resolve_config, with_vocab_size
+from petatron.config.load import (
+    LoadedConfig,
+    RawLoadedConfig,
+    load_config,
+    resolve_config,
+    with_vocab_size,
+    without_problems,
+)
 from petatron.config.presets import preset_names
 from petatron.config.schema.data_blend import BlendError, BlendPart, parse_blend, parse_split
-from petatron.config.schema.model import LatentAttentionConfig, ModelConfig, MoEConfig
-from petatron.config.schema.parallel import MemoryConfig, ParallelConfig, PrecisionConfig
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.model import LatentAttentionConfig, ModelConfig, MoEConfig, RawModelConfig
+from petatron.config.schema.parallel import MemoryConfig, ParallelConfig, PrecisionConfig, RawParallelConfig
+from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.training import (
     CheckpointConfig,
     DataConfig,
     LaunchConfig,
     LogConfig,
     OptimizerConfig,
+    RawTrainConfig,
     ScheduleConfig,
     TokenizerConfig,
     TrainConfig,
@@ -35,6 +43,11 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "RawLoadedConfig",
+    "RawModelConfig",
+    "RawParallelConfig",
+    "RawRunConfig",
+    "RawTrainConfig",
     "RunConfig",
     "ScheduleConfig",
     "TokenizerConfig",
@@ -48,4 +61,5 @@ __all__ = [
     "preset_names",
     "resolve_config",
     "with_vocab_size",
+    "without_problems",
 ]

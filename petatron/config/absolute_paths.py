@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from petatron.config.schema.data_blend import BlendError, parse_blend, read_blend_file
-from petatron.config.schema.fields import FieldInfo, all_fields, flatten_config, unflatten_config
+from petatron.config.schema.fields import FieldInfo, all_fields, flatten_config, replace_fields
 from petatron.config.schema.run import RunConfig
 
 
@@ -28,7 +28,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         values |= {"data.data_path": words, "data.data_args_path": None}
     for info in path_fields():
         values[info.path] = absolute_value(info, values[info.path])
-    return unflatten_config(values)
+    return replace_fields(config, values)
 
 
 def absolute_value(info: FieldInfo, value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from petatron.base.errors import Problem
 from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, fields_by_path
 from petatron.config.schema.model_identity import is_identity_field
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import CheckpointConfig
 from petatron.config.value_origins import ValueOrigin
 
@@ -61,7 +61,7 @@ NO_SETTINGS = AppliedSettings({}, ValueOrigin("checkpoint"))
 
 
 def apply_checkpoint_settings(
-    config: RunConfig,
+    config: RawRunConfig,
     values: Mapping[str, FieldValue],
     origins: Mapping[str, ValueOrigin],
     read: ReadCheckpointSettings | None,

@@ -4,28 +4,35 @@ Every step reads the values so far and either sets one path, with the reason, or
 its inputs make no sense (heads that do not divide the width) it sets nothing, and `config/checks/check_all.py` reports it.
 Some fields stay unset on purpose because only the machine knows: the communication backend, the log folder of a run
 that is not saved, the vocabulary of a tokenizer that has not been opened yet.
+
+`derive_defaults` returns a raw config, since some values may not be derivable; `resolve_derived` makes a `RunConfig` of one
+without problems.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
-from petatron.config.schema.model import GATED_ACTIVATIONS
+from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig
+from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.pipeline_layout_string import PipelineLayoutError, parse_pipeline_layout
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig, RunConfig
+from petatron.config.schema.training import TrainConfig
 from petatron.config.value_origins import ValueOrigin
 
 MOCK_VOCAB_SIZE = 1024
 
 
 def derive_defaults(
-    config: RunConfig, *, chosen_paths: Collection[str] = (), world_size: int | None = None
-) -> tuple[RunConfig, dict[str, ValueOrigin]]:
+    config: RawRunConfig, *, chosen_paths: Collection[str] = (), world_size: int | None = None
+) -> tuple[RawRunConfig, dict[str, ValueOrigin]]:
     """Returns the config with derivable values filled in, and the origin of each.
 
     `chosen_paths` are the explicitly set paths; `world_size` is the launcher's, which takes precedence.
@@ -39,6 +46,31 @@ def derive_defaults(
     _derive_run(state)
     _derive_files(state)
     return unflatten_config(state.values), state.origins
+
+
+def resolve_derived(config: RawRunConfig) -> RunConfig:
+    """Returns the resolved config; `ConfigError` names every value that could not be derived.
+
+    `config/checks/` reports why it could not, in terms of what the user wrote, so it is asked first.
+    """
+    problems = [
+        Problem(flag_name(name), "", "is not set, and does not follow from the other settings", "Give it.")
+        for section, resolved_class in (("model", ModelConfig), ("parallel", ParallelConfig), ("train", TrainConfig))
+        for name in resolved_class.__annotations__
+        if getattr(getattr(config, section), name) is None
+    ]
+    if problems:
+        raise ConfigError(problems)
+    sections = _field_values(config) | {
+        "model": ModelConfig(**_field_values(config.model)),
+        "parallel": ParallelConfig(**_field_values(config.parallel)),
+        "train": TrainConfig(**_field_values(config.train)),
+    }
+    return RunConfig(**sections)
+
+
+def _field_values(config: Any) -> dict[str, Any]:
+    return {item.name: getattr(config, item.name) for item in fields(config)}
 
 
 class _DerivedValues:
@@ -91,7 +123,7 @@ def _derive_world(values: _DerivedValues, launched_world_size: int | None) -> No
         "the tensor-parallel size",
     )
     if values["data_parallel_size"]:
-        bucket = max(40_000_000, 1_000_000 * values["data_parallel_size"])
+        bucket = max(MIN_BUCKET_SIZE, 1_000_000 * values["data_parallel_size"])
         values.fill("ddp_bucket_size", bucket, "max(40 million, 1 million x dp)")
 
 

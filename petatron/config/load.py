@@ -3,7 +3,8 @@
 Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` a
 checkpoint is one more source, which defines the model (`checkpoint_settings.py`). What is still unset is derived. All problems of all
 stages are raised together; a rule skips a field whose value could not be read, since that is already a problem of
-its own. Nothing changes a config after this, except `with_vocab_size`, which fills the one fact that needs a file to be opened.
+its own. A config without problems is resolved: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after this, except
+`with_vocab_size`, which fills the one fact that needs a file to be opened.
 """
 
 from __future__ import annotations
@@ -17,23 +18,30 @@ from petatron.config.checkpoint_settings import ReadCheckpointSettings, apply_ch
 from petatron.config.checks.check_all import check_config
 from petatron.config.checks.model import ROTARY_TYPES
 from petatron.config.checks.unused_flags import unused_flag_notices
-from petatron.config.derived_defaults import derive_defaults
+from petatron.config.derived_defaults import derive_defaults, resolve_derived
 from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
 from petatron.config.flags.parse import ParsedFlags, parse_flags
 from petatron.config.presets import read_preset
 from petatron.config.schema.fields import all_fields, unflatten_config
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.value_origins import Setting, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedConfig:
-    """A config with derived values filled in, the origin of every value by path, and notices for the user."""
+class RawLoadedConfig:
+    """A config with values derived as far as possible, the origin of every value by path, and notices for the user."""
 
-    config: RunConfig
+    config: RawRunConfig
     origins: dict[str, ValueOrigin]
     notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig(RawLoadedConfig):
+    """A loaded config without problems, resolved."""
+
+    config: RunConfig
 
 
 def load_config(
@@ -62,9 +70,14 @@ def load_config(
         require_training=require_training,
         read_checkpoint=read_checkpoint,
     )
+    return without_problems(loaded, problems)
+
+
+def without_problems(loaded: RawLoadedConfig, problems: Sequence[Problem]) -> LoadedConfig:
+    """Returns the resolved config; raises `ConfigError` if there are problems."""
     if problems:
         raise ConfigError(problems)
-    return loaded
+    return LoadedConfig(resolve_derived(loaded.config), loaded.origins, loaded.notices)
 
 
 def resolve_config(
@@ -75,8 +88,8 @@ def resolve_config(
     world_size: int | None = None,
     require_training: bool = True,
     read_checkpoint: ReadCheckpointSettings | None = None,
-) -> tuple[LoadedConfig, list[Problem]]:
-    """Like `load_config`, but returns the problems together with what could be parsed."""
+) -> tuple[RawLoadedConfig, list[Problem]]:
+    """Like `load_config`, but returns the problems together with what could be parsed and derived."""
     flags = parse_flags(argv)
     name = flags.preset or preset
     documents = [read_preset(name)] if name else []
@@ -110,7 +123,7 @@ def resolve_config(
         *_derived_switch_notices(origins),
         *unused_flag_notices(config, origins),
     )
-    return LoadedConfig(config, origins, notices), problems
+    return RawLoadedConfig(config, origins, notices), problems
 
 
 def _derived_switch_notices(origins: dict[str, ValueOrigin]) -> list[str]:
@@ -137,7 +150,7 @@ def _settings_in_order(files: Sequence[ParsedYaml], flags: ParsedFlags) -> list[
     return [setting for source in (*files, flags) for setting in source.settings]
 
 
-def _source_problems(config: RunConfig, flags: ParsedFlags, world_size: int | None) -> list[Problem]:
+def _source_problems(config: RawRunConfig, flags: ParsedFlags, world_size: int | None) -> list[Problem]:
     """Checks how settings were given, which the final values no longer show."""
     problems: list[Problem] = []
     asked = config.parallel.world_size
@@ -154,7 +167,7 @@ def _source_problems(config: RunConfig, flags: ParsedFlags, world_size: int | No
     return problems
 
 
-def _recipe_without_format(config: RunConfig, origins: Mapping[str, ValueOrigin]) -> list[Problem]:
+def _recipe_without_format(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> list[Problem]:
     """A named recipe requires FP8, unless `fp8_format: none` is in the same source, or on the command line."""
     asked, switch = (origins[f"precision.{name}"].kind for name in ("fp8_recipe", "fp8_format"))
     if config.precision.fp8_format is not None or asked not in ("flag", "file") or switch in (asked, "flag"):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.checks.rule_helpers import at_least, divisors, multiples_near
 from petatron.config.schema.fields import flag_name, join_with_or
-from petatron.config.schema.parallel import ParallelConfig
+from petatron.config.schema.parallel import RawParallelConfig
 from petatron.config.schema.pipeline_layout_string import (
     EMBEDDING,
     LAYER,
@@ -29,7 +29,7 @@ from petatron.config.schema.pipeline_layout_string import (
     PipelineLayoutError,
     parse_pipeline_layout,
 )
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig, RunConfig
 
 _FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 _CHUNK, _VIRTUAL = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
@@ -50,7 +50,7 @@ class PipelineStage:
 def pipeline_stages(config: RunConfig) -> tuple[PipelineStage, ...]:
     """Returns all pp x virtual stages in model order; `ConfigError` if the layers cannot be split as configured.
 
-    >>> from petatron.config import ModelConfig
+    >>> from petatron.config import ModelConfig, ParallelConfig
     >>> parallel = ParallelConfig(pipeline_model_parallel_size=2)
     >>> [stage.layer_indices for stage in pipeline_stages(RunConfig(model=ModelConfig(num_layers=4), parallel=parallel))]
     [(0, 1), (2, 3)]
@@ -66,12 +66,12 @@ def pipeline_stages(config: RunConfig) -> tuple[PipelineStage, ...]:
     )
 
 
-def max_layers_per_stage(config: RunConfig) -> int | None:
+def max_layers_per_stage(config: RawRunConfig) -> int | None:
     """Returns the most layers on one stage; None while the layers cannot be split."""
     return max(_layers_per_stage(config)) if _has_sizes(config) and not any(stage_problems(config)) else None
 
 
-def stage_problems(config: RunConfig) -> Iterator[Problem]:
+def stage_problems(config: RawRunConfig) -> Iterator[Problem]:
     """Yields why the layers cannot be split into stages; skips sizes that are problems of their own."""
     parallel = config.parallel
     if not _has_sizes(config):
@@ -84,21 +84,21 @@ def stage_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _even_problems(config)
 
 
-def _has_sizes(config: RunConfig) -> bool:
+def _has_sizes(config: RawRunConfig) -> bool:
     pp, virtual = config.parallel.pipeline_model_parallel_size, _num_virtual_stages(config.parallel)
     return min(config.model.num_layers, pp, virtual) >= 1
 
 
-def _num_virtual_stages(parallel: ParallelConfig) -> int:
+def _num_virtual_stages(parallel: RawParallelConfig) -> int:
     """1 where derivation found no number, because then something else is reported."""
     return 1 if (virtual := getattr(parallel, _VIRTUAL)) is None else virtual
 
 
-def _is_uneven(parallel: ParallelConfig) -> bool:
+def _is_uneven(parallel: RawParallelConfig) -> bool:
     return getattr(parallel, _FIRST) is not None or getattr(parallel, _LAST) is not None
 
 
-def _layers_per_stage(config: RunConfig) -> Sequence[int]:
+def _layers_per_stage(config: RawRunConfig) -> Sequence[int]:
     """Returns layers per stage in model order, of a config without stage problems."""
     parallel, layers = config.parallel, config.model.num_layers
     pp, virtual = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel)
@@ -116,13 +116,13 @@ def _layers_per_stage(config: RunConfig) -> Sequence[int]:
     return counts
 
 
-def _first_last_layers(config: RunConfig) -> tuple[int | None, int | None, int]:
+def _first_last_layers(config: RawRunConfig) -> tuple[int | None, int | None, int]:
     """Returns the layers configured for the first and the last rank, and how many ranks share the others."""
     first, last = getattr(config.parallel, _FIRST), getattr(config.parallel, _LAST)
     return first, last, config.parallel.pipeline_model_parallel_size - (first is not None) - (last is not None)
 
 
-def _even_problems(config: RunConfig) -> Iterator[Problem]:
+def _even_problems(config: RawRunConfig) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
     pp, virtual, chunk = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel), getattr(parallel, _CHUNK)
     extra = [word for word, name in zip(("embedding", "loss"), _ACCOUNT) if getattr(parallel, name)]
@@ -161,7 +161,7 @@ def _usable_sizes(units: int, virtual: int) -> str:
     return join_with_or(sizes[:12]) if sizes else ""
 
 
-def _uneven_problems(config: RunConfig) -> Iterator[Problem]:
+def _uneven_problems(config: RawRunConfig) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
     pp, virtual = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel)
     first, last, others = _first_last_layers(config)
@@ -191,8 +191,7 @@ def _middle_rank_problems(
     layers: int, virtual: int, first: int | None, last: int | None, others: int
 ) -> Iterator[Problem]:
     """The remaining layers must divide evenly over the middle ranks, and over their virtual stages."""
-    name, value, fixed = (_LAST, last, first or 0) if last is not None else (_FIRST, first, 0)
-    assert value is not None
+    name, value, fixed = (_LAST, last, first or 0) if last is not None else (_FIRST, first or 0, 0)
 
     def fits(size: int) -> bool:
         rest = layers - fixed - size
@@ -213,7 +212,7 @@ def _middle_rank_problems(
     yield Problem(flag_name(name), str(value), rule, fix)
 
 
-def _layout_problems(config: RunConfig, text: str) -> Iterator[Problem]:
+def _layout_problems(config: RawRunConfig, text: str) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
     pp, virtual = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel)
     rivals = [
@@ -245,7 +244,7 @@ def _layout_problems(config: RunConfig, text: str) -> Iterator[Problem]:
         yield from _empty_rank_problems(config, text, cut)
 
 
-def _empty_rank_problems(config: RunConfig, text: str, cut: Sequence[str]) -> Iterator[Problem]:
+def _empty_rank_problems(config: RawRunConfig, text: str, cut: Sequence[str]) -> Iterator[Problem]:
     """A rank may have an empty stage among others, but not only empty ones."""
     pp, folded = config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule == "zb-v"
     for rank in range(pp):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from petatron.base.terminal_escape import printable
-from petatron.config.load import LoadedConfig
+from petatron.config.load import RawLoadedConfig
 from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, flatten_config, sections
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 _WIDEST_VALUE = 40
 
 
-def format_config(loaded: LoadedConfig, *, changed_only: bool = False) -> str:
+def format_config(loaded: RawLoadedConfig, *, changed_only: bool = False) -> str:
     """Formats every value with its origin, by section; `changed_only` omits plain defaults."""
     values = flatten_config(loaded.config)
     rows: list[tuple[FieldInfo, str, str]] = []
@@ -30,7 +30,7 @@ def format_config(loaded: LoadedConfig, *, changed_only: bool = False) -> str:
     return "\n".join(lines).rstrip("\n")
 
 
-def format_config_diff(before: RunConfig, after: RunConfig) -> str:
+def format_config_diff(before: RawRunConfig, after: RawRunConfig) -> str:
     """Formats one line per field that differs; empty when none does."""
     old, new = flatten_config(before), flatten_config(after)
     paths = [info.path for info in all_fields() if old[info.path] != new[info.path]]

@@ -29,7 +29,7 @@ from petatron.config.schema.fields import (
     flatten_config,
     sections,
 )
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import Setting, ValueOrigin
 from petatron.config.yaml_depth_limit import depth_limited_loader
 
@@ -96,7 +96,7 @@ def read_yaml_text(text: str, *, source: str, kind: Literal["file", "preset"]) -
 
 
 def dump_yaml(
-    config: RunConfig,
+    config: RawRunConfig,
     *,
     origins: Mapping[str, ValueOrigin] | None = None,
     commented_out: Mapping[str, str] | None = None,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.config.required_settings import known_vocab_size
 from petatron.models.spec import ModelSpec
 from petatron.models.stage_module import StageModule
 from petatron.parallel.parallel_model import ParallelModel
@@ -117,8 +118,7 @@ def _check_sampling(*, max_new_tokens: int, temperature: float, top_k: int | Non
 
 
 def _check_prompt(prompt_ids: Sequence[int], max_new_tokens: int, spec: ModelSpec) -> None:
-    positions, vocab_size = spec.config.max_position_embeddings, spec.config.vocab_size
-    assert positions is not None and vocab_size is not None
+    positions, vocab_size = spec.config.max_position_embeddings, known_vocab_size(spec.config)
     if not prompt_ids:
         raise DataError("The prompt is empty, and there is nothing to continue. Give at least one token.")
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:

@@ -58,7 +58,6 @@ class Layout:
     @classmethod
     def from_config(cls, config: ParallelConfig) -> Layout:
         """Returns the layout of a derived config."""
-        assert config.data_parallel_size is not None and config.expert_tensor_parallel_size is not None
         outer = config.num_distributed_optimizer_instances
         return cls(
             pp=config.pipeline_model_parallel_size,

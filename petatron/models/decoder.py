@@ -36,7 +36,7 @@ class Decoder(StageModule):
         config = self.config = spec.config
         self.stage = stage
         learned = spec.has_position_table and stage.has_embedding
-        self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size) if stage.has_embedding else None
+        self.embedding = TokenEmbedding(spec.vocab_size, config.hidden_size) if stage.has_embedding else None
         self.position = PositionEmbedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.embedding_dropout = Dropout(config.hidden_dropout)
         self._rotary_embeddings = [RotaryEmbedding(rope) for rope in spec.ropes]  # no parameters
@@ -45,7 +45,7 @@ class Decoder(StageModule):
         self.norm = spec.final_norm.build() if stage.has_loss else None
         # A tied head uses the embedding's weight if it is on the same stage, and else has a replica of it.
         tied = bool(spec.tied_params) and self.embedding is not None
-        self.head = OutputHead(config.vocab_size, config.hidden_size, tied=tied) if stage.has_loss else None
+        self.head = OutputHead(spec.vocab_size, config.hidden_size, tied=tied) if stage.has_loss else None
 
     def outer_modules(self) -> Sequence[Sequence[nn.Module]]:
         groups = ([self.embedding], [self.position], [self.norm, self.head])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.required_settings import required
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
@@ -67,7 +68,7 @@ class DecoderSpec(ModelSpec):
         replicated = bool(self.tied_params) and tied_across_ranks
         shard = Shard(tp=0, pad_to=config.make_vocab_size_divisible_by, shared_embedding=replicated)
         table = ParamSpec(
-            shape=(config.vocab_size, config.hidden_size),
+            shape=(self.vocab_size, config.hidden_size),
             shard=shard,
             init=NormalValues(config.embedding_init_method_std),
             role="vocabulary",
@@ -99,13 +100,13 @@ class DecoderSpec(ModelSpec):
             # The gradient of the output GEMM's input.
             saved += shape.activation_bytes(shape.gathered_tokens, config.hidden_size)
             if shape.fully_sharded:
-                rows = padded_rows(config.vocab_size, config.make_vocab_size_divisible_by, shape.tp) // shape.tp
+                rows = padded_rows(self.vocab_size, config.make_vocab_size_divisible_by, shape.tp) // shape.tp
                 saved += rows * config.hidden_size * shape.compute_bytes
         return saved
 
 
 def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
-    """Makes the spec of a derived config.
+    """Makes the spec of a resolved config.
 
     >>> from petatron.config import load_config
     >>> run = load_config(["--vocab-size", "256", "--num-experts", "4"], preset="tiny-llama", require_training=False).config
@@ -178,12 +179,11 @@ def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:
 
 
 def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
-    assert moe.num_experts is not None, "a dense model has no experts"
     shared = moe.moe_shared_expert_intermediate_size
     return MoESpec(
         hidden_size=config.hidden_size,
-        num_experts=moe.num_experts,
-        width=moe.moe_ffn_hidden_size,
+        num_experts=required("num_experts", moe.num_experts),
+        width=required("moe_ffn_hidden_size", moe.moe_ffn_hidden_size),
         latent_size=moe.moe_latent_size,
         shared=mlp_spec(config, shared) if shared else None,
         shared_gate=bool(shared) and moe.moe_shared_expert_gate,

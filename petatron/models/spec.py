@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.layers.moe.moe_layer import MoESpec
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -39,6 +40,11 @@ class ModelSpec(ABC):
     config: ModelConfig
     moe: MoEConfig | None
     layers: tuple[LayerSpec, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids; `ConfigError` if it is that of a tokenizer that was not opened."""
+        return known_vocab_size(self.config)
 
     @property
     def tied_params(self) -> Mapping[str, str]:
@@ -117,4 +123,6 @@ class ModelSpec(ABC):
         orders: set[SequenceSharding] = {
             branch.sequence_sharding for branch in branches if branch.sequence_sharding != "any"
         }
-        return next(iter(orders), "zigzag") if len(orders) < 2 else "whole"
+        if len(orders) > 1:
+            return "whole"
+        return orders.pop() if orders else "zigzag"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from petatron.config.required_settings import required
 from petatron.config.schema.run import RunConfig
 
 
@@ -48,16 +49,18 @@ class LearningRateSchedule:
 
     @classmethod
     def from_config(cls, run: RunConfig) -> LearningRateSchedule:
-        """The schedule of a derived and checked configuration."""
+        """The schedule of a config that trains."""
         schedule, in_samples = run.schedule, _counts_samples(run)
-        decay = schedule.lr_decay_samples if in_samples else schedule.lr_decay_iters
+        if in_samples:
+            decay = required("lr_decay_samples", schedule.lr_decay_samples)
+        else:
+            decay = required("lr_decay_iters", schedule.lr_decay_iters)
         final_decay = schedule.lr_wsd_decay_samples if in_samples else schedule.lr_wsd_decay_iters
-        assert run.optim.lr is not None and decay is not None, "the configuration is not derived"
         warmup: float = schedule.lr_warmup_samples if in_samples else schedule.lr_warmup_iters
         if schedule.lr_warmup_fraction is not None:
             warmup = schedule.lr_warmup_fraction * decay
         return cls(
-            peak=run.optim.lr,
+            peak=required("lr", run.optim.lr),
             style=schedule.lr_decay_style,
             decay=decay,
             warmup=warmup,
@@ -127,14 +130,15 @@ class WeightDecaySchedule:
 
     @classmethod
     def from_config(cls, run: RunConfig) -> WeightDecaySchedule:
-        """The schedule of a derived and checked configuration; the increase lasts the whole run."""
+        """The schedule of a config that trains; the increase lasts the whole run."""
         optim, in_samples = run.optim, _counts_samples(run)
-        length = run.train.train_samples if in_samples else run.train.train_iters
-        assert length is not None, "the configuration is not derived"
+        if in_samples:
+            length = required("train_samples", run.train.train_samples)
+        else:
+            length = required("train_iters", run.train.train_iters)
         constant = optim.weight_decay_incr_style == "constant"
-        start = optim.weight_decay if constant else optim.start_weight_decay
-        end = optim.weight_decay if constant else optim.end_weight_decay
-        assert start is not None and end is not None, "a weight-decay schedule needs its start and its end"
+        start = optim.weight_decay if constant else required("start_weight_decay", optim.start_weight_decay)
+        end = optim.weight_decay if constant else required("end_weight_decay", optim.end_weight_decay)
         return cls(start=start, end=end, length=length, style=optim.weight_decay_incr_style, in_samples=in_samples)
 
     def at(self, iterations: int, samples: int) -> float:

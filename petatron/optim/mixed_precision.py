@@ -19,6 +19,7 @@ from torch import Tensor
 
 from petatron.base.log import get_logger
 from petatron.base.text import gigabytes
+from petatron.config.required_settings import required
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
@@ -194,8 +195,7 @@ class MixedPrecisionOptimizer:
 
         Without a schedule, learning rates and weight decay are the config's. `decoupled_lr` is that of the embedding and output head.
         """
-        lr = self._config.lr if lr is None else lr
-        assert lr is not None, "neither the config nor the caller gives a learning rate"
+        lr = required("lr", self._config.lr) if lr is None else lr
         decoupled_lr = self._config.decoupled_lr if decoupled_lr is None else decoupled_lr
         weight_decay = self._config.weight_decay if weight_decay is None else weight_decay
         grads = self._grads()

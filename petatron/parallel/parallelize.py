@@ -207,7 +207,6 @@ def _build_flat_groups(
     parallel = run.parallel
     _materialise(stages, mesh)
     _init_weights(_param_tensor_shards(stages, param_facts.placements), param_facts, run.train.seed)
-    assert parallel.ddp_bucket_size is not None
     options = FlatBufferOptions(
         bucket_size=parallel.ddp_bucket_size,
         sharded=parallel.use_distributed_optimizer,

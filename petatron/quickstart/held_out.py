@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
 from petatron.config import load_config
+from petatron.config.required_settings import required
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.tokenizer import Tokenizer
 from petatron.parallel.parallel_model import ParallelModel
@@ -69,14 +70,15 @@ def evaluate_held_out(settings: str, train: IndexedDataset, held_out: IndexedDat
     batches = _num_batches(settings, held_out)
     flags = ["--config", settings, "--tp", "1", "--finetune", "--eval-iters", str(batches), "--num-workers", "0"]
     loaded, tokenizer = open_tokenizer(load_config(flags, world_size=1))
-    assert tokenizer is not None and loaded.config.checkpoint.load is not None
+    assert tokenizer is not None
     run = loaded.config
+    folder = required("load", run.checkpoint.load)
     mesh = launch(run)
     state = TrainState.build_for_load(run, mesh)
-    if not state.load(run.checkpoint.load or ""):
-        raise DataError(f"{run.checkpoint.load} holds no checkpoint to evaluate. Run the quickstart with --fresh.")
+    if not state.load(folder):
+        raise DataError(f"{folder} holds no checkpoint to evaluate. Run the quickstart with --fresh.")
     loader = build_loaders(run, mesh, tokenizer).valid
-    assert loader is not None and run.train.global_batch_size is not None
+    assert loader is not None
     unigram = UnigramModel.from_dataset(train, tokenizer.vocab_size)
     total, known, tokens = 0.0, 0.0, 0
     for index in range(batches):
@@ -91,7 +93,6 @@ def evaluate_held_out(settings: str, train: IndexedDataset, held_out: IndexedDat
 def _num_batches(settings: str, held_out: IndexedDataset) -> int:
     """Whole batches in one pass over the held-out tokens; what does not fill one is left out."""
     run = load_config(["--config", settings, "--tp", "1"], world_size=1).config
-    assert run.train.global_batch_size is not None
     samples = (held_out.num_tokens - 1) // run.model.seq_length
     if samples < run.train.global_batch_size:
         raise DataError(

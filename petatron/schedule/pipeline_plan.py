@@ -57,9 +57,8 @@ class PipelinePlan:
 
 
 def pipeline_plan(run: RunConfig) -> PipelinePlan:
-    """Returns the pipeline of a derived config; one rank is a pipeline of one stage."""
+    """Returns the pipeline of a config; one rank is a pipeline of one stage."""
     parallel = run.parallel
-    assert parallel.pipeline_schedule is not None and parallel.num_virtual_stages_per_pipeline_rank is not None
     return PipelinePlan(
         parallel.pipeline_schedule,
         parallel.pipeline_model_parallel_size,
@@ -71,5 +70,4 @@ def pipeline_plan(run: RunConfig) -> PipelinePlan:
 
 def num_micro_batches(run: RunConfig) -> int:
     """Returns the micro-batches per step and data-parallel rank, after a batch-size ramp."""
-    assert run.train.global_batch_size is not None and run.parallel.data_parallel_size is not None
     return max(1, run.train.global_batch_size // (run.train.micro_batch_size * run.parallel.data_parallel_size))

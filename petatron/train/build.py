@@ -24,6 +24,7 @@ from petatron.config import LoadedConfig, RunConfig, load_config, parse_split, w
 from petatron.config.checks.cuda_graphs import uses_random_numbers
 from petatron.config.nccl_communicators import communicator_options
 from petatron.config.pipeline_stages import pipeline_stages
+from petatron.config.required_settings import known_vocab_size, required
 from petatron.data.batch_loader import BatchLoader, Collate, LoaderOptions
 from petatron.data.build_datasets import SplitDatasets, build_datasets
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
@@ -69,22 +70,13 @@ def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: in
 
 
 def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None]:
-    """Opens the configured tokenizer, if any, and returns the config with its vocabulary size resolved."""
+    """Opens the configured tokenizer, if any, and returns the config with its vocabulary size; `ConfigError` if nothing says it."""
     config = loaded.config
     if config.tokenizer.tokenizer_type is None:
-        if config.model.vocab_size is None:
-            raise ConfigError([_NO_VOCABULARY])
+        known_vocab_size(config.model)
         return loaded, None
     tokenizer = build_tokenizer(config.tokenizer, vocab_size=config.model.vocab_size)
     return with_vocab_size(loaded, tokenizer.vocab_size, f"{tokenizer.name} tokenizer"), tokenizer
-
-
-_NO_VOCABULARY = Problem(
-    where="--vocab-size",
-    found="",
-    rule="is not known: there is neither a tokenizer nor a preset that says it",
-    fix="Give --tokenizer-model (or --vocab-file and --merge-file), or --vocab-size N",
-)
 
 
 def launch(run: RunConfig) -> ParallelMesh:
@@ -230,9 +222,9 @@ class RunLength:
         if run.train.train_samples is not None:
             left = max(0, run.train.train_samples - consumed_samples)
             return cls(iteration + batch.iterations_for(left, consumed_samples), run.train.train_samples)
-        assert run.train.train_iters is not None
-        left = max(0, run.train.train_iters - iteration)
-        return cls(run.train.train_iters, batch.samples_after(left, consumed_samples))
+        iterations = required("train_iters", run.train.train_iters)
+        left = max(0, iterations - iteration)
+        return cls(iterations, batch.samples_after(left, consumed_samples))
 
 
 def build_loaders(
@@ -275,7 +267,6 @@ def _build_batch_loaders(
 
 def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
     """Returns validation and test samples; zero for a split without data."""
-    assert run.train.global_batch_size is not None
     each = run.train.eval_iters * run.train.global_batch_size
     shares = (1.0, 1.0, 1.0) if run.data.mock_data else parse_split(run.data.split)
     if run.data.train_data_path:

@@ -36,7 +36,6 @@ class BatchSizeSchedule:
     def from_config(cls, run: RunConfig) -> BatchSizeSchedule:
         """Builds the schedule of a derived and checked configuration."""
         final = run.train.global_batch_size
-        assert final is not None, "the configuration is not derived"
         if not run.train.rampup_batch_size:
             return cls(final=final, start=final)
         start, increment, samples = run.train.rampup_batch_size

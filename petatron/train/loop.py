@@ -300,7 +300,6 @@ def evaluate(
 ) -> EvaluatedLosses | InterruptedEvaluation:
     """Returns the mean losses per token over the first `eval_iters` batches of a split; the same batches every time."""
     size = state.run.train.global_batch_size
-    assert size is not None
     model = state.model
     total = torch.zeros(len(model.io.losses), dtype=torch.float64, device=state.mesh.device)
     tokens = torch.zeros_like(total)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config import LoadedConfig, RunConfig, load_config, resolve_config
+from petatron.config import LoadedConfig, RawLoadedConfig, RunConfig, load_config, resolve_config
 from petatron.config.schema.fields import fields_by_path, flatten_config
 from petatron.estimate.flops import parameter_count
 from petatron.mesh.launch.environment import read_environment
@@ -53,7 +53,7 @@ class VerifyPlan:
     def every_step(self) -> bool:
         """Whether tensors of every step are compared, or only of the first and the last."""
         config = self.candidate.config
-        replicas = config.parallel.data_parallel_size or 1
+        replicas = config.parallel.data_parallel_size
         parameters = parameter_count(model_spec(config))
         step_bytes = 2 * parameters * compute_dtype(config.precision).itemsize * replicas
         return step_bytes * (config.train.train_iters or 0) <= _MAX_TRACE_BYTES
@@ -83,7 +83,7 @@ def plan_verification(
     return VerifyPlan(candidate_argv, reference_argv, candidate, load_config(reference_argv), ignored)
 
 
-def _ignored_settings(requested: LoadedConfig, compared: RunConfig, dtype: str) -> Iterator[str]:
+def _ignored_settings(requested: RawLoadedConfig, compared: RunConfig, dtype: str) -> Iterator[str]:
     """Yields requested settings that both runs ignore, as written, and for a dtype why."""
     compared_values = flatten_config(compared)
     for path, value in flatten_config(requested.config).items():

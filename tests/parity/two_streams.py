@@ -138,7 +138,7 @@ def on_mesh(modules: Mapping[int, nn.Module], io: ModelIO, plan: PipelinePlan, m
         combined_passes=None,
     )
     stand_ins: Any = (parts, plan, idle, mesh, None)
-    facts: Any = {"architecture": None, "dtype": torch.float64, "sequence_parallel": False}
+    facts: Any = {"spec": None, "dtype": torch.float64, "sequence_parallel": False}
     stages: Any = modules
     return ParallelModel(stages, *stand_ins, io=io, **facts)
 

@@ -48,7 +48,6 @@ class BenchSpec:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one step. More than one only for our own steps: others update per micro-batch."""
-        assert self.run.train.global_batch_size is not None
         return self.run.train.global_batch_size // self.run.train.micro_batch_size
 
     @property

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from petatron.config.required_settings import required
 from petatron.config.schema.training import OptimizerConfig
 
 
@@ -13,12 +14,11 @@ class ClippedAdamW:
     """Clips, updates and clears the gradients without waiting for the device."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        assert config.lr is not None
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._clip = config.clip_grad
         self._optimizer = torch.optim.AdamW(
             self._parameters,
-            lr=config.lr,
+            lr=required("lr", config.lr),
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,

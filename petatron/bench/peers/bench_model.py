@@ -12,6 +12,7 @@ from petatron.bench.measure.arguments import resolve_device
 from petatron.bench.peers import BenchSpec
 from petatron.config import load_config, resolve_config
 from petatron.config.checks.layout import MESH_SIZES
+from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.models.batch import Batch
 
@@ -62,11 +63,11 @@ def _precision(flags: Sequence[str]) -> list[str]:
 def make_batches(spec: BenchSpec) -> list[Batch]:
     """Returns the same random tokens for every contender, so few that the loss must fall."""
     model, size = spec.run.model, spec.run.train.micro_batch_size
-    assert model.vocab_size is not None
+    vocab_size = known_vocab_size(model)
     generator = torch.Generator().manual_seed(spec.run.train.seed)
     batches = []
     for _ in range(NUM_BATCHES):
-        text = torch.randint(model.vocab_size, (size, model.seq_length + 1), generator=generator).to(spec.device)
+        text = torch.randint(vocab_size, (size, model.seq_length + 1), generator=generator).to(spec.device)
         labels = text[:, 1:].contiguous()
         mask = torch.ones(labels.shape, device=spec.device)
         batches.append(Batch(text[:, :-1].contiguous(), labels, mask))

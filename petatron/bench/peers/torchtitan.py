@@ -181,7 +181,6 @@ def _process_group_size(device: torch.device) -> int:
 
 
 def _model_args(model: ModelConfig, load: Callable[[str], Any]) -> Any:
-    assert model.ffn_hidden_size is not None
     module = load("models.llama3.model.args")
     # Its MLP width is 8/3 of the hidden size times a factor, rounded up to a multiple: half of ours rounds up to ours.
     factor = 0.5 * model.ffn_hidden_size / int(8 * model.hidden_size / 3)
@@ -238,7 +237,6 @@ def _shard(model: Any, mesh: Any, *, reshard: bool) -> None:
 def _load_initial_weights(model: nn.Module, spec: BenchSpec) -> None:
     """Loads our initial weights under its names. Its rope pairs neighbours where ours pairs halves of a head, so rows are permuted."""
     config, initial_weights = spec.run.model, InitialWeights(model_spec(spec.run), spec.device)
-    assert config.kv_channels is not None
     for name, parameter in model.named_parameters():
         name = name.replace("_orig_mod.", "")
         layer, _, rest = name.removeprefix("layers.").partition(".")

@@ -17,9 +17,9 @@ from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject
 from petatron.config.checks.model import check_model
 from petatron.config.schema.fields import fields_by_name, flag_name
-from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.moe_layer_freq import parse_moe_layer_freq
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 from petatron.models.hf.stored_counts import MAX_EXPERTS, MAX_LAYERS
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
@@ -131,7 +131,7 @@ def config_from_arguments(
         problems.append(Problem("--vocab-size", "", rule, "Give the number of token ids of your tokenizer."))
     model, moe = _parse_values(model, problems), _parse_values(_moe_values(arguments, model, problems), problems)
     if not problems:
-        problems += check_model(RunConfig(model=ModelConfig(**model)))
+        problems += check_model(RawRunConfig(model=RawModelConfig(**model)))
     return model, moe, problems
 
 

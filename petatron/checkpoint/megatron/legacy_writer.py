@@ -30,6 +30,7 @@ from petatron.checkpoint.megatron.weight_names import (
     transformer_engine_name,
     with_layer,
 )
+from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.sharding.shard_spec import padded_rows
 
@@ -50,6 +51,11 @@ class _MegatronExport:
     pp: int
     ep: int
     padded_vocab_size: int
+
+    @property
+    def num_local_experts(self) -> int:
+        """The experts of a layer on one rank; 0 of a dense model."""
+        return 0 if self.moe is None else (self.moe.num_experts or 0) // self.ep
 
     def full_weight(self, weight: MegatronWeight) -> Tensor:
         """Returns a Megatron weight, unsharded."""
@@ -89,8 +95,7 @@ def write_megatron(
     moe = moe if moe is not None and moe.num_experts is not None else None
     if problems := _layout_problems(model, moe, tp, pp, ep):
         raise ConfigError(problems)
-    assert model.vocab_size is not None, "the config is not derived"
-    rows = padded_rows(model.vocab_size, model.make_vocab_size_divisible_by, tp)
+    rows = padded_rows(known_vocab_size(model), model.make_vocab_size_divisible_by, tp)
     arguments = arguments_from_config(model, moe, tp=tp, pp=pp, ep=ep, padded_vocab_size=rows, iteration=iteration)
     step = folder / ("release" if iteration == 0 else f"iter_{iteration:07d}")
     if step.exists() and any(step.iterdir()):
@@ -165,7 +170,7 @@ def _rank_state_dict(export: _MegatronExport, tp: int, pp: int, ep: int) -> dict
         layer = layer_index(weight.name)
         names = _names_on_stage(export, weight.name, pp) if layer is None else [weight.name]
         here = layer is None or layer // layers == pp
-        if not here or not names or (weight.expert is not None and weight.expert // _num_local_experts(export) != ep):
+        if not here or not names or (weight.expert is not None and weight.expert // export.num_local_experts != ep):
             continue
         shard = shard_weight(weight.layout, export.full_weight(weight), tp=export.tp, tp_rank=tp)
         for name in names:
@@ -183,16 +188,11 @@ def _names_on_stage(export: _MegatronExport, name: str, pp: int) -> list[str]:
     return [name] if (first if name.startswith("embedding.") else last) else []
 
 
-def _num_local_experts(export: _MegatronExport) -> int:
-    assert export.moe is not None and export.moe.num_experts is not None
-    return export.moe.num_experts // export.ep
-
-
 def _local_expert_name(export: _MegatronExport, name: str, expert: int | None) -> str:
     """Experts of a grouped GEMM are numbered parameters, others are modules."""
     if expert is None or export.moe is None:
         return name
-    local = expert % _num_local_experts(export)
+    local = expert % export.num_local_experts
     before, _, after = name.partition(f".experts.{expert}.")
     return (
         f"{before}.experts.{after}{local}"

@@ -23,7 +23,7 @@ from petatron.config.checks.pipeline import check_pipeline
 from petatron.config.checks.run import check_run
 from petatron.config.flags.parse import unsupported_problem
 from petatron.config.schema.fields import fields_by_path
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 # Path of a field -> the feature that any value but its default requires.
 UNSUPPORTED_FIELDS: Mapping[str, str] = {
@@ -32,7 +32,7 @@ UNSUPPORTED_FIELDS: Mapping[str, str] = {
 }
 
 
-def check_config(config: RunConfig, *, require_training: bool = True) -> list[Problem]:
+def check_config(config: RawRunConfig, *, require_training: bool = True) -> list[Problem]:
     """Returns every problem of a derived config; empty means it may run.
 
     `require_training=False` skips what only training needs: a length, a learning rate, data, a vocabulary.
@@ -54,7 +54,7 @@ def check_config(config: RunConfig, *, require_training: bool = True) -> list[Pr
     return [problem for found in rules for problem in found if problem.where not in refused] + refusals
 
 
-def _unsupported_fields(config: RunConfig) -> Iterator[Problem]:
+def _unsupported_fields(config: RawRunConfig) -> Iterator[Problem]:
     for path, feature in UNSUPPORTED_FIELDS.items():
         info = fields_by_path()[path]
         value = getattr(getattr(config, info.section), info.name)

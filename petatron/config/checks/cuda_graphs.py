@@ -15,14 +15,14 @@ from petatron.base.errors import Problem
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.checks.layout import MODEL_PARALLEL_SIZES
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 CUDA_GRAPHS_FLAG = "--cuda-graphs"
 _GROUPED_MULTIPLE = 8  # elements of bfloat16 in the 16 bytes that the grouped kernel copies at a time
 _MAX_HEAD_DIM = 256  # of FlashAttention
 
 
-def check_cuda_graphs(config: RunConfig) -> Iterator[Problem]:
+def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
     if not config.train.cuda_graphs or config.train.device == "cpu":  # there it has no effect
         return
     for found, why, fix in (
@@ -36,7 +36,7 @@ def check_cuda_graphs(config: RunConfig) -> Iterator[Problem]:
         yield Problem(CUDA_GRAPHS_FLAG, "", f"cannot record a step with {found}: {why}", fix)
 
 
-def uses_random_numbers(config: RunConfig) -> bool:
+def uses_random_numbers(config: RawRunConfig) -> bool:
     """Whether a training step draws random numbers."""
     experts = config.moe.num_experts is not None
     noisy = bool(config.moe.moe_input_jitter_eps) or config.moe.moe_router_force_load_balancing
@@ -47,7 +47,7 @@ CaptureProblem = tuple[str, str, str]
 """What the step has, why that cannot be captured, and what to do."""
 
 
-def _communication(config: RunConfig) -> Iterator[CaptureProblem]:
+def _communication(config: RawRunConfig) -> Iterator[CaptureProblem]:
     parallel = config.parallel
     split_experts = config.moe.num_experts is not None and parallel.tensor_model_parallel_size == 1
     for name in (*MODEL_PARALLEL_SIZES, *(("expert_tensor_parallel_size",) if split_experts else ())):
@@ -71,14 +71,14 @@ def _communication(config: RunConfig) -> Iterator[CaptureProblem]:
         yield "--moe-router-load-balancing-type global_aux_loss", "routers communicate inside it", fix
 
 
-def _precision(config: RunConfig) -> Iterator[CaptureProblem]:
+def _precision(config: RawRunConfig) -> Iterator[CaptureProblem]:
     precision = config.precision
     if precision.fp8_format is not None and precision.fp8_recipe == "delayed":
         why = "the host counts on in the histories of scales"
         yield "--fp8-recipe delayed", why, "Use tensorwise, rowwise or blockwise, or leave --cuda-graphs out."
 
 
-def _experts(config: RunConfig) -> Iterator[CaptureProblem]:
+def _experts(config: RawRunConfig) -> Iterator[CaptureProblem]:
     moe, precision = config.moe, config.precision
     if moe.num_experts is None:
         return
@@ -103,7 +103,7 @@ def _experts(config: RunConfig) -> Iterator[CaptureProblem]:
             yield f"{flag_name(name)} {width}", why, fix
 
 
-def _memory(config: RunConfig) -> Iterator[CaptureProblem]:
+def _memory(config: RawRunConfig) -> Iterator[CaptureProblem]:
     memory = config.memory
     if memory.cpu_offloading_num_layers > 0:
         why = "activations leave for memory that the host hands out"
@@ -114,7 +114,7 @@ def _memory(config: RunConfig) -> Iterator[CaptureProblem]:
         yield "recompute and random numbers", why, "Use --hidden-dropout 0 --attention-dropout 0, or recompute nothing."
 
 
-def _attention(config: RunConfig) -> Iterator[CaptureProblem]:
+def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
     model, window = config.model, config.model.window_size
     if config.data.reset_attention_mask:
         why = "where documents lie differs from step to step, and the host plans with it"
@@ -129,7 +129,7 @@ def _attention(config: RunConfig) -> Iterator[CaptureProblem]:
         yield f"--window-size {window} and heads of width {model.kv_channels}", why, fix
 
 
-def _timeline(config: RunConfig) -> Iterator[CaptureProblem]:
+def _timeline(config: RawRunConfig) -> Iterator[CaptureProblem]:
     if config.log.pipeline_timeline is not None:
         why = "its parts are timed one by one, by the host"
         yield f"--pipeline-timeline {config.log.pipeline_timeline}", why, "Leave one of them out."

@@ -8,15 +8,15 @@ from petatron.base.errors import Problem
 from petatron.config.checks.pipeline import splits_backward
 from petatron.config.checks.rule_helpers import at_least, divisors
 from petatron.config.schema.fields import join_with_or
-from petatron.config.schema.parallel import ParallelConfig
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.parallel import RawParallelConfig
+from petatron.config.schema.run import RawRunConfig
 
 FSDP_STRATEGIES = ("optim_grads", "optim_grads_params")
 _STRATEGY = "--data-parallel-sharding-strategy"
 _INSTANCES = "--num-distributed-optimizer-instances"
 
 
-def check_data_parallel(config: RunConfig) -> Iterator[Problem]:
+def check_data_parallel(config: RawRunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     strategy = parallel.data_parallel_sharding_strategy
     if strategy in FSDP_STRATEGIES:
@@ -28,14 +28,14 @@ def check_data_parallel(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--grad-reduce-in-bf16", "", "needs --bf16", "Give it, or leave this out.")
 
 
-def _fully_sharded(parallel: ParallelConfig, strategy: str) -> Iterator[Problem]:
+def _fully_sharded(parallel: RawParallelConfig, strategy: str) -> Iterator[Problem]:
     if splits_backward(parallel):
         rule = f"splits the backward pass, which would bypass the gradient reduction of {_STRATEGY} {strategy}"
         fix = "Use 1f1b, interleaved or gpipe; or optim."
         yield Problem("--pipeline-schedule", str(parallel.pipeline_schedule), rule, fix)
 
 
-def _optimizer_sharded(parallel: ParallelConfig, strategy: str | None) -> Iterator[Problem]:
+def _optimizer_sharded(parallel: RawParallelConfig, strategy: str | None) -> Iterator[Problem]:
     sharded = parallel.use_distributed_optimizer
     if strategy == "no_shard" and sharded:
         rule = "contradicts --use-distributed-optimizer"
@@ -48,7 +48,7 @@ def _optimizer_sharded(parallel: ParallelConfig, strategy: str | None) -> Iterat
         yield Problem("--overlap-param-gather", "", rule, "Add them, or leave it out.")
 
 
-def _instances(parallel: ParallelConfig, *, experts: bool) -> Iterator[Problem]:
+def _instances(parallel: RawParallelConfig, *, experts: bool) -> Iterator[Problem]:
     """Every instance is a full replica, of the dense parameters and of the experts."""
     count, dp = parallel.num_distributed_optimizer_instances, parallel.data_parallel_size
     yield from at_least("num_distributed_optimizer_instances", count, 1)

@@ -10,10 +10,10 @@ from petatron.config.checkpoint_settings import CHECKPOINT_ARGS_FLAG, MP_ARGS_FL
 from petatron.config.checks.rule_helpers import at_least, or_default
 from petatron.config.schema.data_blend import BlendError, parse_blend, parse_split
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 
-def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+def check_files(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     yield from _empty_paths(config)
     yield from _sources(config, require_training=require_training)
     yield from _blends(config)
@@ -27,7 +27,7 @@ def check_files(config: RunConfig, *, require_training: bool) -> Iterator[Proble
         yield Problem("--wandb-exp-name", config.log.wandb_exp_name, "needs --wandb-project", "Give the project too.")
 
 
-def _empty_paths(config: RunConfig) -> Iterator[Problem]:
+def _empty_paths(config: RawRunConfig) -> Iterator[Problem]:
     """`--save "$FOLDER"` with an unset variable would mean the working folder, or a flag that was not given."""
     for info in path_fields():
         value = getattr(getattr(config, info.section), info.name)
@@ -36,7 +36,7 @@ def _empty_paths(config: RunConfig) -> Iterator[Problem]:
             yield Problem(info.flag, "''", "is an empty path", "Name a file or folder, or leave it out.")
 
 
-def _timeline(config: RunConfig) -> Iterator[Problem]:
+def _timeline(config: RawRunConfig) -> Iterator[Problem]:
     step, last = config.log.pipeline_timeline_step, config.train.train_iters
     yield from at_least("pipeline_timeline_step", step, 1)
     if config.log.pipeline_timeline is not None and last is not None and step > last >= 1:
@@ -45,7 +45,7 @@ def _timeline(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--pipeline-timeline-step", found, rule, f"Use {last} or less.")
 
 
-def _profile(config: RunConfig) -> Iterator[Problem]:
+def _profile(config: RawRunConfig) -> Iterator[Problem]:
     log, last, ranks = config.log, config.train.train_iters, config.parallel.world_size
     yield from at_least("profile_step_start", log.profile_step_start, 1)
     if not log.profile:
@@ -64,7 +64,7 @@ def _profile(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--profile-ranks", " ".join(beyond), rule, "Ranks count from 0.")
 
 
-def _sources(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     data = config.data
     per_split = data.train_data_path + data.valid_data_path + data.test_data_path
     given = [
@@ -88,7 +88,7 @@ def _sources(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
         yield Problem("--train-data-path", "", rule, "Give the training prefixes too.")
 
 
-def _blends(config: RunConfig) -> Iterator[Problem]:
+def _blends(config: RawRunConfig) -> Iterator[Problem]:
     data = config.data
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = getattr(data, name)
@@ -106,7 +106,7 @@ def _blends(config: RunConfig) -> Iterator[Problem]:
             yield Problem("--split", data.split, "leaves nothing to train on", "Give training a share above 0.")
 
 
-def _tokenizer(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+def _tokenizer(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     tokenizer, vocab_size = config.tokenizer, config.model.vocab_size
     kind = tokenizer.tokenizer_type
     if kind == "HuggingFaceTokenizer" and tokenizer.tokenizer_model is None:
@@ -128,7 +128,7 @@ def _tokenizer(config: RunConfig, *, require_training: bool) -> Iterator[Problem
                 yield Problem(flag_name(name), "", rule, "Give --tokenizer-model.")
 
 
-def _checkpoints(config: RunConfig) -> Iterator[Problem]:
+def _checkpoints(config: RawRunConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
     yield from at_least("save_interval", checkpoint.save_interval, 1)
     if checkpoint.save_interval is not None and checkpoint.save is None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.checks.rule_helpers import at_least, multiples_near
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 _FLAG = "--fp8-format"
 _GATHER = "--fp8-param-gather"
 
 
-def check_fp8(config: RunConfig) -> Iterator[Problem]:
+def check_fp8(config: RawRunConfig) -> Iterator[Problem]:
     precision = config.precision
     yield from at_least("fp8_amax_history_len", precision.fp8_amax_history_len, 1)
     yield from at_least("num_layers_at_start_in_bf16", precision.num_layers_at_start_in_bf16, 0)
@@ -29,7 +29,7 @@ def check_fp8(config: RunConfig) -> Iterator[Problem]:
         yield from _param_gather(config)
 
 
-def _bf16_layers(config: RunConfig) -> Iterator[Problem]:
+def _bf16_layers(config: RawRunConfig) -> Iterator[Problem]:
     precision, layers = config.precision, config.model.num_layers
     kept = precision.num_layers_at_start_in_bf16 + precision.num_layers_at_end_in_bf16
     if precision.first_last_layers_bf16 and layers > 0 and kept >= layers:
@@ -38,7 +38,7 @@ def _bf16_layers(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--first-last-layers-bf16", "", rule, fix)
 
 
-def _param_gather(config: RunConfig) -> Iterator[Problem]:
+def _param_gather(config: RawRunConfig) -> Iterator[Problem]:
     """Weights gathered in FP8 must be the operand of every GEMM, and there must be something to gather."""
     if config.precision.fp8_recipe == "rowwise":
         rule = "sends numbers with one scale, but --fp8-recipe rowwise gives each one two, its row's and its column's"
@@ -50,7 +50,7 @@ def _param_gather(config: RunConfig) -> Iterator[Problem]:
         yield Problem(_GATHER, "", rule, fix)
 
 
-def _sizes(config: RunConfig) -> Iterator[Problem]:
+def _sizes(config: RawRunConfig) -> Iterator[Problem]:
     """Sizes that would exclude every GEMM from FP8; single ones are only reported at run time."""
     precision, model = config.precision, config.model
     multiple = 128 if precision.fp8_recipe == "blockwise" else 16

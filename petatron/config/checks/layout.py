@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, within
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 MODEL_PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -23,7 +23,7 @@ _OVERLAP = "--tp-comm-overlap"
 _HIERARCHY = "--hierarchical-context-parallel-sizes"
 
 
-def check_layout(config: RunConfig) -> Iterator[Problem]:
+def check_layout(config: RawRunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     sizes_are_sound = True
     for name in _SIZES:
@@ -41,7 +41,7 @@ def check_layout(config: RunConfig) -> Iterator[Problem]:
         yield from _expert(config)
 
 
-def _launch(config: RunConfig) -> Iterator[Problem]:
+def _launch(config: RawRunConfig) -> Iterator[Problem]:
     launch, world = config.launch, config.parallel.world_size
     yield from at_least("nproc_per_node", launch.nproc_per_node, 1)
     yield from at_least("ranks_per_device", launch.ranks_per_device, 1)
@@ -64,7 +64,7 @@ def _launch(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--nnodes", str(launch.nnodes), rule, f"Use {divisors(world)}, or set --nproc-per-node.")
 
 
-def _world(config: RunConfig) -> Iterator[Problem]:
+def _world(config: RawRunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
@@ -83,7 +83,7 @@ def _world(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--data-parallel-size", str(dp), rule, f"Use {world // model_ranks}, or leave it out.")
 
 
-def _tensor(config: RunConfig) -> Iterator[Problem]:
+def _tensor(config: RawRunConfig) -> Iterator[Problem]:
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     heads, groups, ffn = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
     where = "--tensor-model-parallel-size"
@@ -99,7 +99,7 @@ def _tensor(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--ffn-hidden-size", str(ffn), rule, f"Nearest: {multiples_near(ffn, tp)}.")
 
 
-def _sequence(config: RunConfig) -> Iterator[Problem]:
+def _sequence(config: RawRunConfig) -> Iterator[Problem]:
     parallel, length = config.parallel, config.model.seq_length
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if length <= 0:
@@ -113,7 +113,7 @@ def _sequence(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--seq-length", str(length), rule, f"Nearest: {multiples_near(length, tp * cp)}.")
 
 
-def _tp_comm_overlap(config: RunConfig) -> Iterator[Problem]:
+def _tp_comm_overlap(config: RawRunConfig) -> Iterator[Problem]:
     """Requirements of the tensor-parallel overlap in the forward; at tp 1 it has no effect."""
     parallel, precision = config.parallel, config.precision
     if parallel.tp_comm_overlap_chunks is not None and parallel.tp_comm_overlap_chunks < 2:
@@ -129,7 +129,7 @@ def _tp_comm_overlap(config: RunConfig) -> Iterator[Problem]:
         yield Problem(_OVERLAP, "", rule, "Leave one of them out.")
 
 
-def _context(config: RunConfig) -> Iterator[Problem]:
+def _context(config: RawRunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     cp, kind, sizes = (
         parallel.context_parallel_size,
@@ -154,7 +154,7 @@ def _context(config: RunConfig) -> Iterator[Problem]:
         yield from _all_to_all_heads(config, sizes[0], _HIERARCHY, _words(sizes), fix)
 
 
-def _all_to_all_heads(config: RunConfig, num_ranks: int, where: str, found: str, fix: str) -> Iterator[Problem]:
+def _all_to_all_heads(config: RawRunConfig, num_ranks: int, where: str, found: str, fix: str) -> Iterator[Problem]:
     """All-to-all attention gives each of `num_ranks` an equal share of a tensor-parallel rank's heads."""
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
@@ -172,7 +172,7 @@ def _words(numbers: tuple[int, ...]) -> str:
     return " ".join(str(number) for number in numbers)
 
 
-def _expert(config: RunConfig) -> Iterator[Problem]:
+def _expert(config: RawRunConfig) -> Iterator[Problem]:
     parallel, experts = config.parallel, config.moe.num_experts
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     pp, world = parallel.pipeline_model_parallel_size, parallel.world_size
@@ -191,7 +191,7 @@ def _expert(config: RunConfig) -> Iterator[Problem]:
         yield from _expert_widths(config, etp)
 
 
-def _more_ranks(config: RunConfig, expert_ranks: int) -> str:
+def _more_ranks(config: RawRunConfig, expert_ranks: int) -> str:
     """Returns the flags for the fewest ranks, no fewer than now, that both the experts' layout and the dense one divide."""
     parallel, nodes = config.parallel, config.launch.nnodes
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
@@ -202,7 +202,7 @@ def _more_ranks(config: RunConfig, expert_ranks: int) -> str:
     return f"Use {ranks} ranks (--dp {ranks // model_ranks}{local}), or fewer for the experts."
 
 
-def _expert_widths(config: RunConfig, etp: int) -> Iterator[Problem]:
+def _expert_widths(config: RawRunConfig, etp: int) -> Iterator[Problem]:
     moe, parallel, tp = config.moe, config.parallel, config.parallel.tensor_model_parallel_size
     width, shared = moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size
     if width is not None and width > 0 and width % etp:

@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from petatron.base.errors import Problem
 from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, within
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.model import ModelConfig
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.model import RawModelConfig
+from petatron.config.schema.run import RawRunConfig
 
 ROTARY_TYPES = ("rope", "yarn")
 REQUIRED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
-def check_model(config: RunConfig) -> Iterator[Problem]:
+def check_model(config: RawRunConfig) -> Iterator[Problem]:
     yield from _sizes(config.model)
     yield from _heads(config)
     yield from _positions(config.model)
     yield from _numbers(config.model)
 
 
-def _sizes(model: ModelConfig) -> Iterator[Problem]:
+def _sizes(model: RawModelConfig) -> Iterator[Problem]:
     for name in REQUIRED_FIELDS:
         value = getattr(model, name)
         flag = flag_name(name)
@@ -36,7 +36,7 @@ def _sizes(model: ModelConfig) -> Iterator[Problem]:
         yield from at_least(name, getattr(model, name), 1)
 
 
-def _heads(config: RunConfig) -> Iterator[Problem]:
+def _heads(config: RawRunConfig) -> Iterator[Problem]:
     model = config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if heads > 0 and model.hidden_size > 0 and model.kv_channels is None:
@@ -55,7 +55,7 @@ def _heads(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--group-query-attention", "", rule, "Leave one out.")
 
 
-def _positions(model: ModelConfig) -> Iterator[Problem]:
+def _positions(model: RawModelConfig) -> Iterator[Problem]:
     longest = model.max_position_embeddings
     if longest is not None and 0 < longest < model.seq_length:
         rule = f"is shorter than --seq-length {model.seq_length}"
@@ -74,7 +74,7 @@ def _positions(model: ModelConfig) -> Iterator[Problem]:
         yield Problem("--yarn-beta-slow", f"{model.yarn_beta_slow:g}", rule, "The paper uses 1 and 32.")
 
 
-def _rotary(model: ModelConfig) -> Iterator[Problem]:
+def _rotary(model: RawModelConfig) -> Iterator[Problem]:
     percent, width = model.rotary_percent, model.kv_channels
     if not 0 < percent <= 1:
         yield Problem("--rotary-percent", f"{percent:g}", "is not in (0, 1]", "Use 1 to rotate the whole head.")
@@ -87,7 +87,7 @@ def _rotary(model: ModelConfig) -> Iterator[Problem]:
     yield from above("yarn_beta_slow", model.yarn_beta_slow, 0)
 
 
-def _numbers(model: ModelConfig) -> Iterator[Problem]:
+def _numbers(model: RawModelConfig) -> Iterator[Problem]:
     yield from within("hidden_dropout", model.hidden_dropout, 0, 1)
     yield from within("attention_dropout", model.attention_dropout, 0, 1)
     yield from above("norm_epsilon", model.norm_epsilon, 0)

@@ -8,10 +8,10 @@ from petatron.base.errors import Problem
 from petatron.config.checks.rule_helpers import above, at_least, divisors, within
 from petatron.config.schema.model import MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layer_freq_problems
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 
-def check_moe(config: RunConfig) -> Iterator[Problem]:
+def check_moe(config: RawRunConfig) -> Iterator[Problem]:
     moe = config.moe
     yield from at_least("num_experts", moe.num_experts, 1)
     if moe.num_experts is None or moe.num_experts < 1:

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 MOE_OVERLAP_FLAG = "--overlap-moe-expert-parallel-comm"
 OVERLAP_SCHEDULES = ("1f1b", "interleaved")
 """Schedules whose steady state alternates forwards and backwards, so that two of them can be combined."""
 
 
-def check_moe_overlap(config: RunConfig) -> Iterator[Problem]:
+def check_moe_overlap(config: RawRunConfig) -> Iterator[Problem]:
     if not config.parallel.overlap_moe_expert_parallel_comm:
         return
     for rule, fix in (*_needs(config), *_schedule(config), *_memory(config)):
@@ -29,7 +29,7 @@ OverlapProblem = tuple[str, str]
 """The rule that is broken, and what to do."""
 
 
-def _needs(config: RunConfig) -> Iterator[OverlapProblem]:
+def _needs(config: RawRunConfig) -> Iterator[OverlapProblem]:
     parallel, moe = config.parallel, config.moe
     if moe.num_experts is None:
         yield "needs --num-experts: a dense model has no expert all-to-all", "Leave it out."
@@ -44,7 +44,7 @@ def _needs(config: RunConfig) -> Iterator[OverlapProblem]:
         yield rule, "Use alltoall, or leave this out."
 
 
-def _schedule(config: RunConfig) -> Iterator[OverlapProblem]:
+def _schedule(config: RawRunConfig) -> Iterator[OverlapProblem]:
     parallel = config.parallel
     name = parallel.pipeline_schedule
     if parallel.pipeline_model_parallel_size > 1 and name is not None and name not in OVERLAP_SCHEDULES:
@@ -55,7 +55,7 @@ def _schedule(config: RunConfig) -> Iterator[OverlapProblem]:
         yield rule, "Leave one of them out."
 
 
-def _memory(config: RunConfig) -> Iterator[OverlapProblem]:
+def _memory(config: RawRunConfig) -> Iterator[OverlapProblem]:
     memory, strategy = config.memory, config.parallel.data_parallel_sharding_strategy
     again = "would repeat the all-to-all in the backward pass, with random states and hooks set back around it"
     if memory.recompute_granularity == "full":

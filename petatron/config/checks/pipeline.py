@@ -8,20 +8,20 @@ from petatron.base.errors import Problem
 from petatron.config.checks.rule_helpers import at_least
 from petatron.config.pipeline_stages import stage_problems
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.parallel import ParallelConfig
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.parallel import RawParallelConfig
+from petatron.config.schema.run import RawRunConfig
 
 _SIZES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 _SCHEDULE, _VIRTUAL = "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"
 
 
-def splits_backward(parallel: ParallelConfig) -> bool:
+def splits_backward(parallel: RawParallelConfig) -> bool:
     """Whether weight gradients are computed separately from, and later than, input gradients (zero bubble)."""
     return parallel.pipeline_schedule in ("zb-h1", "zb-v")
 
 
-def check_pipeline(config: RunConfig) -> Iterator[Problem]:
+def check_pipeline(config: RawRunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     low = [problem for name in (*_SIZES, _GROUP) for problem in at_least(name, getattr(parallel, name), 1)]
     yield from low
@@ -37,7 +37,7 @@ def check_pipeline(config: RunConfig) -> Iterator[Problem]:
         yield Problem(flag_name(_GROUP), str(group), rule, f"Use {pp} or more.")
 
 
-def _schedule(parallel: ParallelConfig) -> Iterator[Problem]:
+def _schedule(parallel: RawParallelConfig) -> Iterator[Problem]:
     pp, virtual, schedule = (
         parallel.pipeline_model_parallel_size,
         parallel.num_virtual_stages_per_pipeline_rank,
@@ -58,7 +58,7 @@ def _schedule(parallel: ParallelConfig) -> Iterator[Problem]:
         yield Problem(_SCHEDULE, schedule, rule, "Use interleaved, or leave it out.")
 
 
-def _cause(parallel: ParallelConfig) -> tuple[str, str]:
+def _cause(parallel: RawParallelConfig) -> tuple[str, str]:
     """Returns the flag that determined how many stages a rank holds, with its value."""
     for name in ("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"):
         if (value := getattr(parallel, name)) is not None:

@@ -10,10 +10,10 @@ from petatron.config.checks.pipeline import splits_backward
 from petatron.config.checks.rule_helpers import above, at_least, multiples_near, within
 from petatron.config.pipeline_stages import max_layers_per_stage
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 
-def check_run(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+def check_run(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     yield from _precision(config)
     yield from _memory(config)
     yield from _batch(config)
@@ -24,7 +24,7 @@ def check_run(config: RunConfig, *, require_training: bool) -> Iterator[Problem]
     yield from _optimizer(config)
 
 
-def _precision(config: RunConfig) -> Iterator[Problem]:
+def _precision(config: RawRunConfig) -> Iterator[Problem]:
     precision = config.precision
     chosen = [f"--{name}" for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
     if len(chosen) > 1:
@@ -39,7 +39,7 @@ def _precision(config: RunConfig) -> Iterator[Problem]:
     yield from at_least("hysteresis", precision.hysteresis, 1)
 
 
-def _memory(config: RunConfig) -> Iterator[Problem]:
+def _memory(config: RawRunConfig) -> Iterator[Problem]:
     memory = config.memory
     granularity, budget = memory.recompute_granularity, memory.recompute_memory_budget_gb
     with_layers = memory.recompute_method is not None or memory.recompute_num_layers is not None
@@ -66,7 +66,7 @@ def _memory(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--optimizer-cpu-offload", "", rule, "Keep one of them.")
 
 
-def _recompute_layers(config: RunConfig) -> Iterator[Problem]:
+def _recompute_layers(config: RawRunConfig) -> Iterator[Problem]:
     number = config.memory.recompute_num_layers
     yield from at_least("recompute_num_layers", number, 1)
     largest = max_layers_per_stage(config)
@@ -75,7 +75,7 @@ def _recompute_layers(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--recompute-num-layers", str(number), rule, f"Use {largest} or less.")
 
 
-def _offloaded_layers(config: RunConfig) -> Iterator[Problem]:
+def _offloaded_layers(config: RawRunConfig) -> Iterator[Problem]:
     where, number = "--cpu-offloading-num-layers", config.memory.cpu_offloading_num_layers
     yield from at_least("cpu_offloading_num_layers", number, 0)
     largest = max_layers_per_stage(config)
@@ -93,7 +93,7 @@ def _offloaded_layers(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _batch(config: RunConfig) -> Iterator[Problem]:
+def _batch(config: RawRunConfig) -> Iterator[Problem]:
     train, replicas = config.train, config.parallel.data_parallel_size
     micro, batch = train.micro_batch_size, train.global_batch_size
     yield from at_least("micro_batch_size", micro, 1)
@@ -125,7 +125,7 @@ def _batch_size_rampup(ramp: tuple[int, ...], batch: int, unit: int, product: st
         yield Problem(where, found, rule, f"Use multiples of {unit} for START and INCREMENT.")
 
 
-def _length(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+def _length(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     train = config.train
     if train.train_iters is not None and train.train_samples is not None:
         rule = f"cannot be combined with --train-samples {train.train_samples}"
@@ -140,7 +140,7 @@ def _length(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
     yield from at_least("seed", train.seed, 0)
 
 
-def _first_batch(config: RunConfig) -> Iterator[Problem]:
+def _first_batch(config: RawRunConfig) -> Iterator[Problem]:
     """Only whole batches are trained on, so a run must have at least its first."""
     train = config.train
     samples, batch, ramp = train.train_samples, train.global_batch_size, train.rampup_batch_size
@@ -154,7 +154,7 @@ def _first_batch(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--train-samples", str(samples), rule, f"Use {first} or more, or a smaller batch.")
 
 
-def _schedule_units(config: RunConfig) -> Iterator[Problem]:
+def _schedule_units(config: RawRunConfig) -> Iterator[Problem]:
     """A run counts in iterations or in samples; its schedule must count in the same."""
     train, schedule = config.train, config.schedule
     values = {
@@ -170,7 +170,7 @@ def _schedule_units(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"--{stem}-{other}", str(value), rule, f"Use --{stem}-{own}.")
 
 
-def _schedule(config: RunConfig) -> Iterator[Problem]:
+def _schedule(config: RawRunConfig) -> Iterator[Problem]:
     schedule = config.schedule
     for name in ("lr_warmup_iters", "lr_warmup_samples"):
         yield from at_least(name, getattr(schedule, name), 0)
@@ -198,7 +198,7 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--lr-decay-style", "", rule, "Give --lr-wsd-decay-iters or --lr-wsd-decay-samples.")
 
 
-def _lengths(config: RunConfig, unit: str) -> Iterator[Problem]:
+def _lengths(config: RawRunConfig, unit: str) -> Iterator[Problem]:
     schedule = config.schedule
     warmup, decay = getattr(schedule, f"lr_warmup_{unit}"), getattr(schedule, f"lr_decay_{unit}")
     final = getattr(schedule, f"lr_wsd_decay_{unit}")
@@ -212,7 +212,7 @@ def _lengths(config: RunConfig, unit: str) -> Iterator[Problem]:
         yield Problem(f"--lr-wsd-decay-{unit}", str(final), rule, f"Use {decay - warmup} or less.")
 
 
-def _learning_rate(config: RunConfig, *, require_training: bool) -> Iterator[Problem]:
+def _learning_rate(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     lr, schedule = config.optim.lr, config.schedule
     if lr is None:
         if require_training:
@@ -227,7 +227,7 @@ def _learning_rate(config: RunConfig, *, require_training: bool) -> Iterator[Pro
     yield from _decoupled_learning_rate(config)
 
 
-def _decoupled_learning_rate(config: RunConfig) -> Iterator[Problem]:
+def _decoupled_learning_rate(config: RawRunConfig) -> Iterator[Problem]:
     lr, schedule = config.optim.decoupled_lr, config.schedule
     yield from above("decoupled_lr", lr, 0)
     yield from at_least("decoupled_min_lr", schedule.decoupled_min_lr, 0)
@@ -241,7 +241,7 @@ def _decoupled_learning_rate(config: RunConfig) -> Iterator[Problem]:
             yield Problem(name, f"{value:g}", f"is above --decoupled-lr {lr:g}", fix)
 
 
-def _optimizer(config: RunConfig) -> Iterator[Problem]:
+def _optimizer(config: RawRunConfig) -> Iterator[Problem]:
     optim = config.optim
     start, end, style = optim.start_weight_decay, optim.end_weight_decay, optim.weight_decay_incr_style
     yield from at_least("weight_decay", optim.weight_decay, 0)
@@ -264,7 +264,7 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
     yield from _state_dtypes(config)
 
 
-def _muon(config: RunConfig) -> Iterator[Problem]:
+def _muon(config: RawRunConfig) -> Iterator[Problem]:
     optim, memory = config.optim, config.memory
     yield from within("muon_momentum", optim.muon_momentum, 0, 1)
     yield from at_least("muon_num_ns_steps", optim.muon_num_ns_steps, 1)
@@ -281,7 +281,7 @@ def _muon(config: RunConfig) -> Iterator[Problem]:
             yield Problem(flag_name(name), value, rule, "Leave it out, shard the state over more ranks, or use adam.")
 
 
-def _state_dtypes(config: RunConfig) -> Iterator[Problem]:
+def _state_dtypes(config: RawRunConfig) -> Iterator[Problem]:
     """Low-precision optimizer state requires a model in low precision."""
     optim, precision = config.optim, config.precision
     if precision.fp64:

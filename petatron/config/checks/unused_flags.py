@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.config.schema.model import GATED_ACTIVATIONS
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin
 
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
@@ -37,7 +37,7 @@ _SHARDED = ("use_distributed_optimizer", "overlap_param_gather")
 _NO_REPLICAS = "no two ranks hold the same weights, as data-parallel ones do"
 
 
-def unused_flag_notices(config: RunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
+def unused_flag_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
     """Yields one line for each value set in a flag or file that has no effect in this config."""
     values = flatten_config(config)
     idle = (*_unused(config), *_unused_parallel(config), *_unused_moe(config), *_unused_memory(config))
@@ -52,7 +52,7 @@ def unused_flag_notices(config: RunConfig, origins: Mapping[str, ValueOrigin]) -
         yield from _unused_recompute_modules(config)
 
 
-def _different_effect_notices(config: RunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
+def _different_effect_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
     """Yields settings that have an effect, but not the one that their name suggests."""
     precision = config.precision
     # On by default, so that only an explicit flag shows that someone expects an effect.
@@ -69,7 +69,7 @@ def _different_effect_notices(config: RunConfig, origins: Mapping[str, ValueOrig
         )
 
 
-def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     positions = config.model.position_embedding_type
     if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS:
         yield "compile", "nothing of this model is compiled: on GPUs it has kernels of its own"
@@ -115,7 +115,7 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "it is for --profile") for name in names)
 
 
-def _unused_fp8(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused_fp8(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     precision = config.precision
     if precision.fp8_format is None:
         names = ("fp8_recipe", "fp8_param_gather", *_HISTORY, *_LAYERS_BF16)
@@ -129,7 +129,7 @@ def _unused_fp8(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "it is for --first-last-layers-bf16") for name in _LAYERS_BF16[1:])
 
 
-def _unused_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused_parallel(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     parallel = config.parallel
     if parallel.tensor_model_parallel_size == 1:
         names = ("sequence_parallel", "tp_comm_overlap")
@@ -147,13 +147,13 @@ def _unused_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _unused_data_parallel(config)
 
 
-def _num_micro_batches(config: RunConfig) -> int | None:
+def _num_micro_batches(config: RawRunConfig) -> int | None:
     """Returns the micro-batches of a step on one data-parallel rank after any ramp; None while the sizes are a problem of their own."""
     size, dp, micro = config.train.global_batch_size, config.parallel.data_parallel_size, config.train.micro_batch_size
     return None if size is None or not dp or micro < 1 else size // (dp * micro)
 
 
-def _unused_data_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused_data_parallel(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     """Flags of data parallelism: its ranks, and those of context parallelism, replicate the weights."""
     parallel = config.parallel
     strategy = parallel.data_parallel_sharding_strategy
@@ -167,7 +167,7 @@ def _unused_data_parallel(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "fully_shard shares the optimizer state and gathers by itself") for name in _SHARDED)
 
 
-def _weights_are_replicated(config: RunConfig) -> bool:
+def _weights_are_replicated(config: RawRunConfig) -> bool:
     """Whether dense weights or experts have several replicas; True while the sizes are a problem of their own."""
     parallel = config.parallel
     dp, ep, etp = (
@@ -181,7 +181,7 @@ def _weights_are_replicated(config: RunConfig) -> bool:
     return ranks != 1 or (config.moe.num_experts is not None and parallel.tensor_model_parallel_size != ep * etp)
 
 
-def _unused_moe(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused_moe(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     moe = config.moe
     if moe.num_experts is None:
         names = (name for name, info in fields_by_name().items() if info.section == "moe" and name != "num_experts")
@@ -214,7 +214,7 @@ def _unused_moe(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "moe_aux_loss_coeff", "--moe-router-load-balancing-type is none"
 
 
-def _no_shared_expert_overlap_reason(config: RunConfig) -> str | None:
+def _no_shared_expert_overlap_reason(config: RawRunConfig) -> str | None:
     """Returns why no all-to-all overlaps with a shared expert, if so."""
     moe, parallel = config.moe, config.parallel
     if moe.moe_shared_expert_intermediate_size is None:
@@ -226,7 +226,7 @@ def _no_shared_expert_overlap_reason(config: RunConfig) -> str | None:
     return None
 
 
-def _unused_memory(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _unused_memory(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     if not config.memory.optimizer_cpu_offload and config.memory.optimizer_nvme_offload is None:
         yield "optimizer_offload_fraction", "it is for --optimizer-cpu-offload and --optimizer-nvme-offload"
     elif config.train.device == "cpu":
@@ -235,7 +235,7 @@ def _unused_memory(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "recompute_modules", "it is for --recompute-granularity selective"
 
 
-def _unused_recompute_modules(config: RunConfig) -> Iterator[str]:
+def _unused_recompute_modules(config: RawRunConfig) -> Iterator[str]:
     """Yields modules to recompute that the model does not have, or of which nothing is saved anyway."""
     if config.memory.recompute_granularity != "selective":
         return
@@ -251,7 +251,7 @@ def _unused_recompute_modules(config: RunConfig) -> Iterator[str]:
             yield f"--recompute-modules {module} has no effect: {lacking[module]}"
 
 
-def _saves_norm_outputs(config: RunConfig) -> bool:
+def _saves_norm_outputs(config: RawRunConfig) -> bool:
     """Whether norm outputs are saved for backward: by a router whose GEMM uses them directly."""
     precision, moe = config.precision, config.moe
     if moe.num_experts is None or moe.moe_input_jitter_eps:

@@ -18,12 +18,13 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar
 
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 FieldKind = Literal["int", "float", "bool", "str", "choice"]
+ConfigT = TypeVar("ConfigT", bound=RawRunConfig)
 FieldValue = int | float | bool | str | None | tuple[int, ...] | tuple[str, ...]
 
 NONE_WORDS = ("none", "null")
@@ -121,8 +122,8 @@ def closest_matches(word: str, candidates: Iterable[str], *, count: int = 2, cut
 @functools.cache
 def sections() -> dict[str, type]:
     """Maps section names to their dataclasses, in schema order."""
-    hints = typing.get_type_hints(RunConfig)
-    return {item.name: hints[item.name] for item in fields(RunConfig) if is_dataclass(hints[item.name])}
+    hints = typing.get_type_hints(RawRunConfig)
+    return {item.name: hints[item.name] for item in fields(RawRunConfig) if is_dataclass(hints[item.name])}
 
 
 @functools.cache
@@ -151,19 +152,24 @@ def fields_by_path() -> dict[str, FieldInfo]:
     return {info.path: info for info in all_fields()}
 
 
-def flatten_config(config: RunConfig) -> dict[str, FieldValue]:
+def flatten_config(config: RawRunConfig) -> dict[str, FieldValue]:
     """Maps paths to the values of all fields."""
     return {info.path: getattr(getattr(config, info.section), info.name) for info in all_fields()}
 
 
-def unflatten_config(values: Mapping[str, FieldValue]) -> RunConfig:
+def unflatten_config(values: Mapping[str, FieldValue]) -> RawRunConfig:
     """Inverts `flatten_config`; omitted paths get their default."""
-    grouped: dict[str, dict[str, FieldValue]] = {section: {} for section in sections()}
+    return replace_fields(RawRunConfig(), values)
+
+
+def replace_fields(config: ConfigT, values: Mapping[str, FieldValue]) -> ConfigT:
+    """Returns the config with other values at some paths."""
+    grouped: dict[str, dict[str, FieldValue]] = {}
     for path, value in values.items():
         section, name = path.split(".")
-        grouped[section][name] = value
-    built: dict[str, Any] = {name: section_class(**grouped[name]) for name, section_class in sections().items()}
-    return RunConfig(**built)
+        grouped.setdefault(section, {})[name] = value
+    changed: dict[str, Any] = {name: replace(getattr(config, name), **own) for name, own in grouped.items()}
+    return replace(config, **changed)
 
 
 def _field_info(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInfo:

@@ -13,7 +13,7 @@ ActivationName = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class RawModelConfig:
     """The shape of a decoder."""
 
     model_type: str = "decoder"
@@ -92,6 +92,17 @@ class ModelConfig:
     """Number of token ids. Derived: from the tokenizer."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded in memory to a multiple of this x tensor-parallel size; checkpoints never hold the padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(RawModelConfig):
+    """The resolved settings of a model. `vocab_size` may still be the tokenizer's, see `known_vocab_size`."""
+
+    ffn_hidden_size: int = 0
+    num_query_groups: int = 0
+    kv_channels: int = 0
+    max_position_embeddings: int = 0
+    embedding_init_method_std: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

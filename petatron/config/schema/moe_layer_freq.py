@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 _FIX = "Give a number, or one 0 or 1 per layer such as ([0]*1+[1]*23)."
 # Far above any model; keeps `[1]*999999999` from filling memory before it is refused.
@@ -21,10 +21,10 @@ class MoELayerFreqError(ValueError):
     """What is wrong with a pattern, as the predicate of a sentence about it."""
 
 
-def moe_layers(config: RunConfig) -> tuple[bool, ...]:
+def moe_layers(config: RawRunConfig) -> tuple[bool, ...]:
     """Returns for each layer whether it is an MoE layer; `ConfigError` if the pattern does not fit the model.
 
-    >>> from petatron.config import ModelConfig, MoEConfig
+    >>> from petatron.config import ModelConfig, MoEConfig, RunConfig
     >>> moe_layers(RunConfig(model=ModelConfig(num_layers=3), moe=MoEConfig(num_experts=2, moe_layer_freq="[0]+[1]*2")))
     (False, True, True)
     """
@@ -40,7 +40,7 @@ def moe_layers(config: RunConfig) -> tuple[bool, ...]:
     return tuple(bit == 1 for bit in pattern)
 
 
-def moe_layer_freq_problems(config: RunConfig) -> Iterator[Problem]:
+def moe_layer_freq_problems(config: RawRunConfig) -> Iterator[Problem]:
     """Yields problems of the pattern, for a model with experts."""
     layers, text = config.model.num_layers, config.moe.moe_layer_freq
     try:

@@ -7,11 +7,14 @@ from typing import Literal
 
 from petatron.config.schema.training import FilePath
 
+PipelineScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 RecomputeModule = Literal["core_attn", "attention", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
+MIN_BUCKET_SIZE = 40_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelConfig:
+class RawParallelConfig:
     """How the ranks share the work."""
 
     tensor_model_parallel_size: int = 1
@@ -31,7 +34,7 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Groups of layers each pipeline rank holds, spread over the model. Derived: from `--num-layers-per-virtual-pipeline-stage`
     or the layout string, 2 for the schedule zb-v, else 1."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] | None = None
+    pipeline_schedule: PipelineScheduleName | None = None
     """Order of forward and backward passes in the pipeline; the zb ones split the backward pass to fill idle time.
     Derived: interleaved with virtual stages, else 1f1b."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
@@ -68,7 +71,7 @@ class ParallelConfig:
     """Number of ranks. Derived: from the launcher, or tp x pp x cp x dp."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
+    data_parallel_sharding_strategy: ShardingStrategy | None = None
     """What data-parallel ranks hold only a share of: nothing, optimizer state (the distributed optimizer, ZeRO-1), also
     gradients (ZeRO-2), also parameters (ZeRO-3); the last two are PyTorch's fully_shard (FSDP).
     Derived: optim with `--use-distributed-optimizer`, else no_shard."""
@@ -90,6 +93,19 @@ class ParallelConfig:
     """YAML file with NCCL settings of communicators, in Megatron's form: `dp: {max_ctas: 16}`."""
     high_priority_stream_groups: tuple[str, ...] = ()
     """Groups whose communication runs on high-priority streams, such as tp or ep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig(RawParallelConfig):
+    """The resolved layout; by default that of one rank."""
+
+    num_virtual_stages_per_pipeline_rank: int = 1
+    pipeline_schedule: PipelineScheduleName = "1f1b"
+    expert_tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    world_size: int = 1
+    data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
+    ddp_bucket_size: int = MIN_BUCKET_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
+class RawTrainConfig:
     """How long, how much at a time, when to look and when to stop."""
 
     compile: bool = True
@@ -136,6 +136,13 @@ class TrainConfig:
     """Use only deterministic kernels."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA when there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig(RawTrainConfig):
+    """The resolved settings; by default one sample per step."""
+
+    global_batch_size: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

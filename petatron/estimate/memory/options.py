@@ -150,8 +150,8 @@ def _sharding_options(run: RunConfig) -> OptionGroup:
     Which frees most depends on other settings: fully sharded, gradients are in fp32 and master weights stay on the device.
     """
     parallel, now = run.parallel, run.parallel.data_parallel_sharding_strategy
-    num_replicas = (parallel.data_parallel_size or 1) * parallel.context_parallel_size
-    if num_replicas == 1 or now is None:
+    num_replicas = parallel.data_parallel_size * parallel.context_parallel_size
+    if num_replicas == 1:
         return OptionGroup.empty()
     variants: list[MemoryOption] = []
     if now == "no_shard":
@@ -216,7 +216,7 @@ def _sequence_parallel_options(run: RunConfig) -> OptionGroup:
 
 def _context_parallel_options(run: RunConfig) -> OptionGroup:
     """Data-parallel ranks become context-parallel ranks, at the same number of ranks."""
-    replicas, size = run.parallel.data_parallel_size or 1, run.parallel.context_parallel_size
+    replicas, size = run.parallel.data_parallel_size, run.parallel.context_parallel_size
     variants: list[MemoryOption] = []
     for factor in (2, 4, 8):
         if replicas % factor == 0:

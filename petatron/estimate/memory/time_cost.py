@@ -73,7 +73,6 @@ def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, dev
     """Returns the seconds of a step's forward and backward with their communication, under the plans of all stages."""
     parallel, micro_batches = run.parallel, num_micro_batches(run)
     speed = _FLOPS_FP32 if computes_in_fp32(run) else _FLOPS
-    assert run.train.global_batch_size is not None and parallel.world_size is not None
     spec, tp = model_spec(run), parallel.tensor_model_parallel_size
     per_token = model_flops_per_token(spec, tp_size=tp)
     tokens = run.train.global_batch_size * run.model.seq_length

@@ -45,12 +45,11 @@ class ActivationShape:
             whole_sequence=run.model.seq_length,
             tp=parallel.tensor_model_parallel_size,
             ep=parallel.expert_model_parallel_size,
-            etp=parallel.expert_tensor_parallel_size or 1,
+            etp=parallel.expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
             # Ranks that hold the same activation share a generator, whose masks are numbers.
             byte_dropout_masks=device == "cuda" and (sequence_parallel or parallel.tensor_model_parallel_size == 1),
-            fully_sharded=parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES
-            and (parallel.world_size or 1) > 1,
+            fully_sharded=parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES and parallel.world_size > 1,
             fp8_recipe=None if precision.fp8_format is None else precision.fp8_recipe,
         )
 

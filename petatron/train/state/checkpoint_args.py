@@ -19,6 +19,7 @@ from petatron.checkpoint.inspect.inspect import run_config, run_facts
 from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
+from petatron.config.required_settings import required
 from petatron.models.hf.stored_counts import check_counts
 from petatron.train.state.run_dirs import check_load_dir
 
@@ -28,8 +29,7 @@ _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 def read_checkpoint_args(config: CheckpointConfig) -> CheckpointSettings:
     """Returns the settings of the checkpoint that a run would load; `CheckpointError` when there is none."""
-    assert config.load is not None
-    folder = Path(config.load)
+    folder = Path(required("load", config.load))
     check_load_dir(folder, config, may_be_empty=False)
     if not step_folder.list_steps(folder):
         return CheckpointSettings(str(folder), _settings_from_hf_folder(folder))

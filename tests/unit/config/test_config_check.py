@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.config import RunConfig, check_config, load_config, resolve_config
+from petatron.config import RawRunConfig, check_config, load_config, resolve_config
 from petatron.config.absolute_paths import path_fields
-from petatron.config.derived_defaults import derive_defaults
+from petatron.config.derived_defaults import derive_defaults, resolve_derived
 from petatron.config.schema.fields import all_fields, flatten_config, unflatten_config
 
 PATHS = tuple(info.name for info in path_fields())
@@ -371,7 +371,8 @@ def test_no_integer_makes_derivation_or_rules_crash(data: st.DataObject):
     for info in chosen:
         base[info.path] = data.draw(_INTEGERS if info.optional else st.integers(-3, 40))
     config, _ = derive_defaults(unflatten_config(base), world_size=data.draw(st.one_of(st.none(), st.integers(1, 64))))
-    check_config(config)
+    if check_config(config) == []:
+        assert flatten_config(resolve_derived(config)) == flatten_config(config)
 
 
 @settings(max_examples=30, deadline=None)
@@ -384,7 +385,7 @@ def test_a_layout_that_multiplies_out_is_accepted(tp: int, dp: int, micro: int, 
 
 
 def test_a_config_that_was_not_derived_can_be_checked():
-    wheres = [problem.where for problem in check_config(RunConfig(), require_training=False)]
+    wheres = [problem.where for problem in check_config(RawRunConfig(), require_training=False)]
     assert wheres == ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"]
 
 

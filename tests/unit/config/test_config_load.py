@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.config import RunConfig, dump_yaml, load_config, parse_blend, parse_split, resolve_config, with_vocab_size
+from petatron.config import (
+    RawRunConfig,
+    dump_yaml,
+    load_config,
+    parse_blend,
+    parse_split,
+    resolve_config,
+    with_vocab_size,
+)
 from petatron.config.schema.fields import all_fields, flatten_config, unflatten_config
 from petatron.config.value_origins import ValueOrigin
 from petatron.config.yaml_file import read_yaml_text
@@ -135,7 +143,7 @@ def test_dump_loads_back_to_the_same_config(tmp_path: Path):
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_config_survives_a_round_trip(data: st.DataObject):
-    values = flatten_config(RunConfig())
+    values = flatten_config(RawRunConfig())
     for info in data.draw(st.lists(st.sampled_from(all_fields()), max_size=10, unique=True)):
         strategy = {
             "int": st.integers(-10, 10**9),

@@ -5,13 +5,23 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.config import ModelConfig, ParallelConfig, RunConfig, load_config, resolve_config
+from petatron.config import (
+    ModelConfig,
+    ParallelConfig,
+    RawModelConfig,
+    RawParallelConfig,
+    RawRunConfig,
+    RunConfig,
+    load_config,
+    resolve_config,
+)
 from petatron.config.checks.pipeline import check_pipeline
 from petatron.config.derived_defaults import derive_defaults
 from petatron.config.pipeline_stages import PipelineStage, max_layers_per_stage, pipeline_stages, stage_problems
@@ -158,10 +168,10 @@ def test_any_list_of_counts_can_be_spelled_out(counts: list[int]):
 
 def _checked(layers: int, **parallel: object) -> RunConfig:
     """A derived config that the rules of the pipeline accept."""
-    raw = RunConfig(model=ModelConfig(num_layers=layers), parallel=ParallelConfig(**parallel))  # type: ignore[arg-type]
+    raw = RawRunConfig(model=RawModelConfig(num_layers=layers), parallel=RawParallelConfig(**parallel))  # type: ignore[arg-type]
     config, _ = derive_defaults(raw)
     assert [str(problem) for problem in check_pipeline(config)] == []
-    return config
+    return RunConfig(model=ModelConfig(num_layers=layers), parallel=ParallelConfig(**asdict(config.parallel)))
 
 
 @settings(max_examples=60, deadline=None)

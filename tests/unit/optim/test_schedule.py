@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from petatron.base.errors import ConfigError
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import OptimizerConfig, ScheduleConfig, TrainConfig
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
@@ -160,13 +161,26 @@ def test_weight_decay_only_rises(style, length):
     assert values[length:] == [0.4] * 3
 
 
-def test_unknown_style_and_underived_configuration_are_programming_errors():
+def test_unknown_style_is_a_programming_error():
     with pytest.raises(AssertionError, match="unknown decay style"):
         LearningRateSchedule(peak=1.0, style="zigzag", decay=10).at(5, 0)
-    with pytest.raises(AssertionError, match="not derived"):
-        LearningRateSchedule.from_config(RunConfig())
-    with pytest.raises(AssertionError, match="not derived"):
-        WeightDecaySchedule.from_config(RunConfig())
+
+
+def test_a_schedule_asks_for_the_settings_that_only_training_needs():
+    ramp = OptimizerConfig(weight_decay_incr_style="linear", start_weight_decay=0.1)
+    for from_config, run, flag in (
+        (LearningRateSchedule.from_config, RunConfig(), "--lr-decay-iters"),
+        (LearningRateSchedule.from_config, RunConfig(schedule=ScheduleConfig(lr_decay_iters=9)), "--lr"),
+        (LearningRateSchedule.from_config, RunConfig(train=TrainConfig(train_samples=9)), "--lr-decay-samples"),
+        (WeightDecaySchedule.from_config, RunConfig(), "--train-iters"),
+        (
+            WeightDecaySchedule.from_config,
+            RunConfig(train=TrainConfig(train_iters=9), optim=ramp),
+            "--end-weight-decay",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"{flag} is not set, and is needed here"):
+            from_config(run)
 
 
 def test_decoupled_rate_has_a_peak_and_a_minimum_of_its_own():

@@ -1,6 +1,7 @@
 """The step and the loop: batch sizes, lengths, early ends, numbers that are not finite, evaluation that only looks."""
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from petatron.base.errors import TrainError
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.config import RunConfig, load_config
+from petatron.config.pipeline_stages import PipelineStage
 from petatron.data.batch_loader import BatchLoader
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.models.decoder import Decoder, decoder_io
+from petatron.models.decoder import Decoder
+from petatron.models.decoder_spec import DecoderSpec
 from petatron.models.stage import LossSpec, ModelIO, StageOutput
-from petatron.train import build
 from petatron.train.build import RunLength, build_loaders
 from petatron.train.loop import EvaluatedLosses, TrainingResult, TrainLoop, evaluate
 from petatron.train.report.metrics import MetricRecord
@@ -338,12 +340,14 @@ def test_a_model_with_two_losses_reports_both(monkeypatch: pytest.MonkeyPatch):
         hidden_BSD = output.collected["hidden_states"]
         return StageOutput({}, output.losses | {"size loss": hidden_BSD.transpose(0, 1).square().sum(-1)}, {})
 
-    def io(*args: Any, **options: Any) -> ModelIO:
-        declared = decoder_io(*args, **options)
+    declare = DecoderSpec.io
+
+    def io(self: DecoderSpec, stages: Sequence[PipelineStage]) -> ModelIO:
+        declared = declare(self, stages)
         return replace(declared, losses=(*declared.losses, LossSpec("size loss", weight=0.5)))
 
     monkeypatch.setattr(Decoder, "forward", forward)
-    monkeypatch.setattr(build, "decoder_io", io)
+    monkeypatch.setattr(DecoderSpec, "io", io)
     state, _, sink = finish("--train-iters 3 --eval-interval 3 --eval-iters 2")
     for kind, count in (("train", 3), ("valid", 2)):
         total, named = sink.column("lm_loss", kind), sink.column("named_losses", kind)

@@ -45,7 +45,6 @@ def _sizes(config: RunConfig) -> Counter[str]:
     strategy = parallel.data_parallel_sharding_strategy
     pipeline = "vpp" if (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1 else "pp"
     data = {"optim": "dp+zero1", "optim_grads_params": "fsdp", "optim_grads": "zero2"}.get(str(strategy), "dp")
-    assert parallel.data_parallel_size is not None and parallel.expert_tensor_parallel_size is not None
     sizes = {
         "tp+sp" if parallel.sequence_parallel else "tp": parallel.tensor_model_parallel_size,
         pipeline: parallel.pipeline_model_parallel_size,
