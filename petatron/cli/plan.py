@@ -16,7 +16,7 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.text import count_with_noun
 from petatron.plan.pipeline_simulator import ActionCosts, Simulation, bubble_fraction, simulate, theoretical_bubble
 from petatron.plan.timeline_drawing import timeline_svg, timeline_text
-from petatron.schedule import SCHEDULES, build_schedule, schedule_problem
+from petatron.schedule import SCHEDULES, ScheduleShape, build_schedule
 from petatron.schedule.actions import COMPUTE_KINDS, TimedAction
 from petatron.schedule.measured_timeline import read_measured
 
@@ -71,13 +71,7 @@ def main(argv: Sequence[str]) -> int:
         print(_comparison(options, costs))
         return 0
     virtual = _num_virtual_stages(options, options.name)
-    problem = schedule_problem(
-        options.name,
-        ranks=options.pp,
-        virtual=virtual,
-        micro_batches=options.microbatches,
-        group_size=options.group_size,
-    )
+    problem = ScheduleShape(options.name, options.pp, virtual, options.microbatches, options.group_size).problem()
     if problem:
         raise ConfigError([Problem("--name", options.name, f"does not fit: {problem}", "Change one of the two.")])
     result = _simulate(options, options.name, costs)
@@ -161,13 +155,7 @@ def _num_virtual_stages(options: argparse.Namespace, name: str) -> int:
 
 def _simulate(options: argparse.Namespace, name: str, costs: dict[str, float]) -> Simulation:
     virtual = _num_virtual_stages(options, name)
-    schedule = build_schedule(
-        name,
-        ranks=options.pp,
-        virtual=virtual,
-        micro_batches=options.microbatches,
-        group_size=options.group_size if name == "interleaved" else None,
-    )
+    schedule = build_schedule(ScheduleShape(name, options.pp, virtual, options.microbatches, options.group_size))
     whole = costs.get("B")
     half = {name: 1.0 if whole is None else whole - costs.get(other, whole / 2) for name, other in ("IW", "WI")}
     return simulate(
@@ -217,13 +205,7 @@ def _comparison(options: argparse.Namespace, costs: dict[str, float]) -> str:
             else (2 if name == "zb-v" and options.pp > 1 else 1)
         )
         shape = argparse.Namespace(**{**vars(options), "virtual": virtual})
-        problem = schedule_problem(
-            name,
-            ranks=options.pp,
-            virtual=virtual,
-            micro_batches=options.microbatches,
-            group_size=options.group_size if name == "interleaved" else None,
-        )
+        problem = ScheduleShape(name, options.pp, virtual, options.microbatches, options.group_size).problem()
         if problem:
             lines.append(f"{name:<12} {problem}")
             continue

@@ -29,34 +29,33 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from petatron.schedule.actions import Action, ActionBatch, ActionKind
+from petatron.schedule.schedule_shape import ScheduleShape
 
 ComputeOrder = list[Action | ActionBatch]
 
 
-def gpipe(*, ranks: int, micro_batches: int) -> Iterator[ComputeOrder]:
-    forwards = [(ActionKind.FORWARD, m) for m in range(micro_batches)]
-    backwards = [(ActionKind.BACKWARD, m) for m in range(micro_batches)]
-    for rank in range(ranks):
+def gpipe(shape: ScheduleShape) -> Iterator[ComputeOrder]:
+    forwards = [(ActionKind.FORWARD, m) for m in range(shape.micro_batches)]
+    backwards = [(ActionKind.BACKWARD, m) for m in range(shape.micro_batches)]
+    for rank in range(shape.ranks):
         yield [Action(kind, rank, m) for kind, m in forwards + backwards]
 
 
-def one_forward_one_backward(*, ranks: int, micro_batches: int, combined: bool = False) -> Iterator[ComputeOrder]:
-    for rank in range(ranks):
-        forwards = [Action(ActionKind.FORWARD, rank, m) for m in range(micro_batches)]
-        backwards = [Action(ActionKind.BACKWARD, rank, m) for m in range(micro_batches)]
-        ranks_after = ranks - 1 - rank
-        yield _alternate_1f1b(
-            forwards, backwards, num_warmup=2 * ranks_after + 1 if combined else ranks_after, combined=combined
-        )
+def one_forward_one_backward(shape: ScheduleShape) -> Iterator[ComputeOrder]:
+    for rank in range(shape.ranks):
+        forwards = [Action(ActionKind.FORWARD, rank, m) for m in range(shape.micro_batches)]
+        backwards = [Action(ActionKind.BACKWARD, rank, m) for m in range(shape.micro_batches)]
+        ranks_after = shape.ranks - 1 - rank
+        num_warmup = 2 * ranks_after + 1 if shape.combined else ranks_after
+        yield _alternate_1f1b(forwards, backwards, num_warmup=num_warmup, combined=shape.combined)
 
 
-def interleaved(
-    *, ranks: int, virtual: int, micro_batches: int, group_size: int, combined: bool = False
-) -> Iterator[ComputeOrder]:
-    groups = micro_batch_groups(micro_batches, ranks=ranks, group_size=group_size)
-    num_warmup = (virtual - 1) * len(groups[0]) + combined
+def interleaved(shape: ScheduleShape) -> Iterator[ComputeOrder]:
+    ranks, combined = shape.ranks, shape.combined
+    groups = micro_batch_groups(shape.micro_batches, ranks=ranks, group_size=shape.group_size or ranks)
+    num_warmup = (shape.virtual - 1) * len(groups[0]) + combined
     for rank in range(ranks):
-        stages = range(rank, ranks * virtual, ranks)
+        stages = range(rank, shape.stages, ranks)
         forwards = [Action(ActionKind.FORWARD, stage, m) for group in groups for stage in stages for m in group]
         backwards = [
             Action(ActionKind.BACKWARD, stage, m) for group in groups for stage in reversed(stages) for m in group
@@ -64,9 +63,10 @@ def interleaved(
         yield _alternate_1f1b(forwards, backwards, num_warmup=num_warmup + 2 * (ranks - 1 - rank), combined=combined)
 
 
-def one_rank(*, stages: int, micro_batches: int, combined: bool = False) -> list[ComputeOrder]:
+def one_rank(shape: ScheduleShape) -> list[ComputeOrder]:
     """Orders each micro-batch's forward right before its backward, so that one is held at a time; two where they are combined."""
-    if combined:
+    stages, micro_batches = shape.virtual, shape.micro_batches
+    if shape.combined:
         forwards = [Action(ActionKind.FORWARD, stage, m) for m in range(micro_batches) for stage in range(stages)]
         backwards = [
             Action(ActionKind.BACKWARD, stage, m) for m in range(micro_batches) for stage in reversed(range(stages))

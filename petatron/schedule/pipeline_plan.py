@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from petatron.config import RunConfig
-from petatron.schedule import RankSchedule, in_flight, rank_schedule, stage_rank
+from petatron.schedule import RankSchedule, ScheduleShape, in_flight, rank_schedule, stage_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,39 +21,21 @@ class PipelinePlan:
     def rank_of(self, stage: int) -> int:
         return stage_rank(self.name, stage, ranks=self.ranks, stages=self.ranks * self.virtual)
 
+    def shape(self, micro_batches: int) -> ScheduleShape:
+        """Returns the shape of a step of so many micro-batches."""
+        return ScheduleShape(self.name, self.ranks, self.virtual, micro_batches, self.group_size, self.combined)
+
     def in_flight(self, micro_batches: int) -> tuple[int, ...]:
         """Returns the most micro-batches whose activations each stage holds."""
-        return in_flight(
-            self.name,
-            ranks=self.ranks,
-            virtual=self.virtual,
-            micro_batches=micro_batches,
-            group_size=self.group_size,
-            combined=self.combined,
-        )
+        return in_flight(self.shape(micro_batches))
 
     def training_schedule(self, micro_batches: int, *, rank: int) -> RankSchedule:
         """Returns a pipeline rank's actions of a training step."""
-        return rank_schedule(
-            self.name,
-            ranks=self.ranks,
-            virtual=self.virtual,
-            micro_batches=micro_batches,
-            rank=rank,
-            group_size=self.group_size,
-            combined=self.combined,
-        )
+        return rank_schedule(self.shape(micro_batches), rank=rank)
 
     def evaluation_schedule(self, micro_batches: int, *, rank: int) -> RankSchedule:
         """Returns a pipeline rank's actions of an evaluation step."""
-        return rank_schedule(
-            self.name,
-            ranks=self.ranks,
-            virtual=self.virtual,
-            micro_batches=micro_batches,
-            rank=rank,
-            training=False,
-        )
+        return rank_schedule(self.shape(micro_batches), rank=rank, training=False)
 
 
 def pipeline_plan(run: RunConfig) -> PipelinePlan:

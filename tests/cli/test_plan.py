@@ -10,7 +10,7 @@ import pytest
 
 from petatron.cli.main import main
 from petatron.plan.pipeline_simulator import ActionCosts, simulate
-from petatron.schedule import TimedAction, build_schedule
+from petatron.schedule import ScheduleShape, TimedAction, build_schedule
 from petatron.schedule.measured_timeline import write_measured
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,7 +64,7 @@ def test_few_micro_batches_have_no_theory(capsys: pytest.CaptureFixture[str]):
 
 def test_a_measured_timeline_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     path, out = tmp_path / "measured.json", tmp_path / "measured.svg"
-    events = simulate(build_schedule("1f1b", ranks=2, virtual=1, micro_batches=4), ActionCosts()).events
+    events = simulate(build_schedule(ScheduleShape("1f1b", ranks=2, virtual=1, micro_batches=4)), ActionCosts()).events
     late = [[TimedAction(t.action, 70 + t.start / 1e3, 70 + t.end / 1e3) for t in rank] for rank in events]
     write_measured(path, "1f1b", late)
     code, text, _ = _plan(capsys, "--measured", str(path), "--out", str(out))

@@ -19,7 +19,7 @@ from petatron.mesh.diagnose.nccl_program import (
 )
 from petatron.plan.nccl_deadlock import POLICIES, pipeline_program
 from petatron.plan.pipeline_simulator import ActionCosts
-from petatron.schedule import ActionKind, Schedule, build_schedule
+from petatron.schedule import ActionKind, Schedule, ScheduleShape, build_schedule
 
 STRICTEST = {"lazy_connect": True, "single_stream": True}
 
@@ -221,7 +221,7 @@ EXCHANGE = (_collective("world", "all_to_all", blocking=True),) * 2
     ("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)], ids=lambda value: str(value)
 )
 def test_pipelines_beside_everything_else(name: str, virtual: int, policy: str):
-    schedule = build_schedule(name, ranks=4, virtual=virtual, micro_batches=8)
+    schedule = build_schedule(ScheduleShape(name, ranks=4, virtual=virtual, micro_batches=8))
     for around in (_experts, _fully_sharded, _reduced):
         program = _layout(schedule, policy, around, ends=True, last=EXCHANGE)
         outcome = simulate_program(program, **STRICTEST)
@@ -229,13 +229,13 @@ def test_pipelines_beside_everything_else(name: str, virtual: int, policy: str):
 
 
 def test_the_rule_that_deadlocked_does_so_beside_everything_else():
-    schedule = build_schedule("interleaved", ranks=4, virtual=2, micro_batches=8)
+    schedule = build_schedule(ScheduleShape("interleaved", ranks=4, virtual=2, micro_batches=8))
     assert not simulate_program(_layout(schedule, "lone_unbatched", _experts)).completes
 
 
 def test_a_reduction_at_another_place_on_one_replica_needs_room():
     """Two replicas that reduce gradients at different places of their walks: safe with a stream for each communicator only."""
-    schedule = build_schedule("1f1b", ranks=2, virtual=1, micro_batches=4)
+    schedule = build_schedule(ScheduleShape("1f1b", ranks=2, virtual=1, micro_batches=4))
     program = _layout(schedule, "group_batch", lambda compute, stage_rank: [compute])
     reduction = Call("dp", (Operation("all_reduce"),))
     items = [list(own) for own in program.items]

@@ -15,9 +15,9 @@ from petatron.schedule import (
     Action,
     ActionKind,
     Schedule,
+    ScheduleShape,
     build_schedule,
     forward_only,
-    schedule_problem,
     stage_rank,
 )
 from petatron.schedule.actions import COMPUTE_KINDS, needed_by, produced_by
@@ -88,7 +88,7 @@ def _stuck(schedule: Schedule) -> list[str]:
 @settings(max_examples=80, deadline=None)
 @given(shapes())
 def test_every_micro_batch_passes_every_stage_once_each_way(shape: dict):
-    schedule = build_schedule(**shape)
+    schedule = build_schedule(ScheduleShape(**shape))
     count = Counter(action for actions in schedule.actions for action in actions)
     assert max(count.values()) == 1
     for stage in range(schedule.stages):
@@ -105,7 +105,7 @@ def test_every_micro_batch_passes_every_stage_once_each_way(shape: dict):
 @settings(max_examples=80, deadline=None)
 @given(shapes())
 def test_no_deadlock_even_if_every_send_waits_for_its_receive(shape: dict):
-    assert _stuck(build_schedule(**shape)) == []
+    assert _stuck(build_schedule(ScheduleShape(**shape))) == []
 
 
 @settings(max_examples=50, deadline=None)
@@ -114,7 +114,7 @@ def test_both_ends_list_their_messages_in_the_same_order(shape: dict, data: st.D
     group_size = None
     if shape["name"] == "interleaved":
         group_size = data.draw(st.none() | st.integers(shape["ranks"], shape["ranks"] + 5))
-    schedule = build_schedule(**shape, group_size=group_size)
+    schedule = build_schedule(ScheduleShape(**shape, group_size=group_size))
     for rank in range(schedule.ranks):
         for peer, messages in messages_by_peer(schedule, rank).items():
             assert messages == messages_by_peer(schedule, peer)[rank]
@@ -127,7 +127,9 @@ def test_both_ends_list_their_messages_in_the_same_order(shape: dict, data: st.D
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_memory_of_each_schedule(ranks: int, micro_batches: int):
     def peak(name: str, virtual: int = 1) -> tuple[int, ...]:
-        return peak_activations(build_schedule(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches))
+        return peak_activations(
+            build_schedule(ScheduleShape(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches))
+        )
 
     assert peak("1f1b") == tuple(min(micro_batches, ranks - rank) for rank in range(ranks))
     assert peak("gpipe") == ((micro_batches,) * ranks if ranks > 1 else (1,))
@@ -138,7 +140,7 @@ def test_memory_of_each_schedule(ranks: int, micro_batches: int):
 @settings(max_examples=40, deadline=None)
 @given(shapes())
 def test_stages_hold_between_them_what_their_rank_holds(shape: dict):
-    schedule = build_schedule(**shape)
+    schedule = build_schedule(ScheduleShape(**shape))
     plan = PipelinePlan(shape["name"], shape["ranks"], shape["virtual"])
     by_stage = plan.in_flight(shape["micro_batches"])
     for rank, held in enumerate(peak_activations(schedule)):
@@ -150,7 +152,7 @@ def test_stages_hold_between_them_what_their_rank_holds(shape: dict):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 20), st.integers(0, 6))
 def test_interleaved_runs_as_far_ahead_as_its_first_group_says(p: int, v: int, m: int, larger: int):
-    schedule = build_schedule("interleaved", ranks=p, virtual=v, micro_batches=m, group_size=p + larger)
+    schedule = build_schedule(ScheduleShape("interleaved", ranks=p, virtual=v, micro_batches=m, group_size=p + larger))
     first = len(micro_batch_groups(m, ranks=p, group_size=p + larger)[0])
     for rank in range(p):
         ahead = (v - 1) * first + 2 * (p - 1 - rank)
@@ -170,7 +172,7 @@ def test_groups_cover_the_micro_batches_and_none_is_larger_than_the_first(m: int
 @settings(max_examples=40, deadline=None)
 @given(shapes())
 def test_forward_only_has_the_same_stages_and_no_backward(shape: dict):
-    evaluation, training = forward_only(**shape), build_schedule(**shape)
+    evaluation, training = forward_only(ScheduleShape(**shape)), build_schedule(ScheduleShape(**shape))
     assert _stuck(evaluation) == []
     forwards = [action for actions in evaluation.actions for action in actions if action.kind in COMPUTE_KINDS]
     assert {action.kind for action in forwards} == {ActionKind.FORWARD}
@@ -181,22 +183,22 @@ def test_forward_only_has_the_same_stages_and_no_backward(shape: dict):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_one_rank_keeps_one_micro_batch_alive(name: str):
-    schedule = build_schedule(name, ranks=1, virtual=1, micro_batches=3)
+    schedule = build_schedule(ScheduleShape(name, ranks=1, virtual=1, micro_batches=3))
     assert _text(schedule.actions[0]) == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
 
 
 def test_stages_in_a_loop_and_in_a_v():
     assert [stage_rank("interleaved", s, ranks=3, stages=6) for s in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [stage_rank("zb-v", s, ranks=3, stages=6) for s in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert _stages_of(build_schedule("zb-v", ranks=3, virtual=2, micro_batches=4), 1) == (1, 4)
+    assert _stages_of(build_schedule(ScheduleShape("zb-v", ranks=3, virtual=2, micro_batches=4)), 1) == (1, 4)
 
 
 def test_orders_written_out():
-    one = build_schedule("1f1b", ranks=2, virtual=1, micro_batches=3)
+    one = build_schedule(ScheduleShape("1f1b", ranks=2, virtual=1, micro_batches=3))
     assert _text(one.actions[0]) == "F0.0 SF0.0 F0.1 SF0.1 RB0.0 B0.0 RB0.1 F0.2 SF0.2 B0.1 RB0.2 B0.2"
     assert _text(one.actions[1]) == "RF1.0 RF1.1 F1.0 B1.0 SB1.0 F1.1 B1.1 SB1.1 RF1.2 F1.2 B1.2 SB1.2"
-    assert _kinds(build_schedule("gpipe", ranks=2, virtual=1, micro_batches=3), 0) == "FFFBBB"
-    assert _kinds(build_schedule("zb-h1", ranks=2, virtual=1, micro_batches=3), 1) == "FIFIWFIWW"
+    assert _kinds(build_schedule(ScheduleShape("gpipe", ranks=2, virtual=1, micro_batches=3)), 0) == "FFFBBB"
+    assert _kinds(build_schedule(ScheduleShape("zb-h1", ranks=2, virtual=1, micro_batches=3)), 1) == "FIFIWFIWW"
     assert [len(g) for g in micro_batch_groups(11, ranks=4, group_size=4)] == [6, 5]
     assert [len(g) for g in micro_batch_groups(11, ranks=4, group_size=6)] == [6, 5]
     assert [len(g) for g in micro_batch_groups(13, ranks=4, group_size=6)] == [7, 6]
@@ -217,19 +219,20 @@ def test_orders_written_out():
 def test_what_is_no_schedule_says_why(shape: tuple, words: str):
     name, ranks, virtual, micro_batches, group_size = shape
     arguments = {"ranks": ranks, "virtual": virtual, "micro_batches": micro_batches, "group_size": group_size}
-    problem = schedule_problem(name, **arguments)
+    problem = ScheduleShape(name, **arguments).problem()
     assert problem is not None and words in problem
     with pytest.raises(ValueError, match=words):
-        build_schedule(name, **arguments)
+        build_schedule(ScheduleShape(name, **arguments))
     if group_size is None:
         with pytest.raises(ValueError, match=words):
-            forward_only(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+            forward_only(ScheduleShape(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches))
 
 
 def test_a_group_size_is_nothing_to_the_other_schedules():
     shape = {"ranks": 4, "virtual": 1, "micro_batches": 8}
     assert (
-        build_schedule("1f1b", **shape, group_size=2).action_batches == build_schedule("1f1b", **shape).action_batches
+        build_schedule(ScheduleShape("1f1b", **shape, group_size=2)).action_batches
+        == build_schedule(ScheduleShape("1f1b", **shape)).action_batches
     )
 
 
@@ -305,11 +308,11 @@ def _other_end(schedule: Schedule, action: Action) -> tuple[Action, int]:
 def test_combined_passes_are_of_two_micro_batches_and_wait_for_nothing_of_each_other(shape: dict, larger: int):
     if shape["name"] not in OVERLAP_SCHEDULES and shape["ranks"] > 1:
         with pytest.raises(ValueError, match="cannot combine them; 1f1b and interleaved can"):
-            build_schedule(**shape, combined=True)
+            build_schedule(ScheduleShape(**shape, combined=True))
         return
     group_size = shape["ranks"] + larger if shape["name"] == "interleaved" else None
-    schedule = build_schedule(**shape, group_size=group_size, combined=True)
-    plain = build_schedule(**shape, group_size=group_size)
+    schedule = build_schedule(ScheduleShape(**shape, group_size=group_size, combined=True))
+    plain = build_schedule(ScheduleShape(**shape, group_size=group_size))
     assert _stuck(schedule) == []
     _replay(schedule, latency=0.02)  # asserts that no batches wait for each other
     for rank, batches in enumerate(schedule.action_batches):
@@ -331,9 +334,9 @@ def test_combined_orders_written_out():
         batches = [batch for batch in schedule.action_batches[rank] if batch[0].kind in COMPUTE_KINDS]
         return " ".join("+".join(f"{action.kind}{action.micro_batch}" for action in batch) for batch in batches)
 
-    alone = build_schedule("1f1b", ranks=1, virtual=1, micro_batches=3, combined=True)
+    alone = build_schedule(ScheduleShape("1f1b", ranks=1, virtual=1, micro_batches=3, combined=True))
     assert text(alone, 0) == "F0 F1+B0 F2+B1 B2"
-    two = build_schedule("1f1b", ranks=2, virtual=1, micro_batches=5, combined=True)
+    two = build_schedule(ScheduleShape("1f1b", ranks=2, virtual=1, micro_batches=5, combined=True))
     assert text(two, 0) == "F0 F1 F2 F3+B0 F4+B1 B2 B3 B4"
     assert text(two, 1) == "F0 F1+B0 F2+B1 F3+B2 F4+B3 B4"
     assert peak_activations(two) == (4, 2)
@@ -343,7 +346,7 @@ def test_combined_orders_written_out():
 def test_combined_passes_cost_no_bubble(ranks: int, virtual: int, micro_batches: int):
     name = "1f1b" if virtual == 1 else "interleaved"
     shape = {"ranks": ranks, "virtual": virtual, "micro_batches": micro_batches}
-    plain, combined = (build_schedule(name, **shape, combined=combined) for combined in (False, True))
+    plain, combined = (build_schedule(ScheduleShape(name, **shape, combined=combined)) for combined in (False, True))
     costs = ActionCosts(forward=1.0, backward=2.0)
     assert simulate(combined, costs).bubble == pytest.approx(simulate(plain, costs).bubble, abs=1e-9)
 
@@ -353,7 +356,7 @@ def test_combined_passes_cost_no_bubble(ranks: int, virtual: int, micro_batches:
 )
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 3), (4, 16), (8, 32)])
 def test_batches_that_complete_as_one_cost_no_bubble(name: str, virtual: int, ranks: int, micro_batches: int):
-    schedule = build_schedule(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+    schedule = build_schedule(ScheduleShape(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches))
     bubbles = [_replay(schedule, latency=latency) for latency in (0.0, 0.02)]
     ideal = simulate(schedule, ActionCosts(forward=1.0, backward=2.0)).bubble
     assert bubbles[0] == pytest.approx(ideal, abs=0.01)

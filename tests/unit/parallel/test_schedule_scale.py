@@ -12,6 +12,7 @@ from petatron.schedule import (
     SCHEDULES,
     Action,
     ActionKind,
+    ScheduleShape,
     build_schedule,
     computations,
     forward_only,
@@ -92,30 +93,31 @@ def played(orders: list[list[Action]], rank_of: list[int]) -> list[list[tuple[Ac
 def test_transfers_stand_where_an_event_queue_puts_them(shape: dict):
     stages = shape["ranks"] * shape["virtual"]
     rank_of = [stage_rank(shape["name"], stage, ranks=shape["ranks"], stages=stages) for stage in range(stages)]
-    expected = played([list(order) for order in computations(**shape)], rank_of)
-    assert [list(batches) for batches in build_schedule(**shape).action_batches] == expected
+    expected = played([list(order) for order in computations(ScheduleShape(**shape))], rank_of)
+    assert [list(batches) for batches in build_schedule(ScheduleShape(**shape)).action_batches] == expected
 
 
 @settings(max_examples=40, deadline=None)
 @given(shapes())
 def test_a_rank_has_its_part_of_the_whole_schedule(shape: dict):
-    training, evaluation = build_schedule(**shape), forward_only(**shape)
+    training, evaluation = build_schedule(ScheduleShape(**shape)), forward_only(ScheduleShape(**shape))
     for rank in range(shape["ranks"]):
-        assert tuple(rank_schedule(**shape, rank=rank).action_batches()) == training.action_batches[rank]
+        assert tuple(rank_schedule(ScheduleShape(**shape), rank=rank).action_batches()) == training.action_batches[rank]
         assert (
-            tuple(rank_schedule(**shape, rank=rank, training=False).action_batches()) == evaluation.action_batches[rank]
+            tuple(rank_schedule(ScheduleShape(**shape), rank=rank, training=False).action_batches())
+            == evaluation.action_batches[rank]
         )
 
 
 @settings(max_examples=40, deadline=None)
 @given(shapes())
 def test_micro_batches_in_flight_follow_from_the_computations(shape: dict):
-    schedule = build_schedule(**shape)
+    schedule = build_schedule(ScheduleShape(**shape))
     whole = [
         max_held_micro_batches(action for action in schedule.actions[schedule.rank_of(stage)] if action.stage == stage)
         for stage in range(schedule.stages)
     ]
-    assert list(in_flight(**shape)) == whole
+    assert list(in_flight(ScheduleShape(**shape))) == whole
 
 
 def test_a_rank_keeps_a_few_bytes_per_action():
@@ -124,7 +126,7 @@ def test_a_rank_keeps_a_few_bytes_per_action():
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        schedule = rank_schedule("interleaved", ranks=8, virtual=4, micro_batches=128, rank=3)
+        schedule = rank_schedule(ScheduleShape("interleaved", ranks=8, virtual=4, micro_batches=128), rank=3)
         kept = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

@@ -9,7 +9,7 @@ import pytest
 from petatron.mesh.diagnose.nccl_program import simulate_program
 from petatron.plan.nccl_deadlock import POLICIES, pipeline_program, unordered_makespan
 from petatron.plan.pipeline_simulator import ActionCosts, simulate
-from petatron.schedule import ActionKind, Schedule, build_schedule, forward_only
+from petatron.schedule import ActionKind, Schedule, ScheduleShape, build_schedule, forward_only
 from petatron.schedule.actions import Action
 
 Case = tuple[str, int, int, int]
@@ -34,12 +34,12 @@ def _ends(schedule: Schedule, policy: str, **rules: bool) -> bool:
 
 def _training(case: Case) -> Schedule:
     name, virtual, ranks, micro_batches = case
-    return build_schedule(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+    return build_schedule(ScheduleShape(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches))
 
 
 def _evaluation(case: Case) -> Schedule:
     name, virtual, ranks, micro_batches = case
-    return forward_only(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches)
+    return forward_only(ScheduleShape(name, ranks=ranks, virtual=virtual, micro_batches=micro_batches))
 
 
 def _check(schedules: Iterable[Schedule], policies: Iterable[str]) -> None:
@@ -107,7 +107,7 @@ def test_where_it_did_not_deadlock():
 
 
 def test_the_report_names_both_ends():
-    schedule = build_schedule("zb-h1", ranks=3, virtual=1, micro_batches=4)
+    schedule = build_schedule(ScheduleShape("zb-h1", ranks=3, virtual=1, micro_batches=4))
     waits = simulate_program(pipeline_program(schedule, POLICIES["lone_unbatched"], ActionCosts())).blocked_calls
     assert str(waits[0]) == "rank 0 waits in send to rank 1 on communicator 0-1 for rank 1"
     assert str(waits[1]) == "rank 1 waits in receive from rank 0 on communicator 0-1-2 for rank 0"
@@ -116,14 +116,14 @@ def test_the_report_names_both_ends():
 def test_connecting_lazily_would_be_safe_for_policies_that_are():
     for ranks in (2, 4):
         for name, virtual in STAGES:
-            schedule = build_schedule(name, ranks=ranks, virtual=virtual, micro_batches=2 * ranks)
+            schedule = build_schedule(ScheduleShape(name, ranks=ranks, virtual=virtual, micro_batches=2 * ranks))
             for policy in SAFE:
                 assert _ends(schedule, policy, lazy_connect=True)
 
 
 @pytest.mark.parametrize(("name", "virtual"), STAGES)
 def test_communicators_per_direction_cost_least(name: str, virtual: int):
-    schedule = build_schedule(name, ranks=4, virtual=virtual, micro_batches=9)
+    schedule = build_schedule(ScheduleShape(name, ranks=4, virtual=virtual, micro_batches=9))
     for costs, noise in ((ActionCosts(), 0.0), (ActionCosts(transfer=0.1), 0.2)):
         ideal = unordered_makespan(schedule, costs, noise=noise, seed=3)
         times = {
@@ -139,13 +139,13 @@ def test_communicators_per_direction_cost_least(name: str, virtual: int):
 def test_a_rank_has_at_most_four_communicators_per_direction():
     """To and from both neighbours, however long the pipeline."""
     for name, virtual in STAGES:
-        schedule = build_schedule(name, ranks=5, virtual=virtual, micro_batches=6)
+        schedule = build_schedule(ScheduleShape(name, ranks=5, virtual=virtual, micro_batches=6))
         members = pipeline_program(schedule, POLICIES["pair_direction"], ActionCosts()).communicators.values()
         assert max(sum(rank in pair for pair in members) for rank in range(5)) == 4
 
 
 def test_noise_is_a_function_of_the_seed():
-    schedule = build_schedule("1f1b", ranks=3, virtual=1, micro_batches=5)
+    schedule = build_schedule(ScheduleShape("1f1b", ranks=3, virtual=1, micro_batches=5))
 
     def makespan(seed: int) -> float:
         return simulate_program(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed import pipelining
 
 from petatron.plan.pipeline_simulator import ActionCosts, Simulation, peak_activations, simulate, theoretical_bubble
-from petatron.schedule import Action, ActionKind, Schedule, build_schedule, forward_only, stage_rank
+from petatron.schedule import Action, ActionKind, Schedule, ScheduleShape, build_schedule, forward_only, stage_rank
 from petatron.schedule.send_recv import insert_send_recv
 
 KINDS = {
@@ -29,7 +29,7 @@ UNEQUAL = (
 
 
 def _run(name: str, p: int, v: int, m: int, costs: ActionCosts | None = None) -> Simulation:
-    return simulate(build_schedule(name, ranks=p, virtual=v, micro_batches=m), costs or ActionCosts())
+    return simulate(build_schedule(ScheduleShape(name, ranks=p, virtual=v, micro_batches=m)), costs or ActionCosts())
 
 
 @settings(max_examples=25, deadline=None)
@@ -124,7 +124,7 @@ def test_never_worse_than_pytorch(name: str, v: int):
             theirs = None if name == "1f1b" and m < p else _torch_schedule(name, p, v, m)
             if theirs is None:  # a number of micro-batches that PyTorch refuses
                 continue
-            ours = build_schedule(name, ranks=p, virtual=v, micro_batches=m)
+            ours = build_schedule(ScheduleShape(name, ranks=p, virtual=v, micro_batches=m))
             assert max(peak_activations(ours)) <= max(peak_activations(theirs)), (p, m)
             for costs in UNEQUAL:
                 assert simulate(ours, costs).makespan <= simulate(theirs, costs).makespan + 1e-9, (p, m, costs)
@@ -143,7 +143,7 @@ def test_never_worse_than_pytorch(name: str, v: int):
 def test_any_costs_end_and_nothing_overlaps(name: str, p: int, m: int, times: list[float], transfer: float):
     v = 2 if name in ("interleaved", "zb-v") else 1
     costs = ActionCosts(forward=lambda s: times[s], weight_grad=lambda s: times[-1 - s], transfer=transfer)
-    schedule = build_schedule(name, ranks=p, virtual=v, micro_batches=m)
+    schedule = build_schedule(ScheduleShape(name, ranks=p, virtual=v, micro_batches=m))
     result = simulate(schedule, costs)
     work = sum(times[s] + times[-1 - s] + 1.0 for s in range(p * v)) * m
     assert sum(result.busy_time) == pytest.approx(work)
@@ -160,7 +160,7 @@ def test_any_costs_end_and_nothing_overlaps(name: str, p: int, m: int, times: li
 def test_transfers_delay_and_share_the_way():
     alone = _run("1f1b", 2, 1, 1, ActionCosts(transfer=0.5))
     assert alone.makespan == 6 + 2 * 0.5
-    slow = simulate(forward_only("gpipe", ranks=2, virtual=1, micro_batches=3), ActionCosts(transfer=4))
+    slow = simulate(forward_only(ScheduleShape("gpipe", ranks=2, virtual=1, micro_batches=3)), ActionCosts(transfer=4))
     # The messages follow each other without a gap: each receive was posted before the computation in front of it.
     assert [timed.start for timed in slow.events[1]] == [5, 9, 13]
     assert slow.peak_activations == (0, 0)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from petatron.base.errors import DataError
 from petatron.plan.pipeline_simulator import ActionCosts, simulate
 from petatron.plan.timeline_drawing import timeline_svg, timeline_text
-from petatron.schedule import Action, ActionKind, TimedAction, build_schedule
+from petatron.schedule import Action, ActionKind, ScheduleShape, TimedAction, build_schedule
 from petatron.schedule.measured_timeline import read_measured, write_measured
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def _events(name: str, p: int, v: int, m: int):
-    return simulate(build_schedule(name, ranks=p, virtual=v, micro_batches=m), ActionCosts()).events
+    return simulate(build_schedule(ScheduleShape(name, ranks=p, virtual=v, micro_batches=m)), ActionCosts()).events
 
 
 def test_svg_has_a_box_for_every_computation_at_its_time():
