@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from petatron.models.registry import register_model
     from petatron.models.spec import ModelSpec
     from petatron.optim.mixed_precision import MasterOptimizer
-    from petatron.train.build import build_loader, build_model, build_optimizer, launch, load
-    from petatron.train.run import run_training
-    from petatron.train.state.checkpointing import load_checkpoint, save_checkpoint
+    from petatron.train.build_run import build_loader, build_model, build_optimizer, launch, load
+    from petatron.train.run_training import run_training
     from petatron.train.state.pretrained import from_pretrained
     from petatron.train.state.run_model import Model
+    from petatron.train.state.save_and_load import load_checkpoint, save_checkpoint
     from petatron.train.state.train_state import TrainState
 
 __version__ = "0.1.0"
@@ -42,19 +42,19 @@ _HOMES = {
     "ParallelMesh": "petatron.mesh.mesh",
     "RunConfig": "petatron.config",
     "TrainState": "petatron.train.state.train_state",
-    "build_loader": "petatron.train.build",
-    "build_model": "petatron.train.build",
-    "build_optimizer": "petatron.train.build",
+    "build_loader": "petatron.train.build_run",
+    "build_model": "petatron.train.build_run",
+    "build_optimizer": "petatron.train.build_run",
     "decoder_spec": "petatron.models.decoder_spec",
     "from_pretrained": "petatron.train.state.pretrained",
     "generate": "petatron.infer.generate",
-    "launch": "petatron.train.build",
-    "load": "petatron.train.build",
-    "load_checkpoint": "petatron.train.state.checkpointing",
+    "launch": "petatron.train.build_run",
+    "load": "petatron.train.build_run",
+    "load_checkpoint": "petatron.train.state.save_and_load",
     "load_config": "petatron.config",
     "register_model": "petatron.models.registry",
-    "save_checkpoint": "petatron.train.state.checkpointing",
-    "run_training": "petatron.train.run",
+    "save_checkpoint": "petatron.train.state.save_and_load",
+    "run_training": "petatron.train.run_training",
 }
 
 __all__ = [

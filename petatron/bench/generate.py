@@ -105,7 +105,7 @@ def _prompt(args: argparse.Namespace, spec: BenchSpec) -> list[int]:
 def _ours(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
     from petatron.bench.peers.ours import load_initial_weights
     from petatron.infer.generate import generate
-    from petatron.train.build import build_model, launch
+    from petatron.train.build_run import build_model, launch
 
     model = build_model(spec.run, launch(spec.run), init_weights=False)
     load_initial_weights(model)

@@ -98,7 +98,7 @@ class _Bench:
         from petatron.config.schema.training import OptimizerConfig
         from petatron.kernels.registry import KernelContext, choose_kernel
         from petatron.mesh.mesh import ParallelMesh
-        from petatron.optim.build import OptimizerKernels
+        from petatron.optim.build_update_rules import OptimizerKernels
         from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 
         groups = _flat_groups(num_parameters, device, args.main_grads)

@@ -182,7 +182,7 @@ def _build_rank(found: ScaleMeasurement, config: RunConfig, layout: Layout, rank
     from petatron.mesh.launch.environment import SINGLE_PROCESS
     from petatron.mesh.launch.process_group import start_process_group, stop_process_group
     from petatron.mesh.mesh import ParallelMesh
-    from petatron.train.build import build_model
+    from petatron.train.build_run import build_model
 
     world = layout.world_size
     start_process_group(replace(SINGLE_PROCESS, rank=rank, world_size=world, local_world_size=world), backend="fake")

@@ -20,8 +20,8 @@ from petatron.base.text import count_with_noun
 from petatron.base.untrusted_files import reading_untrusted
 
 if TYPE_CHECKING:
-    from petatron.checkpoint.inspect.diff import CheckpointDiff
-    from petatron.checkpoint.inspect.inspect import CheckpointSummary, Finding, VerificationReport
+    from petatron.checkpoint.inspect.diff_checkpoints import CheckpointDiff
+    from petatron.checkpoint.inspect.inspect_checkpoint import CheckpointSummary, Finding, VerificationReport
 
 _CONVERT = "petatron.cli.checkpoint_convert"
 _SHOWN_KEYS = 5
@@ -98,7 +98,7 @@ def _parser(*, converting: bool) -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> int:
     from petatron.checkpoint.files.step_folder import damaged_error
-    from petatron.checkpoint.inspect.inspect import find_checkpoint, summarize_checkpoint
+    from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint, summarize_checkpoint
 
     summary = summarize_checkpoint(find_checkpoint(options.path, options.step))
     if options.json:
@@ -165,7 +165,7 @@ def _layout(summary: CheckpointSummary) -> str:
 
 
 def _tensors_text(summary: CheckpointSummary, *, every: bool) -> str:
-    from petatron.checkpoint.inspect.inspect import summarize_kinds
+    from petatron.checkpoint.inspect.inspect_checkpoint import summarize_kinds
 
     if every:
         rows = [
@@ -196,7 +196,7 @@ def _changed_settings(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 def _verify(options: argparse.Namespace) -> int:
     from petatron.checkpoint.files.signature import read_public_keys
     from petatron.checkpoint.files.step_folder import list_steps
-    from petatron.checkpoint.inspect.inspect import (
+    from petatron.checkpoint.inspect.inspect_checkpoint import (
         VerificationReport,
         find_checkpoint,
         latest_findings,
@@ -298,8 +298,8 @@ class _Progress:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from petatron.checkpoint.inspect.diff import diff_checkpoints
-    from petatron.checkpoint.inspect.inspect import find_checkpoint
+    from petatron.checkpoint.inspect.diff_checkpoints import diff_checkpoints
+    from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint
 
     if options.rtol < 0 or options.top < 0:
         flag, value = ("--rtol", options.rtol) if options.rtol < 0 else ("--top", options.top)
@@ -356,7 +356,7 @@ def _print_comparison(diff: CheckpointDiff, sources: tuple[Path, Path], *, rtol:
 def _prune(options: argparse.Namespace) -> int:
     from petatron.checkpoint.files import step_folder
     from petatron.checkpoint.files.disk import Disk
-    from petatron.checkpoint.inspect.inspect import find_checkpoint, verify_checkpoint
+    from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint, verify_checkpoint
     from petatron.train.state.run_dirs import lock_save_dir
 
     class DryRunDisk(Disk):

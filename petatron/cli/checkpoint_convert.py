@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 
 if TYPE_CHECKING:
-    from petatron.checkpoint.convert.convert import ConversionProgress, TokenizerFiles
+    from petatron.checkpoint.convert.convert_model import ConversionProgress, TokenizerFiles
     from petatron.checkpoint.convert.open_model import ModelSource
 
 FORMATS = ("petatron", "huggingface", "megatron")
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from petatron.checkpoint.convert.convert import ConversionOptions, MegatronLayout, convert
+    from petatron.checkpoint.convert.convert_model import ConversionOptions, MegatronLayout, convert
     from petatron.checkpoint.convert.open_model import open_model_source
 
     kind = None if options.kind == "auto" else options.kind
@@ -129,7 +129,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _tokenizer(path: Path, source: ModelSource) -> TokenizerFiles:
-    from petatron.checkpoint.convert.convert import TokenizerFiles
+    from petatron.checkpoint.convert.convert_model import TokenizerFiles
     from petatron.data.tokenizer import HuggingFaceTokenizer
 
     tokenizer = HuggingFaceTokenizer(path)

@@ -10,7 +10,7 @@ from petatron.config import LoadedConfig, PrecisionConfig, RunConfig
 from petatron.estimate.memory.advice import suggest_changes
 from petatron.estimate.memory.forecast import MemoryForecast, forecast_memory, format_gigabytes
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
-from petatron.train.build import open_tokenizer
+from petatron.train.build_run import open_tokenizer
 from petatron.train.report.out_of_memory import RESERVE_BYTES, describe_change
 
 

@@ -64,7 +64,7 @@ def train_rank(argv: list[str]) -> int:
     """Runs one rank from start to end."""
     from petatron.base.log import configure_logging
     from petatron.mesh.launch.process_group import stop_process_group
-    from petatron.train.run import run_training
+    from petatron.train.run_training import run_training
 
     environment = read_environment()
     configure_logging(rank=environment.rank)

@@ -8,7 +8,7 @@ from typing import Any
 
 from petatron.config.absolute_paths import with_absolute_paths
 from petatron.config.load import LoadedConfig
-from petatron.config.schema.fields import all_fields, flatten_config, unflatten_config
+from petatron.config.schema.fields import all_fields, flatten_config, replace_fields
 from petatron.config.schema.run import RunConfig
 from petatron.config.yaml_file import dump_yaml
 
@@ -23,7 +23,7 @@ def without_private_paths(config: RunConfig) -> RunConfig:
     >>> without_private_paths(RunConfig(checkpoint=CheckpointConfig(sign_key="/home/me/key"))).checkpoint.sign_key is None
     True
     """
-    return unflatten_config(flatten_config(config) | dict.fromkeys(_private_paths()))
+    return replace_fields(config, dict.fromkeys(_private_paths()))
 
 
 def without_private_settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

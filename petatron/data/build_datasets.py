@@ -15,10 +15,10 @@ from petatron.config.schema.data_blend import read_blend_file
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig
 from petatron.data.blended_dataset import BlendedDataset, WeightedPrefixes, load_blend, parse_weighted_prefixes
+from petatron.data.data_file_error import data_file_error
 from petatron.data.gpt_dataset import GPTDataset, split_documents
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.mock_dataset import MockDataset
-from petatron.data.refusal import data_file_error
 from petatron.data.sample_dataset import SampleDataset
 from petatron.data.sample_index import plan_epochs
 from petatron.data.tokenizer import Tokenizer

@@ -32,8 +32,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import open_regular_file, reading_untrusted
+from petatron.data.data_file_error import data_file_error
 from petatron.data.index_cache import cached_digest
-from petatron.data.refusal import data_file_error
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

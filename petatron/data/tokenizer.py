@@ -20,12 +20,12 @@ from typing import Protocol
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from petatron.base.companion_files import find_companion_files, read_companion_file
 from petatron.base.errors import DataError
+from petatron.base.model_companion_files import find_companion_files, read_companion_file
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, read_limited_json, reading_untrusted
 from petatron.config.schema.training import TokenizerConfig
-from petatron.data.refusal import data_file_error
+from petatron.data.data_file_error import data_file_error
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_FILE_BYTES = 1 << 28

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petatron.kernels import embedding_grad as embedding_reference
+from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.ops.linear_op import WeightGradSink
-from petatron.layers.seam import Seam, identity
 from petatron.layers.vocabulary_shard import VocabShard
 
 
@@ -62,7 +62,7 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.vocab_shard = VocabShard(vocab_size, 0, vocab_size)
-        self.output_comm: Seam = identity
+        self.output_comm: CommSlot = identity
         self.weight_grad_sink: WeightGradSink | None = None
         self.kernels: EmbeddingKernels = embedding_reference
 
@@ -81,7 +81,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, num_positions: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_positions, hidden_size))
-        self.output_comm: Seam = identity
+        self.output_comm: CommSlot = identity
 
     def forward(self, positions: Tensor) -> Tensor:
         rows = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()

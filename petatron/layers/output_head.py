@@ -25,9 +25,9 @@ from petatron.kernels.linear_cross_entropy import (
     VocabColumns,
     linear_cross_entropy,
 )
+from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.linear import LinearOp
 from petatron.layers.ops.linear_op import WeightGradSink, WriteWeightGrad, local_linear
-from petatron.layers.seam import Seam, identity
 from petatron.layers.token_layout import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
 from petatron.layers.vocabulary_shard import VocabShard
 
@@ -75,7 +75,7 @@ class OutputHead(nn.Module):
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.vocab_shard = VocabShard(vocab_size, 0, vocab_size)
         self.linear_op: LinearOp = local_linear
-        self.input_comm: Seam = identity
+        self.input_comm: CommSlot = identity
         self.weight_grad_sink: WeightGradSink | None = None
         self.kernels: CrossEntropyKernels = REFERENCE
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from petatron.layers.seam import Seam, identity
+from petatron.layers.comm_slot import CommSlot, identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class VocabShard:
     vocab_size: int
     first_id: int
     num_ids: int
-    all_reduce_max_sum: tuple[Seam, Seam] | None = None
-    all_gather_logits: Seam = identity
+    all_reduce_max_sum: tuple[CommSlot, CommSlot] | None = None
+    all_gather_logits: CommSlot = identity
 
     def to_local_ids(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns rows of the local table, -1 for ids of other shards, and the mask of those ids; None when all are here."""

@@ -23,7 +23,7 @@ from petatron.config.required_settings import required
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.build import TORCH_KERNELS, OptimizerKernels, build_update_rule
+from petatron.optim.build_update_rules import TORCH_KERNELS, OptimizerKernels, build_update_rule
 from petatron.optim.gradient_norm import GlobalNorm
 from petatron.optim.matrix_update import MatrixUpdate
 from petatron.optim.muon import MuonRule

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: shards each layer's weights, and fills its seams with communication.
+"""Tensor and sequence parallelism: shards each layer's weights, and fills its communication slots.
 
 What a layer needs follows from the `Shard` of its weight. A linear sharded along its output (column) needs the whole
 input on every rank and nothing after it; one sharded along its input (row) needs its partial outputs summed. So attention and MLP
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.gemm import ChunkedGemm, Gemm, Tensors
+from petatron.layers.comm_slot import CommSlot
 from petatron.layers.dropout import Dropout
 from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.linear import Linear
@@ -43,7 +44,6 @@ from petatron.layers.norm import LayerNorm, RMSNorm
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.output_head import OutputHead
-from petatron.layers.seam import Seam
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.layers.vocabulary_shard import VocabShard
@@ -255,7 +255,7 @@ def apply_tensor_parallel(
     shared_generator: torch.Generator | None,
     overlap_chunks: int | None = None,
 ) -> None:
-    """Fills the seams. `sequence_parallel` shards activations along the sequence; `shared_generator` is the axis's dropout stream.
+    """Fills the slots. `sequence_parallel` shards activations along the sequence; `shared_generator` is the axis's dropout stream.
 
     `overlap_chunks`: linears overlap their forward communication in so many chunks; the output head does not, since its loss
     already works chunk by chunk on its gathered input.
@@ -316,5 +316,5 @@ def shard_vocabulary(model: nn.Module, params: Mapping[str, ParamSpec], axis: Ax
             )
 
 
-def _max_and_sum(axis: Axis) -> tuple[Seam, Seam]:
+def _max_and_sum(axis: Axis) -> tuple[CommSlot, CommSlot]:
     return partial(collectives.all_reduce, axis=axis, op="max"), partial(collectives.all_reduce, axis=axis)

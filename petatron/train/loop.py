@@ -15,7 +15,7 @@ from petatron.estimate.flops import model_flops_per_token
 from petatron.estimate.memory.forecast import memory_log_line
 from petatron.models.batch import Batch
 from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
-from petatron.train.build import DataLoaders
+from petatron.train.build_run import DataLoaders
 from petatron.train.report.metrics import (
     IntervalMeter,
     MetricRecord,

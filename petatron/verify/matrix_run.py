@@ -36,7 +36,7 @@ from petatron.mesh.launch.environment import RankEnvironment, is_echo
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.train.build import open_tokenizer
+from petatron.train.build_run import open_tokenizer
 from petatron.verify.compare_traces import TraceComparison, compare_traces
 from petatron.verify.matrix import MATRIX_TOLERANCES, MatrixEntry
 from petatron.verify.trace import Injection, StoredTrace, record_steps, write_step_trace

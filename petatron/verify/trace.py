@@ -22,7 +22,7 @@ from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.sharding.shard_spec import TensorShard
-from petatron.train.build import build_loader, build_model, build_optimizer
+from petatron.train.build_run import build_loader, build_model, build_optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from petatron.base.errors import CheckpointError
 from petatron.bench.checkpoint import model_shapes
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import BLOCK_BYTES, Disk, digest_file
-from petatron.checkpoint.inspect import diff
-from petatron.checkpoint.inspect.inspect import verify_checkpoint
+from petatron.checkpoint.inspect import diff_checkpoints
+from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
@@ -313,7 +313,7 @@ def test_a_checkpoint_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_diff_across_layouts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
-    monkeypatch.setattr(diff, "_BATCH_ELEMENTS", 50)  # so that tensors are cut anywhere
+    monkeypatch.setattr(diff_checkpoints, "_BATCH_ELEMENTS", 50)  # so that tensors are cut anywhere
     tensors = read_checkpoint(folder / NEWEST)
     whole = _save_whole(tmp_path / "whole", tensors)
     code, out, _ = _ask(capsys, "diff", folder, whole)

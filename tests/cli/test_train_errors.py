@@ -15,7 +15,7 @@ from petatron.config import load_config
 from petatron.config.checks.preflight import preflight
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.estimate.memory.forecast import recompute_plans
-from petatron.train.run import run_training
+from petatron.train.run_training import run_training
 from petatron.train.state.run_dirs import lock_save_dir
 
 MODEL = (

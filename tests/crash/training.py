@@ -15,7 +15,7 @@ from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.config import RunConfig, load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.train.build import build_loaders
+from petatron.train.build_run import build_loaders
 from petatron.train.loop import TrainLoop
 from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from petatron.config import load_config
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.build import build_loaders
+from petatron.train.build_run import build_loaders
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 

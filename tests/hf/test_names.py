@@ -26,7 +26,7 @@ from petatron.models.hf import (
 from petatron.models.registry import model_spec
 from petatron.models.spec import ModelSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
-from petatron.train.build import build_model
+from petatron.train.build_run import build_model
 from tests.hf.ours import run_config
 from tests.hf.zoo import BUILDERS, MIXED, build, truth
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.convert.convert import ConversionOptions, convert
+from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.checkpoint.files.step_folder import read_manifest
 from petatron.mesh.mesh import ParallelMesh

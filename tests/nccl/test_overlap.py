@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from petatron.config import RunConfig, load_config
 from petatron.mesh import collectives
-from petatron.train.build import build_loaders
+from petatron.train.build_run import build_loaders
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from tests.dist import RankPool

@@ -11,7 +11,7 @@ from petatron.config import RunConfig
 from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.train.build import build_loader, build_model
+from petatron.train.build_run import build_loader, build_model
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool

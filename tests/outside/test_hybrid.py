@@ -15,7 +15,7 @@ from petatron.estimate.memory.forecast import largest_forecast
 from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.registry import model_spec, register_model
-from petatron.train.build import build_model
+from petatron.train.build_run import build_model
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool

@@ -31,7 +31,7 @@ from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.sharding.flat_buffer import FlatParamGroup
-from petatron.train.build import build_loader, build_model, build_optimizer
+from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 

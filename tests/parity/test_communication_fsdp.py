@@ -27,7 +27,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.schedule.actions import COMPUTE_KINDS, ActionKind
 from petatron.schedule.pipeline_plan import pipeline_plan
-from petatron.train.build import build_loader, build_model, build_optimizer
+from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 

@@ -25,7 +25,7 @@ from petatron.mesh.rng import stable_seed
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.sharding.flat_shard import group_tensor_shards
-from petatron.train.build import build_loader, build_model
+from petatron.train.build_run import build_loader, build_model
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from tests.dist import RankPool

@@ -13,7 +13,7 @@ from petatron.config import RunConfig
 from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.train.build import build_loaders
+from petatron.train.build_run import build_loaders
 from petatron.train.loop import TrainLoop
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool

@@ -14,7 +14,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.schedule.actions import COMPUTE_KINDS, Action
 from petatron.schedule.measured_timeline import read_measured
-from petatron.train.build import build_loader, build_model
+from petatron.train.build_run import build_loader, build_model
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from tests.dist import RankPool

@@ -12,7 +12,7 @@ from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.optim.loss_scaler import DynamicLossScaler
-from petatron.train.build import build_loader
+from petatron.train.build_run import build_loader
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from tests.dist import RankPool

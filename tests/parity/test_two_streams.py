@@ -16,7 +16,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.stage import LossSpec, ModelIO, StageOutput
 from petatron.schedule.pipeline_plan import PipelinePlan, pipeline_plan
-from petatron.train.build import build_loader, build_model
+from petatron.train.build_run import build_loader, build_model
 from tests.dist import RankPool
 from tests.parity.harness import check_order, tiny_run
 from tests.parity.two_streams import gradients, on_mesh, plain_objective, toy_batches, toy_model

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from petatron.base.private_dir import private_folder
+from petatron.base.private_home_dir import private_folder
 from petatron.config import load_config
 from petatron.data import gpt_dataset, index_cache
 from petatron.data.blended_dataset import blend_indices, load_blend

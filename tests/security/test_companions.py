@@ -10,7 +10,7 @@ import pytest
 
 import petatron
 from petatron.base.errors import CheckpointError, DataError
-from petatron.checkpoint.convert.convert import ConversionOptions, convert
+from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.formats import COMPANION_FILES
 from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.cli.main import main

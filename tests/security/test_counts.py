@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from petatron.base.errors import CheckpointError
-from petatron.models.hf.stored_counts import MAX_WIDTH, check_counts
+from petatron.models.hf.check_claimed_counts import MAX_WIDTH, check_counts
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "kv_channels"])

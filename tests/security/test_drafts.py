@@ -15,7 +15,7 @@ import torch
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.safe_files import make_folder, write_atomic
-from petatron.checkpoint.convert.convert import ConversionOptions, convert
+from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.data.index_cache import cached_digest, load_or_build
 from petatron.data.indexed_writer import IndexedWriter
@@ -25,7 +25,7 @@ from petatron.optim.state_storage import DiskStorage
 from petatron.quickstart.stages import STAGES_FILE, Workspace
 from petatron.train.report.profiler import StepProfiler
 from petatron.train.report.sinks import JsonlSink
-from petatron.train.run import run_training
+from petatron.train.run_training import run_training
 from petatron.train.state.run_dirs import lock_save_dir
 from petatron.verify.matrix_run import record_failure
 

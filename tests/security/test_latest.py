@@ -13,12 +13,12 @@ import pytest
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.step_folder import DamagedCheckpointError, resolve_step
-from petatron.checkpoint.inspect.inspect import find_checkpoint
+from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.state.checkpointing import has_weights
 from petatron.train.state.run_dirs import check_run_dirs
+from petatron.train.state.save_and_load import has_weights
 from tests.golden.make_checkpoint import MODEL, RUN
 from tests.security.limits import limited
 

@@ -13,7 +13,7 @@ import torch
 from petatron.base.errors import CheckpointError, PetatronError, TrainError
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk
-from petatron.checkpoint.inspect.inspect import verify_checkpoint
+from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.cli.main import main
@@ -21,7 +21,7 @@ from petatron.config import CheckpointConfig, load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 from petatron.train.report.sinks import JsonlSink
-from petatron.train.run import run_training
+from petatron.train.run_training import run_training
 from petatron.train.state.run_dirs import check_run_dirs, lock_save_dir
 
 STEP = "step-00000010"

@@ -15,8 +15,8 @@ from petatron.base.errors import CheckpointError, PetatronError
 from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import table_digest
-from petatron.checkpoint.inspect.diff import diff_checkpoints
-from petatron.checkpoint.inspect.inspect import verify_checkpoint
+from petatron.checkpoint.inspect.diff_checkpoints import diff_checkpoints
+from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.config.schema.run import RunConfig

@@ -12,7 +12,7 @@ from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.initial_weights import InitialWeights
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.build import build_model, launch
+from petatron.train.build_run import build_model, launch
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 

@@ -31,7 +31,7 @@ from petatron.checkpoint.convert.formats import (
     load_config_sections,
     reject_pickle_weights,
 )
-from petatron.checkpoint.convert.hf_folder import (
+from petatron.checkpoint.convert.read_hf_folder import (
     CONFIG_FILE,
     check_stored_counts,
     folder_manifest,
@@ -46,7 +46,7 @@ from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_precision
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
 from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
-from petatron.models.hf.stored_counts import check_counts
+from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.registry import model_spec
 from petatron.models.spec import ModelSpec
 from petatron.sharding.shard_spec import Shape

@@ -20,7 +20,7 @@ from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.moe_layer_freq import parse_moe_layer_freq
 from petatron.config.schema.run import RawRunConfig
-from petatron.models.hf.stored_counts import MAX_EXPERTS, MAX_LAYERS
+from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 # Same name, same meaning.

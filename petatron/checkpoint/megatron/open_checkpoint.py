@@ -24,7 +24,7 @@ from petatron.checkpoint.megatron.torch_dist_reader import read_torch_dist
 from petatron.checkpoint.megatron.weight_layouts import extract_logical
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, logical_shapes_with_router_bias, megatron_weights
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.models.hf.stored_counts import check_counts
+from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.sharding.shard_spec import Shape
 
 _OUTPUT_LAYER_WEIGHT = "output_layer.weight"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema.model import MoEConfig
-from petatron.layers.seam import Seam, identity
+from petatron.layers.comm_slot import CommSlot, identity
 
 _SINKHORN_TOLERANCE = 1e-4
 _SINKHORN_ITERATIONS = 100
@@ -36,7 +36,7 @@ class ReductionGroup:
     """Ranks over whose tokens a statistic is reduced: `all_reduce` sums a small tensor over them, in place."""
 
     num_ranks: int = 1
-    all_reduce: Seam = identity
+    all_reduce: CommSlot = identity
 
 
 SINGLE_RANK = ReductionGroup()

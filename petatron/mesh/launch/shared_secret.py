@@ -15,7 +15,7 @@ from pathlib import Path
 
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
-from petatron.base.private_dir import private_folder
+from petatron.base.private_home_dir import private_folder
 from petatron.base.safe_files import is_private_folder
 
 _log = get_logger(__name__)

@@ -14,6 +14,7 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.model import ModelConfig
+from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
 from petatron.models.hf.family import Family
 from petatron.models.hf.find_family import FAMILIES, family_name_for_model, family_name_of_config
 from petatron.models.hf.moe_config_json import (
@@ -24,7 +25,6 @@ from petatron.models.hf.moe_config_json import (
 )
 from petatron.models.hf.rope_config_json import rope_from_hf_config, rope_to_hf_config
 from petatron.models.hf.setting_types import wrong_types
-from petatron.models.hf.stored_counts import MAX_EXPERTS, MAX_LAYERS
 from petatron.models.spec import ModelSpec
 
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")

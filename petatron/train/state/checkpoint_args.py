@@ -12,15 +12,15 @@ from typing import Any
 
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.convert.formats import config_sections
-from petatron.checkpoint.convert.hf_folder import check_stored_counts, read_model_settings
+from petatron.checkpoint.convert.read_hf_folder import check_stored_counts, read_model_settings
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
-from petatron.checkpoint.inspect.inspect import run_config, run_facts
+from petatron.checkpoint.inspect.inspect_checkpoint import run_config, run_facts
 from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.config.required_settings import required
-from petatron.models.hf.stored_counts import check_counts
+from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.train.state.run_dirs import check_load_dir
 
 _SECTIONS = ("model", "moe", "parallel", "tokenizer")

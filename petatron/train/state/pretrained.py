@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from petatron.base.companion_files import read_companion_file
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.model_companion_files import read_companion_file
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.convert.formats import (
     config_sections,
@@ -23,7 +23,7 @@ from petatron.checkpoint.convert.formats import (
     load_config_sections,
     reject_pickle_weights,
 )
-from petatron.checkpoint.convert.hf_folder import (
+from petatron.checkpoint.convert.read_hf_folder import (
     CONFIG_FILE,
     check_stored_counts,
     check_stored_size,
@@ -39,10 +39,10 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.hf import family_name_of_config, parse_config_json, to_logical
 from petatron.models.registry import model_spec
 from petatron.sharding.flat_shard import group_tensor_shards
-from petatron.train.build import build_model, launch
-from petatron.train.state.checkpointing import load_checkpoint
-from petatron.train.state.hf_folder import CompanionFiles
+from petatron.train.build_run import build_model, launch
+from petatron.train.state.export_hf_folder import CompanionFiles
 from petatron.train.state.run_model import Model
+from petatron.train.state.save_and_load import load_checkpoint
 
 _DTYPE_TO_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")

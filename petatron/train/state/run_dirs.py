@@ -13,7 +13,7 @@ from petatron.base.log import get_logger
 from petatron.base.safe_files import reopen_file
 from petatron.base.untrusted_files import not_a_file_reason
 from petatron.checkpoint.convert.formats import check_not_inside_step, is_megatron_folder, reject_pickle_weights
-from petatron.checkpoint.convert.hf_folder import CONFIG_FILE, is_hf_folder
+from petatron.checkpoint.convert.read_hf_folder import CONFIG_FILE, is_hf_folder
 from petatron.checkpoint.files.disk import check_writable
 from petatron.checkpoint.files.signature import open_signer
 from petatron.checkpoint.files.step_folder import containing_step

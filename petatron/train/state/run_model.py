@@ -17,8 +17,8 @@ from petatron.mesh.collectives import all_gather_objects
 from petatron.mesh.mesh import Axis
 from petatron.models.spec import ModelSpec
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.state.checkpointing import save_with_manager
-from petatron.train.state.hf_folder import CompanionFiles
+from petatron.train.state.export_hf_folder import CompanionFiles
+from petatron.train.state.save_and_load import save_with_manager
 
 
 class Model(ParallelModel):

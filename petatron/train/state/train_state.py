@@ -22,10 +22,10 @@ from petatron.optim.loss_scaler import LossScaler, build_loss_scaler
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.build import RunLength, build_model, build_optimizer
+from petatron.train.build_run import RunLength, build_model, build_optimizer
 from petatron.train.global_batch_size import BatchSizeSchedule
-from petatron.train.state.checkpointing import LoadedState, has_weights, load_checkpoint, load_state, save_with_manager
 from petatron.train.state.resume_diff import config_for_checkpoint, resume_changes
+from petatron.train.state.save_and_load import LoadedState, has_weights, load_checkpoint, load_state, save_with_manager
 
 _log = get_logger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import petatron
-from petatron.checkpoint.convert.convert import ConversionOptions, convert
+from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.open_model import ModelSource, open_model_source
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.mesh import ParallelMesh

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
-from petatron.checkpoint.convert import convert as convert_module
-from petatron.checkpoint.convert.convert import (
+from petatron.checkpoint.convert import convert_model as convert_module
+from petatron.checkpoint.convert.convert_model import (
     ConversionOptions,
     ConversionProgress,
     MegatronLayout,

@@ -19,7 +19,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.build import build_model
+from petatron.train.build_run import build_model
 from tests.dist import RankPool
 
 VOCAB, POSITIONS = 131, 24

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.train.build import build_loader, build_model, build_optimizer
+from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 

@@ -14,7 +14,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
-from petatron.train.build import build_loader, build_model
+from petatron.train.build_run import build_loader, build_model
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 from tests.unit.parallel.test_expert_overlap import LoggedExchanges

@@ -15,7 +15,7 @@ from petatron.layers.dropout import Dropout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.parallel.context.zigzag import zigzag_positions
-from petatron.train.build import build_loader, build_model
+from petatron.train.build_run import build_loader, build_model
 from tests.dist import RankPool
 
 RATE, LENGTH = 0.3, 16

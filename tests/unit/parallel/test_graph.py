@@ -34,7 +34,7 @@ from petatron.parallel.pipeline.cuda_graph import (
 from petatron.parallel.pipeline.executor import LossScales, StepResult
 from petatron.schedule import RankSchedule
 from petatron.schedule.actions import TimedAction
-from petatron.train.build import build_model, build_optimizer
+from petatron.train.build_run import build_model, build_optimizer
 from tests.parity.harness import tiny_run
 
 Notes = tuple[list[bool], list[tuple[int, list[Handle]]]]

@@ -14,7 +14,7 @@ from petatron.models.batch import Batch
 from petatron.models.stage import BoundaryTensor, LossSpec, ModelIO, StageOutput
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.pipeline_plan import PipelinePlan
-from petatron.train.build import build_model
+from petatron.train.build_run import build_model
 from tests.parity.harness import tiny_run
 from tests.parity.two_streams import gradients, on_mesh
 

@@ -11,7 +11,7 @@ from petatron.config import RunConfig
 from petatron.layers.dropout import Dropout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.train.build import build_loader, build_model, build_optimizer
+from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 

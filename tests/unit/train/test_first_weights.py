@@ -16,7 +16,7 @@ from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.sharding import initial_values
-from petatron.train.state.checkpointing import checkpoint_chunks, has_weights
+from petatron.train.state.save_and_load import checkpoint_chunks, has_weights
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run

@@ -22,7 +22,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
 from petatron.models.stage import LossSpec, ModelIO, StageOutput
-from petatron.train.build import RunLength, build_loaders
+from petatron.train.build_run import RunLength, build_loaders
 from petatron.train.loop import EvaluatedLosses, TrainingResult, TrainLoop, evaluate
 from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState

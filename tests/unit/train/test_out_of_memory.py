@@ -26,7 +26,7 @@ from petatron.train.report.out_of_memory import (
     report_out_of_memory,
     requested_bytes,
 )
-from petatron.train.run import run_training
+from petatron.train.run_training import run_training
 
 BASE = "--mock-data --lr 1e-4 --train-iters 1 --bf16"
 SEVEN = f"{BASE} --vocab-size 32000 --seq-length 4096"

@@ -13,7 +13,7 @@ import torch
 from petatron.base.errors import ConfigError
 from petatron.config import load_config, resolve_config
 from petatron.train.report.profiler import StepProfiler, profile_directory
-from petatron.train.run import run_training
+from petatron.train.run_training import run_training
 from tests.heard import heard
 from tests.parity.harness import TINY, tiny_run
 

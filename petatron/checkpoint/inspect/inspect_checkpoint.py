@@ -22,7 +22,7 @@ from typing import Any
 from petatron.base.errors import CheckpointError, PetatronError
 from petatron.base.safe_files import symlink_target
 from petatron.base.untrusted_files import not_a_file_reason, open_regular_file, read_limited_bytes, reading_untrusted
-from petatron.checkpoint.convert.hf_folder import read_model_settings
+from petatron.checkpoint.convert.read_hf_folder import read_model_settings
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.block_digest import is_sha256, matches_digest
 from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_fully

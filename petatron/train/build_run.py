@@ -40,14 +40,14 @@ from petatron.models.batch import Batch
 from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
 from petatron.models.registry import model_spec
 from petatron.models.spec import ModelSpec
-from petatron.optim.build import OptimizerKernels
+from petatron.optim.build_update_rules import OptimizerKernels
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+from petatron.parallel.needed_process_groups import used_axes
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.parallelize import parallelize
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture
 from petatron.parallel.router_statistics import RouterStatistics
-from petatron.parallel.used_axes import used_axes
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.checkpoint_args import read_checkpoint_args

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.checkpoint.convert.hf_folder import folder_manifest, is_hf_folder
+from petatron.checkpoint.convert.read_hf_folder import folder_manifest, is_hf_folder
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.step_list import check_steps_not_lost
 from petatron.checkpoint.manager import CheckpointManager
@@ -30,7 +30,7 @@ from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.shard_spec import TensorShard
-from petatron.train.state.hf_folder import CompanionFiles, build_hf_folder
+from petatron.train.state.export_hf_folder import CompanionFiles, build_hf_folder
 
 _OPTIMIZER_KEY = "optimizer"
 _FP8_HISTORY_PREFIX = "fp8/"

@@ -28,7 +28,7 @@ from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.registry import model_spec
-from petatron.train.build import DataLoaders, RunLength, build_loaders, launch, open_tokenizer
+from petatron.train.build_run import DataLoaders, RunLength, build_loaders, launch, open_tokenizer
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.loop import TrainingResult, TrainLoop
 from petatron.train.report.metrics import event_record

@@ -18,7 +18,7 @@ from petatron.mesh.launch.process_group import start_process_group, stop_process
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.build import build_model
+from petatron.train.build_run import build_model
 
 
 @contextmanager

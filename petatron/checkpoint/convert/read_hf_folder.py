@@ -30,7 +30,7 @@ from petatron.models.hf import (
     parse_config_json,
     stored_names_by_full_name,
 )
-from petatron.models.hf.stored_counts import check_counts
+from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.spec import ModelSpec
 from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape
