@@ -74,7 +74,7 @@ class ElementCounts:
 
 
 def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> StateBytes:
-    """Returns the bytes of a rank with these stages of a derived config; without any, the whole model's."""
+    """Returns the bytes of a rank with these stages of a resolved config; without any, the whole model's."""
     elements = local_element_counts(run, local_stages)
     layout = Layout.from_config(run.parallel)
     strategy = run.parallel.data_parallel_sharding_strategy

@@ -57,7 +57,7 @@ class Layout:
 
     @classmethod
     def from_config(cls, config: ParallelConfig) -> Layout:
-        """Returns the layout of a derived config."""
+        """Returns the layout of a resolved config."""
         outer = config.num_distributed_optimizer_instances
         return cls(
             pp=config.pipeline_model_parallel_size,

@@ -35,7 +35,7 @@ class ActivationShape:
 
     @classmethod
     def from_config(cls, run: RunConfig, *, device: Literal["cpu", "cuda"]) -> ActivationShape:
-        """Returns the shape of every rank of a derived config."""
+        """Returns the shape of every rank of a resolved config."""
         parallel, precision = run.parallel, run.precision
         sequence_parallel = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
         return cls(
