@@ -33,7 +33,12 @@ _BUILDERS: dict[str, ModelBuilder] = {"decoder": decoder_spec}
 
 
 def register_model(name: str, builder: ModelBuilder) -> None:
-    """Makes `--model-type name` build the model that `builder` describes; the name must be new, or have the same builder."""
+    """Makes `--model-type name` build the model that `builder` describes; the name must be new, or have the same builder.
+
+    >>> register_model("my-decoder", decoder_spec)
+    >>> spec_from_config(ModelConfig(model_type="my-decoder", num_attention_heads=1)).layers
+    ()
+    """
     if _BUILDERS.setdefault(name, builder) is not builder:
         raise ConfigError([Problem("--model-type", name, "is registered already", "Register it under another name.")])
 

@@ -35,6 +35,12 @@ class ModelSpec(ABC):
     config, moe: the settings the model was made from; a checkpoint stores them as the model's identity.
     layers: of the whole model.
     tied_params: parameters that compute with another's values: {"head.weight": "embedding.weight"}.
+
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> spec = petatron.build_model(run, petatron.launch(run)).spec
+    >>> spec.params()["layers.0.attention.out.weight"].shard.tp
+    1
     """
 
     config: ModelConfig

@@ -29,12 +29,8 @@ class RouterStatistics:
         self._statistics_length = statistics_length(num_experts)
         self.totals: Tensor | None = None  # [layers, statistics], as in `load_balancing.router_statistics`
         self._mesh = mesh
-        self._routers = {
-            module.layer_index: module.router
-            for stage in stages.values()
-            for module in stage.modules()
-            if isinstance(module, RoutesTokens)
-        }
+        modules = (module for stage in stages.values() for module in stage.modules())
+        self._routers = dict(module.indexed_router() for module in modules if isinstance(module, RoutesTokens))
 
     @torch.no_grad()
     def update(self, statistics: Mapping[int, Tensor]) -> None:

@@ -226,10 +226,14 @@ class TokenDispatcher(Protocol):
 
 @runtime_checkable
 class RoutesTokens(Protocol):
-    """A branch that sends tokens to experts: what expert parallelism and router statistics need of it."""
+    """A branch that sends tokens to experts: what expert parallelism and router statistics need of it.
 
-    layer_index: int
-    router: Router
+    Methods only: since Python 3.12 a check at run time looks for members in the class, where submodules are not.
+    """
+
+    def indexed_router(self) -> tuple[int, Router]:
+        """Returns the index of the layer, and its router."""
+        ...
 
     def set_expert_parallel(
         self,
@@ -317,6 +321,9 @@ class MoELayer(BranchModule):
     def region_is_recomputed(self, name: str) -> None:
         if name == "shared_experts":
             self.shared_runs_in_halves = False
+
+    def indexed_router(self) -> tuple[int, Router]:
+        return self.layer_index, self.router
 
     def set_expert_parallel(
         self,
