@@ -316,8 +316,8 @@ def test_an_empty_path_is_said(name: str, attached: bool):
 
 def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
     words = {info.name for info in all_fields() if info.kind == "str"}
-    others = {"moe_layer_freq", "pipeline_model_parallel_layout", "split", "master_addr", "high_priority_stream_groups"}
-    assert words - set(PATHS) == others | {"wandb_project", "wandb_exp_name"}
+    others = {"model_type", "moe_layer_freq", "pipeline_model_parallel_layout", "split", "master_addr"}
+    assert words - set(PATHS) == others | {"high_priority_stream_groups", "wandb_project", "wandb_exp_name"}
 
 
 def test_query_groups_that_fit_heads_but_not_ranks():
