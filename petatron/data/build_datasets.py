@@ -197,17 +197,19 @@ def _build_split(config: RunConfig, split: str, sources: list[_SplitSource], cou
         needed = per_epoch
     else:
         needed = np.bincount(load_blend(shares, count, cache_dir=cache)[0], minlength=len(sources)).tolist()
-    built = [
-        GPTDataset(
-            s.indexed,
-            s.documents,
-            num_samples=max(1, take),
-            seq_length=seq_length,
-            seed=config.train.seed,
-            cache_dir=cache,
-        )
-        for s, take in zip(sources, needed)
-    ]
+    distinct: dict[tuple[str, range, int], GPTDataset] = {}  # a list may name one dataset a thousand times
+    for source, take in zip(sources, needed):
+        key = (source.indexed.prefix, source.documents, take)
+        if key not in distinct:
+            distinct[key] = GPTDataset(
+                source.indexed,
+                source.documents,
+                num_samples=max(1, take),
+                seq_length=seq_length,
+                seed=config.train.seed,
+                cache_dir=cache,
+            )
+    built = [distinct[s.indexed.prefix, s.documents, take] for s, take in zip(sources, needed)]
     _log_summary(split, sources, built, needed)
     if len(built) == 1:
         return built[0]

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from petatron.base.errors import DataError
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig, TrainConfig
+from petatron.data import build_datasets as build_datasets_module
 from petatron.data.build_datasets import build_datasets
+from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.sample_dataset import SampleDataset
 from petatron.data.tokenizer import ByteTokenizer
 
@@ -63,6 +66,24 @@ def test_blend_without_weights(make_dataset: MakeDataset, tmp_path: Path) -> Non
     more = build_datasets(config, None, (200, 0, 0)).train
     assert more is not None and len(more) == 200
     assert sum(more[i][0] >= 500 for i in range(200)) == 50
+
+
+def test_a_dataset_named_often_is_built_once(
+    make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of 33 KB may name one dataset four thousand times; equal shares of it are equal samples."""
+    built: list[int | None] = []
+    plain = build_datasets_module.GPTDataset
+
+    def counted(*args: Any, num_samples: int | None, **options: Any) -> GPTDataset:
+        built.append(num_samples)
+        return plain(*args, num_samples=num_samples, **options)
+
+    monkeypatch.setattr(build_datasets_module, "GPTDataset", counted)
+    prefix = make_dataset(hundreds(0, 20))
+    config = run_config(tmp_path, data_path=("0.25", prefix) * 4, split="100,0,0")
+    assert len(tokens(build_datasets(config, None, (8, 0, 0)).train)) > 0
+    assert built == [2]
 
 
 def test_paths_per_split_and_args_file(make_dataset: MakeDataset, tmp_path: Path) -> None:
