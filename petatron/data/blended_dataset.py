@@ -46,6 +46,9 @@ def parse_weighted_prefixes(words: Sequence[str], *, flag: str = "--data-path") 
     except BlendError as error:
         fix = "Write `prefix prefix` or `weight prefix weight prefix`."
         raise ConfigError([Problem(flag, " ".join(words), str(error), fix)]) from error
+    if len(parts) > MAX_DATASETS:
+        rule = f"names {len(parts)} datasets, and a blend has at most {MAX_DATASETS}"
+        raise ConfigError([Problem(flag, "", rule, "Merge datasets with `petatron data merge`.")])
     weights = tuple(part.weight for part in parts if part.weight is not None)
     return weights or None, tuple(part.prefix for part in parts)
 

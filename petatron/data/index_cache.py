@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -199,7 +200,8 @@ def _map_open_file(file: BinaryIO) -> NDArray:
     file.seek(0)
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("it has another version of numpy's format")
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    with warnings.catch_warnings(action="ignore"):  # Python's parser would print the bytes it wonders about
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
     if fortran or dtype.hasobject:
         raise ValueError("it is not an array of plain numbers")
     return np.memmap(file, dtype, mode="r", offset=file.tell(), shape=shape).view(np.ndarray)

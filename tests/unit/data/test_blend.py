@@ -86,6 +86,8 @@ def test_refusals() -> None:
         blend_indices([1, 1], 4, limits=[1, 2])
     with pytest.raises(ValueError, match="1 to 32766"):
         blend_indices([], 4)
+    with pytest.raises(ConfigError, match="--data-args-path names 32767 datasets, and a blend has at most 32766"):
+        parse_weighted_prefixes(("web",) * 32767, flag="--data-args-path")
 
 
 class Numbered:
