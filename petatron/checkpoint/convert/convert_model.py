@@ -214,8 +214,7 @@ class _ConversionWriter:
             write_megatron(
                 folder,
                 iteration=self._source.step,
-                model=spec.config,
-                moe=spec.moe,
+                spec=spec,
                 fetch=self._fetch,
                 tp=layout.tp,
                 pp=layout.pp,

@@ -1,7 +1,7 @@
 """Megatron-LM checkpoints, read into logical tensors and written from them. docs/megatron-checkpoints.md says what fits.
 
 checkpoint = open_megatron(folder)                      # .iteration .model .moe .tensors[name].load()
-write_megatron(folder, iteration=..., model=..., moe=..., fetch=..., tp=2, pp=1)
+write_megatron(folder, iteration=..., spec=..., fetch=..., tp=2, pp=1)
 """
 
 from petatron.checkpoint.megatron.legacy_writer import write_megatron

@@ -26,12 +26,12 @@ from petatron.checkpoint.megatron.weight_names import (
     MegatronWeight,
     layer_index,
     megatron_weights,
-    moe_layer_mask,
     transformer_engine_name,
     with_layer,
 )
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.models.spec import ModelSpec
 from petatron.sharding.shard_spec import padded_rows
 
 FetchTensor = Callable[[str], Tensor]
@@ -40,12 +40,10 @@ _CACHED_TENSORS = 3  # q, k and v, or gate and up of all experts of a layer
 
 @dataclass(frozen=True, slots=True)
 class _MegatronExport:
-    """What to write; `padded_vocab_size` includes the padding, `moe_layer_mask` tells which layers have experts."""
+    """What to write; `padded_vocab_size` includes the padding."""
 
-    model: ModelConfig
-    moe: MoEConfig | None
+    spec: ModelSpec
     weights: tuple[MegatronWeight, ...]
-    moe_layer_mask: tuple[bool, ...]
     fetch: FetchTensor
     tp: int
     pp: int
@@ -55,7 +53,7 @@ class _MegatronExport:
     @property
     def num_local_experts(self) -> int:
         """The experts of a layer on one rank; 0 of a dense model."""
-        return 0 if self.moe is None else (self.moe.num_experts or 0) // self.ep
+        return 0 if self.spec.moe is None else (self.spec.moe.num_experts or 0) // self.ep
 
     def full_weight(self, weight: MegatronWeight) -> Tensor:
         """Returns a Megatron weight, unsharded."""
@@ -68,19 +66,17 @@ class _MegatronExport:
                     f"{weight.logical_names[0]} is {list(part.shape)}, which does not fit Megatron's {weight.name} of "
                     f"{list(weight.shape)}. Give the config that the weights belong to."
                 )
-        return fuse_logical(weight, parts, self.model, padded_vocab_size=self.padded_vocab_size)
+        return fuse_logical(weight, parts, self.spec.config, padded_vocab_size=self.padded_vocab_size)
 
     def megatron_name(self, name: str) -> str:
-        layer = layer_index(name)
-        return transformer_engine_name(name, is_moe=layer is not None and self.moe_layer_mask[layer])
+        return transformer_engine_name(name, is_moe=layer_index(name) in self.spec.moe_layers)
 
 
 def write_megatron(
     folder: Path,
     *,
     iteration: int,
-    model: ModelConfig,
-    moe: MoEConfig | None,
+    spec: ModelSpec,
     fetch: FetchTensor,
     tp: int,
     pp: int,
@@ -92,7 +88,7 @@ def write_megatron(
     `fetch` returns whole logical tensors by name; tp, pp and ep are the parallel sizes of legacy files. Iteration 0 is written as a
     release, since Megatron has no step 0.
     """
-    moe = moe if moe is not None and moe.num_experts is not None else None
+    model, moe = spec.config, spec.moe
     if problems := _layout_problems(model, moe, tp, pp, ep):
         raise ConfigError(problems)
     rows = padded_rows(known_vocab_size(model), model.make_vocab_size_divisible_by, tp)
@@ -100,8 +96,7 @@ def write_megatron(
     step = folder / ("release" if iteration == 0 else f"iter_{iteration:07d}")
     if step.exists() and any(step.iterdir()):
         raise CheckpointError(f"{step} is already there. Remove it, or write to another folder.")
-    weights, kept = megatron_weights(model, moe), _FetchCache(fetch)
-    job = _MegatronExport(model, moe, weights, moe_layer_mask(model, moe), kept, tp, pp, ep, rows)
+    job = _MegatronExport(spec, megatron_weights(spec), _FetchCache(fetch), tp, pp, ep, rows)
     common = {"args": arguments, "checkpoint_version": 3.0, "iteration": iteration}
     try:
         step.mkdir(parents=True, exist_ok=True)
@@ -164,7 +159,7 @@ def _write_legacy(step: Path, export: _MegatronExport, common: dict[str, Any]) -
 
 def _rank_state_dict(export: _MegatronExport, tp: int, pp: int, ep: int) -> dict[str, Tensor]:
     """Returns one rank's weights, with layers and experts numbered from 0."""
-    layers = export.model.num_layers // export.pp
+    layers = export.spec.config.num_layers // export.pp
     share: dict[str, Tensor] = {}
     for weight in export.weights:
         layer = layer_index(weight.name)
@@ -183,20 +178,20 @@ def _names_on_stage(export: _MegatronExport, name: str, pp: int) -> list[str]:
     """Returns the names of an embedding or head weight on a pipeline rank; a tied head is a copy of the embedding on the last."""
     first, last = pp == 0, pp == export.pp - 1
     if name == "embedding.word_embeddings.weight":
-        copied = last and not first and not export.model.untie_embeddings_and_output_weights
+        copied = last and not first and not export.spec.config.untie_embeddings_and_output_weights
         return ([name] if first else []) + (["output_layer.weight"] if copied else [])
     return [name] if (first if name.startswith("embedding.") else last) else []
 
 
 def _local_expert_name(export: _MegatronExport, name: str, expert: int | None) -> str:
     """Experts of a grouped GEMM are numbered parameters, others are modules."""
-    if expert is None or export.moe is None:
+    if expert is None or export.spec.moe is None:
         return name
     local = expert % export.num_local_experts
     before, _, after = name.partition(f".experts.{expert}.")
     return (
         f"{before}.experts.{after}{local}"
-        if export.moe.moe_grouped_gemm
+        if export.spec.moe.moe_grouped_gemm
         else f"{before}.experts.local_experts.{local}.{after}"
     )
 
@@ -211,7 +206,7 @@ def _write_torch_dist(step: Path, export: _MegatronExport, common: dict[str, Any
 
 def _global_tensors(export: _MegatronExport) -> list[GlobalTensor]:
     """Stacks weights of one name over all layers and experts into one tensor, unless the layers differ."""
-    alike = len(set(export.moe_layer_mask)) < 2
+    alike = len(export.spec.moe_layers) in (0, len(export.spec.layers))
     grouped: dict[str, list[tuple[tuple[int, ...], MegatronWeight]]] = {}
     for weight in export.weights:
         layer = layer_index(weight.name)

@@ -25,6 +25,7 @@ from petatron.checkpoint.megatron.weight_layouts import extract_logical
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, logical_shapes_with_router_bias, megatron_weights
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.models.hf.check_claimed_counts import check_counts
+from petatron.models.registry import spec_from_config
 from petatron.sharding.shard_spec import Shape
 
 _OUTPUT_LAYER_WEIGHT = "output_layer.weight"
@@ -70,12 +71,13 @@ def _open(step: Path, vocab_size: int | None) -> MegatronCheckpoint:
         raise ConfigError(problems)
     check_counts(step, megatron_file_error, values, experts, num_tensors=found.num_weights, separate_experts=True)
     model, moe = ModelConfig(**values), MoEConfig(**experts) if experts else None
-    weights = megatron_weights(model, moe)
+    spec = spec_from_config(model, moe)
+    weights = megatron_weights(spec)
     stored = dict(found.lazy_weights({weight.name: weight.layout for weight in weights}))
     if not model.untie_embeddings_and_output_weights:
         stored.pop(_OUTPUT_LAYER_WEIGHT, None)  # the last pipeline stage's copy of the embedding
     _check_weights(step, weights, stored)
-    shapes = logical_shapes_with_router_bias(model, moe)
+    shapes = logical_shapes_with_router_bias(spec)
     iteration = 0 if step.name == "release" else found.iteration
     if not is_count(iteration):
         raise megatron_file_error(step, f"says that it is of iteration {iteration}")

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.models.registry import spec_from_config
+from petatron.models.spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
 
 WeightLayout = Literal["whole", "column", "row", "qkv", "gated", "vocabulary"]
@@ -86,30 +85,24 @@ _MODULE_MAPPINGS = (
 )
 
 
-def moe_layer_mask(model: ModelConfig, moe: MoEConfig | None) -> tuple[bool, ...]:
-    """Tells which layers are MoE layers."""
-    return tuple(spec_layer in spec_from_config(model, moe).moe_layers for spec_layer in range(model.num_layers))
-
-
-def logical_shapes_with_router_bias(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Shape]:
+def logical_shapes_with_router_bias(spec: ModelSpec) -> dict[str, Shape]:
     """Returns every logical tensor's shape, including the expert bias of routers, which is state and not a parameter."""
-    spec = spec_from_config(model, moe)
-    shapes = spec.logical_shapes()
+    shapes, moe = spec.logical_shapes(), spec.moe
     if moe is not None and moe.num_experts is not None and moe.moe_router_enable_expert_bias:
         shapes |= {f"layers.{layer}.mlp.router.expert_bias": (moe.num_experts,) for layer in spec.moe_layers}
     return shapes
 
 
-def megatron_weights(model: ModelConfig, moe: MoEConfig | None) -> tuple[MegatronWeight, ...]:
+def megatron_weights(spec: ModelSpec) -> tuple[MegatronWeight, ...]:
     """Returns every weight of the model, in layer order; together they are all its logical tensors, each once."""
-    shapes = logical_shapes_with_router_bias(model, moe)
+    shapes = logical_shapes_with_router_bias(spec)
     found = [
         weight
         for row in _MODULE_MAPPINGS
         if "*" not in row.megatron_module
         for weight in _expand_mapping(row, 0, shapes)
     ]
-    for layer in range(model.num_layers):
+    for layer in range(len(spec.layers)):
         found += [
             weight
             for row in _MODULE_MAPPINGS

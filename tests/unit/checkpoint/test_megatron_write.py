@@ -18,6 +18,7 @@ from petatron.checkpoint.megatron import open_megatron, write_megatron
 from petatron.checkpoint.megatron.weight_layouts import extract_logical, fuse_logical, shard_weight, unshard
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, logical_shapes_with_router_bias, megatron_weights
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.models.registry import spec_from_config
 from tests.unit.checkpoint.megatron_files import Case, rank_chunk, truth
 
 LLAMA = ModelConfig(
@@ -55,7 +56,7 @@ def values_of(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     made = {
         name: torch.randn(shape, generator=generator)
-        for name, shape in logical_shapes_with_router_bias(model, moe).items()
+        for name, shape in logical_shapes_with_router_bias(spec_from_config(model, moe)).items()
     }
     return {name: value if "expert_bias" in name else value.bfloat16() for name, value in made.items()}
 
@@ -67,7 +68,9 @@ def test_round_trip(tmp_path: Path, name: str, format: Literal["legacy", "torch_
     tensors = values_of(model, moe)
     ep = 2 if moe is not None and tp > 1 else 1
     fetch = tensors.__getitem__
-    write_megatron(tmp_path, iteration=7, model=model, moe=moe, fetch=fetch, tp=tp, pp=pp, ep=ep, format=format)
+    write_megatron(
+        tmp_path, iteration=7, spec=spec_from_config(model, moe), fetch=fetch, tp=tp, pp=pp, ep=ep, format=format
+    )
     found = open_megatron(tmp_path)
     assert found.iteration == 7
     assert found.tensors.keys() == tensors.keys()
@@ -88,7 +91,7 @@ def test_legacy_files_are_those_of_a_megatron_rank(tmp_path: Path, tied: bool):
     model = replace(LLAMA, untie_embeddings_and_output_weights=not tied)
     values = truth(case)
     step = write_megatron(
-        tmp_path, iteration=3, model=model, moe=None, fetch=values.__getitem__, tp=2, pp=2, format="legacy"
+        tmp_path, iteration=3, spec=spec_from_config(model, None), fetch=values.__getitem__, tp=2, pp=2, format="legacy"
     )
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
     for tp in range(2):
@@ -109,7 +112,13 @@ def test_legacy_files_are_those_of_a_megatron_rank(tmp_path: Path, tied: bool):
 def test_torch_dist_has_the_names_of_megatron(tmp_path: Path):
     tensors = values_of(LLAMA, MOE)
     step = write_megatron(
-        tmp_path, iteration=0, model=LLAMA, moe=MOE, fetch=tensors.__getitem__, tp=1, pp=1, format="torch_dist"
+        tmp_path,
+        iteration=0,
+        spec=spec_from_config(LLAMA, MOE),
+        fetch=tensors.__getitem__,
+        tp=1,
+        pp=1,
+        format="torch_dist",
     )
     assert step.name == "release" and (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert json.loads((step / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
@@ -131,7 +140,9 @@ def test_tensors_are_fetched_as_they_are_written(tmp_path: Path):
         asked.append(name)
         return tensors[name]
 
-    write_megatron(tmp_path, iteration=1, model=LLAMA, moe=MOE, fetch=fetch, tp=1, pp=1, format="torch_dist")
+    write_megatron(
+        tmp_path, iteration=1, spec=spec_from_config(LLAMA, MOE), fetch=fetch, tp=1, pp=1, format="torch_dist"
+    )
     assert set(asked) == set(tensors)
     assert max(asked.count(name) for name in tensors) <= 2
 
@@ -161,9 +172,13 @@ def test_layouts_undo_each_other(data: st.DataObject):
 
 def test_every_logical_tensor_is_in_one_weight():
     for model, moe in MODELS.values():
-        names = [(name, weight.expert) for weight in megatron_weights(model, moe) for name in weight.logical_names]
+        names = [
+            (name, weight.expert)
+            for weight in megatron_weights(spec_from_config(model, moe))
+            for name in weight.logical_names
+        ]
         assert len(names) == len(set(names))
-        assert {name for name, _ in names} == logical_shapes_with_router_bias(model, moe).keys()
+        assert {name for name, _ in names} == logical_shapes_with_router_bias(spec_from_config(model, moe)).keys()
 
 
 @pytest.mark.parametrize(
@@ -182,8 +197,7 @@ def test_what_megatron_cannot_hold(tmp_path: Path, changes: dict[str, Any], size
         write_megatron(
             tmp_path / "out",
             iteration=1,
-            model=replace(LLAMA, **changes),
-            moe=None,
+            spec=spec_from_config(replace(LLAMA, **changes)),
             fetch=lambda name: torch.ones(1),
             **{"tp": 1, "pp": 1, **sizes},
             format="legacy",
@@ -196,7 +210,9 @@ def test_nothing_is_overwritten_and_failures_move_no_tracker(tmp_path: Path):
     tensors = values_of(LLAMA, None)
 
     def write(fetch: Any) -> None:
-        write_megatron(tmp_path, iteration=1, model=LLAMA, moe=None, fetch=fetch, tp=1, pp=1, format="legacy")
+        write_megatron(
+            tmp_path, iteration=1, spec=spec_from_config(LLAMA, None), fetch=fetch, tp=1, pp=1, format="legacy"
+        )
 
     with pytest.raises(CheckpointError, match=r"embedding\.weight is \[3\], which does not fit"):
         write(lambda name: torch.ones(3))
@@ -206,4 +222,12 @@ def test_nothing_is_overwritten_and_failures_move_no_tracker(tmp_path: Path):
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        write_megatron(file, iteration=1, model=LLAMA, moe=None, fetch=tensors.__getitem__, tp=1, pp=1, format="legacy")
+        write_megatron(
+            file,
+            iteration=1,
+            spec=spec_from_config(LLAMA, None),
+            fetch=tensors.__getitem__,
+            tp=1,
+            pp=1,
+            format="legacy",
+        )
