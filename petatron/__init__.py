@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from petatron.mesh.mesh import ParallelMesh
     from petatron.models.batch import Batch
     from petatron.models.decoder_spec import decoder_spec
+    from petatron.models.model_spec import ModelSpec
     from petatron.models.registry import register_model
-    from petatron.models.spec import ModelSpec
     from petatron.optim.mixed_precision import MasterOptimizer
     from petatron.train.build_run import build_loader, build_model, build_optimizer, launch, load
     from petatron.train.run_training import run_training
@@ -38,7 +38,7 @@ _HOMES = {
     "Batch": "petatron.models.batch",
     "MasterOptimizer": "petatron.optim.mixed_precision",
     "Model": "petatron.train.state.run_model",
-    "ModelSpec": "petatron.models.spec",
+    "ModelSpec": "petatron.models.model_spec",
     "ParallelMesh": "petatron.mesh.mesh",
     "RunConfig": "petatron.config",
     "TrainState": "petatron.train.state.train_state",

@@ -188,7 +188,7 @@ def _flat_groups(num_parameters: int, device: torch.device, grads_dtype: str) ->
     from petatron.bench.checkpoint import model_shapes
     from petatron.mesh.mesh import ParallelMesh
     from petatron.sharding.flat_buffer import FlatBufferOptions, flatten_parameters
-    from petatron.sharding.parameter_groups import GroupSpec
+    from petatron.sharding.group_spec import GroupSpec
     from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 
     shapes = list(model_shapes(num_parameters).values())

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import padded_rows
 
 

@@ -31,7 +31,7 @@ from petatron.estimate.activation_bytes import (
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL
 from petatron.layers.transformer_layer import LayerSpec
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 
 ModuleSet = frozenset[str]
 NO_MODULES: ModuleSet = frozenset()

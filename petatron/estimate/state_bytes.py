@@ -31,8 +31,8 @@ from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.run import RunConfig
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.rank_layout import Layout
+from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.models.spec import ModelSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.required_settings import known_vocab_size
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 from petatron.models.stage_module import StageModule
 from petatron.parallel.parallel_model import ParallelModel
 

@@ -20,8 +20,8 @@ from petatron.layers.spec.branch import BranchSpec, residual_std
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.decoder import HIDDEN, LM_LOSS, Decoder
-from petatron.models.spec import ModelSpec
-from petatron.models.stage import BoundaryTensor, LossSpec, ModelIO
+from petatron.models.model_spec import ModelSpec
+from petatron.models.stage_boundaries import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
 

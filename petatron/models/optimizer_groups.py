@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from petatron.config.schema.training import OptimizerConfig
 from petatron.layers.spec.param_spec import ParamSpec
-from petatron.sharding.parameter_groups import GroupSpec
+from petatron.sharding.group_spec import GroupSpec
 
 OptimizerGroupRule = Callable[[str, ParamSpec], GroupSpec]
 """Returns the optimizer group of a parameter, by its name and facts."""

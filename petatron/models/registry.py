@@ -24,7 +24,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.run import RunConfig
 from petatron.models.decoder_spec import decoder_spec
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 
 ModelBuilder = Callable[[ModelConfig, MoEConfig], ModelSpec]
 """Makes a spec from the derived settings of a model; a dense one has no `num_experts`."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.optimizer.adam import AdamKernel, AdamRates, AdamState, adam_scalars
 from petatron.kernels.optimizer.sgd import SgdRates, sgd
-from petatron.sharding.parameter_groups import GroupSpec
+from petatron.sharding.group_spec import GroupSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
-from petatron.models.spec import ModelSpec
-from petatron.models.stage import ModelIO
+from petatron.models.model_spec import ModelSpec
+from petatron.models.stage_boundaries import ModelIO
 from petatron.models.stage_module import StageModule
 from petatron.parallel.context import split_batch
 from petatron.parallel.data.gradient_reduction import GradientReducer

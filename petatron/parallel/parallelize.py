@@ -22,18 +22,18 @@ from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
+from petatron.models.model_spec import ModelSpec
 from petatron.models.optimizer_groups import OptimizerGroupRule
-from petatron.models.spec import ModelSpec
 from petatron.models.stage_module import StageModule
 from petatron.parallel.activation_offload import HostLink, apply_activation_offload
+from petatron.parallel.activation_recompute import apply_recompute
 from petatron.parallel.context import apply_context_parallel
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.data.param_gather_wait import wait_for_params_before_use
-from petatron.parallel.expert_parallel import apply_expert_parallel
+from petatron.parallel.expert_token_dispatch import apply_expert_parallel
 from petatron.parallel.fp8 import Fp8GemmSet, apply_fp8
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
-from petatron.parallel.recompute import apply_recompute
 from petatron.parallel.select_kernels import select_kernels
 from petatron.parallel.tensor_parallel import (
     apply_tensor_parallel,
@@ -44,8 +44,8 @@ from petatron.parallel.tensor_parallel import (
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.fp8_gather import Fp8Weights
+from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.initial_values import InitialValues
-from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, TensorShard
 
 if TYPE_CHECKING:

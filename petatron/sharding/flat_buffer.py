@@ -32,7 +32,7 @@ from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParamRange, rank_share
 from petatron.sharding.fp8_gather import BucketFp8Gather, Fp8Weights
-from petatron.sharding.parameter_groups import GroupSpec
+from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
 
 _log = get_logger(__name__)

@@ -21,7 +21,7 @@ from typing import Protocol
 from torch import Tensor
 
 from petatron.mesh.mesh import Axis
-from petatron.sharding.parameter_groups import GroupSpec
+from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape, TensorShard
 
 

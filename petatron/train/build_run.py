@@ -37,9 +37,9 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
+from petatron.models.model_spec import ModelSpec
 from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
 from petatron.models.registry import model_spec
-from petatron.models.spec import ModelSpec
 from petatron.optim.build_update_rules import OptimizerKernels
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer

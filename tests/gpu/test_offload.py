@@ -19,7 +19,7 @@ from petatron.models.batch import Batch
 from petatron.models.registry import model_spec
 from petatron.models.stage_module import StageModule
 from petatron.parallel.activation_offload import HostLink, apply_activation_offload
-from petatron.parallel.recompute import apply_recompute
+from petatron.parallel.activation_recompute import apply_recompute
 from tests.run_stage import run_stage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -21,8 +21,8 @@ from petatron.models.hf import (
     parse_config_json,
     to_hf_config,
 )
+from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec, spec_from_config
-from petatron.models.spec import ModelSpec
 from tests.hf.ours import run_config
 from tests.hf.zoo import BUILDERS, truth
 

@@ -29,8 +29,8 @@ from petatron.models.hf import (
     to_hf,
     to_logical,
 )
+from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec, spec_from_config
-from petatron.models.spec import ModelSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 from tests.hf.ours import run_config
 from tests.hf.zoo import BUILDERS, truth

@@ -23,8 +23,8 @@ from petatron.models.hf import (
     to_hf,
     to_logical,
 )
+from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.models.spec import ModelSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 from petatron.train.build_run import build_model
 from tests.hf.ours import run_config

@@ -16,8 +16,8 @@ from petatron.bench.peers.initial_weights import InitialWeights
 from petatron.config import RunConfig
 from petatron.models.batch import Batch
 from petatron.models.hf import family_entries, get_family, to_hf_config
+from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.models.spec import ModelSpec
 
 
 def problems(spec: BenchSpec) -> Sequence[Problem]:

@@ -13,7 +13,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 from petatron.sharding.initial_values import NormalValues
 
 

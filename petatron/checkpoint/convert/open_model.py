@@ -47,8 +47,8 @@ from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_prec
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
 from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.models.hf.check_claimed_counts import check_counts
+from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.models.spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
 
 

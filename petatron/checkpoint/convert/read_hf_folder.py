@@ -31,7 +31,7 @@ from petatron.models.hf import (
     stored_names_by_full_name,
 )
 from petatron.models.hf.check_claimed_counts import check_counts
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape
 

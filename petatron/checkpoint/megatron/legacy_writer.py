@@ -31,7 +31,7 @@ from petatron.checkpoint.megatron.weight_names import (
 )
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import padded_rows
 
 FetchTensor = Callable[[str], Tensor]

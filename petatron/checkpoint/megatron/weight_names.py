@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
 
 WeightLayout = Literal["whole", "column", "row", "qkv", "gated", "vocabulary"]

@@ -42,8 +42,8 @@ from petatron.estimate.recompute_plan import RecomputePlan, recompute_flops
 from petatron.estimate.state_bytes import ElementCounts, element_bytes, local_element_counts, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.mesh.rank_layout import Layout
+from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.models.spec import ModelSpec
 from petatron.schedule.pipeline_plan import num_micro_batches
 
 _FLOPS, _FLOPS_FP32, _MEMORY_BANDWIDTH = 600e12, 60e12, 4e12

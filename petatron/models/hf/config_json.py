@@ -25,7 +25,7 @@ from petatron.models.hf.moe_config_json import (
 )
 from petatron.models.hf.rope_config_json import rope_from_hf_config, rope_to_hf_config
 from petatron.models.hf.setting_types import wrong_types
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}

@@ -18,7 +18,7 @@ from petatron.base.errors import CheckpointError
 from petatron.base.text import abbreviate_names
 from petatron.models.hf.config_json import matching_family
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
 
 

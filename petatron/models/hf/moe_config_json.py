@@ -15,7 +15,7 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import MoEConfig
 from petatron.models.hf.family import Family
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 
 
 def moe_from_hf_config(

@@ -17,7 +17,7 @@ from petatron.base.text import abbreviate_names
 from petatron.models.hf.family import Family
 from petatron.models.hf.find_family import get_family
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
 
 _EMBEDDING, _OUTPUT_HEAD = "embedding.weight", "head.weight"

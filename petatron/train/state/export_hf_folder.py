@@ -13,7 +13,7 @@ import torch
 from petatron.checkpoint.state import ModelFolder
 from petatron.data.tokenizer import Tokenizer
 from petatron.models.hf import FolderEntry, build_config_json, folder_entries
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 
 _TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -15,7 +15,7 @@ from petatron.checkpoint.manager import CheckpointManager
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from petatron.mesh.collectives import all_gather_objects
 from petatron.mesh.mesh import Axis
-from petatron.models.spec import ModelSpec
+from petatron.models.model_spec import ModelSpec
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.state.export_hf_folder import CompanionFiles
 from petatron.train.state.save_and_load import save_with_manager

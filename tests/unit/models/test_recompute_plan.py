@@ -28,8 +28,8 @@ from petatron.estimate.recompute_plan import (
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL
 from petatron.layers.transformer_layer import LayerSpec
+from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.models.spec import ModelSpec
 from tests.unit.models.test_activations import LLAMA, batch_of, build, measured, recompute, run_of
 
 STAGE = PipelineStage(tuple(range(6)), has_embedding=False, has_loss=False)

@@ -26,8 +26,8 @@ from petatron.optim.matrix_update import plan_rounds
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.muon import MuonRule
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, assign_whole_blocks, flatten_parameters
+from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.logical_matrices import split_into_matrices
-from petatron.sharding.parameter_groups import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Section, Shard, compute_placement
 
 STEPS = {"simple": 5, "quintic": 5, "polar_express": 8}

@@ -25,8 +25,8 @@ from petatron.mesh.overlapped_all_to_all import start_overlapped_all_to_all
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.decoder_spec import moe_spec
-from petatron.parallel.expert_parallel import apply_expert_parallel
-from petatron.parallel.recompute import recomputed
+from petatron.parallel.activation_recompute import recomputed
+from petatron.parallel.expert_token_dispatch import apply_expert_parallel
 from tests.dist import RankPool
 
 S, B, D, F, E = 6, 2, 8, 4, 4

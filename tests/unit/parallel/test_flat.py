@@ -7,7 +7,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import group_tensor_shards
-from petatron.sharding.parameter_groups import GroupSpec
+from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Section, Shard, compute_placement
 from tests.optimizer_groups import groups_of
 

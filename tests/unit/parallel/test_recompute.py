@@ -27,7 +27,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
 from petatron.models.registry import model_spec
-from petatron.parallel.recompute import RecomputeRegion, recomputed
+from petatron.parallel.activation_recompute import RecomputeRegion, recomputed
 from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.dist import RankPool
