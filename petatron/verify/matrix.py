@@ -65,12 +65,15 @@ MODEL_FLAGS = {
     "deep": f"--num-layers 8 {_LLAMA_FLAGS} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
     "gpt": _GPT_FLAGS,
     "moe": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
-    "muon": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS} --optimizer muon --muon-nesterov "
-    "--muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
+    "muon": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
 (biases, LayerNorm, qk-norm, a window, packed documents); an MoE; and the same MoE trained with Muon, whose rule needs whole
 matrices."""
+OPTIMIZER_FLAGS = {
+    "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
+}
+"""How a model is trained where not with AdamW, also when its shape is drawn at random."""
 
 _AXIS_OPTIONS = {
     # Three chunks do not divide a rank's sequence shard, so their lengths differ.
@@ -121,7 +124,15 @@ class MatrixEntry:
 
     @property
     def model_flags(self) -> str:
-        return f"{MODEL_FLAGS[self.model]} {TRAINING_FLAGS} {_BATCH_FLAGS}"
+        return f"{MODEL_FLAGS[self.model]} {self.optimizer_flags} {TRAINING_FLAGS} {_BATCH_FLAGS}"
+
+    @property
+    def optimizer_flags(self) -> str:
+        return OPTIMIZER_FLAGS.get(self.model, "")
+
+    @property
+    def has_experts(self) -> bool:
+        return "--num-experts" in MODEL_FLAGS[self.model]
 
 
 def parse_entry(name: str) -> MatrixEntry:

@@ -169,7 +169,10 @@ def test_what_does_not_fit_is_refused():
         make_case(found, model_flags=found.model_flags, steps=1, dtype="float64", inject="layers.0.nothing")
 
 
-@pytest.mark.parametrize("name", ["dense:tp4-sp", "deep:pp4-vpp2", "moe:tp2-sp.pp2.cp2.ep4.etp1", "dense:cp4-a2a"])
+@pytest.mark.parametrize(
+    "name",
+    ["dense:tp4-sp", "deep:pp4-vpp2", "moe:tp2-sp.pp2.cp2.ep4.etp1", "dense:cp4-a2a", "muon:tp2-sp.dp2-zero1.ep2"],
+)
 def test_random_models_fit_and_differ(name: str):
     found = parse_entry(name)
     models = [random_model_flags(found, seed=seed) for seed in range(3)]
@@ -178,7 +181,8 @@ def test_random_models_fit_and_differ(name: str):
     for flags in models:
         config = load_config(make_case(found, model_flags=flags, steps=1, dtype="float64").argv).config
         assert config.parallel.world_size == found.world_size
-        assert (config.moe.num_experts is not None) == (found.model == "moe")
+        assert (config.moe.num_experts is not None) == found.has_experts == (found.model in ("moe", "muon"))
+        assert config.optimizer.optimizer == ("muon" if found.model == "muon" else "adamw")
 
 
 ALONE = parse_entry("dense:recompute-full")
