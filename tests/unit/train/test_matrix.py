@@ -182,7 +182,7 @@ def test_random_models_fit_and_differ(name: str):
         config = load_config(make_case(found, model_flags=flags, steps=1, dtype="float64").argv).config
         assert config.parallel.world_size == found.world_size
         assert (config.moe.num_experts is not None) == found.has_experts == (found.model in ("moe", "muon"))
-        assert config.optimizer.optimizer == ("muon" if found.model == "muon" else "adamw")
+        assert config.optim.optimizer == ("muon" if found.model == "muon" else "adam")
 
 
 ALONE = parse_entry("dense:recompute-full")
