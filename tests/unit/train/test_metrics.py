@@ -17,12 +17,10 @@ from petatron.train.report.metrics import (
     StepMetrics,
     event_record,
     format_duration,
-    format_record,
-    megatron_log_line,
     perplexity,
-    validation_line,
     validation_record,
 )
+from petatron.train.report.record_text import format_record, megatron_log_line, validation_line
 from tests.unit.train.records import log_record
 
 
