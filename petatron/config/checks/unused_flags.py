@@ -37,11 +37,20 @@ _SHARDED = ("use_distributed_optimizer", "overlap_param_gather")
 _NO_REPLICAS = "no two ranks hold the same weights, as data-parallel ones do"
 
 
+def unused_settings(config: RawRunConfig) -> frozenset[str]:
+    """Returns the paths of the settings that have no effect in this config, whatever their values."""
+    return frozenset(fields_by_name()[name].path for name, _ in _unused_settings(config))
+
+
+def _unused_settings(config: RawRunConfig) -> Iterator[tuple[str, str]]:
+    """Yields names with the reasons; a setting may have several."""
+    yield from (*_unused(config), *_unused_parallel(config), *_unused_moe(config), *_unused_memory(config))
+
+
 def unused_flag_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
     """Yields one line for each value set in a flag or file that has no effect in this config."""
     values = flatten_config(config)
-    idle = (*_unused(config), *_unused_parallel(config), *_unused_moe(config), *_unused_memory(config))
-    for name, reason in idle:
+    for name, reason in _unused_settings(config):
         info = fields_by_name()[name]
         asked = origins[info.path].kind in ("flag", "file")
         if asked and values[info.path] != info.default:

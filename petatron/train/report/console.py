@@ -221,7 +221,7 @@ def _progress_bar(last: LogRecord) -> RenderableType:
 
 
 def _metric_table(last: LogRecord, valid: Sequence[Point], width: int) -> Table:
-    """Label above value, in equal columns: in one band if numbers fit, else shortened ones, else in more bands."""
+    """Label above value: all in one band if numbers fit, or shortened ones do, else in more bands."""
     from rich.table import Table
     from rich.text import Text
 
@@ -235,7 +235,7 @@ def _metric_table(last: LogRecord, valid: Sequence[Point], width: int) -> Table:
         columns, cells = 1, short
     table = Table.grid(padding=(0, 1), expand=True)
     for _ in range(columns):
-        table.add_column(ratio=1, no_wrap=True)
+        table.add_column(no_wrap=True)
     for start in range(0, len(cells), columns):
         band = cells[start : start + columns]
         table.add_row(*(Text(label, style="dim") for label, _ in band))
@@ -244,9 +244,9 @@ def _metric_table(last: LogRecord, valid: Sequence[Point], width: int) -> Table:
 
 
 def _fits(cells: Sequence[tuple[str, str]], columns: int, width: int) -> bool:
-    """Whether the widest cell fits into an equal part of the width, with a gap to the next."""
-    widest = max(len(text) for cell in cells for text in cell)
-    return columns * (widest + 1) <= width + 1
+    """Whether so many columns of cells fit, with a space between them."""
+    widths = [max(len(text) for cell in cells[column::columns] for text in cell) for column in range(columns)]
+    return sum(widths) + columns - 1 <= width
 
 
 def _metric_cells(last: LogRecord, valid: Sequence[Point], *, short: bool) -> list[tuple[str, str]]:

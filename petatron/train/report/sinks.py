@@ -202,7 +202,7 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise _missing_library("--wandb-project", project, "wandb") from error
-        self._new_table = wandb.Table
+        self._wandb = wandb
         with raw_output():
             self._run = wandb.init(project=project, name=name, dir=str(directory), config=dict(config_values or {}))
 
@@ -210,7 +210,7 @@ class WandbSink:
         values: dict[str, Any] = dict(tagged_scalars(record))
         if record["kind"] == "sample":
             rows = [[record["iteration"], sample["prompt"], sample["text"]] for sample in record["samples"]]
-            values["samples"] = self._new_table(columns=["iteration", "prompt", "text"], data=rows)
+            values["samples"] = self._wandb.Table(columns=["iteration", "prompt", "text"], data=rows)
         elif record["kind"] == "summary":
             facts = {key: value for key, value in record.items() if key not in ("kind", "time", "next_commands")}
             self._run.summary.update({f"run/{key}": value for key, value in facts.items() if value is not None})

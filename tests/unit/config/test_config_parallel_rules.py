@@ -267,6 +267,6 @@ def test_tensor_parallel_overlap_by_part_is_refused(flag: str):
 
 
 def test_sequence_parallelism_that_nobody_asked_for_is_said():
-    assert any(n.startswith("--sequence-parallel is on") for n in load("--num-experts 8 --tp 2").notices)
+    assert any(n.startswith("sequence parallelism is on") for n in load("--num-experts 8 --tp 2").notices)
     for flags in ("--num-experts 8 --tp 2 --sequence-parallel", "--num-experts 8", "--tp 2"):
-        assert not any("--sequence-parallel is on" in notice for notice in load(flags).notices)
+        assert not any("sequence parallelism is on" in notice for notice in load(flags).notices)
