@@ -72,9 +72,9 @@ def _model(run: RunConfig) -> str:
     else:
         size = f"{count():,} parameters, {count(active=True):,} of them active per token"
         experts = f", {moe.num_experts} experts of which a token uses {moe.moe_router_topk}"
-    groups = "" if model.num_query_groups == model.num_attention_heads else f" ({model.num_query_groups} kv heads)"
+    groups = "" if model.num_query_groups == model.num_attention_heads else f" ({count_with_noun(model.num_query_groups, 'kv head')})"
     shape = f"{count_with_noun(model.num_layers, 'layer')} of width {model.hidden_size:,}"
-    return f"{model.model_type}, {size}: {shape}, {model.num_attention_heads} heads{groups}{experts}"
+    return f"{model.model_type}, {size}: {shape}, {count_with_noun(model.num_attention_heads, 'head')}{groups}{experts}"
 
 
 def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from petatron.base.errors import DataError
+from petatron.base.errors import DataError, TrainError
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.config import LogConfig, RunConfig
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.data_file_error import data_file_error
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.generate import check_prompt, generate
+from petatron.models.stage_module import StageModule
 from petatron.parallel.parallel_model import ParallelModel
 
 _MAX_FILE_BYTES = 1 << 20
@@ -72,6 +73,11 @@ class TextSampler:
         *,
         seed: int,
     ) -> None:
+        if type(model.module).logits is StageModule.logits:
+            raise TrainError(
+                f"--sample-prompts {settings.sample_prompts} cannot be continued: {type(model.module).__name__} has no logits of the "
+                "next token. Leave it out."
+            )
         self._model, self._tokenizer, self._prompts = model, tokenizer, prompts
         self._settings, self._seed = settings, seed
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -264,6 +265,13 @@ def test_tensor_parallel_overlap_with_experts_needs_no_other_flag():
 def test_tensor_parallel_overlap_by_part_is_refused(flag: str):
     (problem,) = resolve_config([*BASE, *f"--tp 2 --sp --tp-comm-overlap {flag}".split()])[1]
     assert "tensor-parallel overlap" in str(problem) and str(problem).startswith(flag.split()[0])
+
+
+def test_a_setting_of_a_file_without_effect_is_named_with_its_line(tmp_path: Path):
+    """Nobody typed a flag for it: it may have come with the preset of the run that wrote the file."""
+    (tmp_path / "config.yaml").write_text("optim:\n  optimizer: sgd\n  adam_beta2: 0.95\n")
+    [notice] = load(f"--config {tmp_path / 'config.yaml'}").notices
+    assert notice == f"adam_beta2 ({tmp_path / 'config.yaml'}:3) has no effect: the optimizer is sgd"
 
 
 def test_sequence_parallelism_that_nobody_asked_for_is_said():
