@@ -63,11 +63,13 @@ def read_checkpoint(config: CheckpointConfig) -> CheckpointSettings:
 def train_rank(argv: list[str]) -> int:
     """Runs one rank from start to end."""
     from petatron.base.log import configure_logging
+    from petatron.cli.main import VERBS
     from petatron.mesh.launch.process_group import stop_process_group
     from petatron.train.run_training import run_training
 
     environment = read_environment()
     configure_logging(rank=environment.rank)
-    run_training(load_config(argv, world_size=environment.world_size, read_checkpoint=read_checkpoint))
+    loaded = load_config(argv, world_size=environment.world_size, read_checkpoint=read_checkpoint)
+    run_training(loaded, verbs=VERBS)
     stop_process_group()
     return 0

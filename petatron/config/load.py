@@ -129,7 +129,7 @@ def resolve_config(
 def _derived_switch_notices(origins: dict[str, ValueOrigin]) -> list[str]:
     """Reports switches that nobody set but derivation turned on: someone comparing with another system needs to know."""
     origin = origins["parallel.sequence_parallel"]
-    return [f"--sequence-parallel is on: {origin.detail}"] if origin.kind == "derived" else []
+    return [f"sequence parallelism is on: {origin.detail}"] if origin.kind == "derived" else []
 
 
 def with_vocab_size(loaded: LoadedConfig, vocab_size: int, why: str) -> LoadedConfig:

@@ -65,7 +65,12 @@ class RecomputePlan:
         return tuple(groups)
 
     def describe(self) -> str:
-        """Describes the plan in one line, for people."""
+        """Describes the plan in one line with its bytes, for the log."""
+        sizes = f"{gigabytes(self.saved_bytes)} GB kept per micro-batch, {gigabytes(self.peak_bytes)} GB for {self.in_flight}"
+        return f"recompute: {self.describe_modules()} ({sizes} at a time)"
+
+    def describe_modules(self) -> str:
+        """Describes what is recomputed, for people."""
         parts: list[str] = []
         whole = sum(FULL in modules for modules in self.modules)
         if whole:
@@ -75,8 +80,7 @@ class RecomputePlan:
             count = sum(name in modules for modules in self.modules)
             if count:
                 parts.append(f"{name} in {_layer_fraction(count, len(self.modules))}")
-        sizes = f"{gigabytes(self.saved_bytes)} GB kept per micro-batch, {gigabytes(self.peak_bytes)} GB for {self.in_flight}"
-        return f"recompute: {'; '.join(parts) or 'nothing'} ({sizes} at a time)"
+        return "; ".join(parts) or "nothing"
 
 
 def _layer_fraction(count: int, layers: int) -> str:

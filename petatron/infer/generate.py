@@ -16,7 +16,6 @@ from torch import Tensor
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.required_settings import known_vocab_size
-from petatron.models.model_spec import ModelSpec
 from petatron.models.stage_module import StageModule
 from petatron.parallel.parallel_model import ParallelModel
 
@@ -47,7 +46,13 @@ def generate(
     _check_layout(model)
     module = model.module
     _check_sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
-    _check_prompt(prompt_ids, max_new_tokens, model.spec)
+    config = model.spec.config
+    check_prompt(
+        prompt_ids,
+        max_new_tokens,
+        positions=config.max_position_embeddings,
+        vocab_size=known_vocab_size(config),
+    )
     module.eval()
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt_ids)
@@ -117,8 +122,8 @@ def _check_sampling(*, max_new_tokens: int, temperature: float, top_k: int | Non
         raise ConfigError(problems)
 
 
-def _check_prompt(prompt_ids: Sequence[int], max_new_tokens: int, spec: ModelSpec) -> None:
-    positions, vocab_size = spec.config.max_position_embeddings, known_vocab_size(spec.config)
+def check_prompt(prompt_ids: Sequence[int], max_new_tokens: int, *, positions: int, vocab_size: int) -> None:
+    """Raises `DataError` if a model of so many positions and ids cannot continue a prompt by so many tokens."""
     if not prompt_ids:
         raise DataError("The prompt is empty, and there is nothing to continue. Give at least one token.")
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:

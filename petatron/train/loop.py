@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +18,19 @@ from petatron.estimate.memory.forecast import memory_log_line
 from petatron.models.batch import Batch
 from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
 from petatron.train.build_run import DataLoaders
+from petatron.train.report.closing_summary import Activity, RunTotals
 from petatron.train.report.metrics import (
     IntervalMeter,
     MetricRecord,
     MetricSink,
     StepMetrics,
     event_record,
+    sample_record,
     validation_record,
 )
 from petatron.train.report.profiler import StepProfiler
-from petatron.train.signals import EvaluationStopCheck, StopMonitor
+from petatron.train.report.text_samples import TextSampler
+from petatron.train.signals import EvaluationStopCheck, StopMonitor, time_limit_left_s
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 
@@ -52,6 +57,7 @@ class TrainLoop:
         device: DeviceInfo,
         *,
         started_s: float | None = None,
+        sampler: TextSampler | None = None,
     ) -> None:
         """`started_s` is the process's start on the monotonic clock, from which a time limit counts."""
         self._state = state
@@ -59,7 +65,9 @@ class TrainLoop:
         self._loaders = loaders
         self._sinks = sinks
         self._run_length = state.run_length()
-        self._started_s = started_s
+        self._started_s = time.monotonic() if started_s is None else started_s
+        self._sampler = sampler
+        self.totals = RunTotals(first_iteration=state.progress.iteration, first_tokens=state.progress.consumed_tokens)
         self._last_saved_iteration: int | None = None
         self._pending_save_iteration: int | None = None
         self._last_validation: tuple[int, float] | None = None
@@ -84,7 +92,13 @@ class TrainLoop:
             consumed_tokens=state.progress.consumed_tokens,
             read_memory_bytes=lambda: peak_memory_bytes(device.kind),
             router_layers=state.model.router_statistics.layers,
+            time_limit_left_s=lambda: time_limit_left_s(self._run.train, self._started_s),
         )
+
+    @property
+    def train_iters(self) -> int:
+        """Iterations of the whole run."""
+        return self._run_length.iterations
 
     def run(self) -> TrainingResult:
         """Trains to the end. The last state is always saved (if there is a folder), and evaluated if the run is complete."""
@@ -125,10 +139,14 @@ class TrainLoop:
                         self._log_metrics()
                     if config.train.eval_interval and iteration % config.train.eval_interval == 0:
                         stopped = self._evaluate(self._loaders.valid, "valid", stopping, will_save=saves)
+                    if self._sampler is not None and self._sampler.is_due(iteration):
+                        self._write_samples(self._sampler)
                     if config.checkpoint.save_interval and iteration % config.checkpoint.save_interval == 0:
                         self._save()
                     self._poll_async_save()
                     stopped = stopped or stopping.stop_reason(iteration)
+                if self._meter.has_steps:
+                    self._log_metrics()
                 self._log_stop(stopped)
                 if state.progress.iteration > began_at:
                     self._save(last=True)
@@ -161,14 +179,16 @@ class TrainLoop:
         self._meter.update(metrics)
 
     def _log_metrics(self) -> None:
-        self._write_record(self._meter.report().as_record())
+        record = self._meter.report()
+        self.totals.add_log_point(record)
+        self._write_record(record.as_record())
         self._check_finite()
         if not self._memory_logged:
             self._memory_logged = True
             kind, rank = self._device_kind, self._state.mesh.pp.rank
-            self._log_event(
-                memory_log_line(self._run, device=kind, pipeline_rank=rank, measured_bytes=peak_memory_bytes(kind))
-            )
+            line = memory_log_line(self._run, device=kind, pipeline_rank=rank, measured_bytes=peak_memory_bytes(kind))
+            # On a CPU the peak is that of Python and its libraries too, which is nothing to compare a forecast with.
+            self._log_event(line, detail=kind == "cpu")
 
     def _check_finite(self) -> None:
         if not self._run.train.check_for_nan_in_loss_and_grad or isinstance(self._state.scaler, DynamicLossScaler):
@@ -194,16 +214,17 @@ class TrainLoop:
             split == "valid" and self._last_validation is not None and self._last_validation[0] == iteration
         ):
             return None
-        self._meter.pause()
-        with stopping.evaluation_stop_check(will_save=will_save) as watch:
+        with self._not_training("evaluation"), stopping.evaluation_stop_check(will_save=will_save) as watch:
             found = evaluate(self._state, loader, watch)
-        self._meter.resume()
         if isinstance(found, InterruptedEvaluation):
             batches = f"{found.completed_batches:,} of {self._run.train.eval_iters:,} batches"
             self._log_event(f"the evaluation ({split}) was interrupted after {batches} and reports no loss")
             return found.reason
         if split == "valid":
             self._last_validation = (iteration, found.loss)
+            self.totals.validations.append(self._last_validation)
+        else:
+            self.totals.test_loss = found.loss
         self._write_record(
             validation_record(
                 iteration=iteration,
@@ -215,6 +236,19 @@ class TrainLoop:
         )
         return None
 
+    def _write_samples(self, sampler: TextSampler) -> None:
+        with self._not_training("sampling"):
+            samples = sampler.sample()
+        self._write_record(sample_record(samples, iteration=self._state.progress.iteration))
+
+    @contextmanager
+    def _not_training(self, activity: Activity) -> Iterator[None]:
+        """Keeps the time inside out of the time per iteration."""
+        self._meter.pause()
+        with self.totals.timed(activity):
+            yield
+        self._meter.resume()
+
     def _save(self, *, last: bool = False) -> None:
         """Publishes this iteration, but never a state that the next log line would have refused.
 
@@ -225,19 +259,18 @@ class TrainLoop:
         saver, iteration = self._state.checkpoint_manager, self._state.progress.iteration
         if saver is None:
             return
-        self._meter.pause()
-        self._finish_save_or_log()
-        try:
-            if self._last_saved_iteration != iteration:
-                self._state.save(wait=not self._run.checkpoint.async_save)
-                self._pending_save_iteration = iteration
-            if last or not self._run.checkpoint.async_save:
-                self._wait_for_save()
-        except CheckpointError as error:
-            if last:
-                raise
-            self._log_failed_save(error)
-        self._meter.resume()
+        with self._not_training("saving"):
+            self._finish_save_or_log()
+            try:
+                if self._last_saved_iteration != iteration:
+                    self._state.save(wait=not self._run.checkpoint.async_save)
+                    self._pending_save_iteration = iteration
+                if last or not self._run.checkpoint.async_save:
+                    self._wait_for_save()
+            except CheckpointError as error:
+                if last:
+                    raise
+                self._log_failed_save(error)
 
     def _poll_async_save(self) -> None:
         """Reports an async save that has finished."""
@@ -260,7 +293,7 @@ class TrainLoop:
         if saver is None or saving is None:
             return
         saver.drain()
-        self._last_saved_iteration = saving
+        self._last_saved_iteration = self.totals.saved_iteration = saving
         self._log_event(f"saved checkpoint of iteration {saving} to {self._run.checkpoint.save}")
         if saver.pruned:
             plural = "s" if len(saver.pruned) > 1 else ""
@@ -271,8 +304,9 @@ class TrainLoop:
             f"WARNING: a checkpoint was not saved; training goes on, and the next save tries again. {error}"
         )
 
-    def _log_event(self, message: str) -> None:
-        self._write_record(event_record(message, iteration=self._state.progress.iteration))
+    def _log_event(self, message: str, *, detail: bool = False) -> None:
+        facts = {"detail": True} if detail else {}
+        self._write_record(event_record(message, iteration=self._state.progress.iteration, **facts))
 
     def _write_record(self, record: MetricRecord) -> None:
         for sink in self._sinks:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,25 +16,26 @@ from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, DataError, PetatronError, TrainError
 from petatron.base.log import get_logger
 from petatron.base.safe_files import write_atomic
-from petatron.base.text import count_with_noun
 from petatron.config import LoadedConfig, RunConfig
 from petatron.config.checks.preflight import preflight
 from petatron.config.saved_config import saved_yaml, without_private_paths
 from petatron.data.tokenizer import Tokenizer
-from petatron.estimate.flops import parameter_count
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
 from petatron.mesh import collectives
 from petatron.mesh.diagnose.watchdog import Watchdog
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.models.registry import model_spec
-from petatron.train.build_run import DataLoaders, RunLength, build_loaders, launch, open_tokenizer
-from petatron.train.global_batch_size import BatchSizeSchedule
+from petatron.train.build_run import DataLoaders, build_loaders, launch, open_tokenizer
 from petatron.train.loop import TrainingResult, TrainLoop
-from petatron.train.report.metrics import event_record
+from petatron.train.report.closing_summary import summary_record
+from petatron.train.report.metrics import MetricSink, event_record
+from petatron.train.report.next_commands import next_commands
 from petatron.train.report.out_of_memory import report_out_of_memory
-from petatron.train.report.sinks import build_sinks
+from petatron.train.report.run_header import RunHeader
+from petatron.train.report.run_history import read_history
+from petatron.train.report.sinks import METRICS_FILE, build_sinks
+from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_prompts
 from petatron.train.state.run_dirs import check_run_dirs, lock_save_dir
 from petatron.train.state.train_state import TrainState
 
@@ -42,8 +44,10 @@ _CONFIG_FILE = "config.yaml"
 Result = TypeVar("Result")
 
 
-def run_training(loaded: LoadedConfig) -> TrainingResult:
+def run_training(loaded: LoadedConfig, *, verbs: Collection[str] = ()) -> TrainingResult:
     """Trains as configured; every rank calls it. Nothing is computed before files, folders and data are checked.
+
+    `verbs` are those of the command line, which the closing summary may advise.
 
     >>> import contextlib, io, tempfile
     >>> from petatron.config import load_config
@@ -59,16 +63,30 @@ def run_training(loaded: LoadedConfig) -> TrainingResult:
         raise ConfigError(problems)
     check_run_dirs(loaded.config.checkpoint)
     loaded, tokenizer = open_tokenizer(loaded)
-    plans = recompute_plans(loaded.config, device=detect_device(loaded.config.train.device).kind)
+    prompts = read_prompts(loaded.config, tokenizer)
+    device = detect_device(loaded.config.train.device)
+    header = RunHeader(loaded.config, device, recompute_plans(loaded.config, device=device.kind))
     _check_shared_device(loaded.config)
     for notice in loaded.notices:
         _log.info("note: %s", notice)
-    for number, plan in enumerate(plans):
-        _log.info("stage %d: %s", number, plan.describe())
     with lock_save_dir(loaded.config.checkpoint.save, rank=read_environment().rank):
         mesh = launch(loaded.config)
         with build_watchdog(mesh, timeout_minutes=loaded.config.parallel.distributed_timeout_minutes):
-            return _build_and_run(loaded, mesh, tokenizer, started_s=started_s)
+            start = _Start(loaded, tokenizer, prompts, header, started_s, verbs)
+            return _build_and_run(start, mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What is known of a start before its ranks have met."""
+
+    loaded: LoadedConfig
+    tokenizer: Tokenizer | None
+    prompts: list[SamplePrompt]
+    header: RunHeader
+    started_s: float
+    """The process's start on the monotonic clock."""
+    verbs: Collection[str]
 
 
 def build_watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:
@@ -80,10 +98,8 @@ def build_watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:
     return Watchdog(mesh.record, timeout_s=60 * timeout_minutes, device_busy=busy, connect_peers=peers)
 
 
-def _build_and_run(
-    loaded: LoadedConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None, *, started_s: float
-) -> TrainingResult:
-    run = loaded.config
+def _build_and_run(start: _Start, mesh: ParallelMesh) -> TrainingResult:
+    run, tokenizer = start.loaded.config, start.tokenizer
     with report_out_of_memory(run, mesh.device, phase=lambda: "building the model"):
         state = TrainState.build_for_load(run, mesh, tokenizer)
     with report_out_of_memory(run, mesh.device, phase=lambda: "loading the checkpoint"):
@@ -97,7 +113,7 @@ def _build_and_run(
         lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples),
         local_rank=read_environment().local_rank,
     )
-    headline = [_run_summary(run, length, mesh, tokenizer)]
+    headline = start.header.lines(length, tokenizer)
     if resumed:
         how = "weights" if run.checkpoint.finetune else f"resumed at iteration {state.progress.iteration}"
         headline.append(f"{how} from {run.checkpoint.load}")
@@ -105,31 +121,88 @@ def _build_and_run(
     if pretrained is not None:
         headline.append(f"first weights from {pretrained}")
     headline += state.record_data_fingerprint(loaders.train.dataset.fingerprint)
-    settings = saved_yaml(loaded)
-    return _run_loop(state, loaders, config_yaml=settings, header_lines=headline, started_s=started_s)
+    return _run_loop(start, state, loaders, header_lines=headline)
 
 
-def _run_loop(
-    state: TrainState, loaders: DataLoaders, *, config_yaml: str, header_lines: list[str], started_s: float
-) -> TrainingResult:
-    """Opens the sinks, writes the settings next to the metrics, and trains."""
+def _run_loop(start: _Start, state: TrainState, loaders: DataLoaders, *, header_lines: list[str]) -> TrainingResult:
+    """Opens the sinks, writes the settings next to the metrics, trains, and writes the closing summary."""
     run, mesh = state.run, state.mesh
-    directory = log_directory(run)
-    sinks = build_sinks(run.log, directory, mesh.rank, config_values=_config_values(run))
+    directory, began_at = log_directory(run), state.progress.iteration
+    device = detect_device(run.train.device, local_rank=read_environment().local_rank // run.launch.ranks_per_device)
+    sinks = build_sinks(
+        run.log,
+        directory,
+        mesh.rank,
+        config_values=_config_values(run),
+        on_gpu=device.kind == "cuda",
+        resumed_iteration=began_at,
+    )
     try:
         if mesh.rank == 0:
-            _write_config(directory / _CONFIG_FILE, config_yaml)
+            _write_config(directory / _CONFIG_FILE, saved_yaml(start.loaded))
         for sink in sinks:
             for text in header_lines:
-                sink.write(event_record(text, iteration=state.progress.iteration))
-        device = detect_device(
-            run.train.device, local_rank=read_environment().local_rank // run.launch.ranks_per_device
-        )
+                sink.write(event_record(text, iteration=began_at))
+            for text in start.header.details():
+                sink.write(event_record(text, iteration=began_at, detail=True))
+        loop = TrainLoop(state, loaders, sinks, device, started_s=start.started_s, sampler=_build_sampler(start, state))
         with report_out_of_memory(run, mesh.device, phase=lambda: f"iteration {state.progress.iteration + 1}"):
-            return TrainLoop(state, loaders, sinks, device, started_s=started_s).run()
+            return _run_to_summary(start, loop, sinks, directory)
     finally:
         for sink in sinks:
             sink.close()
+
+
+def _build_sampler(start: _Start, state: TrainState) -> TextSampler | None:
+    if not start.prompts or start.tokenizer is None:
+        return None
+    return TextSampler(state.model, start.tokenizer, start.prompts, state.run.log, seed=state.run.train.seed)
+
+
+def _run_to_summary(start: _Start, loop: TrainLoop, sinks: Sequence[MetricSink], directory: Path) -> TrainingResult:
+    """Trains, and writes the summary however it ends; of a failure only to the log, since its own report follows on the console."""
+    write_summary = partial(_write_summary, start, loop, sinks, directory)
+    try:
+        result = loop.run()
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # the original failure is the one to report
+            if isinstance(error, KeyboardInterrupt):
+                write_summary("interrupted")
+            else:
+                write_summary(f"failed: {type(error).__name__}", detail=True)
+        raise
+    write_summary(result.stop_reason or "complete")
+    return result
+
+
+def _write_summary(
+    start: _Start, loop: TrainLoop, sinks: Sequence[MetricSink], directory: Path, outcome: str, **facts: Any
+) -> None:
+    if not sinks:
+        return
+    run, totals, environment = start.loaded.config, loop.totals, read_environment()
+    commands = next_commands(
+        run,
+        verbs=start.verbs,
+        log_dir=directory,
+        train_iters=loop.train_iters,
+        complete=totals.iteration >= loop.train_iters,
+        saved=totals.saved_iteration is not None,
+        launcher=environment.launcher if environment.store_file is None else "single",
+    )
+    earlier = read_history(directory / METRICS_FILE, up_to_iteration=totals.first_iteration, curves=["valid"])
+    record = summary_record(
+        totals,
+        run,
+        outcome=outcome,
+        train_iters=loop.train_iters,
+        duration_s=time.monotonic() - start.started_s,
+        log_dir=directory,
+        earlier_validations=earlier.valid,
+        next_commands=commands,
+    )
+    for sink in sinks:
+        sink.write({**record, **facts})
 
 
 def _write_config(path: Path, config_yaml: str) -> None:
@@ -161,23 +234,6 @@ def log_directory(run: RunConfig) -> Path:
 
 def _config_values(run: RunConfig) -> Mapping[str, Any]:
     return {key: value for section in asdict(without_private_paths(run)).values() for key, value in section.items()}
-
-
-def _run_summary(run: RunConfig, length: RunLength, mesh: ParallelMesh, tokenizer: Tokenizer | None) -> str:
-    samples = BatchSizeSchedule.from_config(run).samples_after(length.iterations)
-    tokens = samples * run.model.seq_length
-    text = f"{tokenizer.name}, {tokenizer.vocab_size:,} ids" if tokenizer is not None else "no tokenizer"
-    return (
-        f"{_parameter_counts_text(run)} on {mesh.describe()}, {mesh.device.type}; "
-        f"{count_with_noun(length.iterations, 'iteration')}, {count_with_noun(samples, 'sample')}, "
-        f"{count_with_noun(tokens, 'token')}; {text}"
-    )
-
-
-def _parameter_counts_text(run: RunConfig) -> str:
-    count = partial(parameter_count, model_spec(run))
-    active = "" if run.moe.num_experts is None else f" ({count(active=True):,} active)"
-    return f"{count():,} parameters{active}"
 
 
 def _build_on_rank_zero_first(world: Axis, build: Callable[[], Result], *, local_rank: int) -> Result:

@@ -22,6 +22,12 @@ _EVALUATION_CHECK_INTERVAL_S = 0.5
 _log = get_logger(__name__)
 
 
+def time_limit_left_s(config: TrainConfig, started_s: float) -> float | None:
+    """Returns the seconds until `--exit-duration-in-mins`, negative after it; None without a limit."""
+    minutes = config.exit_duration_in_mins
+    return None if minutes is None else started_s + minutes * 60.0 - time.monotonic()
+
+
 class StopMonitor:
     """Handles SIGTERM and SIGINT while it is entered, and agrees on stopping with all ranks once per iteration.
 
@@ -103,8 +109,8 @@ class StopMonitor:
 
     def _all_reduce_requests(self, elapsed_ms: int) -> tuple[int, int, int]:
         """Returns the all-reduced requests of the previous call, and starts the all-reduce of the current ones."""
-        minutes = self._config.exit_duration_in_mins
-        overtime = minutes is not None and time.monotonic() - self._started_s > minutes * 60.0
+        left_s = time_limit_left_s(self._config, self._started_s)
+        overtime = left_s is not None and left_s < 0
         wishes = torch.tensor([self._received_signal, int(overtime), elapsed_ms])
         agreed = torch.zeros_like(wishes)
         if self._control.size == 1:

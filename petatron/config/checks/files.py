@@ -23,6 +23,7 @@ def check_files(config: RawRunConfig, *, require_training: bool) -> Iterator[Pro
     yield from at_least("num_workers", config.data.num_workers, 0)
     yield from _timeline(config)
     yield from _profile(config)
+    yield from _text_samples(config)
     if config.log.wandb_exp_name is not None and config.log.wandb_project is None:
         yield Problem("--wandb-exp-name", config.log.wandb_exp_name, "needs --wandb-project", "Give the project too.")
 
@@ -62,6 +63,27 @@ def _profile(config: RawRunConfig) -> Iterator[Problem]:
     if beyond:
         rule = "is no rank of this run" if ranks is None else f"is not among the {ranks} ranks of this run"
         yield Problem("--profile-ranks", " ".join(beyond), rule, "Ranks count from 0.")
+
+
+def _text_samples(config: RawRunConfig) -> Iterator[Problem]:
+    log, parallel = config.log, config.parallel
+    yield from at_least("sample_interval", log.sample_interval, 1)
+    yield from at_least("sample_tokens", log.sample_tokens, 1)
+    yield from at_least("sample_temperature", log.sample_temperature, 0)
+    if log.sample_prompts is None:
+        if log.sample_interval is not None:
+            rule = "needs --sample-prompts, the file of prompts"
+            yield Problem("--sample-interval", str(log.sample_interval), rule, "Give both, or leave this out.")
+        return
+    where, path = "--sample-prompts", log.sample_prompts
+    if log.sample_interval is None:
+        yield Problem(where, path, "needs --sample-interval, the iterations between samples", "Give both.")
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            rule = f"needs whole sequences and all layers on every rank, but {flag_name(name)} is {size}"
+            yield Problem(where, path, rule, "Leave it out, and generate from a checkpoint in another layout.")
+    if config.tokenizer.tokenizer_type is None and config.model.vocab_size is not None:
+        yield Problem(where, path, "needs a tokenizer", "Give --tokenizer-model.")
 
 
 def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:

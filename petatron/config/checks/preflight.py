@@ -97,7 +97,8 @@ def _write_error(folder: Path) -> str | None:
 
 def _missing_files(config: RunConfig) -> Iterator[Problem]:
     named = [(name, getattr(config.tokenizer, name)) for name in _FILES]
-    for name, path in [*named, ("data_args_path", config.data.data_args_path)]:
+    named += [("data_args_path", config.data.data_args_path), ("sample_prompts", config.log.sample_prompts)]
+    for name, path in named:
         if path is not None and not Path(path).exists():
             yield Problem(flag_name(name), path, "does not exist", "Give the path of a file that is there.")
         elif path is not None and not Path(path).is_file() and (name != "tokenizer_model" or not Path(path).is_dir()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
-from petatron.config.schema.fields import fields_by_name, flatten_config
+from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, flatten_config
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin
@@ -37,19 +37,34 @@ _SHARDED = ("use_distributed_optimizer", "overlap_param_gather")
 _NO_REPLICAS = "no two ranks hold the same weights, as data-parallel ones do"
 
 
+def unused_settings(config: RawRunConfig) -> frozenset[str]:
+    """Returns the paths of the settings that have no effect in this config, whatever their values."""
+    return frozenset(fields_by_name()[name].path for name, _ in _unused_settings(config))
+
+
+def _unused_settings(config: RawRunConfig) -> Iterator[tuple[str, str]]:
+    """Yields names with the reasons; a setting may have several."""
+    yield from (*_unused(config), *_unused_parallel(config), *_unused_moe(config), *_unused_memory(config))
+
+
 def unused_flag_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
     """Yields one line for each value set in a flag or file that has no effect in this config."""
     values = flatten_config(config)
-    idle = (*_unused(config), *_unused_parallel(config), *_unused_moe(config), *_unused_memory(config))
-    for name, reason in idle:
+    for name, reason in _unused_settings(config):
         info = fields_by_name()[name]
         asked = origins[info.path].kind in ("flag", "file")
         if asked and values[info.path] != info.default:
-            typed = f"--no-{info.flag[2:]}" if values[info.path] is False else info.flag
-            yield f"{typed} has no effect: {reason}"
+            yield f"{_as_given(info, values[info.path], origins[info.path])} has no effect: {reason}"
     yield from _different_effect_notices(config, origins)
     if origins["memory.recompute_modules"].kind in ("flag", "file"):
         yield from _unused_recompute_modules(config)
+
+
+def _as_given(info: FieldInfo, value: FieldValue, origin: ValueOrigin) -> str:
+    """Returns a setting as its source spells it: nobody typed a flag for what a file says."""
+    if origin.kind == "file":
+        return f"{info.name} ({origin.detail})"
+    return f"--no-{info.flag[2:]}" if value is False else info.flag
 
 
 def _different_effect_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
@@ -110,6 +125,8 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
         yield "split", "there is no --data-path to split"
     if config.log.pipeline_timeline is None:
         yield "pipeline_timeline_step", "it is for --pipeline-timeline"
+    if config.log.sample_prompts is None:
+        yield from ((name, "it is for --sample-prompts") for name in ("sample_tokens", "sample_temperature"))
     if not config.log.profile:
         names = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
         yield from ((name, "it is for --profile") for name in names)

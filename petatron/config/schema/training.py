@@ -260,6 +260,14 @@ class LogConfig:
     """Send metrics to this Weights & Biases project (extra: log)."""
     wandb_exp_name: str | None = None
     """Name of the W&B run."""
+    sample_prompts: FilePath | None = None
+    """File of prompts, one per line, that the model continues every `--sample-interval` iterations, to see it learn."""
+    sample_interval: int | None = None
+    """Iterations between text samples; needs `--sample-prompts`."""
+    sample_tokens: int = 40
+    """New tokens per text sample."""
+    sample_temperature: float = 0.0
+    """Temperature of text samples: 0 takes the likeliest token; above 0 tokens are drawn with the same seed every time."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live terminal view; auto shows it when stderr is a terminal and rich is installed."""
     pipeline_timeline: FilePath | None = None

@@ -84,9 +84,11 @@ def recompute_plans(run: RunConfig, *, device: DeviceKind) -> list[RecomputePlan
     return plans
 
 
-def forecast_memory(run: RunConfig, *, device: DeviceKind) -> list[MemoryForecast]:
-    """Forecasts every pipeline rank's peak; ranks that differ in other axes need the same."""
-    plans = recompute_plans(run, device=device)
+def forecast_memory(
+    run: RunConfig, *, device: DeviceKind, plans: Sequence[RecomputePlan] | None = None
+) -> list[MemoryForecast]:
+    """Forecasts every pipeline rank's peak; ranks that differ in other axes need the same. `plans` are those of the run, if known."""
+    plans = recompute_plans(run, device=device) if plans is None else plans
     return [
         MemoryForecast(pipeline_rank=rank, state=state, activations=peak - logits, logits=logits)
         for rank, (state, (peak, logits)) in enumerate(

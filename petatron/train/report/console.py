@@ -15,24 +15,20 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import numpy as np
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.terminal_escape import escaped_stream, printable, raw_stream
-from petatron.train.report.metrics import (
-    LogRecord,
-    MetricRecord,
-    MetricSink,
-    format_duration,
-    format_percent,
-    format_record,
-)
+from petatron.base.terminal_escape import escaped_stream, printable, printable_lines, raw_stream
+from petatron.train.report.metrics import LogRecord, MetricRecord, MetricSink, format_duration, format_percent
+from petatron.train.report.record_text import format_record, is_for_consoles
+from petatron.train.report.run_history import RunHistory
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
     from rich.text import Text
 
 Point = tuple[float, float]
@@ -43,6 +39,9 @@ _LEFT = (0x01, 0x02, 0x04, 0x40)
 _RIGHT = (0x08, 0x10, 0x20, 0x80)
 _MAX_POINTS = 4096
 _LABEL_WIDTH = 8
+_MAX_MESSAGE_LINES = 3
+_PANEL_FRAME = 4
+_NO_HISTORY = RunHistory()
 
 
 class ConsoleSink:
@@ -53,8 +52,9 @@ class ConsoleSink:
         self._throughput = throughput
 
     def write(self, record: MetricRecord) -> None:
-        self._stream.write(format_record(record, throughput=self._throughput) + "\n")
-        self._stream.flush()
+        if is_for_consoles(record):
+            self._stream.write(format_record(record, throughput=self._throughput) + "\n")
+            self._stream.flush()
 
     def close(self) -> None:
         self._stream.flush()
@@ -66,8 +66,12 @@ def build_console_sink(
     out: TextIO | None = None,
     err: TextIO | None = None,
     throughput: bool = True,
+    read_history: Callable[[], RunHistory] = lambda: _NO_HISTORY,
 ) -> MetricSink:
-    """Returns the live view when requested, or when both streams are terminals and rich is installed; else plain lines on stdout."""
+    """Returns the live view when requested, or when both streams are terminals and rich is installed; else plain lines on stdout.
+
+    `read_history` returns the curves of earlier starts; only the live view needs them.
+    """
     lines: TextIO = sys.stdout if out is None else out
     terminal: TextIO = sys.stderr if err is None else err
     watched = lines.isatty() and terminal.isatty()
@@ -83,20 +87,26 @@ def build_console_sink(
     console = Console(file=raw_stream(terminal), force_terminal=True if live == "on" else None)
     if live == "auto" and console.is_dumb_terminal:
         return ConsoleSink(lines, throughput=throughput)
-    return LiveSink(console)
+    return LiveSink(console, history=read_history())
 
 
 class LiveSink:
-    """A panel that redraws itself: progress, numbers of the last log point, loss curve, last messages."""
+    """A panel that redraws itself: progress, numbers of the last log point, loss curve, last messages.
 
-    def __init__(self, console: Console, *, auto_refresh: bool = True) -> None:
+    What comes before the first log point, and the closing summary, are printed above and below it, in full.
+    """
+
+    def __init__(self, console: Console, *, auto_refresh: bool = True, history: RunHistory = _NO_HISTORY) -> None:
         from rich.live import Live
 
         self._console = console
         self._last: LogRecord | None = None
         self._train: list[Point] = []
-        self._valid: list[Point] = []
+        for point in history.train:
+            self._train = downsample([*self._train, point], _MAX_POINTS)
+        self._valid: list[Point] = list(history.valid)
         self._messages: deque[str] = deque(maxlen=4)
+        self._summary: str | None = None
         self._live = Live(
             console=console,
             get_renderable=self.render,
@@ -113,16 +123,32 @@ class LiveSink:
         self._moved_handlers = _move_log_handlers(console.file)
 
     def write(self, record: MetricRecord) -> None:
+        if not is_for_consoles(record):
+            return
         if record["kind"] == "train":
             self._last = LogRecord.from_record(record)
             if self._last.lm_loss is not None and math.isfinite(self._last.lm_loss):
                 self._train = downsample([*self._train, (self._last.iteration, self._last.lm_loss)], _MAX_POINTS)
         elif record["kind"] == "valid":
-            self._valid = [*self._valid, (record["iteration"], record["lm_loss"])]
+            if record["split"] == "valid":
+                self._valid = [*self._valid, (record["iteration"], record["lm_loss"])]
             self._messages.append(f"iteration {record['iteration']}: {record['split']} loss {record['lm_loss']:.4f}")
+        elif record["kind"] == "summary":
+            self._summary = format_record(record)
+        elif record["kind"] == "sample":
+            self._messages.extend(
+                f"iteration {record['iteration']}: {printable(sample['prompt'])} => {printable(sample['text'])}"
+                for sample in record["samples"]
+            )
+        elif self._last is None:
+            self._print(str(record["message"]))
         else:
             self._messages.append(printable(str(record["message"])))
         self._live.refresh()
+
+    def _print(self, text: str) -> None:
+        """Prints on the lines that scroll, whole and as it is."""
+        self._console.print(printable_lines(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()
@@ -130,20 +156,39 @@ class LiveSink:
         for handler, stream in self._moved_handlers:
             handler.setStream(stream)
         self._moved_handlers = []
+        if self._summary is not None:
+            self._print(self._summary)
+            self._summary = None
 
     def render(self) -> RenderableType:
         from rich.console import Group
         from rich.panel import Panel
         from rich.text import Text
 
-        last = self._last
+        last, width = self._last, self._console.width - _PANEL_FRAME
         if last is None:
-            return Panel(Text("\n".join(["waiting for the first iteration", *self._messages])), title="petatron")
-        parts: list[RenderableType] = [_progress_bar(last), _metric_table(last, self._valid), Text()]
-        height = max(4, min(12, self._console.height - 10 - len(self._messages)))
-        parts.append(LossPlot(self._train, self._valid, height=height))
-        parts += [Text(message, style="dim", overflow="ellipsis", no_wrap=True) for message in list(self._messages)]
-        return Panel(Group(*parts), title=f"petatron · iteration {last.iteration:,} of {last.train_iters:,}")
+            waiting = Text("waiting for the first iteration")
+            curve = [LossPlot(self._train, self._valid, height=8)] if self._train else []
+            return Panel(Group(waiting, *curve, *self._message_lines(width)), title="petatron")
+        messages, table = self._message_lines(width), _metric_table(last, self._valid, width)
+        height = max(4, min(12, self._console.height - 8 - table.row_count - len(messages)))
+        plot = LossPlot(self._train, self._valid, height=height)
+        title = f"petatron · iteration {last.iteration:,} of {last.train_iters:,}"
+        return Panel(Group(_progress_bar(last), table, Text(), plot, *messages), title=title)
+
+    def _message_lines(self, width: int) -> list[Text]:
+        """Returns the last messages, wrapped; of one that needs more lines than that, the log has the whole text."""
+        from rich.text import Text
+
+        lines: list[Text] = []
+        for message in self._messages:
+            wrapped = list(Text(message, style="dim").wrap(self._console, width, overflow="fold"))
+            if len(wrapped) > _MAX_MESSAGE_LINES:
+                wrapped = wrapped[:_MAX_MESSAGE_LINES]
+                wrapped[-1].truncate(width - 1)
+                wrapped[-1].append("…")
+            lines += wrapped
+        return lines
 
 
 def _move_log_handlers(terminal: Any) -> list[tuple[logging.StreamHandler[Any], Any]]:
@@ -170,32 +215,59 @@ def _progress_bar(last: LogRecord) -> RenderableType:
     row.add_column(ratio=1)
     row.add_column(justify="right", no_wrap=True)
     bar = ProgressBar(total=max(1, last.train_iters), completed=last.iteration)
-    row.add_row(bar, Text(f"{100 * fraction:.0f}%  ETA {format_duration(eta_s)}", style="bold"))
+    limit = " (time limit)" if last.eta_is_time_limit else ""
+    row.add_row(bar, Text(f"{100 * fraction:.0f}%  ETA {format_duration(eta_s)}{limit}", style="bold"))
     return row
 
 
-def _metric_table(last: LogRecord, valid: Sequence[Point]) -> RenderableType:
-    """Label above value, in as many equal columns as there are numbers."""
+def _metric_table(last: LogRecord, valid: Sequence[Point], width: int) -> Table:
+    """Label above value: all in one band if numbers fit, or shortened ones do, else in more bands."""
     from rich.table import Table
     from rich.text import Text
 
+    full, short = _metric_cells(last, valid, short=False), _metric_cells(last, valid, short=True)
+    for bands in range(1, len(full) + 1):
+        columns = -(-len(full) // bands)
+        cells = next((cells for cells in (full, short) if _fits(cells, columns, width)), None)
+        if cells is not None:
+            break
+    else:
+        columns, cells = 1, short
+    table = Table.grid(padding=(0, 1), expand=True)
+    for _ in range(columns):
+        table.add_column(no_wrap=True)
+    for start in range(0, len(cells), columns):
+        band = cells[start : start + columns]
+        table.add_row(*(Text(label, style="dim") for label, _ in band))
+        table.add_row(*(Text(value, style="bold cyan" if label == "loss" else "bold") for label, value in band))
+    return table
+
+
+def _fits(cells: Sequence[tuple[str, str]], columns: int, width: int) -> bool:
+    """Whether so many columns of cells fit, with a space between them."""
+    widths = [max(len(text) for cell in cells[column::columns] for text in cell) for column in range(columns)]
+    return sum(widths) + columns - 1 <= width
+
+
+def _metric_cells(last: LogRecord, valid: Sequence[Point], *, short: bool) -> list[tuple[str, str]]:
+    """Returns labels and values; a number that this device does not have is left out."""
+    digits = 3 if short else 4
+
+    def loss_text(value: float | None) -> str:
+        return "n/a" if value is None else f"{value:.{digits}f}"
+
+    memory = last.memory_bytes / 1e9
     cells = [
-        ("loss", "n/a" if last.lm_loss is None else f"{last.lm_loss:.4f}"),
-        *((name, "n/a" if mean is None else f"{mean:.4f}") for name, mean in (last.named_losses or {}).items()),
-        ("valid", f"{valid[-1][1]:.4f}" if valid else "n/a"),
-        ("lr", f"{last.lr:.2e}"),
-        ("grad norm", "n/a" if last.grad_norm is None else f"{last.grad_norm:.3f}"),
+        ("loss", loss_text(last.lm_loss)),
+        *((name, loss_text(mean)) for name, mean in (last.named_losses or {}).items()),
+        ("valid", loss_text(valid[-1][1] if valid else None)),
+        ("lr", f"{last.lr:.1e}" if short else f"{last.lr:.2e}"),
+        ("grad norm", "n/a" if last.grad_norm is None else f"{last.grad_norm:.{2 if short else 3}f}"),
         ("tokens/s", format_compact(last.tokens_per_second)),
         ("ms/step", f"{last.elapsed_ms_per_iteration:.0f}"),
-        ("MFU", format_percent(last.mfu)),
-        ("memory", f"{last.memory_bytes / 1e9:.2f} GB"),
+        ("memory", f"{memory:.3g} GB" if short else f"{memory:.2f} GB"),
     ]
-    table = Table.grid(padding=(0, 1), expand=True)
-    for _ in cells:
-        table.add_column(ratio=1, no_wrap=True)
-    table.add_row(*(Text(label, style="dim") for label, _ in cells))
-    table.add_row(*(Text(value, style="bold cyan" if label == "loss" else "bold") for label, value in cells))
-    return table
+    return cells if last.mfu is None else [*cells[:-1], ("MFU", format_percent(last.mfu)), cells[-1]]
 
 
 def format_compact(number: float) -> str:

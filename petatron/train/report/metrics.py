@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 import torch
@@ -26,7 +26,7 @@ MetricRecord = Mapping[str, Any]
 
 
 class MetricSink(Protocol):
-    """Receives records (`kind` is train, valid or event) and cannot call back."""
+    """Receives records (`kind` is train, valid, sample, event or summary) and cannot call back."""
 
     def write(self, record: MetricRecord) -> None: ...
 
@@ -87,16 +87,19 @@ class LogRecord:
     nan: int
     memory_bytes: int
     eta_s: float | None
+    """Until the run is complete, or until its time limit if that comes first."""
     decoupled_lr: float | None = None
     router_health: Mapping[str, Mapping[str, float]] | None = None
     """By layer index: load, entropy, dropped share, z and balance loss of its router, over the interval."""
     named_losses: Mapping[str, float | None] | None = None
     """Like `lm_loss`, of each loss, where a model has several; a record of one loss does not have the key."""
+    eta_is_time_limit: bool = False
+    """Whether `--exit-duration-in-mins` ends before the run is complete; other records do not have the key."""
 
     def as_record(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("decoupled_lr", "named_losses"):
-            if values[name] is None:
+        for name in ("decoupled_lr", "named_losses", "eta_is_time_limit"):
+            if values[name] is None or values[name] is False:
                 del values[name]
         return {"kind": "train", **values}
 
@@ -119,6 +122,7 @@ class IntervalMeter:
         consumed_tokens: int = 0,
         read_memory_bytes: Callable[[], int] = lambda: 0,
         router_layers: Sequence[int] = (),
+        time_limit_left_s: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._train_iters = train_iters
@@ -129,6 +133,7 @@ class IntervalMeter:
         self._consumed_tokens = consumed_tokens
         self._read_memory_bytes = read_memory_bytes
         self._router_layers = router_layers
+        self._time_limit_left_s = time_limit_left_s
         self._clock = clock
         self._last_step: StepMetrics | None = None
         self._reset()
@@ -151,6 +156,11 @@ class IntervalMeter:
     def resume(self) -> None:
         if self._resumed_at_s is None:
             self._resumed_at_s = self._clock()
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there were steps since the last report."""
+        return self._steps > 0
 
     def update(self, step: StepMetrics) -> None:
         """Adds a step without waiting for the device."""
@@ -189,6 +199,8 @@ class IntervalMeter:
         elapsed_s = max(self._elapsed_s, 1e-9)
         tokens_per_second = self._tokens / elapsed_s
         flops_per_device = tokens_per_second * self._flops_per_token / self._num_devices
+        eta_s, time_limit_s = self._eta_s(step, elapsed_s), self._time_limit_left_s()
+        is_time_limit = time_limit_s is not None and time_limit_s < eta_s
         record = LogRecord(
             time=time.time(),
             iteration=step.iteration,
@@ -210,7 +222,8 @@ class IntervalMeter:
             skipped=int(skipped),
             nan=int(nan),
             memory_bytes=self._read_memory_bytes(),
-            eta_s=self._eta_s(step, elapsed_s),
+            eta_s=max(0.0, time_limit_s) if time_limit_s is not None and is_time_limit else eta_s,
+            eta_is_time_limit=is_time_limit,
             decoupled_lr=step.decoupled_lr,
             router_health=self._router_health(),
             named_losses=dict(zip(step.named_losses, named_means, strict=True)) if step.named_losses else None,
@@ -236,58 +249,6 @@ def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
         # full() is a kernel with a constant; tensor() would copy from the host and wait for it.
         return torch.full((), float(value), dtype=torch.float64, device=device)
     return value.detach().to(device=device, dtype=torch.float64, non_blocking=True).reshape(())
-
-
-def megatron_log_line(record: LogRecord, *, throughput: bool = True) -> str:
-    """Returns the iteration line: Megatron's fields, then ours."""
-    now = datetime.fromtimestamp(record.time).strftime("%Y-%m-%d %H:%M:%S.%f")
-    parts = [
-        f" [{now}] iteration {record.iteration:8d}/{record.train_iters:8d}",
-        f" consumed samples: {record.consumed_samples:12d}",
-        f" elapsed time per iteration (ms): {record.elapsed_ms_per_iteration:.1f}",
-    ]
-    if throughput:
-        parts.append(f" throughput per GPU (TFLOP/s/GPU): {record.tflops_per_device:.1f}")
-    parts.append(f" learning rate: {record.lr:.6E}")
-    if record.decoupled_lr is not None:
-        parts.append(f" decoupled learning rate: {record.decoupled_lr:.6E}")
-    parts.append(f" global batch size: {record.global_batch_size:5d}")
-    if record.lm_loss is not None:
-        parts.append(f" {'total loss' if record.named_losses else 'lm loss'}: {record.lm_loss:.6E}")
-    parts += [f" {name}: {mean:.6E}" for name, mean in (record.named_losses or {}).items() if mean is not None]
-    parts.append(f" loss scale: {record.loss_scale:.1f}")
-    if record.grad_norm is not None:
-        parts.append(f" grad norm: {record.grad_norm:.3f}")
-    if record.num_zeros is not None:
-        parts.append(f" num zeros: {record.num_zeros}")
-    if record.params_norm is not None:
-        parts.append(f" params norm: {record.params_norm:.3f}")
-    if record.router_health:
-        parts += _router_log_fields(list(record.router_health.values()))
-    parts += [
-        f" number of skipped iterations: {record.skipped:3d}",
-        f" number of nan iterations: {record.nan:3d}",
-        f" tokens/s/device: {record.tokens_per_second_per_device:.1f}",
-        f" MFU: {format_percent(record.mfu)}",
-        f" memory (GB): {record.memory_bytes / 1e9:.2f}",
-        f" ETA: {format_duration(record.eta_s)}",
-    ]
-    return " |".join(parts) + " |"
-
-
-def _router_log_fields(layers: Sequence[Mapping[str, float]]) -> list[str]:
-    """Summarises all layers; each layer's metrics are in the other sinks."""
-
-    def mean(name: str) -> float:
-        return sum(layer[name] for layer in layers) / len(layers)
-
-    return [
-        f" load balancing loss: {mean('extra_loss'):.6E}",
-        f" expert load max/mean: {max(layer['load_max_over_mean'] for layer in layers):.2f}",
-        f" router entropy: {mean('entropy'):.3f}",
-        f" router z: {mean('z'):.3f}",
-        f" dropped tokens: {format_percent(mean('dropped'))}",
-    ]
 
 
 def format_percent(fraction: float | None) -> str:
@@ -325,33 +286,11 @@ def validation_record(
     }
 
 
+def sample_record(samples: Sequence[Mapping[str, str]], *, iteration: int) -> dict[str, Any]:
+    """Returns the record of text samples: for each its `prompt` and the model's `text` after it."""
+    return {"kind": "sample", "time": time.time(), "iteration": iteration, "samples": [dict(each) for each in samples]}
+
+
 def event_record(message: str, *, iteration: int, **facts: Any) -> dict[str, Any]:
-    """Returns the record of a single event: resumed, saved, stopped by a signal."""
+    """Returns the record of a single event: resumed, saved, stopped by a signal. Consoles leave out one with `detail=True`."""
     return {"kind": "event", "time": time.time(), "iteration": iteration, "message": message, **facts}
-
-
-def validation_line(
-    *, iteration: int, lm_loss: float, split: str = "valid", named_losses: Mapping[str, float] | None = None
-) -> str:
-    """Three lines: the result framed by dashes, as Megatron prints it; of several losses each one's value."""
-    where = f"iteration {iteration}" + (" on test set" if split == "test" else "")
-    values = {"lm loss value": lm_loss, "lm loss PPL": perplexity(lm_loss)}
-    if named_losses is not None:
-        values = {"total loss value": lm_loss, **{f"{name} value": value for name, value in named_losses.items()}}
-    line = f" validation loss at {where} | " + "".join(f"{name}: {value:.6E} | " for name, value in values.items())
-    frame = "-" * (len(line) + 1)
-    return f"{frame}\n{line}\n{frame}"
-
-
-def format_record(record: MetricRecord, *, throughput: bool = True) -> str:
-    """Formats a record for a console."""
-    if record["kind"] == "train":
-        return megatron_log_line(LogRecord.from_record(record), throughput=throughput)
-    if record["kind"] == "valid":
-        return validation_line(
-            iteration=record["iteration"],
-            lm_loss=record["lm_loss"],
-            split=record["split"],
-            named_losses=record.get("named_losses"),
-        )
-    return str(record["message"])

@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from petatron.base.terminal_escape import raw_output
 from petatron.config.schema.training import LogConfig
 from petatron.train.report.console import build_console_sink
 from petatron.train.report.metrics import MetricRecord, MetricSink
+from petatron.train.report.record_text import format_record
+from petatron.train.report.run_history import read_history
 
 METRICS_FILE = "metrics.jsonl"
 SCHEMA_VERSION = 1
@@ -45,20 +48,28 @@ _TRAIN_TAGS = {
     "consumed_samples": "consumed-samples",
     "consumed_tokens": "consumed-tokens",
 }
+_RESULT_TAGS = ("lm loss", "lm loss validation")
 
 
 def build_sinks(
-    config: LogConfig, directory: Path, rank: int, *, config_values: Mapping[str, Any] | None = None
+    config: LogConfig,
+    directory: Path,
+    rank: int,
+    *,
+    config_values: Mapping[str, Any] | None = None,
+    on_gpu: bool = True,
+    resumed_iteration: int = 0,
 ) -> list[MetricSink]:
     """Opens all sinks of this rank: rank 0 reports for the run, the others have none.
 
-    `config_values` is the resolved configuration, which W&B stores with the curves.
+    `config_values` is the resolved configuration, the hyper-parameters of TensorBoard and W&B. Without a GPU the log line has no
+    throughput of one. A run that resumes shows the curves up to its iteration from the start.
     """
     if rank != 0:
         return []
     sinks: list[MetricSink] = [JsonlSink(directory / METRICS_FILE)]
     if config.tensorboard_dir is not None:
-        sinks.append(TensorBoardSink(config.tensorboard_dir))
+        sinks.append(TensorBoardSink(config.tensorboard_dir, config_values=config_values))
     if config.wandb_project is not None:
         sinks.append(
             WandbSink(
@@ -66,7 +77,13 @@ def build_sinks(
             )
         )
     # Last: a live view takes over the terminal, and errors of the other sinks should still be readable there.
-    sinks.append(build_console_sink(config.live, throughput=config.log_throughput))
+    sinks.append(
+        build_console_sink(
+            config.live,
+            throughput=config.log_throughput and on_gpu,
+            read_history=partial(read_history, directory / METRICS_FILE, up_to_iteration=resumed_iteration),
+        )
+    )
     return sinks
 
 
@@ -134,28 +151,49 @@ def tagged_scalars(record: MetricRecord) -> dict[str, float]:
 
 
 class TensorBoardSink:
-    """Scalars by iteration, and events as text."""
+    """Scalars by iteration; events, text samples and the summary as text; hyper-parameters with the final losses."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, config_values: Mapping[str, Any] | None = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise _missing_library("--tensorboard-dir", directory, "tensorboard") from error
         self._writer = SummaryWriter(log_dir=directory)
+        if config_values:
+            self._write_hyper_parameters(config_values)
+
+    def _write_hyper_parameters(self, values: Mapping[str, Any]) -> None:
+        """Writes them into this run; `add_hparams` would make another one in a folder of its own."""
+        from torch.utils.tensorboard import summary
+
+        plain = {name: value if type(value) in (bool, int, float) else str(value) for name, value in values.items()}
+        for part in summary.hparams(plain, dict.fromkeys(_RESULT_TAGS, 0.0)):
+            self._writer._get_file_writer().add_summary(part)
 
     def write(self, record: MetricRecord) -> None:
         iteration = record["iteration"]
         for tag, value in tagged_scalars(record).items():
             self._writer.add_scalar(tag, value, iteration)
-        if record["kind"] == "event":
+        if record["kind"] == "sample":
+            for number, sample in enumerate(record["samples"], start=1):
+                text = _indented(f"{sample['prompt']}\n=> {sample['text']}")
+                self._writer.add_text(f"sample/{number}", text, iteration)
+        elif record["kind"] == "event":
             self._writer.add_text("event", str(record["message"]), iteration)
+        elif record["kind"] == "summary":
+            self._writer.add_text("summary", _indented(format_record(record)), iteration)
 
     def close(self) -> None:
         self._writer.close()
 
 
+def _indented(text: str) -> str:
+    """Returns text that Markdown shows as it is."""
+    return "".join(f"    {line}\n" for line in text.split("\n"))
+
+
 class WandbSink:
-    """A W&B run; steps are iterations."""
+    """A W&B run: steps are iterations, hyper-parameters its config, the closing summary its summary."""
 
     def __init__(
         self, project: str, *, name: str | None, directory: Path, config_values: Mapping[str, Any] | None = None
@@ -164,11 +202,18 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise _missing_library("--wandb-project", project, "wandb") from error
+        self._wandb = wandb
         with raw_output():
             self._run = wandb.init(project=project, name=name, dir=str(directory), config=dict(config_values or {}))
 
     def write(self, record: MetricRecord) -> None:
-        values = tagged_scalars(record)
+        values: dict[str, Any] = dict(tagged_scalars(record))
+        if record["kind"] == "sample":
+            rows = [[record["iteration"], sample["prompt"], sample["text"]] for sample in record["samples"]]
+            values["samples"] = self._wandb.Table(columns=["iteration", "prompt", "text"], data=rows)
+        elif record["kind"] == "summary":
+            facts = {key: value for key, value in record.items() if key not in ("kind", "time", "next_commands")}
+            self._run.summary.update({f"run/{key}": value for key, value in facts.items() if value is not None})
         if values:
             self._run.log(values, step=record["iteration"])
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from petatron.config import RunConfig
 from petatron.config.absolute_paths import absolute_value, with_absolute_paths
+from petatron.config.checks.unused_flags import unused_settings
 from petatron.config.saved_config import without_private_paths
 from petatron.config.schema.fields import fields_by_path
 
@@ -68,6 +69,8 @@ _IGNORED_SETTINGS = (
     "data.num_workers",
     "data.data_cache_path",
     "train.device",
+    "train.exit_interval",
+    "train.exit_duration_in_mins",
 )
 
 
@@ -83,13 +86,15 @@ def resume_changes(
 ) -> list[str]:
     """Returns one line per kind of effect: which settings differ from the checkpoint's, and what that means.
 
+    Settings that have no effect in this run are left out.
+
     >>> from petatron.config import load_config
     >>> flags = "--mock-data --lr 1e-3 --train-iters".split()
     >>> then = config_for_checkpoint(load_config([*flags, "10"], preset="tiny-llama").config)
     >>> resume_changes(then, load_config([*flags, "20"], preset="tiny-llama").config, iteration=5, consumed_samples=5)[-1]
     'train_iters 10 -> 20: the run now ends there; it continues at iteration 5'
     """
-    now = config_for_checkpoint(run)
+    now, unused = config_for_checkpoint(run), unused_settings(run)
     found: dict[str, list[str]] = {}
     for section in sorted(saved_config.keys() & now.keys()):
         for name in sorted(saved_config[section].keys() | now[section].keys()):
@@ -101,7 +106,7 @@ def resume_changes(
                     json.dumps(absolute_value(known, before))
                 )  # older checkpoints have paths as they were typed
             effect = _effect(section, name)
-            if before != after and effect is not None:
+            if before != after and effect is not None and f"{section}.{name}" not in unused:
                 found.setdefault(effect, []).append(f"{name} {before} -> {after}")
     return [
         f"{', '.join(settings)}: {effect.format(iteration=iteration, samples=consumed_samples)}"

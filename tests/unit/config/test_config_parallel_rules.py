@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -266,7 +267,14 @@ def test_tensor_parallel_overlap_by_part_is_refused(flag: str):
     assert "tensor-parallel overlap" in str(problem) and str(problem).startswith(flag.split()[0])
 
 
+def test_a_setting_of_a_file_without_effect_is_named_with_its_line(tmp_path: Path):
+    """Nobody typed a flag for it: it may have come with the preset of the run that wrote the file."""
+    (tmp_path / "config.yaml").write_text("optim:\n  optimizer: sgd\n  adam_beta2: 0.95\n")
+    [notice] = load(f"--config {tmp_path / 'config.yaml'}").notices
+    assert notice == f"adam_beta2 ({tmp_path / 'config.yaml'}:3) has no effect: the optimizer is sgd"
+
+
 def test_sequence_parallelism_that_nobody_asked_for_is_said():
-    assert any(n.startswith("--sequence-parallel is on") for n in load("--num-experts 8 --tp 2").notices)
+    assert any(n.startswith("sequence parallelism is on") for n in load("--num-experts 8 --tp 2").notices)
     for flags in ("--num-experts 8 --tp 2 --sequence-parallel", "--num-experts 8", "--tp 2"):
-        assert not any("--sequence-parallel is on" in notice for notice in load(flags).notices)
+        assert not any("sequence parallelism is on" in notice for notice in load(flags).notices)

@@ -1,4 +1,4 @@
-"""A log record with sensible values, to be varied by each test."""
+"""A log record and a summary with sensible values, to be varied by each test."""
 
 from __future__ import annotations
 
@@ -32,3 +32,30 @@ def log_record(**changes: Any) -> LogRecord:
         "eta_s": 461.0,
     }
     return LogRecord(**(values | changes))
+
+
+SUMMARY: dict[str, Any] = {
+    "kind": "summary",
+    "time": 1_787_392_800.0,
+    "iteration": 150,
+    "train_iters": 200,
+    "outcome": "received SIGINT",
+    "steps": 50,
+    "tokens": 51_200,
+    "consumed_tokens": 153_600,
+    "duration_s": 3725.4,
+    "training_s": 3600.0,
+    "evaluation_s": 61.0,
+    "saving_s": 4.25,
+    "sampling_s": 0.0,
+    "first_loss": 5.5,
+    "last_loss": 4.25,
+    "best_validation_loss": 4.5,
+    "best_validation_iteration": 100,
+    "test_loss": None,
+    "tokens_per_second": 14_222.2,
+    "mfu": 0.405,
+    "checkpoint": "runs/a/step-00000150",
+    "log_dir": "runs/a",
+    "next_commands": [{"command": "petatron train runs/a/config.yaml", "purpose": "go on"}],
+}

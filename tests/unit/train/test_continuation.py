@@ -20,13 +20,20 @@ def test_where_and_how_a_run_is_saved_and_logged_is_not_a_change():
     assert _changes("--save x --load x --async-save --log-interval 3 --num-workers 0 --live off") == []
 
 
+def test_settings_that_do_not_apply_are_not_a_change():
+    [line] = _changes("--tp 2 --exit-interval 3 --exit-duration-in-mins 5 --moe-router-topk 1 --rope-scaling-factor 2")
+    assert line.startswith("tensor_model_parallel_size 1 -> 2, world_size 1 -> 2: weights, optimizer state")
+
+
 def test_each_effect_is_said_once_with_all_its_settings():
     found = _changes(
         "--seed 7 --split 90,5,5 --seq-length 64 --train-iters 20 --micro-batch-size 2 --bf16 --clip-grad 2"
     )
     by_settings = {line.partition(":")[0]: line.partition(": ")[2] for line in found}
     order = next(settings for settings in by_settings if "seq_length" in settings)
-    assert "seed 1234 -> 7" in order and "seq_length 128 -> 64" in order and "split" in order
+    assert "seed 1234 -> 7" in order and "seq_length 128 -> 64" in order and "split" not in order, (
+        "mock data is not split"
+    )
     assert by_settings[order].startswith("samples come from the new data") and "sample 24 of it" in by_settings[order]
     assert by_settings["train_iters 10 -> 20"] == "the run now ends there; it continues at iteration 6"
     assert "none is lost or repeated" in by_settings["micro_batch_size 1 -> 2"]
@@ -46,7 +53,7 @@ def test_fp8_is_how_products_are_done_and_not_how_weights_are_kept():
     assert effect.startswith("matrix products are done so from iteration 6 on; weights and optimizer state are not in")
     travel = "weights travel so from iteration 6 on; no product in FP8 depends on it"
     assert f"fp8_param_gather False -> True: {travel}" in _changes(
-        "--fp8-hybrid --fp8-param-gather --use-distributed-optimizer"
+        "--fp8-hybrid --fp8-param-gather --use-distributed-optimizer --dp 2"
     )
 
 

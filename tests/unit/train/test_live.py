@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +26,9 @@ from petatron.train.report.console import (
     y_range,
 )
 from petatron.train.report.metrics import event_record, validation_record
-from tests.unit.train.records import log_record
+from petatron.train.report.run_history import read_history
+from petatron.train.report.sinks import JsonlSink
+from tests.unit.train.records import SUMMARY, log_record
 
 rich_console = pytest.importorskip("rich.console")
 
@@ -64,6 +68,87 @@ def test_the_view_shows_what_matters(view: LiveSink) -> None:
     assert all(len(line) <= 80 for line in shown.splitlines())
     braille = [char for char in shown if 0x2800 < ord(char) <= 0x28FF]
     assert len(braille) > 30
+
+
+LABELS = ("loss", "valid", "lr", "grad norm", "tokens/s", "ms/step", "MFU", "memory")
+
+
+@pytest.mark.parametrize(("width", "shown"), [(160, "61.23 GB"), (70, "61.23 GB"), (64, "61.2 GB"), (40, "61.23 GB")])
+def test_numbers_shorten_before_labels_vanish(width: int, shown: str) -> None:
+    view = LiveSink(console(width), auto_refresh=False)
+    try:
+        for iteration in (1, 100_000):
+            record = log_record(
+                iteration=iteration, train_iters=1_000_000, eta_s=1e6, eta_is_time_limit=True, grad_norm=12.3456
+            )
+            view.write(record.as_record())
+        view.write(validation_record(iteration=100_000, lm_loss=3.25, consumed_samples=8))
+        view.write(event_record(f"saved checkpoint to /{'long/' * 8}end", iteration=100_000))
+        text = text_of(view.render(), width)
+    finally:
+        view.close()
+    missing = [word for word in (*LABELS, shown, "10%", "time limit", "1.02M", "40.5%") if word not in text]
+    assert not missing and "…" not in text, text
+    assert all(len(line) <= width for line in text.splitlines())
+    assert "/long/end" in "".join(line.strip("│ ") for line in text.splitlines()), "a long message goes on below"
+
+
+def test_a_message_without_end_ends_with_dots(view: LiveSink) -> None:
+    view.write(log_record().as_record())
+    view.write(event_record("x" * 1000, iteration=100))
+    lines = [line for line in text_of(view.render()).splitlines() if "xxx" in line]
+    assert len(lines) == 3 and lines[-1].rstrip("│ ").endswith("x…")
+
+
+def test_a_number_that_a_cpu_does_not_have_takes_no_place(view: LiveSink) -> None:
+    view.write(log_record(mfu=None).as_record())
+    assert "MFU" not in text_of(view.render())
+
+
+def test_a_resumed_run_shows_the_curve_of_earlier_starts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    for iteration in range(10, 100, 10):
+        sink.write(log_record(iteration=iteration, lm_loss=9.0 - iteration / 20).as_record())
+    sink.write(validation_record(iteration=50, lm_loss=6.5, consumed_samples=8))
+    sink.write(validation_record(iteration=50, lm_loss=60.0, consumed_samples=8, split="test"))
+    sink.close()
+    history = read_history(path, up_to_iteration=60)
+    view = LiveSink(console(), auto_refresh=False, history=history)
+    try:
+        view.write(log_record(iteration=70, lm_loss=5.25).as_record())
+        text = text_of(view.render())
+    finally:
+        view.close()
+    assert history.train == [(float(at), 9.0 - at / 20) for at in range(10, 70, 10)] and history.valid == [(50, 6.5)]
+    axis = [line for line in text.splitlines() if line.split()[1:2] == ["10"]]
+    assert axis and axis[0].split()[2] == "70" and "6.5000" in text and "◆" in text
+
+
+def test_a_history_with_repeats_and_damage_is_one_curve(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = [(1, 5.0), (2, 4.0), (3, 9.0), (2, 4.5), (3, 3.5), (4, 3.0)]
+    rows = [json.dumps({"kind": "train", "iteration": at, "lm_loss": loss}) for at, loss in kept]
+    bad = ['{"kind": "train", "iter', '{"kind": "train", "iteration": "x", "lm_loss": 1}', '"kind": "train"', "[]"]
+    lost = [json.dumps({"kind": "train", "iteration": 2, "lm_loss": value}) for value in ("nan", None)]
+    path.write_text("\n".join([*rows[:3], *bad, lost[0], lost[1], *rows[3:]]))
+    assert read_history(path, up_to_iteration=3).train == [(1, 5.0), (2, 4.5), (3, 3.5)]
+    path.unlink()
+    path.mkdir()
+    assert read_history(path, up_to_iteration=3).train == []
+
+
+def test_what_comes_before_the_first_iteration_and_the_summary_are_whole_lines() -> None:
+    screen = console(40)
+    view = LiveSink(screen, auto_refresh=False)
+    view.write(event_record("model: " + "word " * 30, iteration=0))
+    view.write(log_record().as_record())
+    view.write(event_record("between", iteration=1, detail=True))
+    view.write({**SUMMARY, "iteration": 100})
+    view.close()
+    output = screen.file.getvalue()
+    assert "model: " + "word " * 30 in output and "between" not in output
+    assert output.index("grad norm") < output.index("ended early: received SIGINT, at iteration 100 of 200")
 
 
 def test_a_loss_that_is_missing_or_not_a_number_is_survived(view: LiveSink) -> None:

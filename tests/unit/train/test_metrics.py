@@ -17,12 +17,10 @@ from petatron.train.report.metrics import (
     StepMetrics,
     event_record,
     format_duration,
-    format_record,
-    megatron_log_line,
     perplexity,
-    validation_line,
     validation_record,
 )
+from petatron.train.report.record_text import format_record, megatron_log_line, validation_line
 from tests.unit.train.records import log_record
 
 
@@ -128,6 +126,20 @@ def test_time_left_follows_samples_when_the_run_is_measured_in_samples() -> None
     assert interval.report().eta_s == pytest.approx(20.0)  # 80 more samples at 4 per second
     interval.update(step(20, 1.0))
     assert interval.report().eta_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("left_s", "eta_s", "limited"), [(None, 9.0, False), (60.0, 9.0, False), (4.0, 4.0, True), (-1.0, 0.0, True)]
+)
+def test_a_time_limit_that_comes_first_is_the_time_left(left_s: float | None, eta_s: float, limited: bool) -> None:
+    clock = Clock()
+    interval = meter(clock, time_limit_left_s=lambda: left_s)
+    interval.update(step(1, 1.0))
+    clock.now = 1.0
+    record = interval.report()
+    assert (record.eta_s, record.eta_is_time_limit) == (eta_s, limited)
+    assert ("eta_is_time_limit" in record.as_record()) == limited
+    assert megatron_log_line(record).endswith(" (--exit-duration-in-mins) |") == limited
 
 
 def test_half_precision_losses_are_summed_in_double() -> None:

@@ -16,7 +16,7 @@ import pytest
 from petatron.base.errors import ConfigError, TrainError
 from petatron.config.schema.training import LogConfig
 from petatron.train.report.console import ConsoleSink
-from petatron.train.report.metrics import event_record, validation_record
+from petatron.train.report.metrics import event_record, sample_record, validation_record
 from petatron.train.report.sinks import METRICS_FILE, JsonlSink, TensorBoardSink, WandbSink, build_sinks, tagged_scalars
 from tests.unit.train.records import log_record
 
@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[3]
 class FakeRun:
     def __init__(self, **options: Any) -> None:
         self.options = options
-        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.summary: dict[str, Any] = {}
         self.finished = False
 
     def log(self, values: dict[str, float], *, step: int) -> None:
@@ -46,6 +47,7 @@ def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
 
     module = types.ModuleType("wandb")
     module.init = init  # type: ignore[attr-defined]
+    module.Table = dict  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     return runs
 
@@ -130,24 +132,35 @@ def test_scalars_use_megatrons_tags() -> None:
 
 def test_tensorboard(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sink = TensorBoardSink(str(tmp_path))
+    sink = TensorBoardSink(str(tmp_path), config_values={"num_layers": 2, "lr": 1e-3, "save": None, "split": (9, 1)})
     sink.write(log_record().as_record())
+    sink.write(validation_record(iteration=100, lm_loss=2.0, consumed_samples=800))
+    sink.write(sample_record([{"prompt": "Once", "text": " upon\na time"}], iteration=100))
     sink.write(event_record("saved", iteration=100))
     sink.close()
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     (loss,) = events.Scalars("lm loss")
     assert (loss.step, loss.value) == (100, pytest.approx(6.123456))
+    assert events.Scalars("lm loss validation")[0].value == 2.0
+    (text,) = events.Tensors("sample/1/text_summary")
+    assert text.tensor_proto.string_val == [b"    Once\n    =>  upon\n    a time\n"]
+    stored = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"num_layers" in stored and b"(9, 1)" in stored
 
 
 def test_wandb(tmp_path: Path, wandb_runs: list[FakeRun]) -> None:
     sink = WandbSink("project", name="first", directory=tmp_path, config_values={"num_layers": 2})
     sink.write(log_record().as_record())
     sink.write(event_record("saved", iteration=100))
+    sink.write(sample_record([{"prompt": "Once", "text": " upon"}], iteration=100))
+    sink.write({"kind": "summary", "iteration": 100, "steps": 100, "mfu": None, "next_commands": []})
     sink.close()
     (run,) = wandb_runs
     assert run.options == {"project": "project", "name": "first", "dir": str(tmp_path), "config": {"num_layers": 2}}
-    ((at, values),) = run.logged
+    (at, values), (_, sampled) = run.logged
     assert at == 100 and values["lm loss"] == 6.123456
+    assert sampled["samples"] == {"columns": ["iteration", "prompt", "text"], "data": [[100, "Once", " upon"]]}
+    assert run.summary == {"run/iteration": 100, "run/steps": 100}
     assert run.finished
 
 
@@ -169,6 +182,23 @@ def test_the_line_leaves_out_throughput_when_told(tmp_path: Path, capsys: pytest
     console = build_sinks(LogConfig(live="off", log_throughput=False), tmp_path, 0)[-1]
     console.write(log_record().as_record())
     assert "throughput per GPU" not in capsys.readouterr().out
+
+
+def test_a_cpu_has_no_throughput_per_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_sinks(LogConfig(live="off"), tmp_path, 0, on_gpu=False)[-1].write(log_record().as_record())
+    assert "throughput per GPU" not in capsys.readouterr().out
+
+
+def test_details_are_for_the_log_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for sink in build_sinks(LogConfig(live="off"), tmp_path, 0):
+        sink.write(event_record("stage 0: recompute: nothing", iteration=0, detail=True))
+    assert capsys.readouterr().out == ""
+    assert lines(tmp_path / METRICS_FILE)[0]["message"] == "stage 0: recompute: nothing"
+
+
+def test_samples_on_a_console_have_a_bar_before_every_further_line(capsys: pytest.CaptureFixture[str]) -> None:
+    ConsoleSink().write(sample_record([{"prompt": "Once", "text": " upon\na time"}], iteration=7))
+    assert capsys.readouterr().out == "samples at iteration 7\n  > Once =>  upon\n  | a time\n"
 
 
 def test_only_rank_zero_writes(tmp_path: Path) -> None:

@@ -1,0 +1,204 @@
+"""The closing summary: what a start of a run did and cost, where its results are, and what to do next.
+
+Its facts are one record of kind `summary`, the last of a start in `metrics.jsonl`; the text for people is made of that record alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from petatron.base.text import count_with_noun
+from petatron.checkpoint.files.step_list import step_name
+from petatron.config import RunConfig
+from petatron.train.report.metrics import LogRecord, MetricRecord, format_duration, format_percent
+
+Activity = Literal["evaluation", "saving", "sampling"]
+Validation = tuple[int, float]
+"""Iteration and loss."""
+
+
+@dataclass(slots=True)
+class _Speed:
+    """Sums over log points."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    mfu_seconds: float | None = 0.0
+    """MFU times seconds; None where the peak is not known."""
+
+    def add(self, record: LogRecord, tokens: int) -> None:
+        seconds = tokens / record.tokens_per_second
+        self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
+        known = self.mfu_seconds is not None and record.mfu is not None
+        self.mfu_seconds = self.mfu_seconds + record.mfu * seconds if known else None  # pyright: ignore[reportOptionalOperand]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds else None
+
+    @property
+    def mfu(self) -> float | None:
+        return self.mfu_seconds / self.seconds if self.seconds and self.mfu_seconds is not None else None
+
+
+@dataclass(slots=True, kw_only=True)
+class RunTotals:
+    """Adds up one start of a run: its log points, evaluations and saves.
+
+    first_iteration, first_tokens: what was done before this start. first_loss, last_loss: of the first and the last log point.
+    """
+
+    first_iteration: int
+    first_tokens: int
+    first_loss: float | None = None
+    last_loss: float | None = None
+    validations: list[Validation] = field(default_factory=list)
+    test_loss: float | None = None
+    saved_iteration: int | None = None
+    seconds: dict[Activity, float] = field(default_factory=dict)
+    _last: LogRecord | None = None
+    _all: _Speed = field(default_factory=_Speed)
+    _after_first: _Speed = field(default_factory=_Speed)
+
+    def add_log_point(self, record: LogRecord) -> None:
+        tokens = record.consumed_tokens - self.consumed_tokens
+        self._all.add(record, tokens)
+        if self._last is not None:  # the first one has compilation and allocation in it
+            self._after_first.add(record, tokens)
+        self._last = record
+        self.first_loss = record.lm_loss if self.first_loss is None else self.first_loss
+        self.last_loss = self.last_loss if record.lm_loss is None else record.lm_loss
+
+    @contextmanager
+    def timed(self, activity: Activity) -> Iterator[None]:
+        """Adds the time inside to an activity other than training."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + time.perf_counter() - started_s
+
+    @property
+    def iteration(self) -> int:
+        return self.first_iteration if self._last is None else self._last.iteration
+
+    @property
+    def consumed_tokens(self) -> int:
+        return self.first_tokens if self._last is None else self._last.consumed_tokens
+
+    @property
+    def training_s(self) -> float:
+        return self._all.seconds
+
+    @property
+    def speed(self) -> _Speed:
+        """The speed after the first log point, if there was another."""
+        return self._after_first if self._after_first.tokens else self._all
+
+
+def summary_record(
+    totals: RunTotals,
+    run: RunConfig,
+    *,
+    outcome: str,
+    train_iters: int,
+    duration_s: float,
+    log_dir: Path,
+    earlier_validations: Sequence[Validation] = (),
+    next_commands: Sequence[tuple[str, str]] = (),
+) -> dict[str, Any]:
+    """Returns the facts of a start. `outcome` is `complete`, or why the run ended early; each next command comes with its purpose."""
+    best = min((*earlier_validations, *totals.validations), key=lambda point: point[1], default=None)
+    saved, save = totals.saved_iteration, run.checkpoint.save
+    return {
+        "kind": "summary",
+        "time": time.time(),
+        "iteration": totals.iteration,
+        "train_iters": train_iters,
+        "outcome": outcome,
+        "steps": totals.iteration - totals.first_iteration,
+        "tokens": totals.consumed_tokens - totals.first_tokens,
+        "consumed_tokens": totals.consumed_tokens,
+        "duration_s": duration_s,
+        "training_s": totals.training_s,
+        "evaluation_s": totals.seconds.get("evaluation", 0.0),
+        "saving_s": totals.seconds.get("saving", 0.0),
+        "sampling_s": totals.seconds.get("sampling", 0.0),
+        "first_loss": totals.first_loss,
+        "last_loss": totals.last_loss,
+        "best_validation_loss": None if best is None else best[1],
+        "best_validation_iteration": None if best is None else best[0],
+        "test_loss": totals.test_loss,
+        "tokens_per_second": totals.speed.tokens_per_second,
+        "mfu": totals.speed.mfu,
+        "checkpoint": None if saved is None or save is None else str(Path(save) / step_name(saved)),
+        "log_dir": str(log_dir),
+        "next_commands": [{"command": command, "purpose": purpose} for command, purpose in next_commands],
+    }
+
+
+def summary_lines(record: MetricRecord) -> str:
+    """Formats a summary for people; a fact that the run does not have is left out."""
+    done, whole = record["iteration"], record["train_iters"]
+    ended = "complete" if record["outcome"] == "complete" else f"ended early: {record['outcome']}"
+    facts = {
+        "run": f"{ended}, at iteration {done:,} of {whole:,}",
+        "duration": f"{format_duration(record['duration_s'])}{_activities(record)}",
+        "steps": _steps(record),
+        "loss": _change(record["first_loss"], record["last_loss"]),
+        "validation": _validation(record),
+        "speed": _speed(record),
+        "checkpoint": record["checkpoint"] or "none was saved in this start",
+        "metrics": f"{record['log_dir']}/metrics.jsonl, config.yaml",
+    }
+    width = max(map(len, facts))
+    lines = ["summary", *(f"  {name:<{width}}  {text}" for name, text in facts.items() if text)]
+    if record["next_commands"]:
+        lines.append("next")
+        for entry in record["next_commands"]:
+            lines += [f"  # {entry['purpose']}", f"  {entry['command']}"]
+    return "\n".join(lines)
+
+
+def _activities(record: MetricRecord) -> str:
+    spent = {name: record[f"{name}_s"] for name in ("training", "evaluation", "saving", "sampling")}
+    parts = [f"{name} {_seconds(seconds)}" for name, seconds in spent.items() if seconds > 0]
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
+
+
+def _steps(record: MetricRecord) -> str:
+    text = f"{count_with_noun(record['steps'], 'step')}, {count_with_noun(record['tokens'], 'token')}"
+    if record["steps"] == record["iteration"]:
+        return text
+    return f"{text} in this start; {record['consumed_tokens']:,} tokens since iteration 0"
+
+
+def _change(first: float | None, last: float | None) -> str:
+    return "" if first is None or last is None else f"{first:.4f} -> {last:.4f}"
+
+
+def _validation(record: MetricRecord) -> str:
+    parts: list[str] = []
+    if record["best_validation_loss"] is not None:
+        parts.append(
+            f"best loss {record['best_validation_loss']:.4f} at iteration {record['best_validation_iteration']:,}"
+        )
+    if record["test_loss"] is not None:
+        parts.append(f"test loss {record['test_loss']:.4f}")
+    return ", ".join(parts)
+
+
+def _speed(record: MetricRecord) -> str:
+    if record["tokens_per_second"] is None:
+        return ""
+    mfu = "" if record["mfu"] is None else f", MFU {format_percent(record['mfu'])}"
+    return f"{record['tokens_per_second']:,.0f} tokens/s{mfu}"

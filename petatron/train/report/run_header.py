@@ -1,0 +1,132 @@
+"""The first lines of a run: model, data, length, layout, precision and memory, in plain words.
+
+What a reader needs to see is an event for every console. Details (what each pipeline stage recomputes, the forecast by kind) are events
+that only the log keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from petatron.base.device import DeviceInfo
+from petatron.base.text import abbreviate_names, count_with_noun
+from petatron.config import RunConfig
+from petatron.config.required_settings import known_vocab_size
+from petatron.data.blended_dataset import parse_weighted_prefixes
+from petatron.data.tokenizer import Tokenizer
+from petatron.estimate.flops import parameter_count
+from petatron.estimate.memory.forecast import forecast_memory, format_gigabytes
+from petatron.estimate.recompute_plan import RecomputePlan
+from petatron.models.registry import model_spec
+from petatron.schedule.pipeline_plan import num_micro_batches
+from petatron.train.build_run import RunLength
+from petatron.train.global_batch_size import BatchSizeSchedule
+
+
+class RunHeader:
+    """The facts of a run that are known before the first step; computed once, since a memory plan of a large model takes a while."""
+
+    def __init__(self, run: RunConfig, device: DeviceInfo, plans: Sequence[RecomputePlan]) -> None:
+        self._run, self._device, self._plans = run, device, plans
+        forecasts = forecast_memory(run, device=device.kind, plans=plans)
+        self._forecast = max(forecasts, key=lambda forecast: forecast.total)
+
+    def lines(self, length: RunLength, tokenizer: Tokenizer | None) -> list[str]:
+        """Returns the lines for people."""
+        facts = {
+            "model": _model(self._run),
+            "data": _data(self._run, tokenizer),
+            "length": _length(self._run, length),
+            "layout": _layout(self._run, self._device),
+            "precision": _precision(self._run),
+            "memory": self._memory(),
+        }
+        return [f"{name + ':':<11}{text}" for name, text in facts.items()]
+
+    def details(self) -> list[str]:
+        """Returns the lines for the log alone."""
+        stages = [f"stage {number}: {plan.describe()}" for number, plan in enumerate(self._plans)]
+        return [*stages, f"memory forecast: {self._forecast.describe()}"]
+
+    def _memory(self) -> str:
+        forecast, device = self._forecast, self._device
+        owner = "the device" if device.kind == "cuda" else "this machine"
+        state, rest = forecast.state.total, forecast.activations + forecast.logits
+        parts = f"{format_gigabytes(state)} weights, gradients and optimizer; {format_gigabytes(rest)} activations"
+        needed, whole = format_gigabytes(forecast.total), format_gigabytes(device.memory_bytes)
+        return f"{needed} GB per rank forecast ({parts}); {owner} has {whole} GB{self._recompute()}"
+
+    def _recompute(self) -> str:
+        texts = dict.fromkeys(plan.describe_modules() for plan in self._plans if any(plan.modules))
+        if len(texts) > 1:
+            return "; recompute differs by pipeline stage, see the log"
+        return "".join(f"; recompute: {text}" for text in texts)
+
+
+def _model(run: RunConfig) -> str:
+    model, moe = run.model, run.moe
+    count = partial(parameter_count, model_spec(run))
+    if moe.num_experts is None:
+        size, experts = f"{count():,} parameters", ""
+    else:
+        size = f"{count():,} parameters, {count(active=True):,} of them active per token"
+        experts = f", {moe.num_experts} experts of which a token uses {moe.moe_router_topk}"
+    groups = "" if model.num_query_groups == model.num_attention_heads else f" ({count_with_noun(model.num_query_groups, 'kv head')})"
+    shape = f"{count_with_noun(model.num_layers, 'layer')} of width {model.hidden_size:,}"
+    return f"{model.model_type}, {size}: {shape}, {count_with_noun(model.num_attention_heads, 'head')}{groups}{experts}"
+
+
+def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:
+    prefixes = run.data.train_data_path or run.data.data_path
+    if run.data.mock_data:
+        source = "made-up (--mock-data)"
+    elif prefixes:
+        source = abbreviate_names(parse_weighted_prefixes(prefixes)[1])
+    else:
+        source = f"as listed in {run.data.data_args_path}"
+    ids = "no tokenizer" if tokenizer is None else f"{tokenizer.name}, {tokenizer.vocab_size:,} ids"
+    padded = known_vocab_size(run.model)
+    more = "" if tokenizer is None or padded == tokenizer.vocab_size else f" of the model's {padded:,}"
+    return f"{source}; {ids}{more}"
+
+
+def _length(run: RunConfig, length: RunLength) -> str:
+    samples = BatchSizeSchedule.from_config(run).samples_after(length.iterations)
+    tokens = count_with_noun(samples * run.model.seq_length, "token")
+    batch = (
+        f"{count_with_noun(run.train.global_batch_size, 'sample')} of {count_with_noun(run.model.seq_length, 'token')}"
+    )
+    return f"{count_with_noun(length.iterations, 'iteration')} of {batch}, {tokens} in all"
+
+
+def _layout(run: RunConfig, device: DeviceInfo) -> str:
+    ranks = run.parallel.world_size or 1
+    what = f"{device.name} ({device.kind})" if device.kind == "cuda" else "cpu"
+    batches = f"{count_with_noun(num_micro_batches(run), 'micro-batch', 'es')} of {run.train.micro_batch_size} per rank and step"
+    if ranks == 1:
+        return f"one rank on {what}; {batches}"
+    return f"{' x '.join(_parallel_sizes(run))}: {ranks:,} ranks on {what}; {batches}"
+
+
+def _parallel_sizes(run: RunConfig) -> Iterator[str]:
+    parallel = run.parallel
+    with_sequence = " with sequence parallel" if parallel.sequence_parallel else ""
+    strategy = parallel.data_parallel_sharding_strategy
+    sharded = "" if strategy == "no_shard" else f" sharding {strategy}"
+    sizes: Sequence[tuple[str, int, str]] = (
+        ("tensor parallel", parallel.tensor_model_parallel_size, with_sequence),
+        ("context parallel", parallel.context_parallel_size, ""),
+        ("pipeline parallel", parallel.pipeline_model_parallel_size, f" ({parallel.pipeline_schedule})"),
+        ("data parallel", parallel.data_parallel_size, sharded),
+        ("expert parallel", parallel.expert_model_parallel_size, ""),
+    )
+    return (f"{name} {size}{more}" for name, size, more in sizes if size > 1)
+
+
+def _precision(run: RunConfig) -> str:
+    precision = run.precision
+    name = next((name for name in ("fp16", "bf16", "fp64") if getattr(precision, name)), "fp32")
+    master = ", fp32 master weights" if name in ("fp16", "bf16") else ""
+    fp8 = f", GEMMs in FP8 {precision.fp8_format} ({precision.fp8_recipe})" if precision.fp8_format is not None else ""
+    return f"{name}{master}{fp8}"

@@ -1,0 +1,102 @@
+"""Text samples during training: the model continues the same prompts every so often, so that a reader sees it learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from petatron.base.errors import DataError, TrainError
+from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
+from petatron.config import LogConfig, RunConfig
+from petatron.config.required_settings import known_vocab_size
+from petatron.data.data_file_error import data_file_error
+from petatron.data.tokenizer import Tokenizer
+from petatron.infer.generate import check_prompt, generate
+from petatron.models.stage_module import StageModule
+from petatron.parallel.parallel_model import ParallelModel
+
+_MAX_FILE_BYTES = 1 << 20
+_MAX_PROMPTS = 64
+"""All ranks wait for the samples, and a model without a cache takes its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePrompt:
+    """A prompt and its token ids."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+def read_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> list[SamplePrompt]:
+    """Reads `--sample-prompts`, one prompt per line, and checks that each can be continued; raises `DataError` with every problem."""
+    if run.log.sample_prompts is None or tokenizer is None:
+        return []
+    path = Path(run.log.sample_prompts)
+    with reading_untrusted(path, data_file_error):
+        lines = read_limited_bytes(path, _MAX_FILE_BYTES).decode().splitlines()
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not 1 <= len(numbered) <= _MAX_PROMPTS:
+        raise DataError(
+            f"--sample-prompts {path} has {len(numbered):,} prompts. Give it 1 to {_MAX_PROMPTS}, one on each line."
+        )
+    found: list[SamplePrompt] = []
+    problems: list[str] = []
+    for number, line in numbered:
+        try:
+            ids = tokenizer.encode(line)
+            check_prompt(
+                ids,
+                run.log.sample_tokens,
+                positions=run.model.max_position_embeddings,
+                vocab_size=known_vocab_size(run.model),
+            )
+        except DataError as error:
+            problems.append(f"--sample-prompts {path}, line {number}: {error}")
+        else:
+            found.append(SamplePrompt(line, tuple(ids)))
+    if problems:
+        raise DataError("\n".join(problems))
+    return found
+
+
+class TextSampler:
+    """Continues prompts with the model as it is now. Every rank calls it, and all get the same text."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        tokenizer: Tokenizer,
+        prompts: Sequence[SamplePrompt],
+        settings: LogConfig,
+        *,
+        seed: int,
+    ) -> None:
+        if type(model.module).logits is StageModule.logits:
+            raise TrainError(
+                f"--sample-prompts {settings.sample_prompts} cannot be continued: {type(model.module).__name__} has no logits of the "
+                "next token. Leave it out."
+            )
+        self._model, self._tokenizer, self._prompts = model, tokenizer, prompts
+        self._settings, self._seed = settings, seed
+
+    def is_due(self, iteration: int) -> bool:
+        interval = self._settings.sample_interval
+        return interval is not None and iteration % interval == 0
+
+    def sample(self) -> list[dict[str, str]]:
+        """Returns each prompt with its continuation, by the same random numbers every time."""
+        return [{"prompt": prompt.text, "text": self._continue(prompt)} for prompt in self._prompts]
+
+    def _continue(self, prompt: SamplePrompt) -> str:
+        eod = self._tokenizer.eod
+        ids = generate(
+            self._model,
+            prompt.ids,
+            max_new_tokens=self._settings.sample_tokens,
+            temperature=self._settings.sample_temperature,
+            seed=self._seed,
+            eod=eod,
+        )
+        return self._tokenizer.decode(ids[:-1] if ids[-1] == eod else ids)
