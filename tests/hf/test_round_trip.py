@@ -25,7 +25,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from tests.dist import RankPool
 from tests.hf.ours import run_config
-from tests.hf.zoo import BUILDERS, NEW_TOKENS, Truth, build, truth
+from tests.hf.zoo import BUILDERS, NEW_TOKENS, ONE_EXPERT, Truth, build, truth
 from tests.longform import later
 
 BOUND = 1e-4
@@ -49,7 +49,7 @@ def our_logits(folder: str, tokens: Tensor, layout: dict[str, int]) -> Tensor:
         return model.module.logits(tokens)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", [*BUILDERS, *ONE_EXPERT])
 def test_a_folder_of_transformers_is_converted(name: str, tmp_path: Path):
     """There: the same logits. Back: the same tensors, bit for bit, and the same settings."""
     true = truth(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from petatron.checkpoint.files.manifest import Manifest, StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import MAX_HEADER_BYTES, TensorInfo
 from petatron.checkpoint.load.box_reads import read_checked_header
 from petatron.checkpoint.state import WEIGHT_PREFIX
-from petatron.config.schema.model_identity import REDUNDANT_FIELDS, is_identity_field
+from petatron.config.schema.model_identity import identity_differences
 from petatron.models.hf import (
     OWN_MODEL_TYPE,
     FolderEntry,
@@ -166,22 +167,16 @@ def _add(tensors: dict[str, StoredTensor], key: str, shape: Shape, dtype: str, b
 def _check_same_model(path: Path, spec: ModelSpec) -> None:
     """Checks that the settings that change the function of the weights equal the run's."""
     model_values, moe_values = read_model_settings(path)
-    ours: Mapping[str, Any] = {
-        name: getattr(section, name)
-        for section, values in ((spec.config, model_values), (spec.moe, moe_values))
-        for name in values
-        if section is not None
-    }
+    no_experts = dict.fromkeys(moe_values)
+    ours = asdict(spec.config) | (no_experts if spec.moe is None else asdict(spec.moe))
     theirs = model_values | moe_values
     differing = [
-        f"{name}: {value} there, {ours.get(name)} in this run"
-        for name, value in sorted(theirs.items())
-        if is_identity_field(name) and name not in REDUNDANT_FIELDS and ours.get(name) != value
+        f"{name}: {theirs[name]} there, {ours[name]} in this run" for name in identity_differences(theirs, ours)
     ]
     if differing:
         raise CheckpointError(
-            f"{path / CONFIG_FILE} is of another model ({'; '.join(differing)}). Give this run the settings of that folder: "
-            f"`petatron checkpoint convert {path} NEW --to petatron` writes them to NEW/config.yaml, for --config."
+            f"{path / CONFIG_FILE} is of another model ({'; '.join(differing)}). Leave these settings out and say --from {path}, "
+            "which takes those of the folder."
         )
 
 

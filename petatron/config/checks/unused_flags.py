@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.checks.moe import router_cannot_learn
 from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.config.schema.run import RawRunConfig
@@ -55,6 +56,11 @@ def unused_flag_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]
 def _different_effect_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
     """Yields settings that have an effect, but not the one that their name suggests."""
     precision = config.precision
+    if router_cannot_learn(config.moe):
+        yield (
+            "--moe-router-topk 1 with a softmax over the chosen expert alone: the loss has no gradient for the router, which stays "
+            "as it is but for load balancing"
+        )
     # On by default, so that only an explicit flag shows that someone expects an effect.
     asked = config.moe.moe_shared_expert_overlap and origins["moe.moe_shared_expert_overlap"].kind == "flag"
     if asked and config.moe.num_experts is not None and (why := _no_shared_expert_overlap_reason(config)) is not None:

@@ -403,9 +403,7 @@ def test_a_missing_shard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_run_of_other_settings_is_told_where_to_get_them(tmp_path: Path):
     model = petatron.build_model(run_of("gpt2"), ParallelMesh.single())
-    with pytest.raises(
-        CheckpointError, match=r"another model.*convert .*/model NEW --to petatron` writes them to NEW/con"
-    ):
+    with pytest.raises(CheckpointError, match=r"another model.*say --from .*/model, which takes those of the folder"):
         petatron.load_checkpoint(str(model_folder(tmp_path)), model=model)
 
 
