@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
+from petatron.base.model_companion_files import CONFIG_FILE
 from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import reading_untrusted as reading_foreign
 from petatron.checkpoint.convert.formats import (
@@ -32,7 +33,6 @@ from petatron.checkpoint.convert.formats import (
     reject_pickle_weights,
 )
 from petatron.checkpoint.convert.read_hf_folder import (
-    CONFIG_FILE,
     check_stored_counts,
     folder_manifest,
     load_config_json,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError
+from petatron.base.model_companion_files import CONFIG_FILE
 from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
 from petatron.checkpoint.files.disk import BLOCK_BYTES
 from petatron.checkpoint.files.manifest import Manifest, StoredBox, StoredTensor
@@ -36,14 +37,8 @@ from petatron.models.model_spec import ModelSpec
 from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape
 
-CONFIG_FILE = "config.json"
 _INDEX_FILE = "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 16 << 20
-
-
-def is_hf_folder(path: Path) -> bool:
-    """Whether this is a Hugging Face model folder, and not one of checkpoints."""
-    return (path / CONFIG_FILE).is_file() and any(path.glob("*.safetensors"))
 
 
 def model_folder_error(path: Path, why: str) -> CheckpointError:

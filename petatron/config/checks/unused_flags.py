@@ -108,8 +108,10 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
         yield "mtp_loss_scaling_factor", "it is for --mtp-num-layers"
     if config.checkpoint.load is None:
         yield from ((name, "there is no --load") for name in _LOAD)
-    if not config.checkpoint.use_checkpoint_args:
-        yield "use_tokenizer_model_from_checkpoint_args", "it is for --use-checkpoint-args"
+    if not config.checkpoint.use_checkpoint_args and config.checkpoint.pretrained_checkpoint is None:
+        yield "use_tokenizer_model_from_checkpoint_args", "it is for --use-checkpoint-args and --from"
+    if config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None:
+        yield "force_tokenizer", "there is no model to start from"
     if config.checkpoint.save is None:
         yield from ((name, "there is no --save") for name in _SAVE)
     if config.data.mock_data or config.data.train_data_path:

@@ -113,7 +113,7 @@ def _unused_fields(settings: Mapping[str, Any]) -> frozenset[str]:
 
 def _moe_pattern(settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns for each layer whether it has experts; a pattern that means nothing stands for itself."""
-    text, layers = settings.get("moe_layer_freq") or "1", settings.get("num_layers")
+    text, layers = settings.get("moe_layer_freq") or "1", settings.get("num_layers", 0)
     try:
         pattern = parse_moe_layer_freq(str(text))
     except MoELayerFreqError:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.model_companion_files import read_companion_file
+from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.convert.formats import (
     config_sections,
@@ -24,7 +24,6 @@ from petatron.checkpoint.convert.formats import (
     reject_pickle_weights,
 )
 from petatron.checkpoint.convert.read_hf_folder import (
-    CONFIG_FILE,
     check_stored_counts,
     check_stored_size,
     load_config_json,
