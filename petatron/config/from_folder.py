@@ -125,7 +125,9 @@ def _contradictions(
             continue
         origin = origins[path]
         if origin.kind == "preset":
-            of_presets.setdefault(origin.detail, []).append(f"{info.flag} {values[path]}, and the folder has {found[path]}")
+            of_presets.setdefault(origin.detail, []).append(
+                f"{info.flag} {values[path]}, and the folder has {found[path]}"
+            )
             continue
         where = "" if origin.kind == "flag" else f" ({origin})"
         rule = f"contradicts {FROM_FLAG} {stored.source}, whose model has {found[path]}{where}"

@@ -2,9 +2,9 @@
 
 Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` or
 `--from` a model that exists is one more source, which defines it (`checkpoint_settings.py`, `from_folder.py`). What is still unset
-is derived. All problems of all stages are raised together; a rule skips a field whose value could not be read, since that is already a problem of
-its own. A config without problems is resolved: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after this, except
-`with_vocab_size`, which fills the one fact that needs a file to be opened.
+is derived. All problems of all stages are raised together; a rule skips a field whose value could not be read, since that is already
+a problem of its own. A config without problems is resolved: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after this,
+except `with_vocab_size` and `train/state/start_tokenizer.py`, which fill facts that need a tokenizer's file to be opened.
 """
 
 from __future__ import annotations
@@ -116,9 +116,8 @@ def resolve_config(
         problems += _recipe_without_format(raw, origins)
     config, derived = derive_defaults(raw, chosen_paths=given, world_size=world_size)
     origins |= derived
-    problems += [
-        problem for problem in check_config(config, require_training=require_training) if problem.where not in suspects
-    ]
+    found = check_config(config, require_training=require_training)
+    problems += [_with_source(problem, origins) for problem in found if problem.where not in suspects]
     notices = (
         *flags.notices,
         *stored.notices,
@@ -126,6 +125,14 @@ def resolve_config(
         *unused_flag_notices(config, origins),
     )
     return RawLoadedConfig(config, origins, notices), problems
+
+
+def _with_source(problem: Problem, origins: Mapping[str, ValueOrigin]) -> Problem:
+    """Names the checkpoint or model folder that a value comes from, which nobody typed."""
+    origin = next((origins[info.path] for info in all_fields() if info.flag == problem.where), None)
+    if origin is None or origin.kind != "checkpoint":
+        return problem
+    return replace(problem, found=f"{problem.found} of {origin.detail}".strip())
 
 
 def _settings_of_model(

@@ -216,10 +216,9 @@ def test_flags_that_contradict_the_mesh(ranks: RankPool, tmp_path: Path):
 
 
 def test_a_run_starts_from_a_folder_of_transformers(tmp_path: Path):
-    """The command line, at two ranks: with the settings of the converted model and the weights of the folder itself."""
+    """The command line, at two ranks: settings and weights are those of the folder."""
     theirs = their_folder("llama-gqa", tmp_path / "theirs")
-    convert(open_model_source(theirs), tmp_path / "ours", ConversionOptions(target_format="petatron"))
-    words = "train --config ours/config.yaml --load theirs --finetune --tp 2 --mock-data --lr 1e-3 --train-iters 2 "
+    words = "train --from theirs --tp 2 --mock-data --lr 1e-3 --train-iters 2 "
     words += "--eval-iters 0 --log-interval 1 --live off --seq-length 32 --save run --make-vocab-size-divisible-by 4"
     done = subprocess.run(
         [sys.executable, "-m", "petatron", *words.split()],

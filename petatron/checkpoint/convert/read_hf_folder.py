@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from petatron.base.errors import CheckpointError
+from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.model_companion_files import CONFIG_FILE
 from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
 from petatron.checkpoint.files.disk import BLOCK_BYTES
@@ -60,8 +61,17 @@ def load_config_json(path: Path) -> dict[str, Any]:
 
 def read_model_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns ModelConfig and MoEConfig values from a folder's config.json; the second is empty for a dense model."""
-    with reading_untrusted(path / CONFIG_FILE, model_folder_error):
+    with reading_untrusted(path / CONFIG_FILE, model_folder_error), naming_file(path / CONFIG_FILE):
         return parse_config_json(load_config_json(path))
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Puts the path of the file before the key of every problem raised inside: several models may be open."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([replace(problem, where=f"{path}: {problem.where}") for problem in error.problems]) from error
 
 
 def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, Any]) -> None:

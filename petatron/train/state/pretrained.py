@@ -7,6 +7,7 @@ settings, and take precedence.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from petatron.checkpoint.convert.read_hf_folder import (
     check_stored_size,
     load_config_json,
     model_folder_error,
+    naming_file,
     read_model_settings,
 )
 from petatron.checkpoint.files import step_folder
@@ -98,7 +100,9 @@ def from_pretrained(
         }
         with reading_untrusted(folder / CONFIG_FILE, model_folder_error):
             check_stored_counts(folder, *settings)
-            run = _run_config(settings, mesh, flags, precision, stored=stored)
+            # With flags a problem may be theirs.
+            with nullcontext() if flags else naming_file(folder / CONFIG_FILE):
+                run = _run_config(settings, mesh, flags, precision, stored=stored)
             check_stored_size(folder, model_spec(run))
         model = build_model(run, mesh or launch(run), init_weights=False)
         found = load_checkpoint(str(source), model=model, random_states=False)

@@ -67,8 +67,10 @@ def with_start_tokenizer(loaded: LoadedConfig, start: StartTokenizer) -> LoadedC
 
 
 def check_start_tokenizer(loaded: LoadedConfig, tokenizer: Tokenizer, start: StartTokenizer) -> None:
-    """Raises if a tokenizer is another one than the model's and nobody forces it."""
-    if tokenizer.name == str(start.folder):
+    """Raises if somebody chose another tokenizer than the model's and does not force it."""
+    values = flatten_config(loaded.config)
+    given = [path for path in tokenizer_paths() if loaded.origins[path].is_explicit and values[path] is not None]
+    if not given or tokenizer.name == str(start.folder):
         return
     difference = vocabulary_difference(tokenizer, build_tokenizer(start.config))
     if difference is None:
@@ -76,11 +78,6 @@ def check_start_tokenizer(loaded: LoadedConfig, tokenizer: Tokenizer, start: Sta
     if loaded.config.tokenizer.force_tokenizer:
         _log.warning("--force-tokenizer: %s takes the place of the tokenizer of %s", tokenizer.name, start.folder)
         return
-    values = flatten_config(loaded.config)
-    given = [path for path in tokenizer_paths() if loaded.origins[path].is_explicit and values[path] is not None]
-    flag, found = (
-        (fields_by_path()[given[0]].flag, str(values[given[0]])) if given else ("--tokenizer-type", tokenizer.name)
-    )
     rule = f"is another tokenizer than that of the model in {start.folder}: it {difference}"
     fix = "Leave it out to use the model's own, or add --force-tokenizer to train the model with this one."
-    raise ConfigError([Problem(flag, found, rule, fix)])
+    raise ConfigError([Problem(fields_by_path()[given[0]].flag, str(values[given[0]]), rule, fix)])

@@ -466,7 +466,7 @@ def test_what_holds_no_model(tmp_path: Path):
 def test_a_run_starts_from_a_model_only_when_told(tmp_path: Path):
     folder = str(model_folder(tmp_path))
     check_run_dirs(CheckpointConfig(load=folder, finetune=True))
-    with pytest.raises(CheckpointError, match=r"no run to go on with. Add --finetune"):
+    with pytest.raises(CheckpointError, match=r"no run to go on with. Use --from"):
         check_run_dirs(CheckpointConfig(load=folder))
     with pytest.raises(CheckpointError, match="Leave --ckpt-step out"):
         check_run_dirs(CheckpointConfig(load=folder, finetune=True, ckpt_step=3))
