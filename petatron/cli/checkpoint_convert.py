@@ -67,9 +67,7 @@ def run(options: argparse.Namespace) -> int:
         convert(source, options.target, conversion, on_progress=_progress_printer())
     print(f"{options.source} ({source.format}, step {source.step}) is now {options.target} ({options.to})")
     if options.to == "petatron":
-        print(
-            f"start from it: petatron train --config {options.target}/config.yaml --load {options.target} --finetune ..."
-        )
+        print(f"start from it: petatron train --from {options.target} ...")
     for note in _megatron_notes(options, source) if options.to == "megatron" else ():
         print(f"note: {note}")
     return 0

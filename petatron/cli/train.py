@@ -15,6 +15,7 @@ USAGE = """usage: petatron train [PRESET] [--config FILE] [flags]
 
 Starts its own ranks with --nproc-per-node (or as many as --tp x --pp x --cp x --dp need), and runs unchanged under
 torchrun and srun. Order: preset, then files, then flags; later wins. `petatron config presets` lists presets.
+--from FOLDER starts from a model that exists: of Hugging Face, of a run, or of one step of a run.
 """
 
 
@@ -53,11 +54,11 @@ def with_preset(argv: list[str]) -> list[str]:
     return ["--config" if argv[0].endswith((".yaml", ".yml")) else "--preset", *argv]
 
 
-def read_checkpoint(config: CheckpointConfig) -> CheckpointSettings:
-    """Returns the settings of a checkpoint, for --use-checkpoint-args; torch is imported only then."""
+def read_checkpoint(config: CheckpointConfig, folder: str | None) -> CheckpointSettings:
+    """Returns the settings of a checkpoint, for --use-checkpoint-args and --from; torch is imported only then."""
     from petatron.train.state.checkpoint_args import read_checkpoint_args
 
-    return read_checkpoint_args(config)
+    return read_checkpoint_args(config, folder)
 
 
 def train_rank(argv: list[str]) -> int:

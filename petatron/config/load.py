@@ -1,10 +1,10 @@
 """Loads argv, a preset and files into one checked config that records the origin of each value.
 
-Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` a
-checkpoint is one more source, which defines the model (`checkpoint_settings.py`). What is still unset is derived. All problems of all
-stages are raised together; a rule skips a field whose value could not be read, since that is already a problem of
-its own. A config without problems is resolved: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after this, except
-`with_vocab_size`, which fills the one fact that needs a file to be opened.
+Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` or
+`--from` a model that exists is one more source, which defines it (`checkpoint_settings.py`, `from_folder.py`). What is still unset
+is derived. All problems of all stages are raised together; a rule skips a field whose value could not be read, since that is already
+a problem of its own. A config without problems is resolved: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after this,
+except `with_vocab_size` and `train/state/start_tokenizer.py`, which fill facts that need a tokenizer's file to be opened.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.checkpoint_settings import ReadCheckpointSettings, apply_checkpoint_settings
+from petatron.config.checkpoint_settings import AppliedSettings, ReadCheckpointSettings, apply_checkpoint_settings
 from petatron.config.checks.check_all import check_config
 from petatron.config.checks.model import ROTARY_TYPES
 from petatron.config.checks.unused_flags import unused_flag_notices
 from petatron.config.derived_defaults import derive_defaults, resolve_derived
 from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
-from petatron.config.flags.parse import ParsedFlags, parse_flags
+from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
+from petatron.config.from_folder import WEIGHTS_PATH, apply_from_folder, hf_load_settings
 from petatron.config.presets import read_preset
-from petatron.config.schema.fields import all_fields, unflatten_config
+from petatron.config.schema.fields import FieldValue, all_fields, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.value_origins import Setting, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
@@ -57,7 +58,7 @@ def load_config(
 
     `argv` may itself contain `--preset NAME` and `--config FILE`. `world_size` is the launcher's number of ranks.
     `require_training=False` is for verbs that only need a model or a layout. `read_checkpoint` reads the settings of the
-    checkpoint in `--load` for `--use-checkpoint-args`.
+    checkpoint in `--load` for `--use-checkpoint-args`, or of the folder of `--from`.
 
     >>> load_config(["--hidden-size", "64"], preset="tiny-llama", require_training=False).config.model.kv_channels
     8
@@ -101,12 +102,13 @@ def resolve_config(
     origins = {info.path: ValueOrigin("default") for info in all_fields()}
     for setting in _settings_in_order(documents, flags):
         values[setting.path], origins[setting.path] = setting.value, setting.origin
-    stored = apply_checkpoint_settings(unflatten_config(values), values, origins, read_checkpoint)
+    stored = _settings_of_model(flags, values, origins, read_checkpoint)
     values |= stored.values
     origins |= dict.fromkeys(stored.values, stored.origin)
-    if stored.problems:  # its values are unknown, so every value is in doubt
-        problems += stored.problems
-        suspects |= {info.flag for info in all_fields()}
+    if flags.from_folder is not None:
+        values[WEIGHTS_PATH], origins[WEIGHTS_PATH] = flags.from_folder, ValueOrigin("flag", FROM_FLAG)
+    problems += stored.problems
+    suspects |= stored.doubtful_flags
     given = {path for path, origin in origins.items() if origin.is_explicit}
     raw = unflatten_config(values)
     problems += _source_problems(raw, flags, world_size)
@@ -114,9 +116,8 @@ def resolve_config(
         problems += _recipe_without_format(raw, origins)
     config, derived = derive_defaults(raw, chosen_paths=given, world_size=world_size)
     origins |= derived
-    problems += [
-        problem for problem in check_config(config, require_training=require_training) if problem.where not in suspects
-    ]
+    found = check_config(config, require_training=require_training)
+    problems += [_with_source(problem, origins) for problem in found if problem.where not in suspects]
     notices = (
         *flags.notices,
         *stored.notices,
@@ -124,6 +125,29 @@ def resolve_config(
         *unused_flag_notices(config, origins),
     )
     return RawLoadedConfig(config, origins, notices), problems
+
+
+def _with_source(problem: Problem, origins: Mapping[str, ValueOrigin]) -> Problem:
+    """Names the checkpoint or model folder that a value comes from, which nobody typed."""
+    origin = next((origins[info.path] for info in all_fields() if info.flag == problem.where), None)
+    if origin is None or origin.kind != "checkpoint":
+        return problem
+    return replace(problem, found=f"{problem.found} of {origin.detail}".strip())
+
+
+def _settings_of_model(
+    flags: ParsedFlags,
+    values: Mapping[str, FieldValue],
+    origins: Mapping[str, ValueOrigin],
+    read_checkpoint: ReadCheckpointSettings | None,
+) -> AppliedSettings:
+    """Returns what the model that a run starts from says about itself, if the run asks for it."""
+    config = unflatten_config(values)
+    if flags.from_folder is not None:
+        return apply_from_folder(flags.from_folder, config, values, origins, read_checkpoint)
+    if config.checkpoint.use_checkpoint_args:
+        return apply_checkpoint_settings(config, values, origins, read_checkpoint)
+    return hf_load_settings(config)
 
 
 def _derived_switch_notices(origins: dict[str, ValueOrigin]) -> list[str]:

@@ -19,7 +19,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.config.flags.megatron_flags import SECTION_ALIASES
-from petatron.config.flags.parse import FILE_FLAG, PRESET_FLAG, value_problem
+from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, value_problem
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
@@ -43,6 +43,7 @@ MAX_PROBLEMS = 100
 _COMMAND_LINE_KEYS = {
     "preset": f"A preset is chosen on the command line: {PRESET_FLAG} NAME.",
     "config": f"Files are given on the command line: {FILE_FLAG} FILE, as often as needed.",
+    "from": f"The folder of a model is given on the command line: {FROM_FLAG} FOLDER.",
 }
 
 

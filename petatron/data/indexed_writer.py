@@ -187,6 +187,14 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> Indexe
         raise DataError("Nothing to merge: give at least one dataset prefix.")
     if str(output) in {str(prefix) for prefix in prefixes}:
         raise DataError(f"{output} is both an input and the output of the merge. Choose another output prefix.")
+    missing = {
+        prefix: [path for path in (idx_path(prefix), bin_path(prefix)) if not path.exists()] for prefix in prefixes
+    }
+    incomplete = [str(path) for paths in missing.values() for path in paths]
+    if sum(map(bool, missing.values())) > 1:  # of a single one, the dataset itself has more to say
+        raise DataError(
+            f"These datasets cannot be merged: {', '.join(incomplete)} do not exist. Give prefixes of complete .bin/.idx pairs."
+        )
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     problems = [
         f"{dataset.prefix} has tokens of type {dataset.dtype}, {datasets[0].prefix} of type {datasets[0].dtype}"

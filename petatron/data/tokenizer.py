@@ -169,7 +169,12 @@ class ByteTokenizer:
         return b"".join(pieces).decode(errors="replace")
 
     def files(self) -> dict[str, bytes]:
-        return {}
+        """Returns a byte-level BPE without merges: the same ids, for readers that know tokenizer.json alone."""
+        fast = FastTokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+        fast.add_special_tokens([END_OF_TEXT])
+        return {**_default_tokenizer_config(fast, self.eod), "tokenizer.json": fast.to_str().encode()}
 
 
 class NullTokenizer:
@@ -225,6 +230,41 @@ def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -
     )
 
 
+def folder_tokenizer(folder: Path) -> TokenizerConfig | None:
+    """Returns the settings that open the tokenizer of a model folder; None if it has none that can be opened."""
+    if (folder / "tokenizer.json").is_file():
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    if vocab.is_file() and merges.is_file():
+        return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
+    return None
+
+
+def vocabulary_difference(given: Tokenizer, held: Tokenizer) -> str | None:
+    """Returns how the ids of two tokenizers differ in meaning, as a predicate of the first; None if they mean the same.
+
+    >>> vocabulary_difference(ByteTokenizer(), ByteTokenizer()) is None
+    True
+    """
+    first, second = (tokenizer.files().get("tokenizer.json") for tokenizer in (given, held))
+    if first == second and first is not None:
+        return None
+    counts = f"{given.vocab_size:,} ids, where the model has learned {held.vocab_size:,}"
+    if first is None or second is None:
+        return f"has {counts}"
+    ours, theirs = (_load_fast(content).get_vocab(with_added_tokens=True) for content in (first, second))
+    if ours == theirs:
+        return None
+    tokens, learned = ({number: token for token, number in ids.items()} for ids in (ours, theirs))
+    number = min(number for number in tokens.keys() | learned.keys() if tokens.get(number) != learned.get(number))
+    here, there = (_token_text(names.get(number)) for names in (tokens, learned))
+    return f"has {counts}; id {number} is {here} here and {there} there"
+
+
+def _token_text(token: str | None) -> str:
+    return "nothing" if token is None else f"'{printable(token, max_chars=20)}'"
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | Path) -> HuggingFaceTokenizer:
     """Trains a byte-level BPE on the texts, writes it as a tokenizer.json and returns it. Id 0 is <|endoftext|>."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -245,6 +285,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | Path) -> Hu
     except OSError as error:
         raise DataError(f"Cannot write the tokenizer to {out_path}: {error}. Choose a writable folder.") from error
     return HuggingFaceTokenizer(out_path)
+
+
+def _byte_characters() -> list[str]:
+    """Returns the character that stands for each byte in a byte-level BPE: its own if it can be printed, else one from 256 on."""
+    own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in own]
+    return [chr(byte) if byte in own else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def _default_tokenizer_config(fast: FastTokenizer, eod: int | None) -> dict[str, bytes]:

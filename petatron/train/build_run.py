@@ -52,6 +52,7 @@ from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.checkpoint_args import read_checkpoint_args
 from petatron.train.state.run_model import Model
+from petatron.train.state.start_tokenizer import check_start_tokenizer, find_start_tokenizer, with_start_tokenizer
 
 _log = get_logger(__name__)
 
@@ -70,12 +71,19 @@ def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: in
 
 
 def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None]:
-    """Opens the configured tokenizer, if any, and returns the config with its vocabulary size; `ConfigError` if nothing says it."""
+    """Opens the tokenizer of a run, if any, and returns the config with its vocabulary size; `ConfigError` if nothing says it.
+
+    It is the configured one, or by default that of the model that the run starts from.
+    """
+    start = find_start_tokenizer(loaded.config.checkpoint)
+    loaded = loaded if start is None else with_start_tokenizer(loaded, start)
     config = loaded.config
     if config.tokenizer.tokenizer_type is None:
         known_vocab_size(config.model)
         return loaded, None
     tokenizer = build_tokenizer(config.tokenizer, vocab_size=config.model.vocab_size)
+    if start is not None:
+        check_start_tokenizer(loaded, tokenizer, start)
     return with_vocab_size(loaded, tokenizer.vocab_size, f"{tokenizer.name} tokenizer"), tokenizer
 
 

@@ -25,7 +25,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from tests.dist import RankPool
 from tests.hf.ours import run_config
-from tests.hf.zoo import BUILDERS, NEW_TOKENS, Truth, build, truth
+from tests.hf.zoo import BUILDERS, NEW_TOKENS, ONE_EXPERT, Truth, build, truth
 from tests.longform import later
 
 BOUND = 1e-4
@@ -49,7 +49,7 @@ def our_logits(folder: str, tokens: Tensor, layout: dict[str, int]) -> Tensor:
         return model.module.logits(tokens)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", [*BUILDERS, *ONE_EXPERT])
 def test_a_folder_of_transformers_is_converted(name: str, tmp_path: Path):
     """There: the same logits. Back: the same tensors, bit for bit, and the same settings."""
     true = truth(name)
@@ -216,10 +216,9 @@ def test_flags_that_contradict_the_mesh(ranks: RankPool, tmp_path: Path):
 
 
 def test_a_run_starts_from_a_folder_of_transformers(tmp_path: Path):
-    """The command line, at two ranks: with the settings of the converted model and the weights of the folder itself."""
+    """The command line, at two ranks: settings and weights are those of the folder."""
     theirs = their_folder("llama-gqa", tmp_path / "theirs")
-    convert(open_model_source(theirs), tmp_path / "ours", ConversionOptions(target_format="petatron"))
-    words = "train --config ours/config.yaml --load theirs --finetune --tp 2 --mock-data --lr 1e-3 --train-iters 2 "
+    words = "train --from theirs --tp 2 --mock-data --lr 1e-3 --train-iters 2 "
     words += "--eval-iters 0 --log-interval 1 --live off --seq-length 32 --save run --make-vocab-size-divisible-by 4"
     done = subprocess.run(
         [sys.executable, "-m", "petatron", *words.split()],

@@ -105,6 +105,11 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "qwen3-moe": _qwen3_moe,
     "qwen3-moe-every-second": lambda: _qwen3_moe(decoder_sparse_step=2, norm_topk_prob=True, tie_word_embeddings=True),
 }
+# A softmax over the one expert of a token is 1: such a model can be used and converted, though its router could not be trained.
+ONE_EXPERT: dict[str, Callable[[], Any]] = {
+    "mixtral-one-expert": lambda: _mixtral(num_experts_per_tok=1),
+    "qwen3-moe-one-expert": lambda: _qwen3_moe(num_experts_per_tok=1, norm_topk_prob=True),
+}
 DENSE = [name for name in BUILDERS if "moe" not in name and "mixtral" not in name]
 MIXED = [name for name in BUILDERS if name not in DENSE]
 
@@ -126,7 +131,7 @@ class Truth:
 def build(name: str) -> Any:
     """The model in evaluation mode; the same weights every time."""
     torch.manual_seed(sum(name.encode()))
-    model = BUILDERS[name]().eval()
+    model = (BUILDERS | ONE_EXPERT)[name]().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)

@@ -419,7 +419,7 @@ def test_a_hostile_communicator_file(tmp_path: Path, text: str, rule: str) -> No
 def test_a_fifo_is_no_list_of_datasets(tmp_path: Path, kind: str) -> None:
     _become(tmp_path / "list", kind)
     config = RunConfig(data=DataConfig(data_args_path=str(tmp_path / "list")))
-    assert [problem.rule for problem in preflight(config)] == ["is not a file"]
+    assert [problem.rule for problem in preflight(config)] == [f"is a {kind.replace('fifo', 'FIFO')}, not a file"]
     assert with_absolute_paths(config).data.data_args_path == str(tmp_path / "list")
     with pytest.raises(DataError, match=r"--data-args-path .*list cannot be read: it is a (FIFO|device), not a file"):
         build_datasets(config, None, (1, 0, 0))
@@ -439,7 +439,18 @@ def test_a_list_of_datasets_that_is_no_text(tmp_path: Path) -> None:
 def test_tokenizer_files_are_looked_at_before_ranks_start(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "x")
     config = RunConfig(tokenizer=TokenizerConfig(**{name: str(tmp_path / "x")}))  # type: ignore[arg-type]
-    assert "is not a file" in [problem.rule for problem in preflight(config)]
+    assert "is a FIFO, not a file" in [problem.rule for problem in preflight(config)]
+
+
+def test_token_files_of_another_kind_are_named_before_ranks_start(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.idx")
+    config = RunConfig(data=DataConfig(data_path=(str(tmp_path / "x"),)))
+    assert [problem.rule for problem in preflight(config)] == [
+        f"cannot be read: {tmp_path}/x.idx is a FIFO, not a file"
+    ]
+    (tmp_path / "x.idx").unlink()
+    there = f"does not exist: there is no {tmp_path}/x.idx and no {tmp_path}/x.bin"
+    assert [problem.rule for problem in preflight(config)] == [there]
 
 
 @pytest.mark.parametrize(

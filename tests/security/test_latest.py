@@ -17,6 +17,7 @@ from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.mesh.mesh import ParallelMesh
+from petatron.train.state.checkpoint_args import read_checkpoint_args
 from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.save_and_load import has_weights
 from tests.golden.make_checkpoint import MODEL, RUN
@@ -133,6 +134,16 @@ def test_a_resumed_run_says_it_and_mends_it(run: Path, capfd: pytest.CaptureFixt
     err = capfd.readouterr().err
     assert r"has '\u001b]0;owned\u0007\u001b[2J' where the name of a step should be. Taking step 3" in err
     assert (run / "latest").read_text() == "step-00000004\n"
+
+
+def test_a_run_that_takes_its_settings_from_there_says_it_once(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The load says it; reading the settings before need not."""
+    (run / "latest").write_text("what others wrote")
+    config = CheckpointConfig(load=str(run), use_checkpoint_args=True)
+    with caplog.at_level(logging.WARNING, "petatron"):
+        assert read_checkpoint_args(config).source == str(run / "step-00000003")
+        assert read_checkpoint_args(CheckpointConfig(), str(run)).source == str(run / "step-00000003")
+    assert not caplog.records
 
 
 def test_a_folder_in_its_place_is_told_before_training(run: Path) -> None:

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.base.model_companion_files import read_companion_file, strip_remote_code
+from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file, strip_remote_code
 from petatron.base.safe_files import remove_tree
 from petatron.checkpoint.convert.formats import ModelFormat, config_yaml_text, create_tmp_folder
 from petatron.checkpoint.convert.open_model import ModelSource
-from petatron.checkpoint.convert.read_hf_folder import CONFIG_FILE
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk, free_bytes
 from petatron.checkpoint.files.manifest import RankTable, StoredBox, StoredTensor

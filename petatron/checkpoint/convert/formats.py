@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from petatron.base.errors import CheckpointError
-from petatron.base.model_companion_files import find_companion_files
+from petatron.base.model_companion_files import CONFIG_FILE, find_companion_files, is_hf_folder
 from petatron.base.untrusted_files import open_regular_file
-from petatron.checkpoint.convert.read_hf_folder import CONFIG_FILE, is_hf_folder
 from petatron.checkpoint.files import step_folder
 from petatron.config import LoadedConfig, load_config
 

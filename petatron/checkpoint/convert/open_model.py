@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
+from petatron.base.model_companion_files import CONFIG_FILE
 from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import reading_untrusted as reading_foreign
 from petatron.checkpoint.convert.formats import (
@@ -32,11 +33,11 @@ from petatron.checkpoint.convert.formats import (
     reject_pickle_weights,
 )
 from petatron.checkpoint.convert.read_hf_folder import (
-    CONFIG_FILE,
     check_stored_counts,
     folder_manifest,
     load_config_json,
     model_folder_error,
+    naming_file,
     read_model_settings,
 )
 from petatron.checkpoint.files import step_folder
@@ -122,7 +123,8 @@ def _open_huggingface(path: Path) -> ModelSource:
     config = load_config_json(path)
     settings = read_model_settings(path)
     check_stored_counts(path, *settings)
-    values, spec = _resolve_spec(*settings)
+    with naming_file(path / CONFIG_FILE):
+        values, spec = _resolve_spec(*settings)
     manifest = folder_manifest(path, spec)
     return _manifest_source("huggingface", path, path, manifest, values, spec, config)
 
@@ -139,7 +141,8 @@ def _open_petatron(step: Path) -> ModelSource:
     settings = read_model_settings(folder)
     weights = sum(key.startswith(WEIGHT_PREFIX) for key in manifest.tensors)
     check_counts(folder / CONFIG_FILE, model_folder_error, *settings, num_tensors=weights, separate_experts=False)
-    values, spec = _resolve_spec(*settings)
+    with naming_file(folder / CONFIG_FILE):
+        values, spec = _resolve_spec(*settings)
     _check_weights(step, manifest, spec)
     return _manifest_source("petatron", step, folder, manifest, values, spec, config)
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from petatron.base.errors import CheckpointError
+from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.model_companion_files import CONFIG_FILE
 from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
 from petatron.checkpoint.files.disk import BLOCK_BYTES
 from petatron.checkpoint.files.manifest import Manifest, StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import MAX_HEADER_BYTES, TensorInfo
 from petatron.checkpoint.load.box_reads import read_checked_header
 from petatron.checkpoint.state import WEIGHT_PREFIX
-from petatron.config.schema.model_identity import REDUNDANT_FIELDS, is_identity_field
+from petatron.config.schema.model_identity import identity_differences
 from petatron.models.hf import (
     OWN_MODEL_TYPE,
     FolderEntry,
@@ -35,14 +38,8 @@ from petatron.models.model_spec import ModelSpec
 from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape
 
-CONFIG_FILE = "config.json"
 _INDEX_FILE = "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 16 << 20
-
-
-def is_hf_folder(path: Path) -> bool:
-    """Whether this is a Hugging Face model folder, and not one of checkpoints."""
-    return (path / CONFIG_FILE).is_file() and any(path.glob("*.safetensors"))
 
 
 def model_folder_error(path: Path, why: str) -> CheckpointError:
@@ -64,8 +61,17 @@ def load_config_json(path: Path) -> dict[str, Any]:
 
 def read_model_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns ModelConfig and MoEConfig values from a folder's config.json; the second is empty for a dense model."""
-    with reading_untrusted(path / CONFIG_FILE, model_folder_error):
+    with reading_untrusted(path / CONFIG_FILE, model_folder_error), naming_file(path / CONFIG_FILE):
         return parse_config_json(load_config_json(path))
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Puts the path of the file before the key of every problem raised inside: several models may be open."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([replace(problem, where=f"{path}: {problem.where}") for problem in error.problems]) from error
 
 
 def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, Any]) -> None:
@@ -166,22 +172,16 @@ def _add(tensors: dict[str, StoredTensor], key: str, shape: Shape, dtype: str, b
 def _check_same_model(path: Path, spec: ModelSpec) -> None:
     """Checks that the settings that change the function of the weights equal the run's."""
     model_values, moe_values = read_model_settings(path)
-    ours: Mapping[str, Any] = {
-        name: getattr(section, name)
-        for section, values in ((spec.config, model_values), (spec.moe, moe_values))
-        for name in values
-        if section is not None
-    }
+    no_experts = dict.fromkeys(moe_values)
+    ours = asdict(spec.config) | (no_experts if spec.moe is None else asdict(spec.moe))
     theirs = model_values | moe_values
     differing = [
-        f"{name}: {value} there, {ours.get(name)} in this run"
-        for name, value in sorted(theirs.items())
-        if is_identity_field(name) and name not in REDUNDANT_FIELDS and ours.get(name) != value
+        f"{name}: {theirs[name]} there, {ours[name]} in this run" for name in identity_differences(theirs, ours)
     ]
     if differing:
         raise CheckpointError(
-            f"{path / CONFIG_FILE} is of another model ({'; '.join(differing)}). Give this run the settings of that folder: "
-            f"`petatron checkpoint convert {path} NEW --to petatron` writes them to NEW/config.yaml, for --config."
+            f"{path / CONFIG_FILE} is of another model ({'; '.join(differing)}). Leave these settings out and say --from {path}, "
+            "which takes those of the folder."
         )
 
 

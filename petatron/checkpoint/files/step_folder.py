@@ -239,10 +239,10 @@ def containing_step(path: Path) -> Path | None:
     return whole.parent if whole.name == MODEL_FOLDER and (whole.parent / MANIFEST_FILE).is_file() else None
 
 
-def resolve_step(folder: Path, step: int | None) -> Path:
+def resolve_step(folder: Path, step: int | None, *, warn: bool = True) -> Path:
     """Returns the folder of a step (None: the newest); a folder that is itself a step, or the model of one, resolves to that step.
 
-    Raises `DamagedCheckpointError` if `latest` names one that is not complete; warns if it names none at all.
+    Raises `DamagedCheckpointError` if `latest` names one that is not complete; warns, if asked to, if it names none at all.
     """
     own = containing_step(folder)
     if own is not None:
@@ -260,7 +260,8 @@ def resolve_step(folder: Path, step: int | None) -> Path:
                 f"{folder / LATEST_FILE} {problem}. Restore it from a copy, or "
                 f"resume from another step with --ckpt-step (there are: {', '.join(map(str, found))})."
             )
-        warn_of_unusable_latest(folder)
+        if warn:
+            warn_of_unusable_latest(folder)
     wanted = latest_step(folder) if step is None else step
     if wanted is None:
         raise CheckpointError(f"{folder} holds no checkpoint. Give --load a folder that --save wrote to.")

@@ -7,7 +7,6 @@ against the configuration of the run. All problems are found in one pass.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -32,7 +31,7 @@ from petatron.checkpoint.files.safetensors_file import DTYPES, TensorInfo, read_
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, read_signature, signature_problem
 from petatron.checkpoint.files.step_list import check_steps_not_lost, read_latest, warn_of_unusable_latest
 from petatron.config.saved_config import without_private_settings
-from petatron.config.schema.model_identity import REDUNDANT_FIELDS
+from petatron.config.schema.model_identity import identity_differences
 from petatron.sharding.boxes import tiling_problem
 
 ProgressCallback = Callable[[int, int], None]
@@ -405,9 +404,8 @@ def _config_findings(path: Path, facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _config_differences(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
     saved = facts.get("model") or {}
-    for name, value in sorted(json.loads(json.dumps(values)).items()):  # tuples as the lists that were saved
-        if name in saved and name not in REDUNDANT_FIELDS and saved[name] != value:
-            yield f"{name} is {value} there and {saved[name]} in the manifest"
+    for name in identity_differences(values, saved):
+        yield f"{name} is {values[name]} there and {saved[name]} in the manifest"
 
 
 def summarize_kinds(summary: CheckpointSummary) -> dict[str, tuple[int, str, int]]:

@@ -41,7 +41,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
     refused = {problem.where for problem in refusals}
     rules = (
         check_model(config),
-        check_moe(config),
+        check_moe(config, require_training=require_training),
         check_layout(config),
         check_pipeline(config),
         check_data_parallel(config),

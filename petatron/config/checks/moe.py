@@ -11,7 +11,7 @@ from petatron.config.schema.moe_layer_freq import moe_layer_freq_problems
 from petatron.config.schema.run import RawRunConfig
 
 
-def check_moe(config: RawRunConfig) -> Iterator[Problem]:
+def check_moe(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     moe = config.moe
     yield from at_least("num_experts", moe.num_experts, 1)
     if moe.num_experts is None or moe.num_experts < 1:
@@ -22,6 +22,24 @@ def check_moe(config: RawRunConfig) -> Iterator[Problem]:
     yield from _groups(moe, moe.num_experts)
     yield from _load_balancing(moe)
     yield from _capacity(moe)
+    if require_training and router_cannot_learn(moe) and not _continues_model(config):
+        rule = "with a softmax over the chosen expert alone gives every token the score 1, so the router cannot learn"
+        fix = "Add --moe-router-pre-softmax; a model that is trained already continues with --from FOLDER."
+        yield Problem("--moe-router-topk", "1", rule, fix)
+
+
+def router_cannot_learn(moe: MoEConfig) -> bool:
+    """Whether no gradient reaches the router: a softmax over one chosen expert is 1. Sinkhorn has its own score for top-1."""
+    if moe.moe_router_topk != 1 or moe.num_experts is None or moe.num_experts < 2:
+        return False
+    softmax = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
+    return softmax and moe.moe_router_load_balancing_type != "sinkhorn"
+
+
+def _continues_model(config: RawRunConfig) -> bool:
+    """Whether the run starts from a model that exists, whose routing is no choice of this run."""
+    checkpoint = config.checkpoint
+    return checkpoint.finetune or checkpoint.use_checkpoint_args or checkpoint.pretrained_checkpoint is not None
 
 
 def _numbers(moe: MoEConfig) -> Iterator[Problem]:
@@ -39,15 +57,6 @@ def _topk(moe: MoEConfig, experts: int) -> Iterator[Problem]:
     if not 1 <= topk <= experts:
         rule = f"is not between 1 and --num-experts {experts}"
         yield Problem("--moe-router-topk", str(topk), rule, f"Use {min(2, experts)}, say.")
-    elif topk == 1 and experts > 1 and _softmax_over_topk(moe):
-        rule = "with a softmax over the chosen expert alone gives every token the score 1, so the router cannot learn"
-        yield Problem("--moe-router-topk", "1", rule, "Add --moe-router-pre-softmax.")
-
-
-def _softmax_over_topk(moe: MoEConfig) -> bool:
-    """Sinkhorn has its own score for top-1."""
-    softmax = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
-    return softmax and moe.moe_router_load_balancing_type != "sinkhorn"
 
 
 def _groups(moe: MoEConfig, experts: int) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from petatron.base.errors import Problem
+from petatron.base.untrusted_files import not_a_file_reason
 from petatron.config.nccl_communicators import communicator_problems
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import flag_name
@@ -101,8 +102,10 @@ def _missing_files(config: RunConfig) -> Iterator[Problem]:
     for name, path in named:
         if path is not None and not Path(path).exists():
             yield Problem(flag_name(name), path, "does not exist", "Give the path of a file that is there.")
-        elif path is not None and not Path(path).is_file() and (name != "tokenizer_model" or not Path(path).is_dir()):
-            yield Problem(flag_name(name), path, "is not a file", "Give the path of a file.")
+        elif path is not None and (name != "tokenizer_model" or not Path(path).is_dir()):
+            reason = not_a_file_reason(Path(path))
+            if reason is not None:
+                yield Problem(flag_name(name), path, reason, "Give the path of a file.")
 
 
 def _missing_data(config: RunConfig) -> Iterator[Problem]:
@@ -112,9 +115,13 @@ def _missing_data(config: RunConfig) -> Iterator[Problem]:
         except BlendError:  # a problem of its own
             continue
         for prefix in dict.fromkeys(part.prefix for part in parts):
-            gone = [f"{prefix}{end}" for end in (".idx", ".bin") if not Path(f"{prefix}{end}").is_file()]
-            if gone:
-                fix = "Give the prefix of files that `petatron data preprocess` wrote, without .bin or .idx."
+            reasons = {f"{prefix}{end}": not_a_file_reason(Path(f"{prefix}{end}")) for end in (".idx", ".bin")}
+            gone = [path for path, reason in reasons.items() if reason == "is missing"]
+            strange = [f"{path} {reason}" for path, reason in reasons.items() if reason and path not in gone]
+            fix = "Give the prefix of files that `petatron data preprocess` wrote, without .bin or .idx."
+            if strange:
+                yield Problem(flag_name(name), prefix, f"cannot be read: {' and '.join(strange)}", fix)
+            elif gone:
                 yield Problem(flag_name(name), prefix, f"does not exist: there is no {' and no '.join(gone)}", fix)
 
 

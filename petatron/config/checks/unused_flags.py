@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+<<<<<<< HEAD
 from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, flatten_config
+=======
+from petatron.config.checks.moe import router_cannot_learn
+from petatron.config.schema.fields import fields_by_name, flatten_config
+>>>>>>> k-folder
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin
@@ -70,6 +75,11 @@ def _as_given(info: FieldInfo, value: FieldValue, origin: ValueOrigin) -> str:
 def _different_effect_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
     """Yields settings that have an effect, but not the one that their name suggests."""
     precision = config.precision
+    if router_cannot_learn(config.moe):
+        yield (
+            "--moe-router-topk 1 with a softmax over the chosen expert alone: the loss has no gradient for the router, which stays "
+            "as it is but for load balancing"
+        )
     # On by default, so that only an explicit flag shows that someone expects an effect.
     asked = config.moe.moe_shared_expert_overlap and origins["moe.moe_shared_expert_overlap"].kind == "flag"
     if asked and config.moe.num_experts is not None and (why := _no_shared_expert_overlap_reason(config)) is not None:
@@ -117,8 +127,10 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
         yield "mtp_loss_scaling_factor", "it is for --mtp-num-layers"
     if config.checkpoint.load is None:
         yield from ((name, "there is no --load") for name in _LOAD)
-    if not config.checkpoint.use_checkpoint_args:
-        yield "use_tokenizer_model_from_checkpoint_args", "it is for --use-checkpoint-args"
+    if not config.checkpoint.use_checkpoint_args and config.checkpoint.pretrained_checkpoint is None:
+        yield "use_tokenizer_model_from_checkpoint_args", "it is for --use-checkpoint-args and --from"
+    if config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None:
+        yield "force_tokenizer", "there is no model to start from"
     if config.checkpoint.save is None:
         yield from ((name, "there is no --save") for name in _SAVE)
     if config.data.mock_data or config.data.train_data_path:

@@ -24,7 +24,8 @@ from petatron.config.schema.fields import (
 )
 from petatron.config.value_origins import Setting, ValueOrigin
 
-PRESET_FLAG, FILE_FLAG = "--preset", "--config"
+PRESET_FLAG, FILE_FLAG, FROM_FLAG = "--preset", "--config", "--from"
+_SOURCES = {PRESET_FLAG: "a preset's name", FILE_FLAG: "a YAML file", FROM_FLAG: "the folder of a model or of a run"}
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class ParsedFlags:
     settings: list[Setting] = field(default_factory=list)
     preset: str | None = None
     files: list[str] = field(default_factory=list)
+    from_folder: str | None = None
     notices: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     doubtful_flags: set[str] = field(default_factory=set)
@@ -74,7 +76,7 @@ def known_flags() -> list[str]:
         megatron_flags.CHOICE_FLAGS,
         megatron_flags.NO_OP_FLAGS,
     )
-    return [*own, *negated, *(flag for table in others for flag in table), PRESET_FLAG, FILE_FLAG]
+    return [*own, *negated, *(flag for table in others for flag in table), *_SOURCES]
 
 
 def unsupported_problem(where: str, found: str, feature: str, fix: str = "Leave it out") -> Problem:
@@ -122,7 +124,7 @@ def _apply_flag(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
         return _apply_field(info, token, parsed)
     if negated is not None and negated.kind == "bool":
         return _apply_valueless(token, parsed, lambda: parsed.add_setting(negated, False, token.typed))
-    if flag in (PRESET_FLAG, FILE_FLAG):
+    if flag in _SOURCES:
         return _apply_source(token, parsed)
     if (shorthand := megatron_flags.SHORTHANDS.get(flag)) is not None:
         target = fields_by_name()[shorthand.field]
@@ -215,10 +217,11 @@ def _apply_no_op(no_op: megatron_flags.NoOpFlag, token: _FlagToken, parsed: Pars
 def _apply_source(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
     text = token.inline_value if token.inline_value is not None else next(iter(token.following_words), "")
     if not text:
-        what = "a preset's name" if token.flag == PRESET_FLAG else "a YAML file"
-        parsed.problems.append(Problem(token.typed, "", "needs a value", f"Give {what}."))
+        parsed.problems.append(Problem(token.typed, "", "needs a value", f"Give {_SOURCES[token.flag]}."))
     elif token.flag == PRESET_FLAG:
         parsed.preset = text
+    elif token.flag == FROM_FLAG:
+        parsed.from_folder = text
     else:
         parsed.files.append(text)
     return token.following_words if token.inline_value is not None else token.following_words[1:]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from petatron.config.checks.check_all import UNSUPPORTED_FIELDS
 from petatron.config.checks.model import REQUIRED_FIELDS
 from petatron.config.flags import megatron_flags
-from petatron.config.flags.help_text import flag_aliases
-from petatron.config.flags.parse import FILE_FLAG, PRESET_FLAG
+from petatron.config.flags.help_text import FROM_DOC, flag_aliases
+from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG
 from petatron.config.presets import preset_names, preset_summary
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_path, sections
 from petatron.config.show import format_value
@@ -19,6 +19,8 @@ Every setting is one field of one schema. On the command line it is a flag (`--n
 a YAML file a key (`num_layers: 4`, under its section or at the top), in Python an attribute (`config.model.num_layers`).
 Values come from the schema's defaults, then `{PRESET_FLAG} NAME`, then each `{FILE_FLAG} FILE`, then flags; later wins.
 What is still unset is derived. `petatron config show` prints every value with its origin.
+
+`{FROM_FLAG} FOLDER`: {FROM_DOC[0].lower()}{FROM_DOC[1:]} A flag that makes another model of it is an error.
 
 Booleans are `--x`, `--no-x` or `--x=false`. The word `none` unsets a field that may be unset. Fields marked `...` take
 several values. Underscores in a flag count as dashes. Fields marked * need a feature that is not in this version: only

@@ -1,14 +1,18 @@
 """Which settings of a model define the function of its weights, and which are a run's choice.
 
-A checkpoint, a config.json and a resumed run must agree on the first; the others may differ.
+A checkpoint, a config.json and a resumed run must agree on the first; the others may differ. Of the first, a model does not use all:
+where every layer has experts there is no MLP, and without rotary positions no rotary base. Settings are compared by what is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from petatron.base.untrusted_files import is_count
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS, MoELayerFreqError, parse_moe_layer_freq
 
 # How a run shards or computes the model.
 RUNTIME_FIELDS = frozenset(
@@ -38,7 +42,11 @@ TRAINING_ONLY_FIELDS = frozenset(
     }
 )
 # Redundant with other settings.
-REDUNDANT_FIELDS = frozenset({"group_query_attention", "moe_layer_freq"})
+REDUNDANT_FIELDS = frozenset({"group_query_attention"})
+_ROTARY_FIELDS = frozenset({"rotary_base", "rotary_percent", "use_rope_scaling"})
+_LLAMA3_FIELDS = frozenset({"rope_low_freq_factor", "rope_high_freq_factor"})
+_YARN_FIELDS = frozenset({"yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim"})
+_SCALING_FIELDS = frozenset({"rope_scaling_factor", "original_max_position_embeddings"})
 
 
 def is_identity_field(name: str) -> bool:
@@ -60,3 +68,57 @@ def model_identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
     if identity["model_type"] == "decoder":
         del identity["model_type"]
     return identity
+
+
+def identity_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Returns the settings by which two models differ, by name, of those that both say and that the second one uses.
+
+    `ours` are the settings of a model or more than these, by field name; JSON's lists count as tuples.
+
+    >>> mixtral = dict(num_layers=2, num_experts=4, moe_layer_freq="1", ffn_hidden_size=48, moe_ffn_hidden_size=48)
+    >>> identity_differences(mixtral, mixtral | dict(ffn_hidden_size=128, moe_layer_freq="[1, 1]", num_layers=3))
+    ['num_layers']
+    """
+    ignored = REDUNDANT_FIELDS | _unused_fields(ours)
+    return [
+        name
+        for name in sorted(theirs.keys() & ours.keys())
+        if is_identity_field(name) and name not in ignored and not _same_value(name, theirs, ours)
+    ]
+
+
+def _same_value(name: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    if name == "moe_layer_freq":
+        return _moe_pattern(theirs) == _moe_pattern(ours)
+    first, second = (tuple(v) if isinstance(v, list) else v for v in (theirs[name], ours[name]))
+    return first == second
+
+
+def _unused_fields(settings: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the settings that a decoder with these ones does not use; what another kind of model uses is its own affair."""
+    unused: frozenset[str] = frozenset()
+    if settings.get("model_type", "decoder") != "decoder":
+        return unused
+    positions = settings.get("position_embedding_type")
+    if positions not in (None, "rope", "yarn"):
+        unused |= _ROTARY_FIELDS
+    if positions not in (None, "yarn"):
+        unused |= _YARN_FIELDS
+    if positions != "yarn" and not settings.get("use_rope_scaling"):
+        unused |= _LLAMA3_FIELDS | _SCALING_FIELDS
+    if settings.get("num_experts") is not None and all(_moe_pattern(settings)):
+        unused |= {"ffn_hidden_size"}
+    return unused
+
+
+def _moe_pattern(settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns for each layer whether it has experts; a pattern that means nothing stands for itself."""
+    text, layers = settings.get("moe_layer_freq") or "1", settings.get("num_layers", 0)
+    try:
+        pattern = parse_moe_layer_freq(str(text))
+    except MoELayerFreqError:
+        return ("", text)
+    if isinstance(pattern, int):
+        known = is_count(layers, 1) and layers <= MAX_PATTERN_LAYERS and pattern > 0
+        return tuple(layer % pattern == 0 for layer in range(layers)) if known else ("", text, layers)
+    return tuple(bool(bit) for bit in pattern)

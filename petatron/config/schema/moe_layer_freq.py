@@ -14,7 +14,7 @@ from petatron.config.schema.run import RawRunConfig
 
 _FIX = "Give a number, or one 0 or 1 per layer such as ([0]*1+[1]*23)."
 # Far above any model; keeps `[1]*999999999` from filling memory before it is refused.
-_MAX_LAYERS = 100_000
+MAX_PATTERN_LAYERS = 100_000
 
 
 class MoELayerFreqError(ValueError):
@@ -86,8 +86,8 @@ def _value(node: ast.expr) -> int | tuple[int, ...]:
         case ast.BinOp(op=ast.Mult(), left=left, right=right):
             unit, count = (left, right) if not isinstance(left, ast.Constant) else (right, left)
             times, items = _value(count), _list(unit)
-            if isinstance(times, int) and times * len(items) > _MAX_LAYERS:
-                raise MoELayerFreqError(f"has more than {_MAX_LAYERS} layers")
+            if isinstance(times, int) and times * len(items) > MAX_PATTERN_LAYERS:
+                raise MoELayerFreqError(f"has more than {MAX_PATTERN_LAYERS} layers")
             if isinstance(times, int):
                 return items * times
     raise MoELayerFreqError("is neither a number nor a list of 0 and 1")

@@ -189,6 +189,8 @@ class TokenizerConfig:
     """GPT-2 vocab.json."""
     merge_file: FilePath | None = None
     """GPT-2 merges.txt."""
+    force_tokenizer: NotSavedFlag = False
+    """Start from a model with another tokenizer than its folder has; its ids then mean other tokens than the model has learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +225,7 @@ class CheckpointConfig:
     use_mp_args_from_checkpoint_args: NotSavedFlag = False
     """With `--use-checkpoint-args`, take the sizes of tensor, pipeline and expert parallelism and the pipeline's split too."""
     use_tokenizer_model_from_checkpoint_args: bool = True
-    """With `--use-checkpoint-args`, use the checkpoint's tokenizer unless another one is given."""
+    """With `--use-checkpoint-args` or `--from`, use the tokenizer found there unless another one is given."""
     override_opt_param_scheduler: NotSavedFlag = False
     """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
     async_save: bool = False

@@ -1,4 +1,4 @@
-"""The settings a checkpoint was saved with, for `--use-checkpoint-args`.
+"""The settings a checkpoint was saved with, for `--use-checkpoint-args` and `--from`.
 
 A checkpoint of a training run contains the run's whole config. One that was converted or saved by your own program, and a Hugging
 Face model folder, contain the model's config.json, which describes the model and no layout.
@@ -7,11 +7,13 @@ Face model folder, contain the model's config.json, which describes the model an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from petatron.base.errors import CheckpointError
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.checkpoint.convert.formats import config_sections
+from petatron.checkpoint.convert.formats import config_sections, detect_format
 from petatron.checkpoint.convert.read_hf_folder import check_stored_counts, read_model_settings
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
@@ -20,20 +22,39 @@ from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.config.required_settings import required
+from petatron.data.tokenizer import folder_tokenizer
 from petatron.models.hf.check_claimed_counts import check_counts
-from petatron.train.state.run_dirs import check_load_dir
+from petatron.train.state.run_dirs import check_load_dir, refuse_unconverted
 
 _SECTIONS = ("model", "moe", "parallel", "tokenizer")
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
-def read_checkpoint_args(config: CheckpointConfig) -> CheckpointSettings:
-    """Returns the settings of the checkpoint that a run would load; `CheckpointError` when there is none."""
+def read_checkpoint_args(config: CheckpointConfig, start_folder: str | None = None) -> CheckpointSettings:
+    """Returns the settings of the checkpoint that a run would load, or of the model in `start_folder`; raises if there is none."""
+    if start_folder is not None:
+        return _read_start_folder(Path(start_folder))
     folder = Path(required("load", config.load))
     check_load_dir(folder, config, may_be_empty=False)
     if not step_folder.list_steps(folder):
         return CheckpointSettings(str(folder), _settings_from_hf_folder(folder))
-    step, manifest = _select_step(folder, config)
+    return _settings_from_step(*_select_step(folder, config))
+
+
+def _read_start_folder(folder: Path) -> CheckpointSettings:
+    """Reads the model of a Hugging Face folder, of a run's newest step, or of one step."""
+    try:
+        kind = detect_format(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"--from {error}") from error
+    if kind == "petatron":
+        step = step_folder.resolve_step(folder, None, warn=False)  # whoever loads the weights warns
+        return _settings_from_step(step, step_folder.read_manifest(step))
+    refuse_unconverted(folder, "--from")
+    return CheckpointSettings(str(folder), _settings_from_hf_folder(folder))
+
+
+def _settings_from_step(step: Path, manifest: Manifest) -> CheckpointSettings:
     saved = run_config(run_facts(manifest))
     model_folder = step / step_folder.MODEL_FOLDER
     if not saved:
@@ -54,7 +75,7 @@ def _select_step(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest
     while True:
         source = None
         try:
-            source = step_folder.resolve_step(folder, step)
+            source = step_folder.resolve_step(folder, step, warn=False)  # the load warns
             return source, step_folder.read_manifest(source)
         except step_folder.DamagedCheckpointError:
             step = step_folder.previous_step(folder, source) if config.load_fallback else None
@@ -73,7 +94,6 @@ def _tokenizer_section(saved: Mapping[str, Any], model_folder: Path) -> Mapping[
     """Returns the run's tokenizer if its files still exist, else the copy in the model folder, else nothing."""
     files = [saved[name] for name in _TOKENIZER_FILES if saved.get(name) is not None]
     if saved.get("tokenizer_type") is not None and all(Path(file).exists() for file in files):
-        return saved
-    if (model_folder / "tokenizer.json").is_file():
-        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(model_folder)}
-    return {}
+        return {name: saved[name] for name in ("tokenizer_type", *_TOKENIZER_FILES) if name in saved}
+    held = folder_tokenizer(model_folder)
+    return {} if held is None else {name: value for name, value in asdict(held).items() if value}

@@ -7,6 +7,7 @@ settings, and take precedence.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.model_companion_files import read_companion_file
+from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.convert.formats import (
     config_sections,
@@ -24,11 +25,11 @@ from petatron.checkpoint.convert.formats import (
     reject_pickle_weights,
 )
 from petatron.checkpoint.convert.read_hf_folder import (
-    CONFIG_FILE,
     check_stored_counts,
     check_stored_size,
     load_config_json,
     model_folder_error,
+    naming_file,
     read_model_settings,
 )
 from petatron.checkpoint.files import step_folder
@@ -99,7 +100,9 @@ def from_pretrained(
         }
         with reading_untrusted(folder / CONFIG_FILE, model_folder_error):
             check_stored_counts(folder, *settings)
-            run = _run_config(settings, mesh, flags, precision, stored=stored)
+            # With flags a problem may be theirs.
+            with nullcontext() if flags else naming_file(folder / CONFIG_FILE):
+                run = _run_config(settings, mesh, flags, precision, stored=stored)
             check_stored_size(folder, model_spec(run))
         model = build_model(run, mesh or launch(run), init_weights=False)
         found = load_checkpoint(str(source), model=model, random_states=False)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
+from petatron.base.model_companion_files import CONFIG_FILE, is_hf_folder
 from petatron.base.safe_files import reopen_file
 from petatron.base.untrusted_files import not_a_file_reason
 from petatron.checkpoint.convert.formats import check_not_inside_step, is_megatron_folder, reject_pickle_weights
-from petatron.checkpoint.convert.read_hf_folder import CONFIG_FILE, is_hf_folder
 from petatron.checkpoint.files.disk import check_writable
 from petatron.checkpoint.files.signature import open_signer
 from petatron.checkpoint.files.step_folder import containing_step
@@ -35,7 +35,7 @@ def check_run_dirs(config: CheckpointConfig) -> None:
     if config.load is not None:
         check_load_dir(Path(config.load), config, may_be_empty=continues)
     if config.pretrained_checkpoint is not None and not (config.load is not None and list_steps(Path(config.load))):
-        _refuse_unconverted(Path(config.pretrained_checkpoint), "--pretrained-checkpoint")
+        refuse_unconverted(Path(config.pretrained_checkpoint), "--pretrained-checkpoint")
     if config.save is not None:
         check_not_inside_step(Path(config.save), f"--save {config.save}")
         if is_hf_folder(Path(config.save)):
@@ -48,10 +48,23 @@ def check_run_dirs(config: CheckpointConfig) -> None:
         check_writable(config.save)
         found = list_steps(Path(config.save))
         if found and not (continues and not config.finetune):
-            raise CheckpointError(
-                f"--save {config.save} already holds checkpoints (the newest of step {max(found)}), and this run would start "
-                f"at another place. Continue it with --load {config.save}, or choose another folder."
-            )
+            raise CheckpointError(_occupied_save_text(config, newest=max(found), continues=continues))
+
+
+def _occupied_save_text(config: CheckpointConfig, *, newest: int, continues: bool) -> str:
+    """Says which run the checkpoints in `--save` belong to, and what of this run's flags does not continue it."""
+    text = f"--save {config.save} already holds checkpoints (the newest of step {newest})"
+    if continues:
+        return (
+            f"{text}, and --finetune starts a new run from their weights, at iteration 0: its checkpoints would be mixed with those of "
+            "the run it starts from. Give --save another folder, or leave --finetune out to continue that run."
+        )
+    if config.pretrained_checkpoint is not None and config.load is None:
+        return (
+            f"{text}, and this run starts at iteration 0, from the weights of {config.pretrained_checkpoint}. Give --save another "
+            f"folder, or continue the run there with --load {config.save}."
+        )
+    return f"{text}, and this run would start at another place. Continue it with --load {config.save}, or choose another folder."
 
 
 def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -> None:
@@ -68,7 +81,7 @@ def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool
     if is_hf_folder(folder):
         _check_hf_load(folder, config)
         return
-    _refuse_unconverted(folder, "--load")
+    refuse_unconverted(folder, "--load")
     broken = (
         sorted(path.name for path in folder.glob("step-*") if not path.name.endswith(".tmp")) if folder.is_dir() else []
     )
@@ -103,7 +116,7 @@ def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool
         )
 
 
-def _refuse_unconverted(folder: Path, flag: str) -> None:
+def refuse_unconverted(folder: Path, flag: str) -> None:
     """Raises for checkpoints of other programs that must be converted first."""
     if containing_step(folder) is not None or list_steps(folder):
         return
@@ -120,7 +133,7 @@ def _check_hf_load(folder: Path, config: CheckpointConfig) -> None:
     """A Hugging Face model has weights and no state to resume from."""
     if not config.finetune:
         raise CheckpointError(
-            f"--load {folder} is the folder of a model: there are weights, but no run to go on with. Add --finetune to start a "
+            f"--load {folder} is the folder of a model: there are weights, but no run to go on with. Use --from {folder} to start a "
             "run from them."
         )
     if config.ckpt_step is not None:

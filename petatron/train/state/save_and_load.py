@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
+from petatron.base.model_companion_files import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.checkpoint.convert.read_hf_folder import folder_manifest, is_hf_folder
+from petatron.checkpoint.convert.read_hf_folder import folder_manifest
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.step_list import check_steps_not_lost
 from petatron.checkpoint.manager import CheckpointManager

@@ -15,7 +15,7 @@ from petatron.checkpoint.files.step_folder import damaged_error
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.config import CheckpointConfig, RunConfig
 from petatron.config.schema.fields import fields_by_name
-from petatron.config.schema.model_identity import model_identity
+from petatron.config.schema.model_identity import identity_differences, model_identity
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.loss_scaler import LossScaler, build_loss_scaler
@@ -224,7 +224,8 @@ class TrainState:
         now = model_identity(self.run.model, self.run.moe)
         # A setting added after the checkpoint had its default then.
         then = {**{name: fields_by_name()[name].default for name in now}, **saved}
-        return _differences(then, now)
+        now = dict.fromkeys(then) | now
+        return [f"{name}: {then[name]} then, {now[name]} now" for name in identity_differences(then, now)]
 
     def _restore_progress(self, loaded: LoadedState) -> None:
         facts = loaded.facts

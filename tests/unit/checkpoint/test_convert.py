@@ -403,9 +403,7 @@ def test_a_missing_shard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_run_of_other_settings_is_told_where_to_get_them(tmp_path: Path):
     model = petatron.build_model(run_of("gpt2"), ParallelMesh.single())
-    with pytest.raises(
-        CheckpointError, match=r"another model.*convert .*/model NEW --to petatron` writes them to NEW/con"
-    ):
+    with pytest.raises(CheckpointError, match=r"another model.*say --from .*/model, which takes those of the folder"):
         petatron.load_checkpoint(str(model_folder(tmp_path)), model=model)
 
 
@@ -468,7 +466,7 @@ def test_what_holds_no_model(tmp_path: Path):
 def test_a_run_starts_from_a_model_only_when_told(tmp_path: Path):
     folder = str(model_folder(tmp_path))
     check_run_dirs(CheckpointConfig(load=folder, finetune=True))
-    with pytest.raises(CheckpointError, match=r"no run to go on with. Add --finetune"):
+    with pytest.raises(CheckpointError, match=r"no run to go on with. Use --from"):
         check_run_dirs(CheckpointConfig(load=folder))
     with pytest.raises(CheckpointError, match="Leave --ckpt-step out"):
         check_run_dirs(CheckpointConfig(load=folder, finetune=True, ckpt_step=3))

@@ -53,7 +53,7 @@ REFUSED = [
     # the router
     ("--num-experts 0", "--num-experts 0 is below 1. Use 1 or more."),
     ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is not between 1 and --num-experts 2. Use 2, say."),
-    (f"{EXPERTS} --moe-router-topk 1", "--moe-router-topk 1 with a softmax over the chosen expert alone gives every token the score 1, so the router cannot learn. Add --moe-router-pre-softmax."),
+    (f"{EXPERTS} --moe-router-topk 1", "--moe-router-topk 1 with a softmax over the chosen expert alone gives every token the score 1, so the router cannot learn. Add --moe-router-pre-softmax; a model that is trained already continues with --from FOLDER."),
     (f"{EXPERTS} --moe-layer-freq [1]*3", "--moe-layer-freq [1]*3 is a pattern of 3 layers, but --num-layers is 4. Write one 0 or 1 per layer."),
     (f"{EXPERTS} --moe-router-num-groups 3", "--moe-router-num-groups 3 does not divide --num-experts 8. Use 1, 2, 4 or 8."),
     (f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 3", "--moe-router-group-topk 3 is not between 1 and --moe-router-num-groups 2. Use fewer groups per token than there are groups."),

@@ -254,6 +254,11 @@ def test_merge(tmp_path: Path) -> None:
         writer.add_document([9, 8])
     with pytest.raises(DataError, match=r"wide has tokens of type int32.*same tokenizer"):
         merge_datasets([tmp_path / "a", tmp_path / "wide"], tmp_path / "d")
+    (tmp_path / "c.bin").unlink()
+    with pytest.raises(DataError, match=r"merged: \S*c\.bin, \S*none\.idx, \S*none\.bin do not exist"):
+        merge_datasets([tmp_path / "a", tmp_path / "c", tmp_path / "none"], tmp_path / "d")
+    with pytest.raises(DataError, match=r"c\.bin does not exist"):
+        merge_datasets([tmp_path / "a", tmp_path / "c"], tmp_path / "d")
     with pytest.raises(DataError, match="Nothing to merge"):
         merge_datasets([], tmp_path / "d")
     with pytest.raises(DataError, match="both an input and the output"):
