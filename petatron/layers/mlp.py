@@ -14,17 +14,16 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.sharding.shard_spec import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MLPSpec(BranchSpec):
+class MLPSpec(ChannelMixerSpec):
     """An MLP of inner `width`. std, out_std: of the initial weights of its first and of its last GEMM."""
 
-    name = "mlp"
     region = "mlp"
 
     hidden_size: int
@@ -33,18 +32,6 @@ class MLPSpec(BranchSpec):
     bias: bool
     std: float
     out_std: float
-
-    @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "any"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
-    def gated(self) -> bool:
-        return self.activation in GATED_ACTIVATIONS
 
     def build(self, layer_index: int) -> MLP | GatedMLP:
         return GatedMLP(self) if self.gated else MLP(self)

@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from petatron.config.schema.model import GATED_ACTIVATIONS, MoEConfig
+from petatron.config.schema.model import MoEConfig
 from petatron.kernels.moe.grouped_gemm import ExpertCounts
 from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
 from petatron.layers.forward_context import ForwardContext
@@ -30,7 +30,7 @@ from petatron.layers.moe.load_balancing import ReductionGroup, attach_aux_loss
 from petatron.layers.moe.router import Router, Routing
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.branch import FULL, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.sharding.initial_values import NormalValues
@@ -40,13 +40,12 @@ _ROUTER_BYTES = {None: 0, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoESpec(BranchSpec):
+class MoESpec(ChannelMixerSpec):
     """Routed experts of inner `width`, in a space of `latent_size` if there is one, and a shared one.
 
     routing: the settings of the router and of token dispatch. std, out_std: of the initial weights of first and last GEMMs.
     """
 
-    name = "mlp"
     region = "moe"
     inner_regions = ("shared_experts",)
 
@@ -61,18 +60,6 @@ class MoESpec(BranchSpec):
     routing: MoEConfig
     std: float
     out_std: float
-
-    @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "any"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
-    def gated(self) -> bool:
-        return self.activation in GATED_ACTIVATIONS
 
     @property
     def expert_hidden_size(self) -> int:

@@ -13,9 +13,9 @@ from typing import Any
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.convert.formats import config_sections
 from petatron.checkpoint.convert.read_hf_folder import check_stored_counts, read_model_settings
-from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
-from petatron.checkpoint.inspect.inspect_checkpoint import run_config, run_facts
+from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_facts
 from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
@@ -54,10 +54,10 @@ def _select_step(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest
     while True:
         source = None
         try:
-            source = step_folder.resolve_step(folder, step)
+            source = step_list.resolve_step(folder, step)
             return source, step_folder.read_manifest(source)
         except step_folder.DamagedCheckpointError:
-            step = step_folder.previous_step(folder, source) if config.load_fallback else None
+            step = step_list.previous_step(folder, source) if config.load_fallback else None
             if step is None:
                 raise
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from petatron.base.errors import CheckpointError
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.convert.read_hf_folder import folder_manifest, is_hf_folder
-from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.step_list import check_steps_not_lost
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
@@ -239,7 +239,7 @@ def has_weights(folder: str, mesh: ParallelMesh) -> bool:
 
 def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
     """Returns what a folder contains to load, as this rank sees it."""
-    if step_folder.containing_step(path) is not None or step_folder.list_steps(path):
+    if step_list.containing_step(path) is not None or step_list.list_steps(path):
         return "checkpoint"
     if is_hf_folder(path):
         return "model"
