@@ -40,7 +40,7 @@ class LossScaler(Protocol):
 
 
 class ConstantLossScaler:
-    """A loss scale that never changes, so a restored state has nothing to say to it."""
+    """A loss scale that never changes; it ignores a restored state."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -84,7 +84,7 @@ class DynamicLossScaler:
         return self._scale
 
     def update(self, overflow: bool) -> None:
-        """Take note of whether a step's gradients overflowed."""
+        """Updates the scale after a step, given whether its gradients overflowed."""
         if overflow:
             self._clean_steps = 0
             self._hysteresis_left -= 1

@@ -1,23 +1,22 @@
-"""State that lives in host memory or on disk visits the device, one segment after the other.
+"""Swaps optimizer state that is stored in host memory or on disk to the device and back, one segment after the other.
 
-Two ways are open. The processor could make the update where the state lies: gradients come down (4 bytes per parameter) and
-weights go up (2). Or the state itself goes up and down (12 bytes each way with float32 moments, 8 with bfloat16 ones) and the
-device makes the update. The first moves less over PCIe, but a processor then reads and writes 30 bytes per parameter in its own
+There are two ways to update offloaded state. The CPU could update it in place: gradients are copied down (4 bytes per parameter) and
+weights up (2). Or the state itself is copied up and down (12 bytes each way with float32 moments, 8 with bfloat16 ones) and the
+device updates it. The first moves less over PCIe, but a CPU then reads and writes 30 bytes per parameter in its own
 memory, which on 16 cores takes as long as PCIe takes for 12; ranks of one machine share those cores; the host has to wait for
-the gradient norm; and numbers are those of another kernel. Here state goes to the device: 12 bytes at 50 GB/s are 0.24 s per
+the gradient norm; and results are those of another kernel. Here state goes to the device: 12 bytes at 50 GB/s are 0.24 s per
 billion parameters, both directions at the same time, and the result is that of an optimizer without offload, bit for bit.
 
-Three buffers on the device take turns. While the update works on one, the next is being filled and the one before emptied:
+Three buffers on the device are used in rotation. While the update works on one, the next is being filled and the last one written back:
 
-    inward    | copy 2 | copy 3 | copy 4 |
+    copy in   | copy 2 | copy 3 | copy 4 |
     compute            | work 2 | work 3 | ...
-    outward                     | copy 2 | copy 3 | ...
+    copy out                    | copy 2 | copy 3 | ...
 
-Each line is a lane: things on it happen in order. Across lanes, order is made by marks: a lane waits for a mark of another.
-What must not overtake what: a buffer is filled after it was emptied, worked on after it was filled, emptied after the work; and
-a step reads host memory after the step before has written it.
+Each line is a stream: its work runs in order. Events order work across streams. A buffer is filled after it was written back,
+updated after it was filled, and written back after the update; a step reads host memory after the step before has written it.
 
-State on disk takes one more stop, page-locked memory, which two threads fill from the file and write back to it.
+State on disk is staged in page-locked memory, which two threads fill from the file and write back to it.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ import torch
 from torch import Tensor
 
 NUM_BUFFERS = 3
-"""Buffers that take turns."""
+"""Device buffers, used in rotation."""
 
 
 class EventLike(Protocol):
     def synchronize(self) -> None:
-        """Let the host wait until everything before the mark is done."""
+        """Blocks the host until all work before the event is done."""
         ...
 
 
 class StreamLike(Protocol):
-    """Work that happens in the order it was given, beside that of other lanes."""
+    """A stream: its work runs in the order it was queued, concurrently with that of other streams."""
 
     def run(self, work: Callable[[], None]) -> None: ...
 
@@ -59,13 +58,13 @@ class SwapStreams:
 
     @classmethod
     def cuda(cls, device: torch.device) -> SwapStreams:
-        """Streams of their own for both directions; computing stays on the stream that everything else uses."""
+        """Returns a copy stream for each direction; updates run on the current stream, as all other computation."""
         inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         return cls(_CudaStream(device, inward), _CudaStream(device, None), _CudaStream(device, outward))
 
 
 class _CudaStream:
-    """A CUDA stream as a lane; None means the current one."""
+    """A CUDA stream; None means the current one."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._device = device
@@ -88,32 +87,32 @@ class _CudaStream:
 
 @dataclass(frozen=True, slots=True)
 class SwapTask:
-    """State at home, and what to do while it is on the device; the work gets tensors of the same shapes."""
+    """Stored state, and the work to do while it is on the device; the work gets tensors of the same shapes."""
 
     state: tuple[Tensor, ...]
     update: Callable[[tuple[Tensor, ...]], None]
 
 
 class HostStaging(Protocol):
-    """Where visits start and end: memory that the device can copy from and to."""
+    """Host memory that the device copies state from and to."""
 
     def start(self, tasks: Sequence[SwapTask]) -> None: ...
 
     def fetch(self, index: int) -> tuple[Tensor, ...]:
-        """The state of a visit in page-locked memory, there to be overwritten too."""
+        """Returns the state of a task in page-locked memory, which is overwritten with the new state."""
         ...
 
     def swapped_out(self, index: int, event: EventLike) -> None:
-        """After the mark, the memory that was fetched holds the new state."""
+        """Called once per task: after the event, the memory that was fetched holds the new state."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything that landed is at home."""
+        """Waits until all new state is in its storage."""
         ...
 
 
 class PinnedStaging:
-    """State is at home in page-locked memory: there is nothing to do on this side."""
+    """State is stored in page-locked memory, which the device copies from directly."""
 
     def __init__(self) -> None:
         self._tasks: Sequence[SwapTask] = ()
@@ -125,14 +124,14 @@ class PinnedStaging:
         return self._tasks[index].state
 
     def swapped_out(self, index: int, event: EventLike) -> None:
-        """It is at home already."""
+        """Does nothing: the device has written to the storage itself."""
 
     def synchronize(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no copy is pending."""
 
 
 class DiskStaging:
-    """State is at home in a mapped file; one thread reads ahead into page-locked memory, another writes back."""
+    """State is stored in a mapped file; one thread prefetches it into page-locked memory, another writes it back."""
 
     def __init__(
         self, dtypes: Sequence[torch.dtype], length: int, *, pinned: bool, num_buffers: int = NUM_BUFFERS
@@ -153,19 +152,19 @@ class DiskStaging:
             self._read_ahead(number)
 
     def _staging_views(self, index: int) -> tuple[Tensor, ...]:
-        home = self._tasks[index].state
+        stored = self._tasks[index].state
         return tuple(
             part[: state.numel()]
-            for part, state in zip(self._staging_buffers[index % len(self._staging_buffers)], home)
+            for part, state in zip(self._staging_buffers[index % len(self._staging_buffers)], stored)
         )
 
     def _read_ahead(self, index: int) -> None:
         before = self._writes.get(index - len(self._staging_buffers))
 
-        def read(stage: tuple[Tensor, ...], home: tuple[Tensor, ...]) -> None:
+        def read(stage: tuple[Tensor, ...], stored: tuple[Tensor, ...]) -> None:
             if before is not None:
                 before.result()
-            for part, state in zip(stage, home):
+            for part, state in zip(stage, stored):
                 part.copy_(state)
 
         self._reads[index] = self._reader.submit(read, self._staging_views(index), self._tasks[index].state)
@@ -175,9 +174,9 @@ class DiskStaging:
         return self._staging_views(index)
 
     def swapped_out(self, index: int, event: EventLike) -> None:
-        def write(stage: tuple[Tensor, ...], home: tuple[Tensor, ...]) -> None:
+        def write(stage: tuple[Tensor, ...], stored: tuple[Tensor, ...]) -> None:
             event.synchronize()
-            for part, state in zip(stage, home):
+            for part, state in zip(stage, stored):
                 state.copy_(part)
 
         self._writes[index] = self._writer.submit(write, self._staging_views(index), self._tasks[index].state)
@@ -191,7 +190,7 @@ class DiskStaging:
 
 
 class StateSwapper:
-    """Takes state to the device and back, so that copies in both directions and the work overlap."""
+    """Swaps state to the device and back, with copies in both directions overlapping the updates."""
 
     def __init__(
         self,
@@ -203,7 +202,7 @@ class StateSwapper:
         *,
         num_buffers: int = NUM_BUFFERS,
     ) -> None:
-        """`length` is that of the longest visit."""
+        """`length` is that of the longest task."""
         self._streams = streams
         self._staging = staging
         self._buffers = [
@@ -213,9 +212,9 @@ class StateSwapper:
         self._last_event: EventLike | None = None
 
     def run(self, tasks: Sequence[SwapTask]) -> None:
-        """Queue all visits. The host goes on before they are done (from disk: before the last few are)."""
+        """Queues all tasks. Returns before they are done (from disk: before the last few are)."""
         inward, compute, outward = self._streams.swap_in, self._streams.compute, self._streams.swap_out
-        # What computed before may still use the memory that became the buffers, and the last run may still write home.
+        # Earlier kernels may still use the memory that became the buffers, and the last run may still write back.
         inward.wait(compute.record())
         inward.wait(outward.record())
         self._staging.start(tasks)
@@ -235,7 +234,7 @@ class StateSwapper:
             self._staging.swapped_out(number, self._last_event)
 
     def synchronize(self) -> None:
-        """Let the host wait until all state is at home."""
+        """Blocks the host until all state is in its storage."""
         if self._last_event is not None:
             self._last_event.synchronize()
         self._staging.synchronize()

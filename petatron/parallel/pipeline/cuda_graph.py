@@ -48,7 +48,7 @@ _log = get_logger(__name__)
 WARM_UP_STEPS = 3
 """Eager steps of each kind before the capture."""
 MAX_GRAPHS = 4
-"""Graphs that are kept: those of a batch-size ramp are not used again, and each holds every kernel of its step."""
+"""Graphs in the cache: those of a batch-size ramp are not used again, and each holds every kernel of its step."""
 _MIN_CAPABILITY = (8, 0)
 """Older devices have no FlashAttention, and its replacement needs the host."""
 
@@ -188,7 +188,7 @@ def _batch_shape(batch: Batch) -> _BatchShape:
     """Returns the names, shapes and dtypes that a capture depends on."""
     if batch.documents is not None:
         raise TrainError(
-            "A step over packed documents cannot be recorded as a CUDA graph: attention is planned by where they lie. Leave "
+            "A step over packed documents cannot be recorded as a CUDA graph: attention is planned from their boundaries. Leave "
             "--cuda-graphs out, or --reset-attention-mask."
         )
     return tuple((name, x.shape, x.dtype) for name, x in batch.arrays.items())
