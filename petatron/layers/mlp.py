@@ -33,7 +33,7 @@ class MLPSpec(ChannelMixerSpec):
     std: float
     out_std: float
 
-    def build(self, layer_index: int) -> MLP | GatedMLP:
+    def build(self, layer_index: int) -> MLP:
         return GatedMLP(self) if self.gated else MLP(self)
 
     def params(self) -> Mapping[str, ParamSpec]:
@@ -143,8 +143,11 @@ class MLP(BranchModule):
     def __init__(self, spec: MLPSpec) -> None:
         super().__init__()
         self.act = Activation(spec.activation)
-        self.up = Linear(spec.hidden_size, (spec.width,), bias=spec.bias)
+        self.add_first_linear(spec)
         self.down = Linear(spec.width, (spec.hidden_size,), bias=spec.bias)
+
+    def add_first_linear(self, spec: MLPSpec) -> None:
+        self.up = Linear(spec.hidden_size, (spec.width,), bias=spec.bias)
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"mlp": self}
@@ -157,23 +160,13 @@ class MLP(BranchModule):
         return self.act(self.up(x_SBD))
 
 
-class GatedMLP(BranchModule):
+class GatedMLP(MLP):
     """down(act(gate(x)) * up(x)); gate and up are one GEMM, stored as two logical tensors."""
 
     fp8_linears = ("gate_up", "down")
 
-    def __init__(self, spec: MLPSpec) -> None:
-        super().__init__()
-        self.act = Activation(spec.activation)
+    def add_first_linear(self, spec: MLPSpec) -> None:
         self.gate_up = Linear(spec.hidden_size, (spec.width, spec.width), bias=spec.bias)
-        self.down = Linear(spec.width, (spec.hidden_size,), bias=spec.bias)
-
-    def recompute_regions(self) -> Mapping[str, nn.Module]:
-        return {"mlp": self}
-
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext | None = None) -> Tensor:
-        return self.down(self.intermediate(x_SBD))
 
     def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
-        """Returns the input of the last GEMM."""
         return self.act(self.gate_up(x_SBD))

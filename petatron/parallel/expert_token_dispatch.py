@@ -40,6 +40,7 @@ from petatron.kernels.moe.grouped_gemm import ExpertCounts
 from petatron.kernels.moe.permute import Permutation, inverse_permutation, permute, reorder, unpermute
 from petatron.layers.moe.load_balancing import ReductionGroup
 from petatron.layers.moe.moe_layer import (
+    ExpertParallelSlots,
     ExpertsFunction,
     RoutesTokens,
     SharedExpertHalves,
@@ -64,7 +65,7 @@ def apply_expert_parallel(
     for module in model.modules():
         if isinstance(module, RoutesTokens):
             adds_bias = mesh["etp"].rank == 0
-            module.set_expert_parallel(dispatcher, sequence_group=sequence, stage_group=stage, adds_bias=adds_bias)
+            module.set_expert_parallel(ExpertParallelSlots(dispatcher, sequence, stage, adds_bias))
 
 
 def build_dispatcher(

@@ -89,7 +89,7 @@ def test_float64_is_computed_in_float64(monkeypatch: pytest.MonkeyPatch):
 )
 def test_eight_bits_need_a_device_that_has_them(situation: KernelContext, reason: str):
     choice = choose_kernel("FP8 casts and GEMMs", situation)
-    assert str(choice) == f"fp8: emulation; not triton: {reason}"
+    assert str(choice) == f"FP8 casts and GEMMs: emulation; not triton: {reason}"
 
 
 def test_a_choice_says_why():

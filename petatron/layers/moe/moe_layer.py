@@ -24,7 +24,7 @@ from petatron.kernels.moe.grouped_gemm import ExpertCounts
 from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.mlp import MLP, GatedMLP, MLPSpec, mlp_flops
+from petatron.layers.mlp import MLP, MLPSpec, mlp_flops
 from petatron.layers.moe.experts import RoutedExperts
 from petatron.layers.moe.load_balancing import ReductionGroup, attach_aux_loss
 from petatron.layers.moe.router import Router, Routing
@@ -211,6 +211,16 @@ class TokenDispatcher(Protocol):
     ) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertParallelSlots:
+    """What expert parallelism sets; `adds_bias` is true on one of the ranks whose partial outputs of an expert are summed."""
+
+    dispatcher: TokenDispatcher
+    sequence_group: ReductionGroup
+    stage_group: ReductionGroup
+    adds_bias: bool
+
+
 @runtime_checkable
 class RoutesTokens(Protocol):
     """A branch that sends tokens to experts: what expert parallelism and router statistics need of it.
@@ -222,16 +232,7 @@ class RoutesTokens(Protocol):
         """Returns the index of the layer, and its router."""
         ...
 
-    def set_expert_parallel(
-        self,
-        dispatcher: TokenDispatcher,
-        *,
-        sequence_group: ReductionGroup,
-        stage_group: ReductionGroup,
-        adds_bias: bool,
-    ) -> None:
-        """Fills the slots; `adds_bias` is true on one of the ranks whose partial outputs of an expert are summed."""
-        ...
+    def set_expert_parallel(self, slots: ExpertParallelSlots) -> None: ...
 
 
 def dispatch_locally(
@@ -251,7 +252,7 @@ class _SharedExpertRun:
 
     __slots__ = ("_expert", "_intermediate", "_layer", "_output", "_x")
 
-    def __init__(self, layer: MoELayer, expert: MLP | GatedMLP, x: Recomputable) -> None:
+    def __init__(self, layer: MoELayer, expert: MLP, x: Recomputable) -> None:
         self._layer, self._expert, self._x = layer, expert, x
         self._intermediate: Tensor | Recomputable | None = None
         self._output: Tensor | None = None
@@ -312,17 +313,10 @@ class MoELayer(BranchModule):
     def indexed_router(self) -> tuple[int, Router]:
         return self.layer_index, self.router
 
-    def set_expert_parallel(
-        self,
-        dispatcher: TokenDispatcher,
-        *,
-        sequence_group: ReductionGroup,
-        stage_group: ReductionGroup,
-        adds_bias: bool,
-    ) -> None:
-        self.dispatcher = dispatcher
-        self.router.sequence_group, self.router.stage_group = sequence_group, stage_group
-        self.experts.down.bias_scale = 1.0 if adds_bias else 0.0
+    def set_expert_parallel(self, slots: ExpertParallelSlots) -> None:
+        self.dispatcher = slots.dispatcher
+        self.router.sequence_group, self.router.stage_group = slots.sequence_group, slots.stage_group
+        self.experts.down.bias_scale = 1.0 if slots.adds_bias else 0.0
 
     def forward(self, x: Tensor | Recomputable, context: ForwardContext) -> Tensor:
         normal = as_recomputable(x)
