@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,37 +33,8 @@ NUM_BUFFERS = 3
 """Device buffers, used in rotation."""
 
 
-class EventLike(Protocol):
-    def synchronize(self) -> None:
-        """Blocks the host until all work before the event is done."""
-        ...
-
-
-class StreamLike(Protocol):
-    """A stream: its work runs in the order it was queued, concurrently with that of other streams."""
-
-    def run(self, work: Callable[[], None]) -> None: ...
-
-    def record(self) -> EventLike: ...
-
-    def wait(self, event: EventLike) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SwapStreams:
-    swap_in: StreamLike
-    compute: StreamLike
-    swap_out: StreamLike
-
-    @classmethod
-    def cuda(cls, device: torch.device) -> SwapStreams:
-        """Returns a copy stream for each direction; updates run on the current stream, as all other computation."""
-        inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        return cls(_CudaStream(device, inward), _CudaStream(device, None), _CudaStream(device, outward))
-
-
-class _CudaStream:
-    """A CUDA stream; None means the current one."""
+class SwapStream:
+    """A CUDA stream, whose work runs in the order it was queued; None means the current one."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._device = device
@@ -77,12 +47,24 @@ class _CudaStream:
         with torch.cuda.stream(self._own()):
             work()
 
-    def record(self) -> EventLike:
+    def record(self) -> torch.cuda.Event:
         return self._own().record_event()
 
-    def wait(self, event: EventLike) -> None:
-        assert isinstance(event, torch.cuda.Event)
+    def wait(self, event: torch.cuda.Event) -> None:
         self._own().wait_event(event)
+
+
+@dataclass(frozen=True, slots=True)
+class SwapStreams:
+    swap_in: SwapStream
+    compute: SwapStream
+    swap_out: SwapStream
+
+    @classmethod
+    def cuda(cls, device: torch.device) -> SwapStreams:
+        """Returns a copy stream for each direction; updates run on the current stream, as all other computation."""
+        inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        return cls(SwapStream(device, inward), SwapStream(device, None), SwapStream(device, outward))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +75,8 @@ class SwapTask:
     update: Callable[[tuple[Tensor, ...]], None]
 
 
-class HostStaging(Protocol):
-    """Host memory that the device copies state from and to."""
-
-    def start(self, tasks: Sequence[SwapTask]) -> None: ...
-
-    def fetch(self, index: int) -> tuple[Tensor, ...]:
-        """Returns the state of a task in page-locked memory, which is overwritten with the new state."""
-        ...
-
-    def swapped_out(self, index: int, event: EventLike) -> None:
-        """Called once per task: after the event, the memory that was fetched holds the new state."""
-        ...
-
-    def synchronize(self) -> None:
-        """Waits until all new state is in its storage."""
-        ...
-
-
 class PinnedStaging:
-    """State is stored in page-locked memory, which the device copies from directly."""
+    """Host memory that the device copies state from and to: the page-locked memory in which state is stored."""
 
     def __init__(self) -> None:
         self._tasks: Sequence[SwapTask] = ()
@@ -121,27 +85,28 @@ class PinnedStaging:
         self._tasks = tasks
 
     def fetch(self, index: int) -> tuple[Tensor, ...]:
+        """Returns the state of a task in page-locked memory, which is overwritten with the new state."""
         return self._tasks[index].state
 
-    def swapped_out(self, index: int, event: EventLike) -> None:
-        """Does nothing: the device has written to the storage itself."""
+    def swapped_out(self, index: int, event: torch.cuda.Event) -> None:
+        """Called once per task: after the event, the memory that was fetched holds the new state."""
 
     def synchronize(self) -> None:
-        """Does nothing: no copy is pending."""
+        """Waits until all new state is in its storage."""
 
 
-class DiskStaging:
+class DiskStaging(PinnedStaging):
     """State is stored in a mapped file; one thread prefetches it into page-locked memory, another writes it back."""
 
     def __init__(
         self, dtypes: Sequence[torch.dtype], length: int, *, pinned: bool, num_buffers: int = NUM_BUFFERS
     ) -> None:
+        super().__init__()
         self._staging_buffers = [
             tuple(torch.empty(length, dtype=dtype, pin_memory=pinned) for dtype in dtypes) for _ in range(num_buffers)
         ]
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="optimizer-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="optimizer-write")
-        self._tasks: Sequence[SwapTask] = ()
         self._reads: dict[int, Future[None]] = {}
         self._writes: dict[int, Future[None]] = {}
 
@@ -173,7 +138,7 @@ class DiskStaging:
         self._reads.pop(index).result()
         return self._staging_views(index)
 
-    def swapped_out(self, index: int, event: EventLike) -> None:
+    def swapped_out(self, index: int, event: torch.cuda.Event) -> None:
         def write(stage: tuple[Tensor, ...], stored: tuple[Tensor, ...]) -> None:
             event.synchronize()
             for part, state in zip(stage, stored):
@@ -195,7 +160,7 @@ class StateSwapper:
     def __init__(
         self,
         streams: SwapStreams,
-        staging: HostStaging,
+        staging: PinnedStaging,
         dtypes: Sequence[torch.dtype],
         length: int,
         device: torch.device,
@@ -208,8 +173,8 @@ class StateSwapper:
         self._buffers = [
             tuple(torch.empty(length, dtype=dtype, device=device) for dtype in dtypes) for _ in range(num_buffers)
         ]
-        self._free_events: list[EventLike | None] = [None] * num_buffers
-        self._last_event: EventLike | None = None
+        self._free_events: list[torch.cuda.Event | None] = [None] * num_buffers
+        self._last_event: torch.cuda.Event | None = None
 
     def run(self, tasks: Sequence[SwapTask]) -> None:
         """Queues all tasks. Returns before they are done (from disk: before the last few are)."""
@@ -218,16 +183,16 @@ class StateSwapper:
         inward.wait(compute.record())
         inward.wait(outward.record())
         self._staging.start(tasks)
-        for number, visit in enumerate(tasks):
+        for number, task in enumerate(tasks):
             at = number % len(self._buffers)
-            buffers = tuple(buffer[: state.numel()] for buffer, state in zip(self._buffers[at], visit.state))
+            buffers = tuple(buffer[: state.numel()] for buffer, state in zip(self._buffers[at], task.state))
             host = self._staging.fetch(number)
             free = self._free_events[at]
             if free is not None:
                 inward.wait(free)
             inward.run(partial(_copy, buffers, host))
             compute.wait(inward.record())
-            compute.run(partial(visit.update, buffers))
+            compute.run(partial(task.update, buffers))
             outward.wait(compute.record())
             outward.run(partial(_copy, host, buffers))
             self._free_events[at] = self._last_event = outward.record()

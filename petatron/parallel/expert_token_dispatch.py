@@ -43,7 +43,7 @@ from petatron.layers.moe.moe_layer import (
     ExpertParallelSlots,
     ExpertsFunction,
     RoutesTokens,
-    SharedExpertHalves,
+    SharedExpertRun,
     TokenDispatcher,
     dispatch_locally,
 )
@@ -106,7 +106,7 @@ class AllToAllDispatcher:
     before_wait: Callable[[], None] | None = None
 
     def __call__(
-        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
+        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertRun | None = None
     ) -> Tensor:
         overlapped = shared if self.overlap_shared_expert else None
         permutation = routing.permutation()
@@ -190,7 +190,7 @@ class AllGatherDispatcher:
     etp_size: int
 
     def __call__(
-        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
+        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertRun | None = None
     ) -> Tensor:
         num_local_experts = routing.num_experts // self.ep_size
         first_expert = self.axis.rank // self.etp_size * num_local_experts

@@ -192,14 +192,6 @@ class ExpertsFunction(Protocol):
     def __call__(self, x_RD: Tensor, counts: ExpertCounts, weight_R: Tensor | None = None, /) -> Tensor: ...
 
 
-class SharedExpertHalves(Protocol):
-    """The shared expert in two halves, which a dispatcher may overlap with communication: in this order, each once."""
-
-    def first_half(self) -> None: ...
-
-    def second_half(self) -> None: ...
-
-
 class TokenDispatcher(Protocol):
     """Dispatches tokens [T, D] to their experts and returns the weighted sum of each token's expert outputs.
 
@@ -207,7 +199,7 @@ class TokenDispatcher(Protocol):
     """
 
     def __call__(
-        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None, /
+        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertRun | None = None, /
     ) -> Tensor: ...
 
 
@@ -236,7 +228,7 @@ class RoutesTokens(Protocol):
 
 
 def dispatch_locally(
-    x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
+    x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertRun | None = None
 ) -> Tensor:
     """Permutes, runs the experts and unpermutes: all experts are on this device."""
     permutation, kernels = routing.permutation(), experts.kernels
@@ -247,8 +239,11 @@ def dispatch_locally(
     return unpermute(experts(rows, permutation.counts, weight_R), None, permutation, kernels=kernels)
 
 
-class _SharedExpertRun:
-    """One forward pass of the shared expert in two halves: first GEMM and activation, then second GEMM and gate."""
+class SharedExpertRun:
+    """One forward pass of the shared expert in two halves: first GEMM and activation, then second GEMM and gate.
+
+    A dispatcher may overlap them with communication: in this order, each once.
+    """
 
     __slots__ = ("_expert", "_intermediate", "_layer", "_output", "_x")
 
@@ -325,7 +320,7 @@ class MoELayer(BranchModule):
         context.router_statistics[self.layer_index] = statistics
         inner = x_SBD if self.latent_down is None else self.latent_down(normal)
         batch_first = is_batch_first(x_SBD)
-        shared = None if self.shared is None else _SharedExpertRun(self, self.shared, normal)
+        shared = None if self.shared is None else SharedExpertRun(self, self.shared, normal)
         y_TD = self.dispatcher(to_rows(inner, batch_first=batch_first), routing, self.experts, shared)
         y_SBD = from_rows(y_TD, x_SBD, batch_first=batch_first)
         if self.latent_up is not None:
