@@ -1,9 +1,11 @@
-"""Numbers, sizes and lists of names in sentences."""
+"""Numbers, sizes and lists of names in sentences, and rows of words in columns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+
+from petatron.base.terminal_escape import printable
 
 _MOST_SHOWN = 12
 
@@ -35,3 +37,22 @@ def gigabytes(count: int) -> str:
     step = 10 ** max(len(str(count)) - 3, 0)
     digits = max(9 - len(str(step)) + 1, 0)
     return f"{-(-count // step) * step / 1e9:.{digits}f}"
+
+
+def format_bytes(size: int) -> str:
+    """A size in the largest unit that leaves something before the point.
+
+    >>> format_bytes(812), format_bytes(1_234_567), format_bytes(98_765_432_100)
+    ('812 B', '1.23 MB', '98.77 GB')
+    """
+    for unit, each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= each:
+            return f"{size / each:.2f} {unit}"
+    return f"{size} B"
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Aligns columns; the last one is not padded. A foreign name cannot begin a row of its own."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "\n".join("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths)), row[-1]]) for row in rows)

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> BenchResult:
     place = BenchContext.from_device(device, allow_compile=not args.no_compile)
     names = OPERATION_NAMES if args.only is None else [name for name in OPERATION_NAMES if name in args.only]
     choices = choose_all_kernels(place.kernel_context)
-    _log.info("measuring the device: a copy and a product")
+    _log.info("measuring the device: a copy and a GEMM")
     speed = DeviceSpeed.measure(place, repeat=args.repeat)
     found, tables = [], []
     for number, name in enumerate(names, start=1):
@@ -95,7 +95,7 @@ class DeviceSpeed:
         return cls(moved / copy / 1e9, 2 * side**3 / gemm / 1e9)
 
     def __str__(self) -> str:
-        return f"copies {format_si(self.copy_tb_per_s * 1e12, 'B/s')}, multiplies {format_si(self.gemm_tflops * 1e12, 'FLOP/s')}"
+        return f"copies {format_si(self.copy_tb_per_s * 1e12, 'B/s')}, GEMMs {format_si(self.gemm_tflops * 1e12, 'FLOP/s')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class KernelMeasurement:
         if self.flops:
             reached = self.flops / self.our_ms / 1e9
             share = reached / speed.gemm_tflops
-            return reached, share, f"{format_si(reached * 1e12, 'FLOP/s')}, {share:.0%} of a product"
+            return reached, share, f"{format_si(reached * 1e12, 'FLOP/s')}, {share:.0%} of a GEMM"
         reached = self.moved_bytes / self.our_ms / 1e9
         share = reached / speed.copy_tb_per_s
         return reached, share, f"{format_si(reached * 1e12, 'B/s')}, {share:.0%} of a copy"

@@ -1,8 +1,7 @@
 """`CheckpointManager`: all ranks save and load together, and fail together.
 
-`save` and `load` are collective: all ranks of the world call them, in the same order. Each stage runs locally, then one small
-all-reduce tells whether every rank succeeded; if any failed, all raise the same CheckpointError, so a full disk on one machine is
-an error message and never a hang. The folder must be shared by all ranks.
+`save` and `load` are collective: all ranks of the world call them, in the same order. Each stage runs on all ranks and fails on all
+(`run_on_all_ranks.py`). The folder must be shared by all ranks.
 
 The layout does not change during a run, so the save plan is made at the first save and cached. A save then has the same few small
 collectives whatever the model and the number of ranks, plus the rounds that gather weights on their writers.
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,27 +25,22 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.files.manifest import Manifest, TableFile
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
-from petatron.checkpoint.files.step_folder import DamagedCheckpointError
+from petatron.checkpoint.files.step_list import DamagedCheckpointError
 from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.rank_reader import RankReader
 from petatron.checkpoint.message_exchange import exchange_messages
+from petatron.checkpoint.run_on_all_ranks import AllRanks, LocalResult
 from petatron.checkpoint.save import weight_transfers
 from petatron.checkpoint.save.async_save import AsyncSaveThread, StagingBuffer
 from petatron.checkpoint.save.gather_weights import WeightGather
 from petatron.checkpoint.save.rank_writer import RankWriteJob, build_write_job, check_free_space, write_rank_files
 from petatron.checkpoint.save.save_plan import SavePlan, SavePlanKey, SavePlanner, save_plan_key
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
-from petatron.mesh.collectives import (
-    all_gather,
-    all_gather_objects,
-    all_reduce,
-    broadcast_object,
-    recursive_doubling_max,
-)
+from petatron.mesh.collectives import all_gather, all_reduce, broadcast_object, recursive_doubling_max
 from petatron.mesh.mesh import Axis
 
 _MIN_ROUND_BYTES = 1 << 20
@@ -94,6 +88,7 @@ class CheckpointManager:
         """
         self._folder = Path(folder)
         self._control_axis = control_axis
+        self._ranks = AllRanks(control_axis, default_failure=f"a checkpoint in {folder} could not be read")
         self._world_axis = world_axis or control_axis
         self._device = device or torch.device("cpu")
         self._async_axis = async_axis
@@ -110,7 +105,7 @@ class CheckpointManager:
 
     def latest(self) -> int | None:
         """Returns the newest complete step that rank 0 sees, or None."""
-        return self.broadcast_from_rank0(lambda: step_folder.latest_step(self._folder))
+        return self.broadcast_from_rank0(lambda: step_list.latest_step(self._folder))
 
     def save(
         self,
@@ -138,7 +133,7 @@ class CheckpointManager:
             "ranks need an axis that the training loop does not use"
         )
         with self._removing_tmp_on_error(self._control_axis):
-            copied = self._run_on_all_ranks(lambda: job.staged(self._staging), *self._save_error_texts(step))
+            copied = self._ranks.run(lambda: job.staged(self._staging), *self._save_error_texts(step))
         self._save_thread.start(lambda: self._write_and_publish(copied, axis))
 
     @property
@@ -164,12 +159,10 @@ class CheckpointManager:
         self.drain()
         words = self._save_error_texts(step)
         now = save_plan_key(chunks, local, model)
-        frozen = self._run_locally(
+        frozen = self._ranks.run_locally(
             lambda: json.loads(json.dumps(dict(facts))), *words
         )  # as read; the caller may change it
-        [changed] = self._all_reduce_max_or_raise(
-            frozen, [int(self._cached_plan is None or self._cached_plan[0] != now)]
-        )
+        [changed] = self._ranks.max_or_raise(frozen, [int(self._cached_plan is None or self._cached_plan[0] != now)])
         if changed:
             self._cached_plan = None
             self._cached_plan = (now, *self._make_plan(chunks, local, model, words))
@@ -183,7 +176,7 @@ class CheckpointManager:
             return WeightGather(plan.files, plan.dtypes, plan.transfers, chunks, self._world_axis, self._device)
 
         with self._removing_tmp_on_error(self._control_axis):
-            whole = self._run_on_all_ranks(begin, *words).run()
+            whole = self._ranks.run(begin, *words).run()
             return build_write_job(
                 step,
                 plan,
@@ -205,21 +198,19 @@ class CheckpointManager:
     ) -> tuple[SavePlan, int]:
         """Returns this rank's plan for every save of this layout, and the bytes of all ranks' tensors."""
         axis = self._control_axis
-        survey = self._run_on_all_ranks(
-            lambda: SavePlanner(chunks, model, rank=axis.rank, world_size=axis.size), *error_texts
-        )
-        numbers = torch.tensor(self._run_on_all_ranks(survey.encoded_dtypes, *error_texts))
+        survey = self._ranks.run(lambda: SavePlanner(chunks, model, rank=axis.rank, world_size=axis.size), *error_texts)
+        numbers = torch.tensor(self._ranks.run(survey.encoded_dtypes, *error_texts))
         most = recursive_doubling_max(numbers, axis).tolist() if model is not None else []
 
         def messages() -> dict[int, dict[str, list[Any]]]:
             survey.set_agreed_dtypes(most)
             return survey.messages()
 
-        received = exchange_messages(self._run_on_all_ranks(messages, *error_texts), axis)
+        received = exchange_messages(self._ranks.run(messages, *error_texts), axis)
         round_bytes = weight_transfers.ROUND_BYTES
         while True:
-            plan = self._run_on_all_ranks(partial(survey.plan, received, round_bytes), *error_texts)
-            rounds, peak = self._all_reduce_max_or_raise(
+            plan = self._ranks.run(partial(survey.plan, received, round_bytes), *error_texts)
+            rounds, peak = self._ranks.max_or_raise(
                 LocalResult(plan), [len(plan.transfers.rounds), plan.transfers.max_send_bytes]
             )
             if peak <= weight_transfers.ROUND_BYTES or round_bytes <= _MIN_ROUND_BYTES:
@@ -246,10 +237,10 @@ class CheckpointManager:
         words = self._save_error_texts(step)
         with self._removing_tmp_on_error(axis):
             tables = self._gather_tables(
-                self._run_locally(lambda: write_rank_files(folder, write_job, disk), *words), axis
+                self._ranks.run_locally(lambda: write_rank_files(folder, write_job, disk), *words), axis
             )
             following = tables[(axis.rank + 1) % axis.size]
-            self._run_on_all_ranks(lambda: step_folder.check_visible(folder, step, following), *words, axis)
+            self._ranks.run(lambda: step_folder.check_visible(folder, step, following), *words, axis)
 
             def publish() -> None:
                 if self._is_first_rank:
@@ -259,7 +250,7 @@ class CheckpointManager:
                     # Before the other ranks continue: they would wait for this one in a collective that may time out.
                     self._prune()
 
-            self._run_on_all_ranks(publish, *words, axis)
+            self._ranks.run(publish, *words, axis)
 
     def _gather_tables(self, write_result: LocalResult[TableFile], axis: Axis) -> list[TableFile]:
         """Gathers every rank's table as name, size and digest, together with its success, in one all-gather."""
@@ -269,7 +260,7 @@ class CheckpointManager:
         row = [int(write_result.error_text is not None), size, *np.frombuffer(digest, dtype="<i8").tolist()]
         rows = all_gather(torch.tensor([row]), axis).tolist()
         if any(failed for failed, *_ in rows):
-            self._raise_on_all_ranks(write_result, axis)
+            self._ranks.raise_failure(write_result, axis)
         return [
             TableFile(step_folder.table_path(rank), size, np.array(digest, dtype="<i8").tobytes().hex())
             for rank, (_, size, *digest) in enumerate(rows)
@@ -332,7 +323,7 @@ class CheckpointManager:
                     check_facts=check_facts,
                 )
             except DamagedCheckpointError as error:
-                step = self.broadcast_from_rank0(partial(step_folder.previous_step, self._folder, source))
+                step = self.broadcast_from_rank0(partial(step_list.previous_step, self._folder, source))
                 if not fallback:
                     raise
                 if step is None:
@@ -341,11 +332,11 @@ class CheckpointManager:
                     _log.error("%s\nFalling back to step %d, as --load-fallback says.", error, step)
 
     def _resolve_step(self, step: int | None) -> Path:
-        return Path(self.broadcast_from_rank0(lambda: str(step_folder.resolve_step(self._folder, step))))
+        return Path(self.broadcast_from_rank0(lambda: str(step_list.resolve_step(self._folder, step))))
 
     def broadcast_from_rank0(self, read: Callable[[], Result]) -> Result:
         """Returns on every rank what rank 0 reads on disk; a JSON value."""
-        found = self._run_on_all_ranks(lambda: read() if self._is_first_rank else None)
+        found = self._ranks.run(lambda: read() if self._is_first_rank else None)
         return broadcast_object(found, self._control_axis)
 
     def load_from(
@@ -363,72 +354,13 @@ class CheckpointManager:
 
         Rank 0 reads the manifest, and the ranks share the tables that it names (`load/box_directory.py`).
         """
-        reader = RankReader(source, self._control_axis, self._run_on_all_ranks)
+        reader = RankReader(source, self._control_axis, self._ranks)
         head = reader.read_manifest(read_manifest)
         if check_facts is not None:
-            self._run_on_all_ranks(lambda: check_facts(head.facts))
+            self._ranks.run(lambda: check_facts(head.facts))
         plan = reader.plan_reads(chunks, strict=strict, may_ignore_kind=may_ignore_kind)
-        self._run_on_all_ranks(lambda: box_reads.execute_reads(source, plan, reader.files))
+        self._ranks.run(lambda: box_reads.execute_reads(source, plan, reader.files))
         same_layout = head.layout == same_layout_key
-        local = self._run_on_all_ranks(lambda: reader.read_local() if same_layout else None)
+        local = self._ranks.run(lambda: reader.read_local() if same_layout else None)
         is_signed = os.path.lexists(source / SIGNATURE_FILE)
         return LoadedCheckpoint(head.step, dict(head.facts), local, plan.missing_keys, is_signed)
-
-    def _run_on_all_ranks(
-        self, action: Callable[[], Result], failed_action: str = "", fix: str = "", axis: Axis | None = None
-    ) -> Result:
-        """Runs an action on every rank and returns this rank's result; one rank's failure is a CheckpointError on all."""
-        attempt = self._run_locally(action, failed_action, fix)
-        self._all_reduce_max_or_raise(attempt, [], axis)
-        return attempt.result  # pyright: ignore[reportReturnType]
-
-    def _run_locally(self, action: Callable[[], Result], failed_action: str = "", fix: str = "") -> LocalResult[Result]:
-        """Runs an action on this rank alone, without raising."""
-        try:
-            return LocalResult(action())
-        except CheckpointError as error:
-            return LocalResult(None, str(error), isinstance(error, DamagedCheckpointError), error)
-        except Exception as error:
-            failed_action = failed_action or f"a checkpoint in {self._folder} could not be read"
-            text = ". ".join(filter(None, [f"{failed_action}: {type(error).__name__}: {error}", fix]))
-            return LocalResult(None, text, False, error)
-
-    def _all_reduce_max_or_raise(
-        self, local_result: LocalResult[Any], numbers: Sequence[int], axis: Axis | None = None
-    ) -> list[int]:
-        """Max-reduces each number over all ranks in one small exchange, or raises some rank's failure on every rank."""
-        axis = axis or self._control_axis
-        failed, *found = recursive_doubling_max(
-            torch.tensor([int(local_result.error_text is not None), *numbers]), axis
-        ).tolist()
-        if failed:
-            self._raise_on_all_ranks(local_result, axis)
-        return found
-
-    def _raise_on_all_ranks(self, local_result: LocalResult[Any], axis: Axis) -> NoReturn:
-        """Exchanges error texts, only now that some rank has failed, and raises."""
-        found = all_gather_objects([local_result.error_text, local_result.damaged], axis)
-        failures = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
-        damaged = all(damaged for text, damaged in found if text is not None)
-        kind = DamagedCheckpointError if damaged else CheckpointError
-        raise kind(_format_failures(failures, axis.size)) from local_result.cause
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalResult(Generic[Result]):
-    """The outcome of an action on one rank: its result, or why it failed and whether a file is damaged."""
-
-    result: Result | None
-    error_text: str | None = None
-    damaged: bool = False
-    cause: Exception | None = None
-
-
-def _format_failures(failures: Mapping[int, str], world_size: int) -> str:
-    """Lists all failures, each once with the ranks it happened on."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in failures.items():
-        ranks.setdefault(text, []).append(rank)
-    if len(ranks) == 1 and len(failures) == world_size:
-        return next(iter(ranks))
-    return "\n".join(f"[rank {', '.join(map(str, where))}] {text}" for text, where in ranks.items())

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import configure_logging
 from petatron.base.terminal_escape import printable, raw_stream
-from petatron.base.text import count_with_noun
+from petatron.base.text import align_columns, format_bytes
 from petatron.base.untrusted_files import reading_untrusted
 
 if TYPE_CHECKING:
     from petatron.checkpoint.inspect.diff_checkpoints import CheckpointDiff
-    from petatron.checkpoint.inspect.inspect_checkpoint import CheckpointSummary, Finding, VerificationReport
+    from petatron.checkpoint.inspect.inspect_checkpoint import Finding, VerificationReport
+    from petatron.checkpoint.inspect.summarize_checkpoint import CheckpointSummary
 
 _CONVERT = "petatron.cli.checkpoint_convert"
 _SHOWN_KEYS = 5
@@ -98,11 +99,12 @@ def _parser(*, converting: bool) -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> int:
     from petatron.checkpoint.files.step_folder import damaged_error
-    from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint, summarize_checkpoint
+    from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint
+    from petatron.checkpoint.inspect.summarize_checkpoint import summarize_checkpoint
 
     summary = summarize_checkpoint(find_checkpoint(options.path, options.step))
     if options.json:
-        print(json.dumps(_summary_values(summary), indent=1))
+        print(json.dumps(summary.as_json(), indent=1))
         return 0
     with reading_untrusted(summary.source / "manifest.json", damaged_error):
         text = _summary_text(summary, every=options.tensors)
@@ -115,69 +117,33 @@ def _summary_text(summary: CheckpointSummary, *, every: bool) -> str:
         ("checkpoint", str(summary.source)),
         ("step", str(summary.step)),
         ("time of files", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.file_time_s))),
-        ("layout", _layout(summary)),
-        ("weights", _size(summary.bytes_in("model"))),
-        ("state", _size(summary.bytes_in("state"))),
+        ("layout", summary.layout_text),
+        ("weights", format_bytes(summary.bytes_in("model"))),
+        ("state", format_bytes(summary.bytes_in("state"))),
         *((name.replace("_", " "), f"{value:,}") for name, value in summary.progress.items()),
     ]
-    files = _table([("  " + name, _size(size)) for name, size in summary.files.items()])
-    parts = [_table(rows), _tensors_text(summary, every=every), f"files\n{files}"]
+    files = align_columns([("  " + name, format_bytes(size)) for name, size in summary.files.items()])
+    parts = [align_columns(rows), _tensors_text(summary, every=every), f"files\n{files}"]
     changed = list(_changed_settings(summary.config))
     if changed:
-        parts.append("configuration, where it is not the default (--json has all)\n" + _table(changed))
+        parts.append("configuration, where it is not the default (--json has all)\n" + align_columns(changed))
     return "\n\n".join(parts)
 
 
-def _summary_values(summary: CheckpointSummary) -> dict[str, Any]:
-    return {
-        "checkpoint": str(summary.source),
-        "step": summary.step,
-        "file_time_s": summary.file_time_s,
-        "layout": summary.layout,
-        "weights_bytes": summary.bytes_in("model"),
-        "state_bytes": summary.bytes_in("state"),
-        **summary.run_facts,
-        "tensors": [
-            {"name": tensor.key, "shape": tensor.shape, "dtype": tensor.dtype, "bytes": tensor.num_bytes}
-            for tensor in summary.tensors
-        ],
-        "files": dict(summary.files),
-    }
-
-
-def _layout(summary: CheckpointSummary) -> str:
-    """Returns `tp 2, dp 2 (optim sharded), 4 ranks`, or the layout text of another program."""
-    parallel: Mapping[str, Any] = summary.config.get("parallel") or {}
-    if not parallel:
-        return summary.layout or "unknown"
-    names = {
-        "tp": "tensor_model_parallel_size",
-        "pp": "pipeline_model_parallel_size",
-        "cp": "context_parallel_size",
-        "ep": "expert_model_parallel_size",
-        "dp": "data_parallel_size",
-    }
-    words = [f"{short} {size}" for short, name in names.items() if (size := parallel.get(name) or 1) > 1]
-    sharding = parallel.get("data_parallel_sharding_strategy")
-    words += [f"{sharding} sharded"] if sharding not in (None, "no_shard") else []
-    ranks = parallel.get("world_size") or 1
-    return ", ".join([*words, count_with_noun(ranks, "rank")])
-
-
 def _tensors_text(summary: CheckpointSummary, *, every: bool) -> str:
-    from petatron.checkpoint.inspect.inspect_checkpoint import summarize_kinds
+    from petatron.checkpoint.inspect.summarize_checkpoint import summarize_kinds
 
     if every:
         rows = [
-            ("  " + tensor.key, str(list(tensor.shape)), tensor.dtype, _size(tensor.num_bytes))
+            ("  " + tensor.key, str(list(tensor.shape)), tensor.dtype, format_bytes(tensor.num_bytes))
             for tensor in summary.tensors
         ]
     else:
         rows = [
-            (f"  {kind}/", f"{count} tensors", dtypes, _size(size))
+            (f"  {kind}/", f"{count} tensors", dtypes, format_bytes(size))
             for kind, (count, dtypes, size) in summarize_kinds(summary).items()
         ]
-    return "logical tensors\n" + (_table(rows) if rows else "  none")
+    return "logical tensors\n" + (align_columns(rows) if rows else "  none")
 
 
 def _changed_settings(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -252,7 +218,7 @@ def _report_values(
 
 def _print_reports(reports: Sequence[VerificationReport], newest: Path | None) -> None:
     for report in reports:
-        verdict = f"good: {report.num_files} files, {_size(report.num_bytes)}" if report.is_valid else "BROKEN"
+        verdict = f"good: {report.num_files} files, {format_bytes(report.num_bytes)}" if report.is_valid else "BROKEN"
         print(f"{report.source}  {verdict}")
         for finding in report.findings:
             print(f"  {printable(finding.text)}")
@@ -324,7 +290,7 @@ def _print_comparison(diff: CheckpointDiff, sources: tuple[Path, Path], *, rtol:
         rows = [
             ("  " + name, _setting_text(first), "->", _setting_text(second)) for name, first, second in diff.settings
         ]
-        print("\nsettings\n" + _table(rows))
+        print("\nsettings\n" + align_columns(rows))
     for name, keys in (("A", diff.only_first), ("B", diff.only_second)):
         if keys:
             more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
@@ -345,7 +311,7 @@ def _print_comparison(diff: CheckpointDiff, sources: tuple[Path, Path], *, rtol:
             )
             for tensor in differing[:top]
         ]
-        print(_table([head, *rows]))
+        print(align_columns([head, *rows]))
     if len(differing) > top:
         print(f"  and {len(differing) - top} more; --top {len(differing)} lists all")
 
@@ -397,7 +363,7 @@ def _prune(options: argparse.Namespace) -> int:
     if links:
         print(f"{doing} symbolic links, not what they point to: {printable(', '.join(links))}")
     if gone:
-        print(f"{doing} {', '.join(map(str, gone))} ({_size(sum(sizes[step] for step in gone))})")
+        print(f"{doing} {', '.join(map(str, gone))} ({format_bytes(sum(sizes[step] for step in gone))})")
     elif not links:
         print("nothing to remove")
     print(f"{'would keep' if options.dry_run else 'kept'} {', '.join(str(step) for step in sizes if step not in gone)}")
@@ -411,13 +377,6 @@ def _folder_bytes(path: Path) -> int:
 # Text
 
 
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes} B"
-
-
 def _finite(value: float) -> float | None:
     """JSON cannot represent infinity."""
     return value if math.isfinite(value) else None
@@ -427,10 +386,3 @@ def _setting_text(value: Any) -> str:
     if value is None:
         return "unset"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligns columns; the last one is not padded. A foreign name cannot begin a row of its own."""
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return "\n".join("  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths)), row[-1]]) for row in rows)

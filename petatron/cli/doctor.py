@@ -227,14 +227,14 @@ def _gemm_kernels(device: str, dtype: torch.dtype) -> Iterator[str]:
 
     reason = grouped_gemm.unsupported_reason(device, dtype)
     if reason is None:
-        yield "experts' products: one kernel for all experts; one after the other for widths that are no multiples of 8"
+        yield "expert GEMMs: one kernel for all experts; one after the other for widths that are no multiples of 8"
     else:
-        yield f"experts' products: one expert after the other; not one kernel: {reason}"
+        yield f"expert GEMMs: one expert after the other; not one kernel: {reason}"
     reason = weight_grad_gemm.unsupported_reason(device)
     if reason is None:
-        yield "weight gradients: added in float32 by the product that makes them; experts' by another pass"
+        yield "weight gradients: accumulated in float32 by the GEMM that computes them; experts' by another pass"
     else:
-        yield f"weight gradients: added by a product of operands widened to float32; not one kernel: {reason}"
+        yield f"weight gradients: accumulated by a GEMM of operands cast to float32; not one kernel: {reason}"
 
 
 def _fused_adamw(device: torch.device) -> None:

@@ -19,7 +19,6 @@ from petatron.mesh.launch.environment import read_environment, run_rank_main
 if TYPE_CHECKING:
     from petatron.config import LoadedConfig, RunConfig
     from petatron.verify.compare_traces import TraceComparison
-    from petatron.verify.verify import VerifyPlan
 
 
 _COULD_NOT_RUN = 2  # 1: the layouts differ
@@ -99,7 +98,7 @@ def main(argv: list[str]) -> int:
     print(comparison_table(verdict))
     if options.json:
         options.json.write_text(json.dumps({"agrees": verdict.agrees, **asdict(verdict)}, indent=1))
-    print(_conclusion(verdict, options.dtype, both))
+    print(_conclusion(verdict, options.dtype))
     return 0 if verdict.agrees else 1
 
 
@@ -167,7 +166,7 @@ def comparison_table(comparison: TraceComparison) -> str:
     return "\n".join(lines)
 
 
-def _conclusion(comparison: TraceComparison, dtype: str, plan: VerifyPlan) -> str:
+def _conclusion(comparison: TraceComparison, dtype: str) -> str:
     if comparison.first_departure is not None:
         return f"DIFFERENT: first departure at {comparison.first_departure}"
     from petatron.verify.compare_traces import TOLERANCES

@@ -10,37 +10,18 @@ from petatron.config.load import (
     without_problems,
 )
 from petatron.config.presets import preset_names
-from petatron.config.schema.data_blend import BlendError, BlendPart, parse_blend, parse_split
-from petatron.config.schema.model import LatentAttentionConfig, ModelConfig, MoEConfig, RawModelConfig
-from petatron.config.schema.parallel import MemoryConfig, ParallelConfig, PrecisionConfig, RawParallelConfig
+from petatron.config.schema.data_blend import parse_blend, parse_split
+from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
+from petatron.config.schema.parallel import ParallelConfig, PrecisionConfig, RawParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
-from petatron.config.schema.training import (
-    CheckpointConfig,
-    DataConfig,
-    LaunchConfig,
-    LogConfig,
-    OptimizerConfig,
-    RawTrainConfig,
-    ScheduleConfig,
-    TokenizerConfig,
-    TrainConfig,
-)
-from petatron.config.value_origins import ValueOrigin
+from petatron.config.schema.training import CheckpointConfig, RawTrainConfig, TrainConfig
 from petatron.config.yaml_file import dump_yaml
 
 __all__ = [
-    "BlendError",
-    "BlendPart",
     "CheckpointConfig",
-    "DataConfig",
-    "LatentAttentionConfig",
-    "LaunchConfig",
     "LoadedConfig",
-    "LogConfig",
-    "MemoryConfig",
     "MoEConfig",
     "ModelConfig",
-    "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
     "RawLoadedConfig",
@@ -49,10 +30,7 @@ __all__ = [
     "RawRunConfig",
     "RawTrainConfig",
     "RunConfig",
-    "ScheduleConfig",
-    "TokenizerConfig",
     "TrainConfig",
-    "ValueOrigin",
     "check_config",
     "dump_yaml",
     "load_config",

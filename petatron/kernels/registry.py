@@ -104,7 +104,7 @@ def _fp8_unsupported_reason(context: KernelContext) -> str | None:
     if context.capability != (9, 0):
         return "the device is no Hopper GPU"
     if context.dtype != torch.bfloat16:
-        return "its products give bfloat16"
+        return "its GEMMs return bfloat16"
     return context.missing_tools
 
 
@@ -175,19 +175,19 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
         KernelImplementation("reference", _module("activation"), _always_supported),
     ),
     "rotary embedding": _triton_and_reference("rope"),
-    "normed rotary embedding": _triton_and_reference("qk_norm_rope"),
+    "qk-norm and rotary embedding": _triton_and_reference("qk_norm_rope"),
     "softmax and loss": _triton_and_reference("linear_cross_entropy", as_record=True),
     "embedding gradient": _triton_and_reference("embedding_grad"),
     "adamw": (
         KernelImplementation("triton", _module("triton.optimizer.adam"), _triton_unsupported_reason),
         KernelImplementation("torch fused", _load_torch_fused_adam, _always_supported),
     ),
-    "expert rows": _triton_and_reference("moe.permute", as_record=True),
-    "packed rows": _triton_and_reference("attention.rows"),
-    "fp8": _triton_and_reference(
+    "expert permutation": _triton_and_reference("moe.permute", as_record=True),
+    "packed documents": _triton_and_reference("attention.rows"),
+    "FP8 casts and GEMMs": _triton_and_reference(
         "fp8.cast_and_gemm", as_record=True, unsupported_reason=_fp8_unsupported_reason, reference_name="emulation"
     ),
-    "weights to eight bits": _triton_and_reference(
+    "FP8 weight gather": _triton_and_reference(
         "fp8.gather_cast", as_record=True, unsupported_reason=_fp8_unsupported_reason
     ),
 }

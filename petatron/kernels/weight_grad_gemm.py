@@ -9,7 +9,7 @@ _aten = torch.ops.aten
 
 
 def unsupported_reason(device: str) -> str | None:
-    """Returns what keeps a kind of device from a GEMM with half-precision operands and a float32 output; None: nothing."""
+    """Returns why a kind of device has no GEMM with half-precision operands and a float32 output; None: it has one."""
     return None if device == "cuda" else "the device is no GPU"
 
 

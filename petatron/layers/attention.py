@@ -144,7 +144,7 @@ class CoreAttention(nn.Module):
         self.packing_kernels: PackingKernels = rows
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"packing_kernels": "packed rows"}
+        return {"packing_kernels": "packed documents"}
 
     def forward(self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, documents: Documents | None = None) -> Tensor:
         return causal_attention(
@@ -193,7 +193,7 @@ class Attention(BranchModule):
     def kernel_slots(self) -> Mapping[str, str]:
         if self.qk_rms_norms is None:
             return {"kernels": "rotary embedding"}
-        return {"qk_norm_rope_kernels": "normed rotary embedding"}
+        return {"qk_norm_rope_kernels": "qk-norm and rotary embedding"}
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"core_attn": self.core, "attention": self}

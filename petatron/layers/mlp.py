@@ -14,17 +14,16 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.sharding.shard_spec import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MLPSpec(BranchSpec):
+class MLPSpec(ChannelMixerSpec):
     """An MLP of inner `width`. std, out_std: of the initial weights of its first and of its last GEMM."""
 
-    name = "mlp"
     region = "mlp"
 
     hidden_size: int
@@ -34,19 +33,7 @@ class MLPSpec(BranchSpec):
     std: float
     out_std: float
 
-    @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "any"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
-    def gated(self) -> bool:
-        return self.activation in GATED_ACTIVATIONS
-
-    def build(self, layer_index: int) -> MLP | GatedMLP:
+    def build(self, layer_index: int) -> MLP:
         return GatedMLP(self) if self.gated else MLP(self)
 
     def params(self) -> Mapping[str, ParamSpec]:
@@ -156,8 +143,11 @@ class MLP(BranchModule):
     def __init__(self, spec: MLPSpec) -> None:
         super().__init__()
         self.act = Activation(spec.activation)
-        self.up = Linear(spec.hidden_size, (spec.width,), bias=spec.bias)
+        self.add_first_linear(spec)
         self.down = Linear(spec.width, (spec.hidden_size,), bias=spec.bias)
+
+    def add_first_linear(self, spec: MLPSpec) -> None:
+        self.up = Linear(spec.hidden_size, (spec.width,), bias=spec.bias)
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"mlp": self}
@@ -170,23 +160,13 @@ class MLP(BranchModule):
         return self.act(self.up(x_SBD))
 
 
-class GatedMLP(BranchModule):
+class GatedMLP(MLP):
     """down(act(gate(x)) * up(x)); gate and up are one GEMM, stored as two logical tensors."""
 
     fp8_linears = ("gate_up", "down")
 
-    def __init__(self, spec: MLPSpec) -> None:
-        super().__init__()
-        self.act = Activation(spec.activation)
+    def add_first_linear(self, spec: MLPSpec) -> None:
         self.gate_up = Linear(spec.hidden_size, (spec.width, spec.width), bias=spec.bias)
-        self.down = Linear(spec.width, (spec.hidden_size,), bias=spec.bias)
-
-    def recompute_regions(self) -> Mapping[str, nn.Module]:
-        return {"mlp": self}
-
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext | None = None) -> Tensor:
-        return self.down(self.intermediate(x_SBD))
 
     def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
-        """Returns the input of the last GEMM."""
         return self.act(self.gate_up(x_SBD))

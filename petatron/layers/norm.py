@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,31 +25,13 @@ NormBackward = Callable[..., tuple[Tensor | None, ...]]
 """Returns the gradients of the residual sum and of the weights, and the norm's output if recomputed."""
 
 
-class RMSNormKernels(Protocol):
-    """The interface of `kernels/norm.py`, which has the signatures, and its faster implementations."""
-
-    @property
-    def rms_norm(self) -> NormForward: ...
-    @property
-    def rms_norm_backward(self) -> NormBackward: ...
-
-
-class LayerNormKernels(Protocol):
-    """The interface of `kernels/norm.py`, which has the signatures, and its faster implementations."""
-
-    @property
-    def layer_norm(self) -> NormForward: ...
-    @property
-    def layer_norm_backward(self) -> NormBackward: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _RecomputableNorm:
     """(x, branch, weights ...) to (x + branch, its norm), with the kernels of RMSNorm or LayerNorm."""
 
     forward_kernel: NormForward
     backward_kernel: NormBackward
-    norm: RMSNorm | LayerNorm
+    norm: Norm
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         x, branch, *weights = inputs
@@ -98,7 +80,7 @@ class _RecomputableNorm:
         return from_rows(normal, total, batch_first=batch_first)
 
 
-def submit_norm_grad(norm: RMSNorm | LayerNorm, weight: Tensor, grad: Tensor | None) -> Tensor | None:
+def submit_norm_grad(norm: Norm, weight: Tensor, grad: Tensor | None) -> Tensor | None:
     """Submits a norm weight's gradient to the norm's sink, in the precision it was computed in; without a sink, returns it to autograd."""
     if grad is None or not weight.requires_grad:
         return None
@@ -110,51 +92,56 @@ def submit_norm_grad(norm: RMSNorm | LayerNorm, weight: Tensor, grad: Tensor | N
     return None
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in at least float32; with `zero_centered_gamma` the weight is stored as an offset from one."""
+class Norm(nn.Module):
+    """A norm over the last dimension; with `zero_centered_gamma` the weight is stored as an offset from one.
+
+    operation: its name in the kernel registry, and of its functions in `kernels/norm.py` and the faster implementations.
+    """
+
+    operation: ClassVar[str]
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
         super().__init__()
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(width))
-        self.kernels: RMSNormKernels = reference
+        self.kernels: Any = reference
         self.weight_grad_sink: WeightGradSink | None = None
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "rms_norm"}
+        return {"kernels": self.operation}
+
+    def weights(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add_and_norm(x)[1].value
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Recomputable]:
         """Returns x + branch, and its norm."""
-        function = _RecomputableNorm(self.kernels.rms_norm, self.kernels.rms_norm_backward, self)
-        (total, value), handle = apply_recomputable(function, x, branch, self.weight)
+        forward, backward = (getattr(self.kernels, self.operation + suffix) for suffix in ("", "_backward"))
+        (total, value), handle = apply_recomputable(
+            _RecomputableNorm(forward, backward, self), x, branch, *self.weights()
+        )
         return total, Recomputable(value, handle)
 
 
-class LayerNorm(nn.Module):
-    """(x - mean) / standard deviation * weight + bias; `zero_centered_gamma` as above."""
+class RMSNorm(Norm):
+    """x / rms(x) * weight, computed in at least float32."""
+
+    operation = "rms_norm"
+
+
+class LayerNorm(Norm):
+    """(x - mean) / standard deviation * weight + bias."""
+
+    operation = "layer_norm"
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
-        super().__init__()
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.weight = nn.Parameter(torch.empty(width))
+        super().__init__(width, eps=eps, zero_centered_gamma=zero_centered_gamma)
         self.bias = nn.Parameter(torch.empty(width))
-        self.kernels: LayerNormKernels = reference
-        self.weight_grad_sink: WeightGradSink | None = None
 
-    def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "layer_norm"}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.add_and_norm(x)[1].value
-
-    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Recomputable]:
-        """Returns x + branch, and its norm."""
-        function = _RecomputableNorm(self.kernels.layer_norm, self.kernels.layer_norm_backward, self)
-        (total, value), handle = apply_recomputable(function, x, branch, self.weight, self.bias)
-        return total, Recomputable(value, handle)
+    def weights(self) -> tuple[Tensor, ...]:
+        return self.weight, self.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +153,7 @@ class NormSpec:
     eps: float
     zero_centered_gamma: bool = False
 
-    def build(self) -> RMSNorm | LayerNorm:
+    def build(self) -> Norm:
         norm = RMSNorm if self.kind == "RMSNorm" else LayerNorm
         return norm(self.width, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext
-from petatron.layers.norm import LayerNorm, NormSpec, RMSNorm
+from petatron.layers.norm import Norm, NormSpec
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.spec.branch import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
@@ -95,14 +95,14 @@ class TransformerLayer(nn.Module):
         if self.spec.norm_placement == "post":
             return self._post_norm_forward(x_SBD if residual is None else residual.x_SBD + x_SBD, context), None
         for name in self._branch_names:
-            norm: RMSNorm | LayerNorm = modules[f"{name}_norm"]  # pyright: ignore[reportAssignmentType]
+            norm: Norm = modules[f"{name}_norm"]  # pyright: ignore[reportAssignmentType]
             x_SBD, normed = norm.add_and_norm(*((x_SBD,) if residual is None else (residual.x_SBD, x_SBD)))
             residual, x_SBD = Residual(x_SBD), self._run_branch(name, normed, context)
         return x_SBD, residual
 
     def _post_norm_forward(self, x_SBD: Tensor, context: ForwardContext) -> Tensor:
         for name in self._branch_names:
-            norm: RMSNorm | LayerNorm = self._modules[f"{name}_norm"]  # pyright: ignore[reportAssignmentType]
+            norm: Norm = self._modules[f"{name}_norm"]  # pyright: ignore[reportAssignmentType]
             y_SBD = self._run_branch(name, as_recomputable(x_SBD), context)
             x_SBD = norm.add_and_norm(x_SBD, y_SBD)[1].value
         return x_SBD

@@ -386,17 +386,9 @@ def reduce_scatter_to_region(x: Tensor, axis: Axis) -> Tensor:
     return _CollectivePair.apply(x, axis, reduce_scatter, all_gather) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
 
 
-class _AllToAllFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return all_to_all(x, axis, send=send, receive=receive)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grads[0], ctx.axis, send=ctx.receive, receive=ctx.send), None, None, None
-
-
 def differentiable_all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Differentiable `all_to_all`: backward exchanges gradients in the opposite direction."""
-    return _AllToAllFunction.apply(x, axis, send, receive) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+    if axis.size == 1:
+        return x
+    there, back = partial(all_to_all, send=send, receive=receive), partial(all_to_all, send=receive, receive=send)
+    return _CollectivePair.apply(x, axis, there, back)  # pyright: ignore[reportReturnType]

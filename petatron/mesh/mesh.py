@@ -7,7 +7,7 @@ Communicators. A process group is one NCCL communicator, and calls on one commun
   - axes over the same ranks share a group, but the axes whose collectives overlap everything else (`_AXES_WITH_OWN_COMMUNICATOR`)
     have groups of their own;
   - each neighbour of a pipeline rank has two groups of two ranks, one per direction (`Axis.channel`): a transfer waits for its peer
-    only, never behind a transfer to another rank (`plan/nccl_deadlock.py` proves that this cannot deadlock, and what the
+    only, never behind a transfer to another rank (`tests/nccl_rules/pipeline_program.py` proves that this cannot deadlock, and what the
     alternatives cost);
   - a group is created on first use, so unused ones do not exist. Under NCCL creating one is a rendezvous of its members, so
     `create_groups` creates all groups of a run at once, in one order, before the first step.

@@ -14,7 +14,7 @@ from petatron.sharding.flat_shard import FlatShard
 
 
 class GlobalNorm:
-    """Sums over the elements this rank alone speaks for, then over all ranks: one rule for every layout and sharding."""
+    """Sums over the elements this rank is primary for, then over all ranks: one rule for every layout and sharding."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class GlobalNorm:
         self._world = world
         self._device = device
         self._kernel = kernel
-        self._primary_ranges = [stretch.primary_ranges() for stretch in flat_shards]
+        self._primary_ranges = [flat_shard.primary_ranges() for flat_shard in flat_shards]
 
     def _primary_views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [
@@ -36,9 +36,9 @@ class GlobalNorm:
         ]
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """L2 norm of a quantity given as one tensor per stretch (gradients, weights), as a scalar on the device.
+        """Returns the L2 norm of a quantity given as one tensor per flat shard (gradients, weights), as a scalar on the device.
 
-        What lies elsewhere (weights in host memory) is added up where it lies.
+        Tensors in host memory (offloaded weights) are summed there.
         """
         views = self._primary_views(tensors)
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -52,7 +52,7 @@ class GlobalNorm:
         return collectives.all_reduce(square, self._world).sqrt()
 
     def count_zeros(self, tensors: Sequence[Tensor]) -> Tensor:
-        """How many elements are exactly zero."""
+        """Counts elements that are exactly zero."""
         count = sum(
             (view.numel() - view.count_nonzero() for view in self._primary_views(tensors)),
             tensors[0].new_zeros((), dtype=torch.int64),

@@ -10,7 +10,7 @@ stray overflow costs one step, not half of the scale.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,21 +26,8 @@ def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
     return torch.bfloat16 if precision.bf16 else torch.float32
 
 
-class LossScaler(Protocol):
-    """What the loss is multiplied by, and how that changes; its state is plain JSON values."""
-
-    @property
-    def scale(self) -> float: ...
-
-    def update(self, overflow: bool) -> None: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
-
-class ConstantLossScaler:
-    """A loss scale that never changes, so a restored state has nothing to say to it."""
+class LossScaler:
+    """A constant loss scale. Its state, plain JSON values, is empty: the value comes from the configuration."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -50,16 +37,16 @@ class ConstantLossScaler:
         return self._scale
 
     def update(self, overflow: bool) -> None:
-        """Nothing adapts."""
+        """Updates the scale after a step, given whether its gradients overflowed."""
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The value comes from the configuration."""
+        """Continues from a saved state."""
 
 
-class DynamicLossScaler:
+class DynamicLossScaler(LossScaler):
     """A loss scale that halves after overflows and doubles after clean steps; the rule is at the top of this file.
 
     >>> scale = DynamicLossScaler(PrecisionConfig(fp16=True, initial_loss_scale=8.0, hysteresis=2, loss_scale_window=1))
@@ -72,19 +59,14 @@ class DynamicLossScaler:
     """
 
     def __init__(self, precision: PrecisionConfig) -> None:
+        super().__init__(precision.initial_loss_scale)
         self._min_scale = precision.min_loss_scale
         self._window = precision.loss_scale_window
         self._hysteresis = precision.hysteresis
-        self._scale = precision.initial_loss_scale
         self._clean_steps = 0
         self._hysteresis_left = self._hysteresis
 
-    @property
-    def scale(self) -> float:
-        return self._scale
-
     def update(self, overflow: bool) -> None:
-        """Take note of whether a step's gradients overflowed."""
         if overflow:
             self._clean_steps = 0
             self._hysteresis_left -= 1
@@ -101,7 +83,7 @@ class DynamicLossScaler:
         return {"value": self._scale, "clean_steps": self._clean_steps, "patience": self._hysteresis_left}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; an empty one (saved under a constant scale) leaves the initial scale."""
+        """Continues from a saved state; an empty one (saved under a constant scale) leaves the initial scale."""
         if state:
             self._scale = float(state["value"])
             self._clean_steps = int(state["clean_steps"])
@@ -109,7 +91,7 @@ class DynamicLossScaler:
 
 
 def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
-    """The loss scale of a run; only float16 has one that is not 1."""
+    """Returns the loss scale of a run; only float16 has one that is not 1."""
     if not precision.fp16:
-        return ConstantLossScaler(1.0)
-    return DynamicLossScaler(precision) if precision.loss_scale is None else ConstantLossScaler(precision.loss_scale)
+        return LossScaler(1.0)
+    return DynamicLossScaler(precision) if precision.loss_scale is None else LossScaler(precision.loss_scale)

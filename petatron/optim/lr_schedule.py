@@ -93,7 +93,7 @@ class LearningRateSchedule:
         return self.minimum + self._decay_fraction(step) * (self.peak - self.minimum)
 
     def _decay_fraction(self, step: int) -> float:
-        """Where between minimum (0) and peak (1) the decay stands."""
+        """Returns the learning rate's position between minimum (0) and peak (1)."""
         if self.style != "WSD":
             return _decay_curve(self.style, (step - self.warmup) / (self.decay - self.warmup))
         into_decay = step - (self.decay - self.final_decay)
@@ -107,7 +107,7 @@ def _decay_curve(style: str, ratio: float) -> float:
             return 1.0 - ratio
         case "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * ratio))
-        case "exponential":  # one halving, stretched so that it ends at 0 instead of 1/2
+        case "exponential":  # one halving, scaled so that it ends at 0 instead of 1/2
             return 2.0 * 0.5**ratio - 1.0
         case "minus_sqrt":
             return 1.0 - math.sqrt(ratio)

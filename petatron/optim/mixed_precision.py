@@ -1,11 +1,11 @@
 """The optimizer of a run: fp32 master weights of what this rank updates, clipping, loss unscaling, a skip on the device.
 
 One step, in order: the global gradient norm (of gradients still multiplied by the loss scale); from it one factor that undoes
-the loss scale and clips, and whether the update is left out, both on the device; then, in one pass over all elements, the
-update rule on the master weights and these rounded to the model's precision; at last the new weights to the ranks that compute
-with them. Gradients are read twice and never written. In fp32 and fp64 the master weights *are* the model's. A rank has state
-per stretch it owns (`sharding/flat_shard.py`), so how state is sharded is no business of this file; nor is where it lies: a segment
-(`state_segments.py`) that is not at home on the device visits it for its update (`state_offload.py`).
+the loss scale and clips, and whether the update is skipped, both on the device; then, in one pass over all elements, the
+update rule on the master weights and these rounded to the model's precision; at last the all-gather of the new weights.
+Gradients are read twice and never written. In fp32 and fp64 the master weights *are* the model's. A rank has state per flat shard
+it owns (`sharding/flat_shard.py`), so this file does not depend on how state is sharded, nor on where it is stored: an offloaded
+segment (`state_segments.py`) is copied to the device for its update (`state_offload.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """Device scalars of one update: the unscaled gradient norm, and 1.0 where the update was left out."""
+    """Device scalars of one update: the unscaled gradient norm, and 1.0 where the update was skipped."""
 
     grad_norm: Tensor
     skipped: Tensor
@@ -72,7 +72,7 @@ class MixedPrecisionOptimizer:
         memory: MemoryConfig | None = None,
         kernels: OptimizerKernels = TORCH_KERNELS,
     ) -> None:
-        """`memory` says where state lives; None means on the device. Float64 goes by torch's kernels, whatever is given."""
+        """`memory` says where state is stored; None means on the device. Float64 uses torch's kernels, whatever is given."""
         self._config = config
         self._param_groups = param_groups
         weights = self._weights()
@@ -87,8 +87,8 @@ class MixedPrecisionOptimizer:
         self._state_swapper = self._build_state_swapper(memory or MemoryConfig())
         self._log_offloaded(None if memory is None else memory.optimizer_nvme_offload)
         self._matrix_updates = list(self._build_matrix_updates(mesh))
-        stretches = [stretch for group in param_groups for stretch in group.flat_shards]
-        self._grad_norm = GlobalNorm(stretches, mesh.world, self._device, kernels.sum_of_squares)
+        flat_shards = [flat_shard for group in param_groups for flat_shard in group.flat_shards]
+        self._grad_norm = GlobalNorm(flat_shards, mesh.world, self._device, kernels.sum_of_squares)
         own = [segment.flat_shard for segment in self._segments]
         self._master_weight_norm = GlobalNorm(own, mesh.world, self._device, kernels.sum_of_squares)
 
@@ -99,7 +99,7 @@ class MixedPrecisionOptimizer:
         return [grad for group in self._param_groups for grad in group.grads()]
 
     def _allocate_state(self, memory: MemoryConfig, weights: Sequence[Tensor]) -> list[StateSegment]:
-        """Give every element its state: the master weights as the model has them now, and zero moments."""
+        """Allocates the state of every element: the master weights as the model has them now, and zero moments."""
         folder = memory.optimizer_nvme_offload
         away = memory.optimizer_cpu_offload or folder is not None
         fraction = memory.optimizer_offload_fraction if away else 0.0
@@ -122,7 +122,7 @@ class MixedPrecisionOptimizer:
     def _build_segment(
         self, segment_range: SegmentRange, weights: Sequence[Tensor], storage: StateStorage
     ) -> StateSegment:
-        group, stretch = self._owners()[segment_range.flat_shard_index]
+        group, flat_shard = self._owners()[segment_range.flat_shard_index]
         weight = weights[segment_range.flat_shard_index][segment_range.begin : segment_range.end]
         wide = torch.promote_types(weight.dtype, torch.float32)
         apart = weight.dtype != wide
@@ -133,7 +133,7 @@ class MixedPrecisionOptimizer:
         return StateSegment(
             segment_range,
             group,
-            slice_flat_shard(stretch, segment_range.begin, segment_range.end),
+            slice_flat_shard(flat_shard, segment_range.begin, segment_range.end),
             master,
             moments,
             apart,
@@ -160,7 +160,7 @@ class MixedPrecisionOptimizer:
         return self._rules[group.spec.rule]
 
     def _state_dtypes(self, group: ParameterGroup, weight: Tensor) -> list[torch.dtype]:
-        """What an element has apart from the model's weight, in the order of `StateSegment.state`."""
+        """Returns the dtypes of an element's state besides the model's weight, in the order of `StateSegment.state`."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         moments = [dtype or wide for dtype in self._rule(group).moments.values()]
         return moments if weight.dtype == wide else [wide, *moments]
@@ -172,7 +172,7 @@ class MixedPrecisionOptimizer:
             _log.info("offload: %s GB of this rank's optimizer state wait in %s", gigabytes(away), where)
 
     def _build_state_swapper(self, memory: MemoryConfig) -> StateSwapper | None:
-        """What takes state to a device that cannot reach it; a CPU works on it where it lies."""
+        """Builds the swapper that copies state to a device that cannot address it; a CPU updates it in place."""
         away = [segment for segment in self._segments if segment.range.offloaded]
         if self._device.type == "cpu" or not away:
             return None
@@ -234,13 +234,13 @@ class MixedPrecisionOptimizer:
             matrices.run(step.of_group(group.spec))
 
     def _wait_for_state(self) -> None:
-        """Let state that is on its way come home before anyone looks at it."""
+        """Waits until swapped state is back in its storage, before it is read."""
         if self._state_swapper is not None:
             self._state_swapper.synchronize()
 
     @torch.no_grad()
     def copy_master_to_model_weights(self) -> None:
-        """Copy the master weights into the model where it has its own precision, and tell the other ranks."""
+        """Copies the master weights into the model where it has its own precision, and all-gathers them."""
         weights = self._weights()
         self._wait_for_state()
         for segment in self._segments:
@@ -249,28 +249,28 @@ class MixedPrecisionOptimizer:
         all_gather_params(self._param_groups)
 
     def count_zero_grads(self) -> Tensor:
-        """How many gradient elements are exactly zero, over the whole model."""
+        """Counts gradient elements that are exactly zero, over the whole model."""
         return self._grad_norm.count_zeros(self._grads())
 
     def weight_norm(self) -> Tensor:
-        """L2 norm of the master weights of the whole model."""
+        """Returns the L2 norm of the master weights of the whole model."""
         self._wait_for_state()
         return self._master_weight_norm.norm([segment.master for segment in self._segments])
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether the master weights are memory of their own, in a wider precision than the model's."""
+        """Whether the master weights are separate tensors, in a wider precision than the model's."""
         return any(segment.has_master_weights for segment in self._segments)
 
     def master_weights(self) -> Iterator[tuple[ParameterGroup, TensorShard, Tensor]]:
-        """The master weights by logical tensor; the model's own follow from them."""
+        """Yields the master weights by logical tensor; the model's own follow from them."""
         self._wait_for_state()
         for segment in self._segments:
             for piece, view in segment.flat_shard.tensor_shards(segment.master):
                 yield segment.group, piece, view
 
     def moments(self) -> Iterator[tuple[str, ParameterGroup, TensorShard, Tensor]]:
-        """Every (kind, group, piece, view) of the update rule's state, by logical tensor."""
+        """Yields (kind, group, shard, view) of the update rule's state, by logical tensor."""
         self._wait_for_state()
         for segment in self._segments:
             for kind, flat in zip(self._rule(segment.group).moments, segment.moments):
@@ -278,7 +278,7 @@ class MixedPrecisionOptimizer:
                     yield kind, segment.group, piece, view
 
     def scalar_state(self) -> dict[str, float]:
-        """State that is not a tensor of the model's shape: how many updates have been applied."""
+        """Returns state that is not a tensor of the model's shape: how many updates have been applied."""
         return {name: value for rule in self._rules.values() for name, value in rule.scalar_state().items()}
 
     def load_scalar_state(self, state: dict[str, float]) -> None:
@@ -293,7 +293,7 @@ MasterOptimizer = MixedPrecisionOptimizer
 def _update_segment(
     update: UpdateFunction, segment: StateSegment, grad: Tensor, weight: Tensor, state: tuple[Tensor, ...]
 ) -> None:
-    """The update of a segment whose state, in the order of `StateSegment.state`, is on the device."""
+    """Updates a segment whose state, in the order of `StateSegment.state`, is on the device."""
     master, moments = (state[0], state[1:]) if segment.has_master_weights else (weight, state)
     elements = ParamSlice(
         grad=grad,

@@ -1,8 +1,8 @@
-"""Segments: the parts of a rank's stretches whose optimizer state lies in one place.
+"""Segments: the parts of a rank's flat shards whose optimizer state is in one storage.
 
-Without offload a stretch is one segment. With offload the first part of all elements is cut into short segments, which lie in
-host memory or on disk and visit the device one after the other; the rest stays on the device, one segment per stretch. A
-segment is again a stretch (`sharding/flat_shard.py`), so checkpoints and norms need not know of any of this.
+Without offload a flat shard is one segment. With offload the first part of all elements is cut into short segments, which are stored
+in host memory or on disk and swapped to the device one after the other; the rest stays on the device, one segment per flat shard. A
+segment is again a flat shard (`sharding/flat_shard.py`), so checkpoints and norms do not depend on offload.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGNMENT = 64  # elements; segments begin where vector loads of any dtype may
 
 @dataclass(frozen=True, slots=True)
 class SegmentRange:
-    """Elements `begin` to `end` of stretch number `flat_shard_index`."""
+    """Elements `begin` to `end` of the flat shard of index `flat_shard_index`."""
 
     flat_shard_index: int
     begin: int
@@ -36,7 +36,7 @@ class SegmentRange:
 
 @dataclass(frozen=True, slots=True)
 class StateSegment:
-    """A range with its state; `state` is the moments in the rule's order, behind the master weights where these are apart."""
+    """A range with its state; `state` is the moments in the rule's order, after the master weights where these are separate."""
 
     range: SegmentRange
     group: ParameterGroup
@@ -50,12 +50,12 @@ class StateSegment:
         return (self.master, *self.moments) if self.has_master_weights else self.moments
 
     def slice_of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Its elements of a quantity given as one tensor per stretch."""
+        """Returns its elements of a quantity given as one tensor per flat shard."""
         return tensors[self.range.flat_shard_index][self.range.begin : self.range.end]
 
 
 def plan_ranges(lengths: Sequence[int], fraction: float, chunk: int = CHUNK_ELEMENTS) -> Iterator[SegmentRange]:
-    """Cut stretches of these lengths so that the first `fraction` of all elements is offloaded, `chunk` at a time.
+    """Cuts flat shards of these lengths so that the first `fraction` of all elements is offloaded, `chunk` at a time.
 
     >>> [(r.flat_shard_index, r.begin, r.end, r.offloaded) for r in plan_ranges([100, 900], 0.5, chunk=256)]
     [(0, 0, 100, True), (1, 0, 256, True), (1, 256, 384, True), (1, 384, 900, False)]
@@ -71,7 +71,7 @@ def plan_ranges(lengths: Sequence[int], fraction: float, chunk: int = CHUNK_ELEM
 
 
 def slice_flat_shard(flat_shard: FlatShard, begin: int, end: int) -> FlatShard:
-    """Elements `begin` to `end` of a stretch as a stretch of their own."""
+    """Returns elements `begin` to `end` of a flat shard as a flat shard."""
     if (begin, end) == (0, flat_shard.length):
         return flat_shard
     parts = []

@@ -1,4 +1,4 @@
-"""Where optimizer state lives: on the device, in page-locked host memory, or in a file on disk."""
+"""Storage of optimizer state: on the device, in page-locked host memory, or in a file on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALIGNMENT = 4096  # bytes; a page
 
 class StateStorage(Protocol):
     def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of this length that lives here."""
+        """Allocates a flat tensor of this length in this storage."""
         ...
 
 
@@ -35,7 +35,7 @@ class DeviceStorage:
 
 
 class PinnedHostStorage:
-    """Host memory; page-locked where a CUDA device copies from it, since only then copies run beside other work."""
+    """Host memory; page-locked where a CUDA device copies from it, since only then copies overlap other work."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
@@ -64,7 +64,7 @@ class DiskStorage:
 
     @staticmethod
     def required_bytes(lengths: Sequence[int], dtypes: Sequence[torch.dtype]) -> int:
-        """The bytes that so many tensors of all these dtypes need."""
+        """Returns the bytes that tensors of these lengths need in all these dtypes."""
         return sum(_padded_bytes(length * dtype.itemsize) for length in lengths for dtype in dtypes)
 
     def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
@@ -75,7 +75,7 @@ class DiskStorage:
 
 
 def describe_offload_target(folder: str | None, device: torch.device) -> str:
-    """Where offloaded state waits, for people; on a CPU also what that gains.
+    """Describes where offloaded state is stored; on a CPU also what that gains.
 
     >>> describe_offload_target("scratch", torch.device("cuda"))
     'a file in scratch'

@@ -1,7 +1,7 @@
-"""Update rules: what one step does to some elements, given what the device knows of the step.
+"""Update rules: the update of some elements, given the step's scalars on the device.
 
-A rule is asked once per step (`begin`) and then for every segment of elements. It has no memory per element: moments are
-handed in by whoever keeps them, on the device, in host memory or on disk.
+A rule is called once per step (`start_step`) and then for every segment of elements. It has no state per element: moments are
+passed in by the optimizer, which stores them on the device, in host memory or on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ParamSlice:
     """Consecutive elements to update, flat and on one device.
 
     moments: in the order of the rule's kinds. model_weight: the model's own in its precision, None where that is the master.
-    start: their place in the stretch they belong to.
+    start: their offset in the flat shard they belong to.
     """
 
     grad: Tensor
@@ -36,7 +36,7 @@ class ParamSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScalars:
-    """One step, as far as it is the same for all elements; `grad_factor` and `skipped` are device scalars.
+    """The scalars of one step, the same for all elements; `grad_factor` and `skipped` are on the device.
 
     grad_factor: what gradients are multiplied by. skipped: 1.0 leaves everything as it is.
     """
@@ -54,13 +54,13 @@ class StepScalars:
 
 
 UpdateFunction = Callable[[ParamSlice, GroupSpec], None]
-"""Changes some elements of a group."""
+"""Updates some elements of a group."""
 
 
 class UpdateRule(Protocol):
     @property
     def moments(self) -> Mapping[str, torch.dtype | None]:
-        """Kind of every moment and its dtype; None means that of the master weights."""
+        """Returns the kind and dtype of every moment; None means the dtype of the master weights."""
         ...
 
     def start_step(self, step: StepScalars) -> UpdateFunction: ...
@@ -73,7 +73,7 @@ class UpdateRule(Protocol):
 
 
 class AdamRule:
-    """AdamW. How many updates there were is counted on the device, since only the device knows which were left out."""
+    """AdamW. Updates are counted on the device, since only the device knows which were skipped."""
 
     def __init__(self, config: OptimizerConfig, kernel: AdamKernel, device: torch.device) -> None:
         self._config = config
@@ -137,7 +137,7 @@ class SgdRule:
         return {}
 
     def load_scalar_state(self, state: Mapping[str, float]) -> None:
-        """Nothing is counted."""
+        """Does nothing: SGD counts no updates."""
 
 
 def _moment_dtype(name: str) -> torch.dtype | None:

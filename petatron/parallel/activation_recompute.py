@@ -4,7 +4,7 @@ A `RecomputeRegion` runs a function and saves its arguments alone. Inside a regi
 tensor. In backward the first index that is unpacked makes the region run the function again, and return the tensors that this
 run saves, in the same order. Hence:
 
-- The second run ends at the last tensor that is needed. Autograd saves the operands of a GEMM before it multiplies, so a
+- The second run ends at the last tensor that is needed. Autograd saves the operands of a GEMM before it runs, so a
   region that ends with a GEMM (an MLP, an attention layer) does not repeat it, nor the communication after it.
 - Both dropout streams are set to their state at the first run, and restored afterwards: masks are equal, and later draws of
   the step are unchanged.

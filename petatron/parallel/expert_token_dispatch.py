@@ -40,9 +40,10 @@ from petatron.kernels.moe.grouped_gemm import ExpertCounts
 from petatron.kernels.moe.permute import Permutation, inverse_permutation, permute, reorder, unpermute
 from petatron.layers.moe.load_balancing import ReductionGroup
 from petatron.layers.moe.moe_layer import (
+    ExpertParallelSlots,
     ExpertsFunction,
     RoutesTokens,
-    SharedExpertHalves,
+    SharedExpertRun,
     TokenDispatcher,
     dispatch_locally,
 )
@@ -64,7 +65,7 @@ def apply_expert_parallel(
     for module in model.modules():
         if isinstance(module, RoutesTokens):
             adds_bias = mesh["etp"].rank == 0
-            module.set_expert_parallel(dispatcher, sequence_group=sequence, stage_group=stage, adds_bias=adds_bias)
+            module.set_expert_parallel(ExpertParallelSlots(dispatcher, sequence, stage, adds_bias))
 
 
 def build_dispatcher(
@@ -105,7 +106,7 @@ class AllToAllDispatcher:
     before_wait: Callable[[], None] | None = None
 
     def __call__(
-        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
+        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertRun | None = None
     ) -> Tensor:
         overlapped = shared if self.overlap_shared_expert else None
         permutation = routing.permutation()
@@ -189,7 +190,7 @@ class AllGatherDispatcher:
     etp_size: int
 
     def __call__(
-        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
+        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertRun | None = None
     ) -> Tensor:
         num_local_experts = routing.num_experts // self.ep_size
         first_expert = self.axis.rank // self.etp_size * num_local_experts

@@ -90,7 +90,7 @@ def apply_fp8(
     """Runs the large GEMMs of layers in FP8. `cache_weights`: a weight is quantised once per step and cached."""
     if precision.fp8_format is None:
         return Fp8GemmSet()
-    choice = choose_kernel("fp8", kernel_context)
+    choice = choose_kernel("FP8 casts and GEMMs", kernel_context)
     _log.info("%s", choice)
     make_gemm, recipe = (
         fp8_gemm_factory(precision, kernels=choice.functions, cache_weights=cache_weights),

@@ -19,7 +19,7 @@ from petatron.models.stage_module import StageModule
 from petatron.parallel.context import split_batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.parallelize import ParallelizeResult
-from petatron.parallel.pipeline.cuda_graph import GraphCapture, GraphedSteps
+from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture, GraphedSteps
 from petatron.parallel.pipeline.executor import LossScales, PipelineExecutor, StepResult
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.schedule.actions import TimedAction
@@ -83,7 +83,7 @@ class ParallelModel:
         )
         self._mean_losses: Tensor | None = None
 
-    def use_cuda_graphs(self, graph_capture: GraphCapture) -> None:
+    def use_cuda_graphs(self, graph_capture: CudaGraphCapture) -> None:
         """Captures and replays training steps as CUDA graphs from now on (`parallel/pipeline/cuda_graph.py`)."""
         assert isinstance(self.gradient_reducer, GradientReducer), "fully_shard communicates inside a step"
         self._run_step = GraphedSteps(self._pipeline.run, self.gradient_reducer, graph_capture).run

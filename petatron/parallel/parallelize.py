@@ -1,4 +1,4 @@
-"""The one ordered recipe that turns a model's stages on the meta device into this rank's shards, with initialised weights.
+"""The one ordered recipe that makes this rank's shards, with initialised weights, of a model's stages on the meta device.
 
 Order: stage split (the caller builds only this rank's stages) -> precision -> tensor/sequence parallel -> kernels and FP8 ->
 context parallel -> expert parallel -> recompute -> activation offload -> materialise -> data parallel.
@@ -191,8 +191,8 @@ def _fp8_weights(
     """Returns the weights with one scale for both orientations, with kernels to quantise them if they are all-gathered in FP8."""
     if not (run.precision.fp8_param_gather and fp8_gemms.fp8_gather_scalings and mesh["shard"].size > 1):
         return Fp8Weights(scalings=fp8_gemms.fp8_gather_scalings)
-    choice = choose_kernel("weights to eight bits", kernel_context)
-    _log.info("%d weights of this rank travel in eight bits; %s", len(fp8_gemms.fp8_gather_scalings), choice)
+    choice = choose_kernel("FP8 weight gather", kernel_context)
+    _log.info("%d weights of this rank are all-gathered in FP8; %s", len(fp8_gemms.fp8_gather_scalings), choice)
     return Fp8Weights(scalings=fp8_gemms.fp8_gather_scalings, kernels=choice.functions)
 
 

@@ -40,7 +40,7 @@ from petatron.layers.dropout import Dropout
 from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.linear import Linear
 from petatron.layers.moe.experts import GroupedLinear
-from petatron.layers.norm import LayerNorm, RMSNorm
+from petatron.layers.norm import Norm
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.output_head import OutputHead
@@ -293,7 +293,7 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
             linear_op = module.linear_op
             assert isinstance(linear_op, ColumnParallelOp | RowParallelOp | ReplicatedOp)
             module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, weight_grad_sink=sink))
-        if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | RMSNorm | LayerNorm):
+        if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | Norm):
             module.weight_grad_sink = sink
 
 

@@ -36,11 +36,11 @@ class Box:
         return math.prod(self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """Where this box lies in the whole tensor."""
+        """Returns the slices of this box in the whole tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.start, self.shape))
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies inside a tensor that holds the outer box.
+        """Returns the slices of this box in a tensor that holds the outer box.
 
         >>> Box((4, 2), (2, 3)).slices_in(Box((4, 0), (8, 8)))
         (slice(0, 2, None), slice(2, 5, None))
@@ -49,7 +49,7 @@ class Box:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box that two boxes have in common, or None.
+    """Returns the box that two boxes have in common, or None.
 
     >>> overlap(Box((0, 0), (4, 4)), Box((2, 3), (4, 4)))
     Box(start=(2, 3), shape=(2, 1))
@@ -60,7 +60,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def tiling_problem(logical_shape: Shape, boxes: Sequence[Box]) -> str | None:
-    """Why these boxes do not hold every element of a tensor exactly once; None when they do."""
+    """Returns why these boxes do not hold every element of a tensor exactly once; None when they do."""
     whole = Box((0,) * len(logical_shape), logical_shape)
     for box in boxes:
         if len(box.shape) != len(logical_shape) or (box.volume and overlap(box, whole) != box):
@@ -91,7 +91,7 @@ def _covers_exactly_once(logical_shape: Shape, boxes: Sequence[Box]) -> bool:
     ]
     if not cut or len(cut) > _MAX_SPLIT_DIMS:
         return len(kept) <= 1
-    # Places along a dimension are numbered, and a corner is one number: nobody can make those collide, as one can tuples.
+    # Coordinates along a dimension are indexed, and a corner is one integer: unlike hashes of tuples, these cannot be made to collide.
     kept.append(Box((0,) * len(logical_shape), logical_shape))
     numbers = [
         _coordinate_index({end for box in kept for end in (box.start[d], box.start[d] + box.shape[d])}) for d in cut
@@ -116,7 +116,7 @@ def _coordinate_index(coordinates: set[int]) -> dict[int, int]:
 
 
 def _find_overlapping_pair(boxes: Sequence[Box]) -> Box | None:
-    """Some box that two of these have in common.
+    """Returns some box that two of these have in common.
 
     Sweeps along the dimension with the most distinct starts, so that the usual splits (one cut dimension) compare only
     neighbours and a thousand shards do not cost a million comparisons.
@@ -153,7 +153,7 @@ class BoxIndex:
             self._furthest = list(accumulate((boxes[n].stop[dim] for n in self._order), max))
 
     def overlaps(self, box: Box) -> list[tuple[int, Box]]:
-        """The numbers of the boxes that overlap this one, in their order, and the box in common."""
+        """Returns the indices of the boxes that overlap this one, in their order, and the box in common."""
         numbers = self._order
         if self._dim is not None:
             first = bisect_right(self._furthest, box.start[self._dim])

@@ -1,7 +1,7 @@
 """Flat buffers: all parameters of one kind in one contiguous tensor, with their gradients in another of the same layout.
 
-A buffer is cut into buckets, the unit in which gradients are reduced while the backward pass goes on. Without sharding,
-every rank keeps and updates the whole buffer. With the distributed optimizer (ZeRO-1), each rank of the `shard` axis owns
+A buffer is cut into buckets, the unit in which gradients are reduced during the backward pass. Without sharding,
+every rank has and updates the whole buffer. With the distributed optimizer (ZeRO-1), each rank of the `shard` axis owns
 one part of every bucket: gradients are reduce-scattered, master weights and moments exist only for the owned parts, and
 updated weights are gathered bucket by bucket. So buckets are padded to a multiple of the ranks that share them.
 
@@ -10,9 +10,9 @@ each to the shard that has least; all shards are as long as the fullest. A bucke
 padding. If that fails (few matrices for many ranks, or one stack of experts that is most of a bucket), it is sharded like any
 other, and the rank that orthogonalises a matrix receives the rest of it from the other owners (`optim/matrix_update.py`).
 
-Weights that are multiplied in eight bits lie in buffers of their own where state is sharded, and may travel in eight bits
-(`sharding/fp8_gather.py`). What this rank owns of them then lies apart, in the precision of the run, and the buffer that is computed
-with holds what the bytes stand for.
+Weights of FP8 GEMMs have separate buffers where state is sharded, and may be all-gathered in FP8 (`sharding/fp8_gather.py`). The
+owned part of such weights is then a separate tensor in the precision of the run, and the buffer that GEMMs read has dequantised
+values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAX_BUCKET_SIZES = 4
 
 @dataclass(frozen=True, slots=True)
 class BucketParam:
-    """One parameter's place in its group; `grad_order` is its turn among the gradients of its stage's backward pass.
+    """One parameter's place in its group; `grad_order` is its position among the gradients of its stage's backward pass.
 
     `grads_per_micro_batch` is how many gradients it gets per micro-batch: 2 for a tied embedding with both its ends on one rank.
     """
@@ -103,7 +103,7 @@ class FlatParamGroup:
     ) -> None:
         """`virtual_stage` counts the stages of this rank; `grad_dtype` None means at least float32.
 
-        `fp8_weights`: all these are weights that are multiplied so.
+        `fp8_weights`: all parameters of the group are weights of FP8 GEMMs.
         """
         first, size = buckets[0].params[0].parameter, buckets[-1].end
         self.buckets = buckets
@@ -130,7 +130,7 @@ class FlatParamGroup:
             self._owned_weights = [weight.clone() for weight in self._owned_weights]
 
     def _build_fp8_gather(self, fp8_weights: Fp8Weights) -> BucketFp8Gather | None:
-        """None where weights travel as they are, or not at all."""
+        """Returns None where weights are gathered in their own precision, or not at all."""
         axis, scalings = self.axes.shard, fp8_weights.scalings
         if fp8_weights.kernels is None or not self.axes.sharded or axis.size == 1:
             return None
@@ -145,11 +145,11 @@ class FlatParamGroup:
         return (slot for bucket in self.buckets for slot in bucket.params)
 
     def param_view(self, flat: Tensor, param: BucketParam) -> Tensor:
-        """A parameter-shaped view into a tensor of this group's layout."""
+        """Returns a parameter-shaped view into a tensor of this group's layout."""
         return flat[param.start : param.end].view(param.placement.shape)
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
-        """The range of a bucket that this rank updates."""
+        """Returns the range of a bucket that this rank updates."""
         if not self.axes.sharded:
             return bucket.begin, bucket.end
         length = (bucket.end - bucket.begin) // self.axes.shard.size
@@ -199,12 +199,12 @@ class FlatParamGroup:
         return self._owned_views(self.flat_grads)
 
     def sync_fp8_scales(self) -> None:
-        """Find the scales of weights that travel in eight bits, over all ranks."""
+        """Reduces the scales of weights that are gathered in FP8, over all ranks."""
         if self._fp8_gather is not None:
             self._scales = self._fp8_gather.compute_scales(self._owned_weights)
 
     def all_gather_params(self) -> None:
-        """Begin to gather every bucket's weights, those the forward pass needs first in front."""
+        """Starts the all-gather of every bucket's weights, in the order in which the forward pass needs them."""
         if not self.axes.sharded:
             return
         self.wait_for_params()
@@ -221,7 +221,7 @@ class FlatParamGroup:
             self.wait_for_params()
 
     def wait_for_params(self, bucket_indices: Iterable[int] | None = None) -> None:
-        """Return when the weights of these buckets (None: all) may be used."""
+        """Waits until the weights of these buckets (None: all) may be used."""
         for index in list(self._gather_handles) if bucket_indices is None else bucket_indices:
             handle = self._gather_handles.pop(index, None)
             if handle is not None:
@@ -232,8 +232,8 @@ class FlatParamGroup:
 class FlatBufferOptions:
     """How buffers are cut: bucket size in elements, whether optimizer state is sharded, whether gathers overlap.
 
-    grad_dtype: what gradients add up in; None means at least float32.
-    fp8_weights: which weights are multiplied in eight bits, and whether they travel so.
+    grad_dtype: the dtype in which gradients accumulate; None means at least float32.
+    fp8_weights: the weights of FP8 GEMMs, and whether they are all-gathered in FP8.
     """
 
     bucket_size: int
@@ -252,14 +252,14 @@ def flatten_parameters(
     *,
     grads_per_micro_batch: Mapping[nn.Parameter, int] | None = None,
 ) -> list[FlatParamGroup]:
-    """Move the parameters of a rank's stages into flat buffers.
+    """Moves the parameters of a rank's stages into flat buffers.
 
     `grads_per_micro_batch` is how many gradients each gets per micro-batch; by default as many as there are stages that have it.
 
     A buffer holds one dtype, one of the `group_specs`, one stage, and dense or expert
-    parameters. The order inside is that of the backward pass, last layer first. What is added up with another stage (a
-    tied embedding) lies in a buffer of its own, so that both stages cut it alike. With sharding, so do weights that are
-    multiplied in eight bits, whether they travel so or not: sums are then the same, in the same order.
+    parameters. The order inside is that of the backward pass, last layer first. A parameter whose gradient is summed
+    with another stage's (a tied embedding) has a separate buffer, so that both stages shard it alike. With sharding, so have weights of
+    FP8 GEMMs, whether they are gathered in FP8 or not: sums are then the same, in the same order.
     """
     members: dict[tuple, list[tuple[str, nn.Parameter, int, int]]] = {}
     grads_per_micro_batch = grads_per_micro_batch or Counter(
@@ -268,7 +268,7 @@ def flatten_parameters(
     eight_bits = options.fp8_weights if options.sharded else None
     seen: set[nn.Parameter] = set()
     for number, stage in enumerate(stages):
-        for turn, (name, parameter) in enumerate(reversed(list(stage.named_parameters()))):
+        for grad_order, (name, parameter) in enumerate(reversed(list(stage.named_parameters()))):
             if parameter in seen:
                 continue
             seen.add(parameter)
@@ -276,7 +276,7 @@ def flatten_parameters(
             tied = any(piece.grad_reduce_axis == "ends" for piece in placement.tensor_shards)
             eight = eight_bits is not None and name in eight_bits.scalings
             key = (number, parameter.dtype, group_specs[name], placement.expert, tied, eight)
-            members.setdefault(key, []).append((name, parameter, turn, grads_per_micro_batch[parameter]))
+            members.setdefault(key, []).append((name, parameter, grad_order, grads_per_micro_batch[parameter]))
     groups = []
     for (number, _, spec, expert, _, eight), entries in members.items():
         axes = DataParallelAxes.from_mesh(mesh, expert=expert, sharded=options.sharded)
@@ -306,12 +306,12 @@ def _build_buckets(
     num_shards: int,
     begin: int = 0,
 ) -> list[Bucket]:
-    """Buckets of at least `bucket_size` elements; what is shared is padded so that it divides into aligned parts."""
+    """Builds buckets of at least `bucket_size` elements; sharded ones are padded so that they divide into aligned shards."""
     multiple = num_shards * _ALIGNMENT if num_shards > 1 else 1
     buckets: list[Bucket] = []
     at, slots = begin, []
-    for index, (name, parameter, turn, uses) in enumerate(params):
-        slots.append(BucketParam(name, parameter, placements[name], at, turn, uses))
+    for index, (name, parameter, grad_order, uses) in enumerate(params):
+        slots.append(BucketParam(name, parameter, placements[name], at, grad_order, uses))
         at = slots[-1].end
         if at - begin >= bucket_size or index == len(params) - 1:
             at = begin + -(-(at - begin) // multiple) * multiple
@@ -334,8 +334,8 @@ def _build_matrix_buckets(
         count, starts, length = _whole_param_shards(rest, bucket_size, num_shards)
         if length:
             slots = (
-                BucketParam(name, parameter, placements[name], begin + start, turn, uses)
-                for (name, parameter, turn, uses), start in zip(rest[:count], starts)
+                BucketParam(name, parameter, placements[name], begin + start, grad_order, uses)
+                for (name, parameter, grad_order, uses), start in zip(rest[:count], starts)
             )
             buckets.append(Bucket(begin, begin + length, tuple(slots)))
             whole += 1

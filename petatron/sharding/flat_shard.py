@@ -1,14 +1,14 @@
-"""Stretches: consecutive elements in memory that one rank updates, seen as boxes of logical tensors.
+"""Flat shards: consecutive elements in memory that one rank updates, seen as boxes of logical tensors.
 
 However state is sharded, what a rank owns is a contiguous range of some parameters' elements: all of a flat buffer, its
 part of each bucket of one (distributed optimizer), or its rows of a parameter (FSDP). A contiguous range of an
 N-dimensional tensor is a handful of N-dimensional boxes:
 
-    [..]     a piece of the first row
+    [..]     a part of the first row
     [....]   whole rows
-    [.]      a piece of the last row
+    [.]      a part of the last row
 
-so everything that asks by logical tensor (checkpoints, comparisons, norms) works on any sharding without a gather.
+so everything that works by logical tensor (checkpoints, comparisons, norms) works on any sharding without a gather.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from petatron.sharding.shard_spec import Placement, Shape, TensorShard
 
 @dataclass(frozen=True, slots=True)
 class ParamRange:
-    """Elements `begin` to `end` of one parameter, at `offset` of a stretch."""
+    """Elements `begin` to `end` of one parameter, at `offset` of a flat shard."""
 
     placement: Placement
     begin: int
@@ -46,7 +46,7 @@ class OwnedRange:
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """Consecutive elements this rank updates; `replica_share` is the range it speaks for when replicas of it exist."""
+    """Consecutive elements this rank updates; `replica_share` is the range it is primary for when replicas of it exist."""
 
     length: int
     param_ranges: tuple[ParamRange, ...]
@@ -55,7 +55,7 @@ class FlatShard:
     def tensor_shards(
         self, flat: Tensor, *, wanted: Callable[[TensorShard], bool] | None = None
     ) -> Iterator[tuple[TensorShard, Tensor]]:
-        """Every logical box inside the stretch, or those wanted, with its view into a tensor of the stretch's length."""
+        """Yields every logical box inside the flat shard, or those wanted, with its view into a tensor of the same length."""
         for part in self.param_ranges:
             pieces = part.placement.tensor_shards if wanted is None else [*filter(wanted, part.placement.tensor_shards)]
             if not pieces:
@@ -70,7 +70,7 @@ class FlatShard:
                         yield narrowed, box[inside]
 
     def primary_ranges(self) -> list[tuple[int, int]]:
-        """Ranges of the stretch whose elements this rank alone speaks for: primary pieces, no padding, in its share."""
+        """Returns the ranges of the flat shard that this rank is primary for: primary shards, no padding, in its share."""
         ranges = []
         for part in self.param_ranges:
             for piece in part.placement.tensor_shards:
@@ -85,9 +85,9 @@ class FlatShard:
 
 
 class ParameterGroup(Protocol):
-    """Parameters with one update rule, as far as this rank updates them: one tensor per stretch of each quantity.
+    """Parameters with one update rule, as far as this rank updates them: one tensor per flat shard of each quantity.
 
-    `replica_axis` is the axis over which other ranks own the same stretches.
+    `replica_axis` is the axis over which other ranks own the same flat shards.
     """
 
     @property
@@ -113,24 +113,24 @@ class ParameterGroup(Protocol):
         ...
 
     def weights(self) -> list[Tensor]:
-        """The owned weights in the model's precision, as they lie in memory."""
+        """Returns the owned weights in the model's precision, in memory order."""
         ...
 
     def grads(self) -> list[Tensor]:
-        """The owned gradients, reduced over all ranks; in at least float32."""
+        """Returns the owned gradients, reduced over all ranks; in at least float32."""
         ...
 
     def sync_fp8_scales(self) -> None:
-        """Exchange what publishing needs to know and has to wait for."""
+        """Reduces the scales of weights that are all-gathered in FP8."""
         ...
 
     def all_gather_params(self) -> None:
-        """Make changed weights known to every rank that computes with them."""
+        """All-gathers updated weights on every rank that computes with them."""
         ...
 
 
 def all_gather_params(param_groups: Sequence[ParameterGroup]) -> None:
-    """Make all groups' changed weights known; nothing that is waited for stands behind weights under way."""
+    """All-gathers all groups' updated weights; scales are reduced first, so that no small exchange waits behind a gather."""
     for group in param_groups:
         group.sync_fp8_scales()
     for group in param_groups:
@@ -138,20 +138,20 @@ def all_gather_params(param_groups: Sequence[ParameterGroup]) -> None:
 
 
 def rank_share(length: int, axis: Axis) -> tuple[int, int]:
-    """This rank's part of a range that every rank of an axis holds."""
+    """Returns this rank's part of a range that every rank of an axis holds."""
     return length * axis.rank // axis.size, length * (axis.rank + 1) // axis.size
 
 
 def group_tensor_shards(
     group: ParameterGroup, tensors: Sequence[Tensor], *, wanted: Callable[[TensorShard], bool] | None = None
 ) -> Iterator[tuple[TensorShard, Tensor]]:
-    """Every logical box, or those wanted, of a quantity given as one tensor per stretch."""
-    for stretch, tensor in zip(group.flat_shards, tensors, strict=True):
-        yield from stretch.tensor_shards(tensor, wanted=wanted)
+    """Yields every logical box, or those wanted, of a quantity given as one tensor per flat shard."""
+    for flat_shard, tensor in zip(group.flat_shards, tensors, strict=True):
+        yield from flat_shard.tensor_shards(tensor, wanted=wanted)
 
 
 def range_boxes(shape: Shape, begin: int, end: int) -> Iterator[tuple[Shape, Shape, int]]:
-    """The boxes (start, shape) that make up elements begin..end of a tensor, and how far into the range each begins.
+    """Yields the boxes (start, shape) that make up elements begin..end of a tensor, and the offset of each in the range.
 
     >>> list(range_boxes((4, 3), 2, 10))
     [((0, 2), (1, 1), 0), ((1, 0), (2, 3), 1), ((3, 0), (1, 1), 7)]
@@ -177,7 +177,7 @@ def range_boxes(shape: Shape, begin: int, end: int) -> Iterator[tuple[Shape, Sha
 
 
 def _intersect(shard: TensorShard, start: Shape, shape: Shape) -> tuple[TensorShard, tuple[slice, ...]] | None:
-    """The part of a piece inside a box of the local parameter, and where it lies in that box."""
+    """Returns the part of a shard inside a box of the local parameter, and its slices in that box."""
     low = tuple(map(max, shard.local_start, start))
     high = tuple(min(a + n, b + m) for a, n, b, m in zip(shard.local_start, shard.shape, start, shape))
     if any(a >= b for a, b in zip(low, high)):
@@ -192,8 +192,8 @@ def _intersect(shard: TensorShard, start: Shape, shape: Shape) -> tuple[TensorSh
 
 
 def element_ranges(shard: TensorShard, shape: Shape) -> Iterator[tuple[int, int]]:
-    """The contiguous ranges of a parameter's elements that a piece covers."""
-    dim = len(shape)  # from here on the piece spans the whole parameter
+    """Yields the contiguous ranges of a parameter's elements that a shard covers."""
+    dim = len(shape)  # from here on the shard spans the whole parameter
     while dim > 0 and shard.shape[dim - 1] == shape[dim - 1]:
         dim -= 1
     inner = math.prod(shape[dim:])
@@ -211,7 +211,7 @@ def element_ranges(shard: TensorShard, shape: Shape) -> Iterator[tuple[int, int]
 
 
 def _merge_adjacent(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, neighbours made one."""
+    """Returns the ranges sorted, adjacent ones merged."""
     out: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if out and out[-1][1] == begin:

@@ -1,8 +1,8 @@
-"""Gathering weights in eight bits: which scales they have, and what a rank sends and fills with what it gets.
+"""All-gathers weights in FP8: computes their scales, quantises what a rank sends and dequantises what it receives.
 
-A rank owns stretches of matrices that end wherever they end, inside a row or a square. So the ranks first agree on the largest
-magnitude of each set of numbers with one scale, in one exchange for all weights; then each casts what it owns, and the bytes
-travel. See `kernels/fp8/gather_cast.py` for why products do not see the difference.
+A rank owns flat shards of matrices that end anywhere, inside a row or a square. So the ranks first max-reduce the amax of
+each set of numbers with one scale, in one exchange for all weights; then each quantises what it owns, and FP8 values are
+all-gathered. `kernels/fp8/gather_cast.py` says why GEMMs get the same operands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from petatron.sharding.shard_spec import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Weights:
-    """The weights whose products are in eight bits and how each is scaled; `kernels` only where they also travel so."""
+    """The weights of FP8 GEMMs and the scaling of each; `kernels` only where they are also all-gathered in FP8."""
 
     scalings: Mapping[str, Scaling]
     kernels: GatherCastKernels | None = None
@@ -33,7 +33,7 @@ class Fp8Weights:
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """A weight of `size` elements and its place in a table of scales; `columns` where each square of it has one."""
+    """A weight of `size` elements and its range in a table of scales; `columns` where each square of it has a scale."""
 
     size: int
     first_scale: int
@@ -42,7 +42,7 @@ class ScaledMatrix:
 
     @classmethod
     def from_shape(cls, shape: Shape, scaling: Scaling, *, first_scale: int) -> ScaledMatrix:
-        """`first_scale` is where its scales begin in the table."""
+        """`first_scale` is the index of its first scale in the table."""
         if scaling == "tensor":
             return cls(math.prod(shape), first_scale, 1, None)
         assert scaling == "squares" and len(shape) == 2 and not any(size % BLOCK for size in shape), (
@@ -56,7 +56,7 @@ class ScaledMatrix:
 
 @dataclass(frozen=True, slots=True)
 class MatrixShard:
-    """Elements `begin` onwards of a matrix, which this rank has."""
+    """Elements `begin` onwards of a matrix, which this rank owns."""
 
     matrix: ScaledMatrix
     begin: int
@@ -66,18 +66,18 @@ class MatrixShard:
 def all_reduce_scales(
     shards: Iterable[MatrixShard], num_scales: int, axis: Axis, kernels: GatherCastKernels, device: torch.device
 ) -> Tensor:
-    """The scales of all matrices, from the parts that each rank of the axis has of them."""
+    """Returns the scales of all matrices, from the shards that each rank of the axis owns."""
     amax = torch.zeros(num_scales, dtype=torch.float32, device=device)
     for part in shards:
         matrix = part.matrix
         kernels.update_shard_amax(part.values, matrix.scales_in(amax), begin=part.begin, columns=matrix.columns)
-    # The bits of magnitudes order as they do, and lose no NaN.
+    # The bits of magnitudes order as their values do, and lose no NaN.
     collectives.all_reduce(amax.view(torch.int32), axis, op="max")
     return power_of_two_scale(amax, E4M3)
 
 
 def quantise_shard(shard: MatrixShard, scales: Tensor, out: Tensor, kernels: GatherCastKernels) -> None:
-    """What this rank has of a matrix as bytes."""
+    """Quantises this rank's shard of a matrix."""
     matrix = shard.matrix
     kernels.quantise_shard(
         shard.values, matrix.scales_in(scales), out.view(E4M3), begin=shard.begin, columns=matrix.columns
@@ -87,17 +87,17 @@ def quantise_shard(shard: MatrixShard, scales: Tensor, out: Tensor, kernels: Gat
 def dequantise_shards(
     matrix: ScaledMatrix, received: Tensor, scales: Tensor, out: Tensor, kernels: GatherCastKernels
 ) -> None:
-    """A matrix [parts, elements] from its bytes."""
+    """Dequantises a matrix [shards, elements]."""
     kernels.dequantise_shards(received.view(E4M3), matrix.scales_in(scales), out, columns=matrix.columns)
 
 
 class BucketFp8Gather:
-    """Gathers buckets that hold nothing but eight-bit weights, of which each rank owns an equal part."""
+    """All-gathers buckets of FP8 weights alone, of which each rank owns an equal shard."""
 
     def __init__(
         self, buckets: Sequence[Sequence[tuple[int, Shape, Scaling]]], axis: Axis, kernels: GatherCastKernels
     ) -> None:
-        """`buckets` are where each matrix of each begins in its bucket, its shape, and how it is scaled."""
+        """`buckets` has for each matrix of each bucket its offset, shape and scaling."""
         self._axis, self._kernels = axis, kernels
         self._buckets: list[list[tuple[int, ScaledMatrix]]] = []
         self._num_scales = 0
@@ -109,12 +109,12 @@ class BucketFp8Gather:
                 self._buckets[-1].append((start, matrix))
 
     def compute_scales(self, owned: Sequence[Tensor]) -> Tensor:
-        """Of all buckets, from what this rank owns of each."""
+        """Returns the scales of all buckets, from the shards that this rank owns."""
         parts = [part for index, own in enumerate(owned) for _, part in self._owned_shards(index, own)]
         return all_reduce_scales(parts, self._num_scales, self._axis, self._kernels, owned[0].device)
 
     def start_all_gather(self, index: int, out: Tensor, owned: Tensor, scales: Tensor) -> Handle:
-        """Begin to gather a bucket; `out` is filled when it is waited for. Padding stays as it is."""
+        """Starts the all-gather of a bucket; `out` is filled in `wait`. Padding is unchanged."""
         sent = torch.empty(owned.numel(), dtype=torch.uint8, device=owned.device)
         for at, part in self._owned_shards(index, owned):
             quantise_shard(part, scales, sent[at : at + part.values.numel()], self._kernels)
@@ -123,7 +123,7 @@ class BucketFp8Gather:
         return collectives.start_all_gather(received, sent, self._axis, on_complete=after)
 
     def _owned_shards(self, index: int, owned: Tensor) -> Iterable[tuple[int, MatrixShard]]:
-        """What this rank has of each matrix of a bucket, and where in its part."""
+        """Returns this rank's shard of each matrix of a bucket, and its offset in the owned range."""
         begin = self._axis.rank * owned.numel()
         for start, matrix in self._buckets[index]:
             low, high = max(begin, start), min(begin + owned.numel(), start + matrix.size)

@@ -56,7 +56,7 @@ ZEROS, ONES = ConstantValues(0.0), ConstantValues(1.0)
 
 
 def draw_normal_shard(shard: TensorShard, *, seed: int, std: float) -> Tensor:
-    """The part of a logical tensor of normal draws (mean 0) that lies in this piece's box.
+    """Returns this shard's box of a logical tensor of normal draws (mean 0).
 
     A tensor of more than two dimensions is a stack of matrices, each drawn under a name of its own.
     """
@@ -99,7 +99,7 @@ class _DrawBlock:
 
 
 def _draw_blocks(name: str, logical_shape: Shape, start: Shape, out: Tensor) -> Iterator[_DrawBlock]:
-    """The blocks of a logical matrix that a box at `start` touches; `out` is the memory of the whole box."""
+    """Yields the blocks of a logical matrix that a box at `start` overlaps; `out` is the memory of the whole box."""
     rows, columns = logical_shape
     (top, left), (height, width) = start, out.shape
     for block_row in range(top // _BLOCK, (top + height - 1) // _BLOCK + 1):

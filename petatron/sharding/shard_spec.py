@@ -1,14 +1,14 @@
-"""Which box of which logical tensor a parameter holds: one table, read by everyone who splits, saves, counts or names weights.
+"""Which box of which logical tensor a parameter holds: one table for all code that splits, saves, counts or names weights.
 
-A model declares a `Shard` per parameter. `compute_placement` turns that declaration, the parameter's logical shape and
-this rank's tensor-parallel coordinate into a `Placement`: the shape of the local parameter and the `TensorShard`s in it, each
+A model declares a `Shard` per parameter. `compute_placement` computes from it, the parameter's logical shape and
+this rank's tensor-parallel coordinate a `Placement`: the shape of the local parameter and the `TensorShard`s in it, each
 a box of one *logical* tensor. Logical tensors are what a checkpoint or a comparison sees: q, k and v are three of them
-although the layer multiplies them as one fused weight, and the vocabulary has exactly as many rows as there are token
+although they are one fused weight of the layer's GEMM, and the vocabulary has exactly as many rows as there are token
 ids although memory is padded. No layout changes a logical tensor's name, shape or content.
 
-A box held by several ranks of one model replica is a copy. One of them is `primary` and speaks for all when norms are
-summed or tensors are saved. `sum_over` names the axis over which the copies' gradients are summands that must be added up:
-they came from different halves of the sequence (norms under sequence parallelism), from different heads (key/value heads
+A box held by several ranks of one model replica is replicated. One of them is `primary`: it counts in norms and saves the
+tensor. `grad_reduce_axis` is the axis over which the replicas' gradients are partial sums that must be reduced:
+they come from different halves of the sequence (norms under sequence parallelism), from different heads (key/value heads
 shared by several ranks, per-head norms), or from both ends of the model (a tied embedding on two pipeline stages).
 """
 
@@ -53,7 +53,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """A box of a logical tensor, and where it lies in the local parameter."""
+    """A box of a logical tensor, and its offset in the local parameter."""
 
     name: str
     logical_shape: Shape
@@ -72,9 +72,9 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The local parameter and its pieces; `section_rows` are the local sizes of the fused sections, in order.
+    """The local parameter and its shards of logical tensors; `section_rows` are the local sizes of the fused sections, in order.
 
-    `expert` says that copies of the parameter lie on the ranks of `edp`, not on those of `dp_cp`.
+    `expert` says that the parameter is replicated over the ranks of `edp`, not over those of `dp_cp`.
     """
 
     shape: Shape
@@ -107,7 +107,7 @@ class _DimShard:
 
 
 def padded_rows(rows: int, pad_to: int, tp_size: int) -> int:
-    """Rows in memory over all ranks: the next multiple of `pad_to` x ranks."""
+    """Returns the rows in memory over all ranks: the next multiple of `pad_to` x ranks."""
     multiple = pad_to * tp_size
     return -(-rows // multiple) * multiple
 
@@ -133,7 +133,7 @@ def section_name(parameter: str, section: str) -> str:
 
 
 def compute_placement(name: str, shape: Shape, spec: Shard, coordinate: ModelParallelCoordinate) -> Placement:
-    """Where a parameter of this logical (fused) shape lies on this rank."""
+    """Returns the placement on this rank of a parameter of this logical (fused) shape."""
     if spec.ep is not None:
         return _expert_placement(name, shape, spec, coordinate)
     ranks, rank = coordinate.tp_size, coordinate.tp_rank
@@ -154,7 +154,7 @@ def compute_placement(name: str, shape: Shape, spec: Shard, coordinate: ModelPar
 
 
 def _expert_placement(name: str, shape: Shape, spec: Shard, coordinate: ModelParallelCoordinate) -> Placement:
-    """Whole experts over ep along dimension 0, each cut over the experts' tensor axis."""
+    """Shards whole experts over ep along dimension 0, and each over the experts' tensor-parallel axis."""
     assert spec.ep == 0 and shape[0] % coordinate.ep_size == 0, (
         f"{name}: {shape[0]} experts over {coordinate.ep_size} ranks"
     )
@@ -185,7 +185,7 @@ def _replicated_placement(name: str, shape: Shape, *, primary: bool, grad_reduce
 def _sharded_placement(
     name: str, shape: Shape, spec: Shard, dim: int, num_ranks: int, rank: int, axis: str = "tp"
 ) -> Placement:
-    """Every section's part of the split dimension, one after the other."""
+    """Concatenates every section's part of the split dimension."""
     sections = spec.sections or (Section("", shape[dim], shape[dim] if spec.pad_to is None else 1),)
     assert sum(section.rows for section in sections) == shape[dim], f"sections of {name} do not add up to {shape}"
     pieces, section_rows, local_at = [], [], 0

@@ -66,7 +66,7 @@ def plan_verification(
     asked = resolve_config(argv, require_training=False)[0]
     given = asked.config
     if dtype == "float64" and given.precision.fp8_format is not None:
-        rule = f"leaves no room for --fp8-format {given.precision.fp8_format}, whose products are summed in float32"
+        rule = f"leaves no room for --fp8-format {given.precision.fp8_format}, whose GEMMs accumulate in float32"
         fix = "Use --dtype float32, or leave FP8 out: a layout is the same with and without it."
         raise ConfigError([Problem("--dtype", dtype, rule, fix)])
     fixed = [f"--train-iters={steps}", *_FIXED_FLAGS.split(), "--fp64" if dtype == "float64" else "--no-fp64"]

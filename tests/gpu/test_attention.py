@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import block_attention, causal_attention, flash, reference
+from petatron.kernels.attention import block_attention, causal_attention, flash
 from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.mask import AttentionBounds, BlockMask
+from tests import reference_attention as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import causal_attention, cudnn, flash, reference
+from petatron.kernels.attention import causal_attention, cudnn, flash
 from petatron.kernels.attention import rows as reference_rows
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import PaddedKernels, padded_attention
+from tests import reference_attention as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

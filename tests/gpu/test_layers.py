@@ -121,7 +121,7 @@ NORMED = [
 
 @pytest.mark.parametrize(("how", "width", "turned", "batch_first", "dtype"), NORMED, ids=str)
 def test_normed_rotary_embedding(how: QKNormSpec, width: int, turned: int, batch_first: bool, dtype: torch.dtype):
-    found, (length, batch) = kernels("normed rotary embedding", dtype, "triton"), (4099, 2)
+    found, (length, batch) = kernels("qk-norm and rotary embedding", dtype, "triton"), (4099, 2)
     columns = (how.num_heads + 2 * how.num_kv_heads) * width
     qkv = (
         draw(batch, length, columns, dtype=dtype).transpose(0, 1)
@@ -158,7 +158,7 @@ def test_normed_rotary_embedding(how: QKNormSpec, width: int, turned: int, batch
 def test_attention_takes_values_that_lie_in_the_product():
     """They are a view with longer strides than queries and keys have."""
     found, how, dtype = (
-        kernels("normed rotary embedding", torch.bfloat16, "triton"),
+        kernels("qk-norm and rotary embedding", torch.bfloat16, "triton"),
         QKNormSpec(8, 2, 1e-6, False),
         torch.bfloat16,
     )

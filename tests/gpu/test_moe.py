@@ -20,7 +20,7 @@ CUDA = torch.device("cuda")
 
 
 def fastest(dtype: torch.dtype = torch.bfloat16) -> MoEKernels:
-    return choose_kernel("expert rows", KernelContext.of(CUDA, dtype, allow_compile=False)).functions
+    return choose_kernel("expert permutation", KernelContext.of(CUDA, dtype, allow_compile=False)).functions
 
 
 def apart(mine: Tensor, true: Tensor) -> float:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.attention import causal_attention, reference
+from petatron.kernels.attention import causal_attention
+from tests import reference_attention as reference
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from petatron.kernels.attention import block_attention, causal_attention, flash, reference
+from petatron.kernels.attention import block_attention, causal_attention, flash
 from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.mask import AttentionBounds, BlockMask, MaskRectangle, mask_rectangles, mask_tiles
 from petatron.kernels.attention.tiles import AttentionDropout, tile_backward, tile_forward
+from tests import reference_attention as reference
 
 CPU = torch.device("cpu")
 

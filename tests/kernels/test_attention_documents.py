@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.attention import _equal_length_attention, cudnn, documents, flash, reference, rows
+from petatron.kernels.attention import _equal_length_attention, cudnn, documents, flash, rows
 from petatron.kernels.attention.documents import (
     MIN_PADDED_DOCUMENT,
     PADDED_LENGTHS_PER_OCTAVE,
@@ -22,6 +22,7 @@ from petatron.kernels.attention.documents import (
     padded_lengths,
 )
 from petatron.kernels.attention.padded import PaddedKernels, padded_attention
+from tests import reference_attention as reference
 
 if importlib.util.find_spec("triton") is None:
     TWINS: list[ModuleType] = [rows]

@@ -119,7 +119,7 @@ def test_rates_and_ratios():
         == "ours 2.000 ms, 2.00 TB/s, 50% of a copy; theirs 3.000 ms: 1.50x; error 1.0e-03"
     )
     found = KernelMeasurement("x", {"ours": 2.0}, {}, 1e-3, 1e-2, 0.0, 8e11)
-    assert found.describe(DeviceSpeed(4.0, 800.0)) == "ours 2.000 ms, 400 TFLOP/s, 50% of a product; error 1.0e-03"
+    assert found.describe(DeviceSpeed(4.0, 800.0)) == "ours 2.000 ms, 400 TFLOP/s, 50% of a GEMM; error 1.0e-03"
 
 
 def test_an_error_is_that_of_the_worst_output_over_the_rows_of_the_truth():

@@ -54,7 +54,7 @@ def test_measure(with_peer: bool, monkeypatch: pytest.MonkeyPatch):
     label = "MoE qwen3_moe E16 K4 D32 F24"
     assert all(("transformers" in rows[f"{label}, {routing}"]) is with_peer for routing in ROUTINGS)
     assert "FLOP/s useful" in rows[f"{label}, even"]
-    assert {f"{label}: take rows", f"{label}: down, weight gradient"} <= rows.keys()
+    assert {f"{label}: permute", f"{label}: down, weight gradient"} <= rows.keys()
 
 
 def test_flops_are_those_of_the_chosen_experts():

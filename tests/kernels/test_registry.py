@@ -27,7 +27,7 @@ HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
 COMPILED = ("layer_norm", "plain activation")
-PLAIN_NAMES = {"adamw": "torch fused", "fp8": "emulation"}
+PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -76,20 +76,20 @@ def test_float64_is_computed_in_float64(monkeypatch: pytest.MonkeyPatch):
     found = chosen(dataclasses.replace(HOPPER, dtype=torch.float64), monkeypatch)
     assert {operation for operation, (name, _) in found.items() if name in ("triton", "compiled")} == set()
     assert found["rms_norm"] == ("reference", (("triton", "it computes in float32"),))
-    assert found["fp8"] == ("emulation", (("triton", "its products give bfloat16"),))
+    assert found["FP8 casts and GEMMs"] == ("emulation", (("triton", "its GEMMs return bfloat16"),))
 
 
 @pytest.mark.parametrize(
     ("situation", "reason"),
     [
         (AMPERE, "the device is no Hopper GPU"),
-        (dataclasses.replace(HOPPER, dtype=torch.float32), "its products give bfloat16"),
+        (dataclasses.replace(HOPPER, dtype=torch.float32), "its GEMMs return bfloat16"),
         (CPU, NO_GPU),
     ],
 )
 def test_eight_bits_need_a_device_that_has_them(situation: KernelContext, reason: str):
-    choice = choose_kernel("fp8", situation)
-    assert str(choice) == f"fp8: emulation; not triton: {reason}"
+    choice = choose_kernel("FP8 casts and GEMMs", situation)
+    assert str(choice) == f"FP8 casts and GEMMs: emulation; not triton: {reason}"
 
 
 def test_a_choice_says_why():
@@ -141,14 +141,14 @@ CALLED: dict[str, set[str]] = {
     "gated activation": {"gated_activation", "gated_activation_backward"},
     "plain activation": {"activation", "activation_backward"},
     "rotary embedding": {"split_qkv_rope", "split_qkv_rope_backward"},
-    "normed rotary embedding": {"split_qkv_norm_rope", "split_qkv_norm_rope_backward"},
+    "qk-norm and rotary embedding": {"split_qkv_norm_rope", "split_qkv_norm_rope_backward"},
     "softmax and loss": {"statistics", "gradient_", "losses_and_gradient_"},
     "embedding gradient": {"embedding_grad"},
     "adamw": {"adamw", "sum_of_squares"},
-    "expert rows": {field.name for field in dataclasses.fields(permute.MoEKernels)},
-    "packed rows": {"gather_rows", "scatter_rows"},
-    "fp8": {field.name for field in dataclasses.fields(Fp8Kernels)},
-    "weights to eight bits": {field.name for field in dataclasses.fields(GatherCastKernels)},
+    "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
+    "packed documents": {"gather_rows", "scatter_rows"},
+    "FP8 casts and GEMMs": {field.name for field in dataclasses.fields(Fp8Kernels)},
+    "FP8 weight gather": {field.name for field in dataclasses.fields(GatherCastKernels)},
 }
 
 

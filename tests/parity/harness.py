@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from petatron.config import RunConfig, load_config
 from petatron.mesh.comm_record import CommEvent
-from petatron.mesh.diagnose.order_check import order_problems
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.verify.compare_traces import Tolerances, TraceComparison, compare_traces
 from petatron.verify.trace import StepTrace, record_steps
 from tests.dist import RankPool
+from tests.nccl_rules.order_check import order_problems
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 131 --mock-data "

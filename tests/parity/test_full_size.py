@@ -5,8 +5,8 @@ import pytest
 from petatron.config import RunConfig, load_config
 from petatron.estimate.flops import parameter_count
 from petatron.models.registry import model_spec
-from petatron.train.meta_device_rank import fake_rank, num_primary_elements
 from tests.dist import RankPool
+from tests.meta_device_rank import fake_rank, num_primary_elements
 from tests.parity.harness import check_layout
 
 TABLE = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.files.step_folder import DamagedCheckpointError, resolve_step
+from petatron.checkpoint.files.step_list import DamagedCheckpointError, resolve_step
 from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig

@@ -93,7 +93,7 @@ def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements)
 
 def _setup_rows(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements) -> list[tuple[str, str]]:
     run = spec.run
-    products = "bf16" if spec.fp8_recipe is None else f"FP8 {spec.fp8_recipe}"
+    gemms = "bf16" if spec.fp8_recipe is None else f"FP8 {spec.fp8_recipe}"
     how = "compiled" if spec.compile else "not compiled"
     optimizer = {"adam": "AdamW", "sgd": "SGD"}[run.optim.optimizer]
     peak = device.peak("bfloat16")
@@ -106,7 +106,7 @@ def _setup_rows(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurem
             f"{_parameters(spec):,} parameters, {run.train.global_batch_size} x {run.model.seq_length} tokens per step"
             + (f" ({spec.micro_batches} micro-batches, all the same)" if spec.micro_batches > 1 else ""),
         ),
-        ("training", f"{products} products, fp32 master weights, {optimizer}, clip {run.optim.clip_grad:g}, {how}"),
+        ("training", f"{gemms} GEMMs, fp32 master weights, {optimizer}, clip {run.optim.clip_grad:g}, {how}"),
         ("measured", measurements.description),
     ]
 

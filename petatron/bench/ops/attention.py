@@ -70,7 +70,7 @@ def measure(
 ) -> list[tuple[str, str]]:
     """Returns for every shape the speed of our attention and of the others."""
     moves: PackingKernels = choose_kernel(
-        "packed rows", KernelContext.of(device, torch.bfloat16, allow_compile=False)
+        "packed documents", KernelContext.of(device, torch.bfloat16, allow_compile=False)
     ).functions
     table, news = [("attention", "; ".join(kernel_choice(device)))], ProgressLog()
     for shape in shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):

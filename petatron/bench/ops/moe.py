@@ -100,7 +100,7 @@ def build_layer(
     wide = compute_dtype(dtype)
     return BenchMoELayer(
         shape=shape,
-        kernels=choose_kernel("expert rows", KernelContext.of(device, dtype, allow_compile=False)).functions,
+        kernels=choose_kernel("expert permutation", KernelContext.of(device, dtype, allow_compile=False)).functions,
         gate_up=normal(e, 2 * f, d, scale=d**-0.5),
         down=normal(e, d, f, scale=f**-0.5),
         gate_up_grad=torch.empty((e, 2 * f, d), device=device, dtype=wide),
@@ -115,22 +115,22 @@ def build_layer(
 @torch.no_grad()
 def ours(layer: BenchMoELayer) -> MoEOutputs:
     """Runs forward and backward with this library's kernels; permuted rows are saved for backward, the activation is not."""
-    kernels, arrangement = layer.kernels, build_permutation(layer.experts_TK, layer.shape.num_experts)
-    multiply = GroupedGemm(arrangement.counts)
-    weight_R = choices_to_rows(layer.weights_TK, arrangement)
-    rows = kernels.permute_rows(layer.x_TD, arrangement)
+    kernels, permutation = layer.kernels, build_permutation(layer.experts_TK, layer.shape.num_experts)
+    multiply = GroupedGemm(permutation.counts)
+    weight_R = choices_to_rows(layer.weights_TK, permutation)
+    rows = kernels.permute_rows(layer.x_TD, permutation)
     inner, _ = multiply.forward(rows, layer.gate_up)
     out, _ = multiply.forward(kernels.weighted_activation(inner, weight_R, ACTIVATION), layer.down)
-    y = kernels.unpermute_rows(out, arrangement)
+    y = kernels.unpermute_rows(out, permutation)
     del out
-    grad_active, job = multiply.backward(kernels.permute_rows(layer.grad_TD, arrangement), layer.down, ())
+    grad_active, job = multiply.backward(kernels.permute_rows(layer.grad_TD, permutation), layer.down, ())
     backward = kernels.weighted_activation_backward
     grad_inner, grad_weight_R, active = backward(grad_active, inner, weight_R, ACTIVATION, recompute_output=True)
     job.write(active, layer.down_grad, accumulate=False)
     del active, inner, grad_active
     grad_rows, job = multiply.backward(grad_inner, layer.gate_up, ())
     job.write(rows, layer.gate_up_grad, accumulate=False)
-    return MoEOutputs(y, kernels.unpermute_rows(grad_rows, arrangement), rows_to_choices(grad_weight_R, arrangement))
+    return MoEOutputs(y, kernels.unpermute_rows(grad_rows, permutation), rows_to_choices(grad_weight_R, permutation))
 
 
 def peer(layer: BenchMoELayer) -> Callable[[], MoEOutputs] | None:
@@ -191,21 +191,21 @@ def layer_operations(layer: BenchMoELayer) -> Iterator[MoEOperation]:
     tokens, rows = layer.x_TD.numel() * layer.x_TD.itemsize, shape.top_k * layer.x_TD.numel() * layer.x_TD.itemsize
     hidden = shape.num_tokens * shape.top_k * shape.ffn_hidden_size * layer.x_TD.itemsize
     flops = 2 * shape.num_tokens * shape.top_k * shape.hidden_size * shape.ffn_hidden_size
-    arrangement = build_permutation(layer.experts_TK, shape.num_experts)
+    permutation = build_permutation(layer.experts_TK, shape.num_experts)
     yield MoEOperation("sort", lambda: build_permutation(layer.experts_TK, shape.num_experts))
-    yield MoEOperation("take rows", lambda: kernels.permute_rows(layer.x_TD, arrangement), moved_bytes=tokens + rows)
-    x_RD = kernels.permute_rows(layer.x_TD, arrangement)
-    yield MoEOperation("sum rows", lambda: kernels.unpermute_rows(x_RD, arrangement), moved_bytes=tokens + rows)
+    yield MoEOperation("permute", lambda: kernels.permute_rows(layer.x_TD, permutation), moved_bytes=tokens + rows)
+    x_RD = kernels.permute_rows(layer.x_TD, permutation)
+    yield MoEOperation("unpermute", lambda: kernels.unpermute_rows(x_RD, permutation), moved_bytes=tokens + rows)
     weights = layer.weights_TK
-    combine = kernels.unpermute_backward
+    unpermute_backward = kernels.unpermute_backward
     yield MoEOperation(
-        "combine backward, weights outside",
-        lambda: combine(layer.grad_TD, x_RD, weights, arrangement),
+        "weighted unpermute, backward",
+        lambda: unpermute_backward(layer.grad_TD, x_RD, weights, permutation),
         moved_bytes=tokens + 2 * rows,
     )
-    yield from _gemm_operations("gate and up", x_RD, layer.gate_up, layer.gate_up_grad, arrangement, flops=2 * flops)
-    inner = GroupedGemm(arrangement.counts).forward(x_RD, layer.gate_up)[0]
-    weight_R = choices_to_rows(weights, arrangement)
+    yield from _gemm_operations("gate and up", x_RD, layer.gate_up, layer.gate_up_grad, permutation, flops=2 * flops)
+    inner = GroupedGemm(permutation.counts).forward(x_RD, layer.gate_up)[0]
+    weight_R = choices_to_rows(weights, permutation)
     yield MoEOperation(
         "activation", lambda: kernels.weighted_activation(inner, weight_R, ACTIVATION), moved_bytes=3 * hidden
     )
@@ -216,7 +216,7 @@ def layer_operations(layer: BenchMoELayer) -> Iterator[MoEOperation]:
         lambda: backward(active, inner, weight_R, ACTIVATION, recompute_output=True),
         moved_bytes=6 * hidden,
     )
-    yield from _gemm_operations("down", active, layer.down, layer.down_grad, arrangement, flops=flops)
+    yield from _gemm_operations("down", active, layer.down, layer.down_grad, permutation, flops=flops)
 
 
 def _gemm_operations(
@@ -229,7 +229,7 @@ def _gemm_operations(
     yield MoEOperation(f"{name}, input gradient", lambda: multiply.backward(grad, weight, ()), flops=flops)
     yield MoEOperation(f"{name}, weight gradient", lambda: job.write(x, weight_grad, accumulate=False), flops=flops)
     yield MoEOperation(
-        f"{name}, weight gradient, added", lambda: job.write(x, weight_grad, accumulate=True), flops=flops
+        f"{name}, weight gradient, accumulated", lambda: job.write(x, weight_grad, accumulate=True), flops=flops
     )
 
 

@@ -144,7 +144,7 @@ def loss_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
         wanted = GradRequest(weights[:few].double(), None)
         return linear_cross_entropy(x[:few].double(), head.double(), targets[:few], columns, grad_request=wanted)
 
-    def three_products() -> None:
+    def three_gemms() -> None:
         made = x @ head.t()
         torch.mm(made, head)
         matmul_into(head_grad, made.t(), x, accumulate=False)
@@ -152,7 +152,7 @@ def loss_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
     yield KernelCase(
         label=f"head and loss, {tokens} tokens, {shape.name}",
         implementations={f"{name} softmax": partial(whole, kernels) for name, kernels in ways.items()}
-        | {"the three products alone": three_products},
+        | {"the three GEMMs alone": three_gemms},
         call=lambda run: run(),
         reference=true,
         flops=6 * tokens * shape.vocab_size * shape.hidden_size,
@@ -227,9 +227,9 @@ def weight_grad_cases(context: BenchContext, shape: MicroBatchShape, *, first: b
         return (out,)
 
     ways: dict[str, Callable[[], object]] = {
-        "into the wide buffer": partial(matmul_into, out, grad.t(), x, accumulate=True),
-        "narrow product and addition": lambda: out.add_(grad.t() @ x),
-        "narrow product alone": lambda: grad.t() @ x,
+        "accumulated into float32": partial(matmul_into, out, grad.t(), x, accumulate=True),
+        "half-precision GEMM and addition": lambda: out.add_(grad.t() @ x),
+        "half-precision GEMM alone": lambda: grad.t() @ x,
     }
     yield KernelCase(
         label=f"weight gradient of gate and up, {shape.name}",
@@ -245,7 +245,7 @@ def fp8_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> 
     """Casts of a layer's input, and the three GEMMs of gate and up; of the larger model only."""
     if first:
         return
-    ways, few = context.implementations("fp8"), CHECKED_ROWS
+    ways, few = context.implementations("FP8 casts and GEMMs"), CHECKED_ROWS
     x, one, amax = (
         context.randn(shape.num_tokens, shape.hidden_size),
         *(torch.ones(1, device=context.device) for _ in range(2)),
@@ -299,8 +299,8 @@ def _fp8_gemm_cases(
             into = {"dtype": context.accumulate_dtype, "out": out} if number == 2 else {"dtype": context.dtype}
             run = partial(kernels.gemm, a, b, fast=number == 0, **into)
             yield KernelCase(
-                label=f"FP8 product by {recipe}{name}, {shape.name}",
-                implementations={"FP8": run, "the narrow product": plain[number]},
+                label=f"FP8 GEMM by {recipe}{name}, {shape.name}",
+                implementations={"FP8": run, "half-precision GEMM": plain[number]},
                 call=lambda run: (run(),),
                 reference=lambda a=a, b=b: (dequantise(a)[:few].double() @ dequantise(b).double().t(),),
                 flops=2 * shape.num_tokens * weight.numel(),

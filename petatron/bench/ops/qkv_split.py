@@ -67,8 +67,10 @@ def _qk_norm_rope_cases(context: BenchContext, shape: MicroBatchShape) -> Iterat
     few = min(CHECKED_ROWS, shape.seq_length)
 
     def true() -> Outputs:
-        turns = _to_float64(rotation, few)
-        return qk_norm_rope.split_qkv_norm_rope(qkv[:few].double(), _to_float64(weights), turns, norm, batch_first=True)
+        cos_sin = _to_float64(rotation, few)
+        return qk_norm_rope.split_qkv_norm_rope(
+            qkv[:few].double(), _to_float64(weights), cos_sin, norm, batch_first=True
+        )
 
     def backward(kernels: Any) -> Outputs:
         return out, *kernels.split_qkv_norm_rope_backward(grads, qkv, weights, rotation, norm, out=out)
@@ -78,16 +80,16 @@ def _qk_norm_rope_cases(context: BenchContext, shape: MicroBatchShape) -> Iterat
         exact = (_to_float64(grads), qkv.double(), _to_float64(weights), _to_float64(rotation))
         return made, *qk_norm_rope.split_qkv_norm_rope_backward(*exact, norm, out=made)
 
-    ways, head_bytes = context.implementations("normed rotary embedding"), shape.num_tokens * width * qkv.itemsize
+    ways, head_bytes = context.implementations("qk-norm and rotary embedding"), shape.num_tokens * width * qkv.itemsize
     yield KernelCase(
-        label=f"normed rotary embedding, {shape.name}",
+        label=f"qk-norm and rotary embedding, {shape.name}",
         implementations=ways,
         call=lambda k: k.split_qkv_norm_rope(qkv, weights, rotation, norm, batch_first=True),
         reference=true,
         moved_bytes=2 * (norm.num_heads + norm.num_kv_heads) * head_bytes,
     )
     yield KernelCase(
-        label=f"normed rotary embedding backward, {shape.name}",
+        label=f"qk-norm and rotary embedding backward, {shape.name}",
         implementations=ways,
         call=backward,
         reference=true_backward,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from petatron.base.errors import CheckpointError
 from petatron.base.model_companion_files import CONFIG_FILE, find_companion_files, is_hf_folder
 from petatron.base.untrusted_files import open_regular_file
-from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files import step_list
 from petatron.config import LoadedConfig, load_config
 
 ModelFormat = Literal["petatron", "huggingface", "megatron"]
@@ -41,7 +41,7 @@ _MAX_DEFAULT_SEQ_LENGTH = 4096
 
 def detect_format(path: Path) -> ModelFormat:
     """Returns the format of a folder."""
-    if step_folder.containing_step(path) is not None or step_folder.list_steps(path):
+    if step_list.containing_step(path) is not None or step_list.list_steps(path):
         return "petatron"
     if is_megatron_folder(path):
         return "megatron"
@@ -53,7 +53,7 @@ def detect_format(path: Path) -> ModelFormat:
         )
     raise CheckpointError(
         f"{path} holds no model: neither steps of Petatron "
-        f"({step_folder.step_name(0)}/{step_folder.MANIFEST_FILE}), nor {CONFIG_FILE} of a "
+        f"({step_list.step_name(0)}/{step_list.MANIFEST_FILE}), nor {CONFIG_FILE} of a "
         f"Hugging Face model, nor what Megatron-LM saves ({TRACKER_FILE}). Give the folder that has one of them."
     )
 
@@ -101,7 +101,7 @@ def create_tmp_folder(target: Path) -> Path:
 def _is_step_folder(folder: Path) -> bool:
     """Many programs have a manifest.json; ours has its format name in the first bytes."""
     try:
-        with open_regular_file(folder / step_folder.MANIFEST_FILE) as file:
+        with open_regular_file(folder / step_list.MANIFEST_FILE) as file:
             return b'"petatron checkpoint"' in file.read(64)
     except OSError:
         return False

@@ -40,7 +40,7 @@ from petatron.checkpoint.convert.read_hf_folder import (
     naming_file,
     read_model_settings,
 )
-from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.load import box_reads
@@ -103,7 +103,7 @@ def open_model_source(
 
 def _open(path: Path, model_format: ModelFormat, step: int | None, vocab_size: int | None) -> ModelSource:
     if model_format == "petatron":
-        return _open_petatron(step_folder.resolve_step(path, step))
+        return _open_petatron(step_list.resolve_step(path, step))
     if model_format == "huggingface":
         return _open_huggingface(path)
     return _open_megatron(path if step is None else path / f"iter_{step:07d}", vocab_size)

@@ -45,16 +45,16 @@ from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
 from petatron.checkpoint.files.step_list import (
     LATEST_FILE,
     MANIFEST_FILE,
+    MODEL_FOLDER,
+    STATE_FOLDER,
     STEP_FOLDER_NAME,
-    check_steps_not_lost,
+    DamagedCheckpointError,
+    damaged_error,
     latest_step,
     list_steps,
-    read_latest,
     step_name,
-    warn_of_unusable_latest,
 )
 
-MODEL_FOLDER, STATE_FOLDER = "model", "state"
 _VISIBILITY_TIMEOUT_S = 10.0
 _MAX_FILE_NAME_BYTES = 255
 
@@ -229,65 +229,6 @@ def stray_symlinks(folder: Path) -> list[Path]:
 
 
 # Reading
-
-
-def containing_step(path: Path) -> Path | None:
-    """Returns the step that a folder is, or whose `model/` it is."""
-    if (path / MANIFEST_FILE).is_file():
-        return path
-    whole = path.resolve()
-    return whole.parent if whole.name == MODEL_FOLDER and (whole.parent / MANIFEST_FILE).is_file() else None
-
-
-def resolve_step(folder: Path, step: int | None, *, warn: bool = True) -> Path:
-    """Returns the folder of a step (None: the newest); a folder that is itself a step, or the model of one, resolves to that step.
-
-    Raises `DamagedCheckpointError` if `latest` names one that is not complete; warns, if asked to, if it names none at all.
-    """
-    own = containing_step(folder)
-    if own is not None:
-        if step is not None and own.name != step_name(step):
-            raise CheckpointError(
-                f"{own} is one step, and not step {step}. Leave the step out, or give the folder above."
-            )
-        return own
-    found = list_steps(folder)
-    if step is None:
-        check_steps_not_lost(folder)
-        named, problem = read_latest(folder)
-        if named is not None and problem is not None:
-            raise DamagedCheckpointError(
-                f"{folder / LATEST_FILE} {problem}. Restore it from a copy, or "
-                f"resume from another step with --ckpt-step (there are: {', '.join(map(str, found))})."
-            )
-        if warn:
-            warn_of_unusable_latest(folder)
-    wanted = latest_step(folder) if step is None else step
-    if wanted is None:
-        raise CheckpointError(f"{folder} holds no checkpoint. Give --load a folder that --save wrote to.")
-    if wanted not in found:
-        have = ", ".join(map(str, found)) or "none"
-        raise CheckpointError(f"{folder} has no checkpoint of step {wanted}; it has: {have}. Choose one of these.")
-    return found[wanted]
-
-
-def previous_step(folder: Path, source: Path | None) -> int | None:
-    """Returns the newest step older than that of a checkpoint's folder; the newest of all for None."""
-    found = list_steps(folder)
-    own = next((step for step, path in found.items() if path == source), None)
-    return max((step for step in found if source is None or (own is not None and step < own)), default=None)
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is not what was saved."""
-
-
-def damaged_error(path: Path, why: str) -> DamagedCheckpointError:
-    """The error for a file of a checkpoint that is not what was saved."""
-    here = next((parent for parent in path.parents if STEP_FOLDER_NAME.fullmatch(parent.name)), path.parent)
-    others = ", ".join(str(step) for step, folder in list_steps(here.parent).items() if folder != here)
-    fix = f"resume from another step with --ckpt-step (there are: {others})" if others else "save a new checkpoint"
-    return DamagedCheckpointError(f"{path} {why}. Restore it from a copy, or {fix}.")
 
 
 def read_manifest_head(source: Path) -> Manifest:

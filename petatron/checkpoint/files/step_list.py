@@ -1,4 +1,4 @@
-"""Which steps the folder of a run has, and which of them is the newest: the one that the file `latest` names.
+"""Which steps the folder of a run has, which of them is the newest (the one that the file `latest` names), and which one to load.
 
 No digest covers `latest`, and it may be lost or changed on its own. Whoever asks for the newest
 step is told so, and never gets another one unnoticed.
@@ -17,6 +17,7 @@ from petatron.base.untrusted_files import not_a_file_reason, read_limited_bytes
 
 MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest"
+MODEL_FOLDER, STATE_FOLDER = "model", "state"
 STEP_FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.tmp|\.replaced|\.pruned)?")
 _MAX_NAME_BYTES = 4096
 _MAX_SHOWN_CHARS = 60
@@ -83,3 +84,62 @@ def check_steps_not_lost(folder: Path) -> None:
             f"{path} {problem}, and {folder} holds no complete step. Restore the steps from a copy, or remove {path} to start from the "
             "beginning."
         )
+
+
+def containing_step(path: Path) -> Path | None:
+    """Returns the step that a folder is, or whose `model/` it is."""
+    if (path / MANIFEST_FILE).is_file():
+        return path
+    whole = path.resolve()
+    return whole.parent if whole.name == MODEL_FOLDER and (whole.parent / MANIFEST_FILE).is_file() else None
+
+
+def resolve_step(folder: Path, step: int | None, *, warn: bool = True) -> Path:
+    """Returns the folder of a step (None: the newest); a folder that is itself a step, or the model of one, resolves to that step.
+
+    Raises `DamagedCheckpointError` if `latest` names one that is not complete; warns, if asked to, if it names none at all.
+    """
+    own = containing_step(folder)
+    if own is not None:
+        if step is not None and own.name != step_name(step):
+            raise CheckpointError(
+                f"{own} is one step, and not step {step}. Leave the step out, or give the folder above."
+            )
+        return own
+    found = list_steps(folder)
+    if step is None:
+        check_steps_not_lost(folder)
+        named, problem = read_latest(folder)
+        if named is not None and problem is not None:
+            raise DamagedCheckpointError(
+                f"{folder / LATEST_FILE} {problem}. Restore it from a copy, or "
+                f"resume from another step with --ckpt-step (there are: {', '.join(map(str, found))})."
+            )
+        if warn:
+            warn_of_unusable_latest(folder)
+    wanted = latest_step(folder) if step is None else step
+    if wanted is None:
+        raise CheckpointError(f"{folder} holds no checkpoint. Give --load a folder that --save wrote to.")
+    if wanted not in found:
+        have = ", ".join(map(str, found)) or "none"
+        raise CheckpointError(f"{folder} has no checkpoint of step {wanted}; it has: {have}. Choose one of these.")
+    return found[wanted]
+
+
+def previous_step(folder: Path, source: Path | None) -> int | None:
+    """Returns the newest step older than that of a checkpoint's folder; the newest of all for None."""
+    found = list_steps(folder)
+    own = next((step for step, path in found.items() if path == source), None)
+    return max((step for step in found if source is None or (own is not None and step < own)), default=None)
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is not what was saved."""
+
+
+def damaged_error(path: Path, why: str) -> DamagedCheckpointError:
+    """The error for a file of a checkpoint that is not what was saved."""
+    here = next((parent for parent in path.parents if STEP_FOLDER_NAME.fullmatch(parent.name)), path.parent)
+    others = ", ".join(str(step) for step, folder in list_steps(here.parent).items() if folder != here)
+    fix = f"resume from another step with --ckpt-step (there are: {others})" if others else "save a new checkpoint"
+    return DamagedCheckpointError(f"{path} {why}. Restore it from a copy, or {fix}.")

@@ -1,4 +1,4 @@
-"""Inspects checkpoints without a run: where they are, what they contain, and whether they still are what was saved.
+"""Inspects checkpoints without a run: where they are, and whether they still are what was saved.
 
 A check goes from the outside in, and each stage trusts only what the one before it verified: the manifest against its own digest,
 the ranks' tables against the manifest, every file against size and digests, the files' headers against the tables, and config.json
@@ -7,9 +7,7 @@ against the configuration of the run. All problems are found in one pass.
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,10 +25,10 @@ from petatron.checkpoint.files.block_digest import is_sha256, matches_digest
 from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_fully
 from petatron.checkpoint.files.entry_layout import entry_box
 from petatron.checkpoint.files.manifest import MAX_MANIFEST_BYTES, Manifest, StoredBox
-from petatron.checkpoint.files.safetensors_file import DTYPES, TensorInfo, read_header
+from petatron.checkpoint.files.safetensors_file import TensorInfo, read_header
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, read_signature, signature_problem
 from petatron.checkpoint.files.step_list import check_steps_not_lost, read_latest, warn_of_unusable_latest
-from petatron.config.saved_config import without_private_settings
+from petatron.checkpoint.inspect.summarize_checkpoint import run_facts
 from petatron.config.schema.model_identity import identity_differences
 from petatron.sharding.boxes import tiling_problem
 
@@ -86,85 +84,6 @@ def steps_without_manifest(folder: Path) -> list[Path]:
     """Returns steps under their final name that have no manifest. A save never leaves one: its manifest has been lost."""
     complete = set(step_folder.list_steps(folder).values())
     return [path for path in sorted(folder.glob("step-*")) if not path.suffix and path not in complete]
-
-
-# What
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSummary:
-    """A logical tensor; `key` is kind/name."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-
-    @property
-    def kind(self) -> str:
-        return self.key.split("/", 1)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSummary:
-    """A checkpoint without its tensors' values. `run_facts` are the facts of the training run, if one saved it.
-
-    file_time_s: when its manifest was last written, which a copy may have made later than the save.
-    """
-
-    source: Path
-    step: int
-    file_time_s: float
-    layout: str
-    run_facts: Mapping[str, Any]
-    tensors: tuple[TensorSummary, ...]
-    files: Mapping[str, int]
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Returns the run's configuration by section; empty when no training run saved it."""
-        return run_config(self.run_facts)
-
-    @property
-    def progress(self) -> Mapping[str, float]:
-        """Returns the run's progress counters."""
-        found = self.run_facts.get("progress")
-        return {k: v for k, v in found.items() if isinstance(v, int | float)} if isinstance(found, dict) else {}
-
-    def bytes_in(self, subfolder: str) -> int:
-        """Returns the size of the model folder or of the state folder."""
-        return sum(size for name, size in self.files.items() if name.startswith(f"{subfolder}/"))
-
-
-def summarize_checkpoint(source: Path) -> CheckpointSummary:
-    """Summarises a manifest and its tables; no other file is opened."""
-    manifest = step_folder.read_manifest(source)
-    return CheckpointSummary(
-        source=source,
-        step=manifest.step,
-        file_time_s=(source / step_folder.MANIFEST_FILE).stat().st_mtime,
-        layout=manifest.layout,
-        run_facts=run_facts(manifest),
-        tensors=tuple(
-            TensorSummary(key, tensor.shape, tensor.dtype, math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize)
-            for key, tensor in sorted(manifest.tensors.items())
-        ),
-        files={name: file.size_bytes for name, file in sorted(manifest.files.items())},
-    )
-
-
-def run_facts(manifest: Manifest) -> Mapping[str, Any]:
-    """Returns what the training loop recorded: progress, config, data, schedule."""
-    facts = manifest.facts.get("facts")
-    return facts if isinstance(facts, dict) else {}
-
-
-def run_config(facts: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Returns the configuration among the facts of a run, without private settings; other programs may have put anything there."""
-    found = facts.get("config")
-    if not isinstance(found, dict):
-        return {}
-    return without_private_settings({section: values for section, values in found.items() if isinstance(values, dict)})
 
 
 # Whether
@@ -406,18 +325,3 @@ def _config_differences(values: Mapping[str, Any], facts: Mapping[str, Any]) -> 
     saved = facts.get("model") or {}
     for name in identity_differences(values, saved):
         yield f"{name} is {values[name]} there and {saved[name]} in the manifest"
-
-
-def summarize_kinds(summary: CheckpointSummary) -> dict[str, tuple[int, str, int]]:
-    """Returns tensors, dtypes and bytes of every kind of state."""
-    found: dict[str, list[TensorSummary]] = {}
-    for tensor in summary.tensors:
-        found.setdefault(tensor.kind, []).append(tensor)
-    return {
-        kind: (
-            len(tensors),
-            ", ".join(dtype for dtype, _ in Counter(tensor.dtype for tensor in tensors).most_common()),
-            sum(tensor.num_bytes for tensor in tensors),
-        )
-        for kind, tensors in found.items()
-    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -15,30 +15,23 @@ from petatron.checkpoint.files.manifest import Manifest, RankTable, StoredTensor
 from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.box_directory import BoxDirectory, MessageRow, box_requests, parse_answer, table_rows
 from petatron.checkpoint.message_exchange import exchange_messages
+from petatron.checkpoint.run_on_all_ranks import AllRanks
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.collectives import all_gather_objects, broadcast_object
 from petatron.mesh.mesh import Axis
-
-Result = TypeVar("Result")
-
-
-class RunOnAllRanks(Protocol):
-    """Runs an action on every rank; one rank's failure is raised on all."""
-
-    def __call__(self, action: Callable[[], Result], /) -> Result: ...
 
 
 class RankReader:
     """Loads a checkpoint on one rank. `files` are those whose digests it knows."""
 
-    def __init__(self, source: Path, axis: Axis, run_on_all_ranks: RunOnAllRanks) -> None:
-        self._source, self._axis, self._run_on_all_ranks = source, axis, run_on_all_ranks
+    def __init__(self, source: Path, axis: Axis, ranks: AllRanks) -> None:
+        self._source, self._axis, self._ranks = source, axis, ranks
         self._tables: dict[int, RankTable] = {}
         self.files: dict[str, StoredFile] = {}
 
     def read_manifest(self, read: Callable[[], Manifest]) -> Manifest:
         """Broadcasts the manifest that rank 0 reads. If it has no tables, rank 0 owns all tensors."""
-        found = self._run_on_all_ranks(lambda: read() if self._axis.rank == 0 else None)
+        found = self._ranks.run(lambda: read() if self._axis.rank == 0 else None)
         told = None if found is None else _manifest_to_message(found)
         head = _manifest_from_message(broadcast_object(told, self._axis))
         self._manifest = head if found is None else replace(head, tensors=found.tensors)
@@ -49,7 +42,7 @@ class RankReader:
         self, chunks: Sequence[Chunk], *, strict: bool, may_ignore_kind: Callable[[str], bool] | None
     ) -> box_reads.ReadPlan:
         """Plans every read of this rank; everything that does not fit is one error. All ranks call it."""
-        received = exchange_messages(self._run_on_all_ranks(lambda: self._rows_and_requests(chunks)), self._axis)
+        received = exchange_messages(self._ranks.run(lambda: self._rows_and_requests(chunks)), self._axis)
         directory = BoxDirectory(self._source)
 
         def answer() -> dict[int, list[MessageRow]]:
@@ -57,13 +50,11 @@ class RankReader:
                 directory.add_rows(said.get("rows", ()))
             return {rank: directory.answer_requests(said["asks"]) for rank, said in received.items() if "asks" in said}
 
-        told = exchange_messages(self._run_on_all_ranks(answer), self._axis)
+        told = exchange_messages(self._ranks.run(answer), self._axis)
         surplus = (
             directory.unexpected_keys(may_ignore_kind or self._ignore_unrequested_kinds(directory)) if strict else []
         )
-        return self._run_on_all_ranks(
-            lambda: self._plan_from_answers(chunks, told, strict=strict, unexpected_keys=surplus)
-        )
+        return self._ranks.run(lambda: self._plan_from_answers(chunks, told, strict=strict, unexpected_keys=surplus))
 
     def _ignore_unrequested_kinds(self, directory: BoxDirectory) -> Callable[[str], bool]:
         """By default a load ignores the kinds of state that no rank requests."""

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
-<<<<<<< HEAD
-from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, flatten_config
-=======
 from petatron.config.checks.moe import router_cannot_learn
-from petatron.config.schema.fields import fields_by_name, flatten_config
->>>>>>> k-folder
+from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, flatten_config
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin

@@ -128,7 +128,7 @@ class MoEConfig:
     moe_z_loss_coeff: float | None = None
     """Weight of the router z-loss; unset means none."""
     moe_grouped_gemm: bool = True
-    """Run all local experts in one grouped matrix product where there is one; off: one expert after the other."""
+    """Run all local experts in one grouped GEMM where there is one; off: one expert after the other."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
     """How tokens reach their experts."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"

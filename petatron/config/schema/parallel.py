@@ -129,7 +129,7 @@ class PrecisionConfig:
     hysteresis: int = 2
     """Overflowing steps before the dynamic loss scale halves."""
     fp8_format: Literal["e4m3", "hybrid"] | None = None
-    """Run matrix products in FP8; hybrid uses e5m2 for gradients."""
+    """Run GEMMs in FP8; hybrid uses e5m2 for gradients."""
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "tensorwise"
     """How the scales of `--fp8-format` are chosen: by tensor, by tensor from past steps, by row, or by block of 128."""
     fp8_amax_history_len: int = 1
@@ -137,7 +137,7 @@ class PrecisionConfig:
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
     """Which of the remembered magnitudes the delayed recipe goes by: the last, or the largest."""
     fp8_param_gather: bool = False
-    """Gather weights that are multiplied in FP8 over data-parallel ranks in FP8, half the bytes; no FP8 product changes."""
+    """All-gather weights of FP8 GEMMs over data-parallel ranks in FP8, half the bytes; no FP8 GEMM changes."""
     first_last_layers_bf16: bool = False
     """Keep some of the first and last layers out of FP8."""
     num_layers_at_start_in_bf16: int = 1

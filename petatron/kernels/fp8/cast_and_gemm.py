@@ -104,7 +104,7 @@ class Fp8GroupedGemmKernel(Protocol):
     def __call__(
         self, x_RD: Tensor, row_scale: Tensor, weight: Fp8Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
     ) -> Tensor:
-        """Multiplies each expert's rows with its matrix: `weight` is [E, O, D] with scales [E, O]; `counts` [E] are rows."""
+        """Computes a GEMM of each expert's rows with its matrix: `weight` is [E, O, D] with scales [E, O]; `counts` [E] are rows."""
         ...
 
 

@@ -52,7 +52,7 @@ def grouped_weight_grad(x_RD: Tensor, grad_RO: Tensor, counts: ExpertCounts) -> 
 
 
 def _grouped_mm(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    """Multiplies rows with a matrix per group, or, of two matrices, computes one GEMM per group of the summed dimension."""
+    """Computes a GEMM of rows with a matrix per group, or, of two matrices, one GEMM per group of the summed dimension."""
     return F.grouped_mm(a, b, offs=counts.cumsum(0, dtype=torch.int32))
 
 
@@ -98,7 +98,7 @@ class GroupedWeightGrad:
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemm:
-    """Multiplies every expert's rows with its matrix, [E, O, D]; knows nothing of autograd. `looped`: one expert after the other."""
+    """Computes a GEMM of every expert's rows with its matrix, [E, O, D]; without autograd. `looped`: one expert after the other."""
 
     counts: ExpertCounts
     looped: bool = False

@@ -240,18 +240,9 @@ def _qk_norm_rope_backward(
         )
     elif program < queries + keys:
         tensors = (k_grad, (k_s, k_b, k_h), k_from, k_to, strides, k_weight, rotation, sums)
+        local = program - queries
         _norm_rope_backward_tiles(
-            tensors,
-            program - queries,
-            size,
-            columns,
-            NUM_KV_HEADS,
-            WIDTH,
-            ROWS,
-            COLUMNS,
-            STEPS,
-            ZERO_CENTERED_GAMMA,
-            BATCH_FIRST,
+            tensors, local, size, columns, NUM_KV_HEADS, WIDTH, ROWS, COLUMNS, STEPS, ZERO_CENTERED_GAMMA, BATCH_FIRST
         )
     else:
         row = (program - queries - keys) * STEPS * ROWS + tl.arange(0, ROWS)
@@ -360,22 +351,10 @@ def split_qkv_norm_rope(
     order = (plan.batch, plan.length) if batch_first else (plan.length, plan.batch)
     q, k = (torch.empty((*order, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in (q_from, k_from))
     cos, sin, cos_s, cos_b = align_cos_sin(*rope_cos_sin)
-    _qk_norm_rope_forward[(plan.tiles(norm.num_heads) + plan.tiles(norm.num_kv_heads),)](
-        q_from,
-        k_from,
-        q,
-        k,
-        *(weight.contiguous() for weight in weights),
-        cos,
-        sin,
-        norm.eps,
-        plan.length,
-        plan.batch,
-        *rows.stride()[:2],
-        cos_s,
-        cos_b,
-        **plan.constants(batch_first=batch_first),
-    )
+    grid = (plan.tiles(norm.num_heads) + plan.tiles(norm.num_kv_heads),)
+    tensors = q_from, k_from, q, k, *(weight.contiguous() for weight in weights), cos, sin
+    numbers = norm.eps, plan.length, plan.batch, *rows.stride()[:2], cos_s, cos_b
+    _qk_norm_rope_forward[grid](*tensors, *numbers, **plan.constants(batch_first=batch_first))
     return (q.transpose(0, 1), k.transpose(0, 1), v) if batch_first else (q, k, v)
 
 
@@ -383,29 +362,20 @@ def split_qkv_norm_rope_backward(
     grads: TensorTriple, qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, out: Tensor
 ) -> TensorPair:
     """Writes the gradient of qkv to `out`, which has qkv's memory layout; returns those of the weights, in float32."""
-    assert out.stride() == qkv.stride() and out.stride(-1) == 1, "the heads of a token lie side by side, in both alike"
+    assert out.stride() == qkv.stride() and out.stride(-1) == 1, (
+        "the heads of a token must be adjacent, with equal strides in both"
+    )
     sources = [contiguous_rows(grad) for grad in grads]
     plan = _LaunchPlan(*qkv.shape[:2], norm, sources[0].shape[-1], rope_cos_sin[0].shape[-1])
     steps = triton.next_power_of_2(max(triton.cdiv(plan.tiles(norm.num_heads), _PROGRAMS), 1))  # few to compile for
     queries, keys = plan.tiles(norm.num_heads, steps), plan.tiles(norm.num_kv_heads, steps)
     sums_PE = torch.empty((queries + keys, plan.width), dtype=torch.float32, device=qkv.device)
     cos, sin, cos_s, cos_b = align_cos_sin(*rope_cos_sin)
+    tensors = *sources, *norm.split(qkv)[:2], *norm.split(out), *(weight.contiguous() for weight in weights)
+    numbers = norm.eps, plan.length, plan.batch
+    strides = *(stride for grad in sources for stride in grad.stride()[:3]), *qkv.stride()[:2], cos_s, cos_b
+    constants = plan.constants(batch_first=sources[0].stride(1) > sources[0].stride(0))
     _qk_norm_rope_backward[(queries + 2 * keys,)](
-        *sources,
-        *norm.split(qkv)[:2],
-        *norm.split(out),
-        *(weight.contiguous() for weight in weights),
-        cos,
-        sin,
-        sums_PE,
-        norm.eps,
-        plan.length,
-        plan.batch,
-        *(stride for grad in sources for stride in grad.stride()[:3]),
-        *qkv.stride()[:2],
-        cos_s,
-        cos_b,
-        STEPS=steps,
-        **plan.constants(batch_first=sources[0].stride(1) > sources[0].stride(0)),
+        *tensors, cos, sin, sums_PE, *numbers, *strides, STEPS=steps, **constants
     )
     return sums_PE[:queries].sum(0), sums_PE[queries:].sum(0)

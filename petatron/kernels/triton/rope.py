@@ -202,7 +202,7 @@ def _empty_heads(part: Tensor, *, batch_first: bool) -> Tensor:
 
 def split_qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
     """Writes the gradient of qkv to `out`, which has qkv's memory layout, and returns it."""
-    assert out.stride(-1) == 1, "the heads of a token lie side by side"
+    assert out.stride(-1) == 1, "the heads of a token must be adjacent"
     sources = [contiguous_rows(grad) for grad in (dq, dk, dv)]
     _launch(sources, split_qkv(out, num_heads=dq.shape[2], num_kv_heads=dk.shape[2]), cos, sin, backward=True)
     return out

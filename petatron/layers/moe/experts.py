@@ -109,7 +109,7 @@ class RoutedExperts(nn.Module):
                 linear.grouped_gemm = partial(GroupedGemm, looped=True)
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "expert rows"}
+        return {"kernels": "expert permutation"}
 
     @property
     def applies_router_weights(self) -> bool:

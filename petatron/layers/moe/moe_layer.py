@@ -19,18 +19,18 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from petatron.config.schema.model import GATED_ACTIVATIONS, MoEConfig
+from petatron.config.schema.model import MoEConfig
 from petatron.kernels.moe.grouped_gemm import ExpertCounts
 from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.mlp import MLP, GatedMLP, MLPSpec, mlp_flops
+from petatron.layers.mlp import MLP, MLPSpec, mlp_flops
 from petatron.layers.moe.experts import RoutedExperts
 from petatron.layers.moe.load_balancing import ReductionGroup, attach_aux_loss
 from petatron.layers.moe.router import Router, Routing
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.branch import FULL, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.sharding.initial_values import NormalValues
@@ -40,13 +40,12 @@ _ROUTER_BYTES = {None: 0, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoESpec(BranchSpec):
+class MoESpec(ChannelMixerSpec):
     """Routed experts of inner `width`, in a space of `latent_size` if there is one, and a shared one.
 
     routing: the settings of the router and of token dispatch. std, out_std: of the initial weights of first and last GEMMs.
     """
 
-    name = "mlp"
     region = "moe"
     inner_regions = ("shared_experts",)
 
@@ -61,18 +60,6 @@ class MoESpec(BranchSpec):
     routing: MoEConfig
     std: float
     out_std: float
-
-    @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "any"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
-    def gated(self) -> bool:
-        return self.activation in GATED_ACTIVATIONS
 
     @property
     def expert_hidden_size(self) -> int:
@@ -205,14 +192,6 @@ class ExpertsFunction(Protocol):
     def __call__(self, x_RD: Tensor, counts: ExpertCounts, weight_R: Tensor | None = None, /) -> Tensor: ...
 
 
-class SharedExpertHalves(Protocol):
-    """The shared expert in two halves, which a dispatcher may overlap with communication: in this order, each once."""
-
-    def first_half(self) -> None: ...
-
-    def second_half(self) -> None: ...
-
-
 class TokenDispatcher(Protocol):
     """Dispatches tokens [T, D] to their experts and returns the weighted sum of each token's expert outputs.
 
@@ -220,8 +199,18 @@ class TokenDispatcher(Protocol):
     """
 
     def __call__(
-        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None, /
+        self, x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertRun | None = None, /
     ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallelSlots:
+    """What expert parallelism sets; `adds_bias` is true on one of the ranks whose partial outputs of an expert are summed."""
+
+    dispatcher: TokenDispatcher
+    sequence_group: ReductionGroup
+    stage_group: ReductionGroup
+    adds_bias: bool
 
 
 @runtime_checkable
@@ -235,20 +224,11 @@ class RoutesTokens(Protocol):
         """Returns the index of the layer, and its router."""
         ...
 
-    def set_expert_parallel(
-        self,
-        dispatcher: TokenDispatcher,
-        *,
-        sequence_group: ReductionGroup,
-        stage_group: ReductionGroup,
-        adds_bias: bool,
-    ) -> None:
-        """Fills the slots; `adds_bias` is true on one of the ranks whose partial outputs of an expert are summed."""
-        ...
+    def set_expert_parallel(self, slots: ExpertParallelSlots) -> None: ...
 
 
 def dispatch_locally(
-    x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertHalves | None = None
+    x_TD: Tensor, routing: Routing, experts: ExpertsFunction, shared: SharedExpertRun | None = None
 ) -> Tensor:
     """Permutes, runs the experts and unpermutes: all experts are on this device."""
     permutation, kernels = routing.permutation(), experts.kernels
@@ -259,12 +239,15 @@ def dispatch_locally(
     return unpermute(experts(rows, permutation.counts, weight_R), None, permutation, kernels=kernels)
 
 
-class _SharedExpertRun:
-    """One forward pass of the shared expert in two halves: first GEMM and activation, then second GEMM and gate."""
+class SharedExpertRun:
+    """One forward pass of the shared expert in two halves: first GEMM and activation, then second GEMM and gate.
+
+    A dispatcher may overlap them with communication: in this order, each once.
+    """
 
     __slots__ = ("_expert", "_intermediate", "_layer", "_output", "_x")
 
-    def __init__(self, layer: MoELayer, expert: MLP | GatedMLP, x: Recomputable) -> None:
+    def __init__(self, layer: MoELayer, expert: MLP, x: Recomputable) -> None:
         self._layer, self._expert, self._x = layer, expert, x
         self._intermediate: Tensor | Recomputable | None = None
         self._output: Tensor | None = None
@@ -325,17 +308,10 @@ class MoELayer(BranchModule):
     def indexed_router(self) -> tuple[int, Router]:
         return self.layer_index, self.router
 
-    def set_expert_parallel(
-        self,
-        dispatcher: TokenDispatcher,
-        *,
-        sequence_group: ReductionGroup,
-        stage_group: ReductionGroup,
-        adds_bias: bool,
-    ) -> None:
-        self.dispatcher = dispatcher
-        self.router.sequence_group, self.router.stage_group = sequence_group, stage_group
-        self.experts.down.bias_scale = 1.0 if adds_bias else 0.0
+    def set_expert_parallel(self, slots: ExpertParallelSlots) -> None:
+        self.dispatcher = slots.dispatcher
+        self.router.sequence_group, self.router.stage_group = slots.sequence_group, slots.stage_group
+        self.experts.down.bias_scale = 1.0 if slots.adds_bias else 0.0
 
     def forward(self, x: Tensor | Recomputable, context: ForwardContext) -> Tensor:
         normal = as_recomputable(x)
@@ -344,7 +320,7 @@ class MoELayer(BranchModule):
         context.router_statistics[self.layer_index] = statistics
         inner = x_SBD if self.latent_down is None else self.latent_down(normal)
         batch_first = is_batch_first(x_SBD)
-        shared = None if self.shared is None else _SharedExpertRun(self, self.shared, normal)
+        shared = None if self.shared is None else SharedExpertRun(self, self.shared, normal)
         y_TD = self.dispatcher(to_rows(inner, batch_first=batch_first), routing, self.experts, shared)
         y_SBD = from_rows(y_TD, x_SBD, batch_first=batch_first)
         if self.latent_up is not None:

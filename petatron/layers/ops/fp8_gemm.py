@@ -358,4 +358,4 @@ def _sizes_fit(sizes: tuple[int, ...] | torch.Size, multiple: int) -> bool:
 
 def _fallback_message(rows: int, shape: torch.Size, multiple: int) -> str:
     sizes = f"{rows} rows times a weight of {shape[0]} x {shape[1]}"
-    return f"a product of {sizes} is not done in FP8, which takes multiples of {multiple}"
+    return f"a GEMM of {sizes} does not run in FP8, which needs multiples of {multiple}"

@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.param_spec import ParamSpec
 
@@ -117,6 +118,28 @@ class BranchSpec(ABC):
 
     def norm_flops(self, shape: ActivationShape) -> float:
         return float(ELEMENTWISE_FLOPS * shape.tokens * self.hidden_size)
+
+
+class ChannelMixerSpec(BranchSpec):
+    """A branch that computes each token by itself (an MLP, experts), so sequences and documents may be split in any way.
+
+    activation: the activation function, by name.
+    """
+
+    name = "mlp"
+    activation: str
+
+    @property
+    def sequence_sharding(self) -> SequenceSharding:
+        return "any"
+
+    @property
+    def separates_documents(self) -> bool:
+        return True
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED_ACTIVATIONS
 
 
 def residual_std(std: float, num_layers: int) -> float:

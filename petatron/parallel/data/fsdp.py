@@ -1,22 +1,22 @@
 """ZeRO-2 and ZeRO-3 through torch's `fully_shard`, as parameter groups like any other.
 
 Every block of a stage, the experts inside it, the embedding, and what is left of the stage (position embedding, last norm,
-head; a tied embedding too, since the head computes with it) are units of their own. A rank keeps its part of each
-parameter of a unit in at least fp32: these are the master weights. Around a unit's forward and backward pass its
-parameters are gathered in the precision of the run, and after its backward pass their gradients are reduce-scattered, for
-every micro-batch anew, and added to the part that this rank keeps.
+head; a tied embedding too, since the head computes with it) are units of their own. A rank has its shard of each
+parameter of a unit in at least fp32: these are the master weights. For a unit's forward and backward pass its
+parameters are all-gathered in the precision of the run, and after its backward pass their gradients are reduce-scattered, in
+every micro-batch, and accumulated in this rank's shard.
 
-    optim_grads         (ZeRO-2)  gathered once per step; let go when the weights have changed
-    optim_grads_params  (ZeRO-3)  let go after every forward and backward pass. The embedding's backward pass needs no
+    optim_grads         (ZeRO-2)  gathered once per step; freed when the weights have changed
+    optim_grads_params  (ZeRO-3)  freed after every forward and backward pass. The embedding's backward pass needs no
                                   weights, and what is left of the stage stays between the two, so both are gathered once
                                   per micro-batch, blocks and experts twice
 
-Dense parameters are shared over `shard`, experts over `edp_shard`. Hybrid sharding (Zhao et al., PyTorch FSDP) adds one sum
-over `dp_outer` at the end of a step.
+Dense parameters are sharded over `shard`, experts over `edp_shard`. Hybrid sharding (Zhao et al., PyTorch FSDP) adds one
+all-reduce over `dp_outer` at the end of a step.
 
 How a parameter is sharded, and a rank's shards as a parameter group, are in `fsdp_param_group.py`; messages are padded to equal shards.
 
-Weights that are multiplied in eight bits may be gathered so (`fsdp_collectives.py`): a rank casts its rows of what it would send.
+Weights of FP8 GEMMs may be all-gathered in FP8 (`fsdp_collectives.py`): a rank quantises its rows of them.
 
 A backward pass in two halves (zero-bubble schedules) cannot work: fully_shard scatters a unit's gradients when the gradient
 of its input is there, before those of the weights would be.
@@ -55,7 +55,7 @@ ShardingStrategy = Literal["optim_grads", "optim_grads_params"]
 
 @dataclass(frozen=True, slots=True)
 class _FsdpUnitWrapper:
-    """The ranks that share units of one kind, and how."""
+    """The ranks that shard units of one kind, and how."""
 
     axis: Axis
     device_mesh: DeviceMesh
@@ -63,7 +63,7 @@ class _FsdpUnitWrapper:
     strategy: ShardingStrategy
 
     def wrap(self, module: nn.Module, *, reshard_after_forward: bool = True) -> None:
-        """Make a module a unit. `reshard_after_forward`: it is let go after its forward pass, to be gathered for the backward pass."""
+        """Makes a module a unit. `reshard_after_forward`: it is freed after its forward pass, and gathered again for backward."""
         whole = self.strategy == "optim_grads"
         fully_shard(
             module,
@@ -95,10 +95,10 @@ def fully_shard_stages(
     reduce_dtype: torch.dtype | None,
     fp8_weights: Fp8Weights | None = None,
 ) -> list[FsdpParamGroup]:
-    """Share the parameters of a rank's stages, and give this rank's part of them memory, all zero.
+    """Shards the parameters of a rank's stages, and allocates this rank's shards, all zero.
 
     The stages are still on the meta device, in at least fp32, with all other kinds of parallelism applied. `reduce_dtype` is
-    the precision gradients are reduced in; None means at least fp32. `fp8_weights` says which weights may be gathered so.
+    the precision gradients are reduced in; None means at least fp32. `fp8_weights` says which weights may be all-gathered in FP8.
     """
     wide = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(
@@ -151,7 +151,7 @@ def _use_fp8_all_gather(
     fp8_weights: Fp8Weights | None,
     dtype: torch.dtype,
 ) -> list[Fp8AllGather]:
-    """Let units that have weights for it send these in eight bits; who does so."""
+    """Makes units all-gather their FP8 weights in FP8; returns the all-gathers of those that do."""
     if fp8_weights is None or fp8_weights.kernels is None or axis.size == 1:
         return []
     names = {parameter: name for name, parameter in stage.named_parameters()}
@@ -164,7 +164,7 @@ def _use_fp8_all_gather(
         for name in members:
             shape = placements[name].shape
             dim, scaling = shard_dim(shape, axis.size), fp8_weights.scalings.get(name)
-            # In parts along another dimension, what a rank has is no stretch of the matrix.
+            # Sharded along another dimension, what a rank has is no contiguous range of the matrix.
             matrix = (
                 ScaledMatrix.from_shape(shape, scaling, first_scale=count) if scaling is not None and dim == 0 else None
             )
@@ -186,17 +186,17 @@ def _build_param_group(
     reduce_dtype: torch.dtype | None,
     fp8_gathers: Sequence[Fp8AllGather],
 ) -> FsdpParamGroup:
-    copies, axes, sharded, stretches = mesh["dp_outer"], (mesh["shard"], mesh["edp_shard"]), [], []
+    replicas, axes, sharded, flat_shards = mesh["dp_outer"], (mesh["shard"], mesh["edp_shard"]), [], []
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         sharded.append(parameter)
-        stretches.append(owned_flat_shard(placements[name], axes[placements[name].expert], copies))
+        flat_shards.append(owned_flat_shard(placements[name], axes[placements[name].expert], replicas))
     assert isinstance(stage, FSDPModule)
     group = FsdpParamGroup(
         sharded,
         [placements[name] for name in parameters],
-        stretches,
-        copies,
+        flat_shards,
+        replicas,
         shard_axes=axes,
         spec=spec,
         stage=stage,
@@ -217,7 +217,7 @@ def _separate_embedding(stage: StageModule) -> nn.Module | None:
 
 
 def _expert_modules(module: nn.Module, placements: Mapping[str, Placement], prefix: str = "") -> Iterator[nn.Module]:
-    """The largest modules that hold nothing but expert parameters."""
+    """Yields the largest modules that have expert parameters only."""
     names = [name for name, _ in module.named_parameters(prefix=prefix)]
     if names and all(placements[name].expert for name in names):
         yield module
@@ -227,12 +227,12 @@ def _expert_modules(module: nn.Module, placements: Mapping[str, Placement], pref
 
 
 def _set_backward_prefetch(stage: StageModule) -> None:
-    """In the backward pass, every unit begins to gather the one whose turn is next.
+    """Makes every unit prefetch the next one of the backward pass.
 
-    By itself fully_shard takes the unit that was left before this one, which is of another micro-batch when it is a
-    stage's first; that one would be gathered for nothing. The first unit names itself, which is here already.
+    By default fully_shard prefetches the unit whose forward ran before this one's, which is of another micro-batch when this one is a
+    stage's first; that one would be gathered for nothing. The first unit names itself, which is gathered already.
     """
-    # A module comes behind its own children in every list of modules turned round, as it does in the forward pass.
+    # In the reversed list of modules, a module comes after its own children, as it does in the forward pass.
     forward: list[Iterable[FSDPModule]] = [
         fsdp_units(module) for modules in stage.outer_modules() for module in modules
     ]

@@ -1,10 +1,10 @@
-"""What torch's fully_shard is given to communicate with: our axes as its meshes, our collectives as its own.
+"""Communication of torch's fully_shard: our axes as its meshes, our collectives in place of its own.
 
 fully_shard gathers and scatters through objects that may be replaced. These go through `mesh/collectives.py`, so its
-traffic is recorded like all other, under the axis that state is shared over.
+traffic is recorded like all other, under the axis that shards state.
 
-A rank's message is its part of each of a unit's parameters, padded to equal lengths. Of weights that may travel in eight bits
-it has a byte per element, behind all that travels as it is.
+A rank's message is its shard of each of a unit's parameters, padded to equal lengths. Weights that are gathered in FP8
+are a byte per element, after all others.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.sharding.fp8_gather import MatrixShard, ScaledMatrix, all_reduce_scales, dequantise_shards, quantise_shard
 
 _ALIGNMENT = 16
-"""Messages are this many bytes, or a multiple: those of the next rank begin where any number may."""
+"""Messages are a multiple of this many bytes, so that those of the next rank are aligned for any dtype."""
 
 
 def device_mesh(axis: Axis, mesh: ParallelMesh) -> DeviceMesh:
-    """The ranks of an axis as fully_shard wants them; a rank that is alone there gets a group of its own."""
+    """Returns the ranks of an axis as a DeviceMesh; a rank that is alone there gets a group of its own."""
     assert dist.is_initialized(), "fully_shard needs a process group, be it of one rank"
     group = axis.group or mesh.single_rank_group()
-    # A mesh on the meta device counts shapes only, which those of any real device are.
+    # On the meta device only shapes matter, which are those of any real device.
     kind = "cpu" if mesh.device.type == "meta" else mesh.device.type
     return DeviceMesh.from_group(group, kind, mesh_dim_names=(axis.name,))
 
 
 class _MessageAllocator:
-    """Fresh memory for every message."""
+    """Allocates new memory for every message."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -57,16 +57,16 @@ class RecordedAllGather(_MessageAllocator, AllGather):
 
 @dataclass(frozen=True, slots=True)
 class MessageSegment:
-    """What a rank has of a parameter: so many elements; of a matrix, if it travels in eight bits."""
+    """A rank's shard of a parameter: its number of elements; and the matrix, if it is gathered in FP8."""
 
     length: int
     matrix: ScaledMatrix | None
 
 
 class Fp8AllGather(RecordedAllGather):
-    """Gathers a unit of which some weights travel in eight bits, and fills in what their bytes stand for.
+    """All-gathers a unit, some of its weights in FP8, and dequantises these.
 
-    Scales are found once, and again after `weights_changed`.
+    Scales are computed once, and again after `weights_changed`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Fp8AllGather(RecordedAllGather):
                 dequantise_shards(matrix, message, self._global_scales(input_tensor), out, self._kernels)
 
     def _segment_views(self, numbers: Tensor, messages: Tensor) -> Iterator[tuple[ScaledMatrix | None, Tensor, Tensor]]:
-        """For each segment, its numbers and its bytes, [ranks, ...] both."""
+        """Yields for each segment its values and its part of the messages, both [ranks, ...]."""
         at, plain, eight = 0, 0, self._unquantised_bytes
         for segment in self._segments:
             own = numbers[:, at : at + segment.length]

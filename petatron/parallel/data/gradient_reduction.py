@@ -1,14 +1,14 @@
 """Gradient accumulation and reduction.
 
-Gradients of all micro-batches add up in the fp32 (or wider) flat buffers of `sharding/flat_buffer.py`. Products write there themselves
-(`layers/ops/linear_op.py`), the rest comes through autograd; the first gradient of a step overwrites what the last step left, so
-nothing is set to zero but what gets no gradient. Every use of a parameter brings one gradient per micro-batch; when a bucket
-has got all of a step's, it is summed over the ranks that saw other tokens, while the backward pass goes on: an all-reduce, or
-with sharded optimizer state a reduce-scatter that leaves each rank the part it owns. A stage's buckets are sent in one fixed
-order on every rank, whatever order gradients arrive in, so ranks can never wait for each other crosswise. Losses are divided
+Gradients of all micro-batches accumulate in the fp32 (or wider) flat buffers of `sharding/flat_buffer.py`. GEMMs write there directly
+(`layers/ops/linear_op.py`), other gradients come from autograd; the first gradient of a step overwrites that of the last step, so
+only parameters without a gradient are set to zero. Every use of a parameter brings one gradient per micro-batch; when a bucket
+has got all of a step's, it is reduced over the ranks that had other tokens, overlapped with the backward pass: an all-reduce, or
+with sharded optimizer state a reduce-scatter to the owned ranges. A stage's buckets are sent in one fixed
+order on every rank, whatever order gradients arrive in, so ranks cannot deadlock. Losses are divided
 by the global token count before the backward pass, so the sum is the gradient: nothing is averaged here.
 
-Afterwards, gradients that several ranks of one replica hold as summands (see `TensorShard.grad_reduce_axis`) are added up over those ranks.
+Afterwards, partial gradients that several ranks of one replica have (see `TensorShard.grad_reduce_axis`) are all-reduced over those ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _BucketReduction:
 
 @dataclass(slots=True)
 class _MainGrad:
-    """Where a parameter's gradients add up; `overwrite_next` while it holds nothing of this step."""
+    """The buffer in which a parameter's gradients accumulate; `overwrite_next` until it has one of this step."""
 
     main_grad: Tensor
     reduction: _BucketReduction
@@ -50,7 +50,7 @@ class _MainGrad:
 
 
 class GradientReducer:
-    """Takes gradients from products and autograd into the flat buffers and over the wire."""
+    """Accumulates gradients of GEMMs and autograd in the flat buffers, and reduces them over ranks."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class GradientReducer:
         self._build_queues()
 
     def _build_queues(self) -> None:
-        """One queue of buckets per stage, in the order in which its backward pass completes them."""
+        """Builds one queue of buckets per stage, in the order in which its backward pass completes them."""
         queues: dict[int, list[_BucketReduction]] = {}
         for group in self._param_groups:
             for bucket in group.buckets:
-                turn = max(slot.grad_order for slot in bucket.params)
+                order = max(slot.grad_order for slot in bucket.params)
                 gradients = sum(slot.grads_per_micro_batch for slot in bucket.params)
                 queue = queues.setdefault(group.virtual_stage, [])
-                queue.append(_BucketReduction(group, bucket, gradients, (turn, len(queue))))
+                queue.append(_BucketReduction(group, bucket, gradients, (order, len(queue))))
         for queue in queues.values():
             queue.sort(key=lambda send: send.order)
             self._queues.append(queue)
@@ -92,8 +92,8 @@ class GradientReducer:
             reduction.group.param_view(reduction.group.flat_grads, param), reduction, queue
         )
 
-        # The parameter's hook lies where the garbage collector cannot see it: a strong reference would keep all of this,
-        # process groups included, for ever.
+        # The garbage collector cannot see a parameter's hook: a strong reference would keep all of this alive for ever,
+        # process groups included.
         sync = weakref.ref(self)
 
         def arrived(parameter: nn.Parameter) -> None:
@@ -105,7 +105,7 @@ class GradientReducer:
         param.parameter.register_post_accumulate_grad_hook(arrived)  # pyright: ignore[reportArgumentType]
 
     def start_step(self, micro_batches: int) -> None:
-        """Forget the last step's gradients; every use of a parameter will bring one per micro-batch."""
+        """Starts a step: gradients are overwritten, and every use of a parameter will bring one per micro-batch."""
         for main in self._main_grads.values():
             main.overwrite_next = True
         for queue in self._queues:
@@ -113,12 +113,12 @@ class GradientReducer:
                 send.num_pending = send.grads_per_micro_batch * micro_batches
 
     def add_grad(self, parameter: Tensor, grad: Tensor) -> None:
-        """Take a gradient that exists."""
+        """Accumulates a gradient tensor."""
         self.write_grad(parameter, lambda out, accumulate: out.add_(grad) if accumulate else out.copy_(grad))
 
     @torch.no_grad()
     def write_grad(self, parameter: Tensor, write: Callable[[Tensor, bool], object]) -> None:
-        """Have one gradient of a parameter written where its gradients add up."""
+        """Lets `write` accumulate one gradient of a parameter into its buffer."""
         main = self._main_grads[parameter]
         write(main.main_grad, not main.overwrite_next)
         main.overwrite_next = False
@@ -129,13 +129,13 @@ class GradientReducer:
             self._start_ready_reductions(main.queue)
 
     def params_with_grad(self) -> frozenset[Tensor]:
-        """The parameters that have got a gradient in this step."""
+        """Returns the parameters that have got a gradient in this step."""
         return frozenset(parameter for parameter, main in self._main_grads.items() if not main.overwrite_next)
 
     def mark_written(self, parameters: frozenset[Tensor]) -> None:
-        """Go on as if all of this step's gradients had just come, and nothing had been sent.
+        """Marks these parameters' gradients of this step as written and not yet reduced.
 
-        Whoever replays the kernels of an earlier step writes gradients of the same parameters, past this object.
+        A replayed CUDA graph writes gradients of the same parameters as its captured step, without calling this object.
         """
         for parameter, main in self._main_grads.items():
             main.overwrite_next = parameter not in parameters
@@ -154,29 +154,31 @@ class GradientReducer:
         reduction.num_pending = -1
         axes, bucket = reduction.group.axes, reduction.bucket
         grads = reduction.group.flat_grads[bucket.begin : bucket.end]
-        wire = grads if self._reduce_dtype is None else grads.to(self._reduce_dtype)
+        sent = grads if self._reduce_dtype is None else grads.to(self._reduce_dtype)
         if not axes.sharded:
             reduction.handles = [
-                collectives.start_all_reduce(wire, axes.data_parallel),
-                Handle(on_complete=_copy_back(grads, wire)),
+                collectives.start_all_reduce(sent, axes.data_parallel),
+                Handle(on_complete=_copy_back(grads, sent)),
             ]
             return
         begin, end = reduction.group.owned_range(bucket)
         own = reduction.group.flat_grads[begin:end]
-        part = torch.empty_like(own, dtype=wire.dtype)
-        scattered = collectives.start_reduce_scatter(part, wire, axes.shard)
+        part = torch.empty_like(own, dtype=sent.dtype)
+        scattered = collectives.start_reduce_scatter(part, sent, axes.shard)
 
         def over_replicas() -> None:
             collectives.all_reduce(part, axes.outer)
             own.copy_(part)
 
-        reduction.handles = [scattered, Handle(keep_alive=wire, on_complete=over_replicas)]
+        reduction.handles = [scattered, Handle(keep_alive=sent, on_complete=over_replicas)]
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
-        """Send what has not gone yet, wait for all of it, and add up the summands inside a replica."""
+        """Starts the remaining reductions, waits for all, and all-reduces partial gradients inside a replica."""
         for main in self._main_grads.values():
-            if main.overwrite_next:  # what got no gradient has one of zero; its bucket cannot have gone
+            if (
+                main.overwrite_next
+            ):  # a parameter without a gradient has a zero one; its bucket cannot have been reduced yet
                 main.main_grad.zero_()
         for queue in self._queues:
             for send in queue:
@@ -196,7 +198,7 @@ def _copy_back(grads: Tensor, reduced: Tensor):
 
 @torch.no_grad()
 def all_reduce_partial_grads(param_groups: Sequence[ParameterGroup], mesh: ParallelMesh) -> None:
-    """Add up the gradient pieces that ranks of one replica hold as summands, one exchange per axis."""
+    """All-reduces partial gradients over the ranks of one replica, one exchange per axis."""
     views: dict[tuple[str, torch.dtype], list[Tensor]] = {}
     for group in param_groups:
         for piece, view in group_tensor_shards(

@@ -1,7 +1,7 @@
-"""Waiting for weights that are still being gathered, as late as possible: before the layer that computes with them.
+"""Waits for all-gathered weights as late as possible: before the layer that computes with them.
 
-Layers wait as wholes, since not all that computes with a weight is a module's own call: products take a norm along, and the
-head computes losses. What stands behind the last layer is waited for with its norm.
+A layer waits for all its weights at once, since not every use of a weight is a call of its module: GEMMs recompute a norm's output,
+and the head computes losses. Weights after the last layer are waited for with its norm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from petatron.sharding.flat_buffer import FlatParamGroup
 
 
 def wait_for_params_before_use(stages: Sequence[StageModule], param_groups: Sequence[FlatParamGroup]) -> None:
-    """Make every layer, and what stands before and behind them, wait for the buckets its parameters lie in."""
+    """Makes every layer, and the modules before and after them, wait for the buckets of its parameters."""
     where: dict[nn.Parameter, tuple[FlatParamGroup, int]] = {}
     for group in param_groups:
         for index, bucket in enumerate(group.buckets):
@@ -32,7 +32,7 @@ def wait_for_params_before_use(stages: Sequence[StageModule], param_groups: Sequ
 
 
 def _modules_with_params(stage: StageModule) -> Iterator[tuple[nn.Module, Iterable[nn.Parameter]]]:
-    """Modules that are called as such, each with all parameters that are computed with before the next one is called."""
+    """Yields modules that are called themselves, each with all parameters that are used before the next one is called."""
     for layer in stage.layers.values():
         yield layer, layer.parameters()
     for modules in stage.outer_modules():

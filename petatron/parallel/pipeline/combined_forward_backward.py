@@ -17,7 +17,7 @@ time, and they switch at those waits alone. Hence:
 - The order of all host operations, and so of all collectives on every communicator, is a function of the two passes' sequences
   of waits. Ranks that share a communicator run the same layers and the same schedule, so they issue their collectives in the
   same order, which NCCL needs.
-- On a GPU both threads launch their kernels on one stream, in the order of the turns, and communication has streams of its own:
+- On a GPU both threads launch their kernels on one stream, in the order in which they alternate, and communication has streams of its own:
   a wait blocks the stream, not the host. No memory is used by two compute streams.
 - Neither order changes: forwards run micro-batch by micro-batch, and so do backwards. Every sum of gradients and every random
   number (dropout, router noise) is that of a run without, to the last bit.
@@ -49,7 +49,7 @@ class _PassStopped(Exception):
 
 
 class CombinedForwardBackward:
-    """Runs a forward and a backward pass in turns. One object serves all layers and the pipeline of a rank."""
+    """Runs a forward and a backward pass alternately. One object serves all layers and the pipeline of a rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,7 +99,7 @@ class _PassAlternation:
         self.error: BaseException | None = None
 
     def run(self, own: _PassKind, pass_function: Callable[[], None]) -> None:
-        """Runs one of the passes, once it is its turn."""
+        """Runs one of the passes, whenever the other one yields."""
         try:
             self._wait_for_turn(own)
             pass_function()

@@ -31,7 +31,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ _log = get_logger(__name__)
 WARM_UP_STEPS = 3
 """Eager steps of each kind before the capture."""
 MAX_GRAPHS = 4
-"""Graphs that are kept: those of a batch-size ramp are not used again, and each holds every kernel of its step."""
+"""Graphs in the cache: those of a batch-size ramp are not used again, and each holds every kernel of its step."""
 _MIN_CAPABILITY = (8, 0)
 """Older devices have no FlashAttention, and its replacement needs the host."""
 
@@ -57,24 +56,8 @@ Replay = Callable[[], None]
 _BatchShape = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
-class GraphCapture(Protocol):
-    """Runs a step's passes eagerly, or captures them."""
-
-    def run(self, step: StepFunction) -> StepResult:
-        """Runs the step eagerly, on the capture stream."""
-        ...
-
-    def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
-        """Captures the step; returns its result tensors, and the replay that fills them: before the first one they hold nothing."""
-        ...
-
-    def reset_pool(self) -> None:
-        """Starts a new memory pool: no captured graph will be replayed any more."""
-        ...
-
-
 class CudaGraphCapture:
-    """Captures CUDA graphs on a device."""
+    """Runs a step's passes eagerly, or captures them as a CUDA graph."""
 
     def __init__(self, device: torch.device) -> None:
         capability = torch.cuda.get_device_capability(device)
@@ -89,6 +72,7 @@ class CudaGraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, step: StepFunction) -> StepResult:
+        """Runs the step eagerly, on the capture stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -97,6 +81,7 @@ class CudaGraphCapture:
         return result
 
     def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
+        """Captures the step; returns its result tensors, and the replay that fills them: before the first one they hold nothing."""
         gc.collect()  # garbage collected during the capture might free what must not be freed then
         graph = torch.cuda.CUDAGraph()
         try:
@@ -113,6 +98,7 @@ class CudaGraphCapture:
         return result, graph.replay
 
     def reset_pool(self) -> None:
+        """Starts a new memory pool: no captured graph will be replayed any more."""
         self._pool = torch.cuda.graph_pool_handle()
 
 
@@ -131,7 +117,7 @@ class GraphedSteps:
     """Runs training steps like `PipelineExecutor.run`, from captured graphs once there are some."""
 
     def __init__(
-        self, run: Callable[..., StepResult], gradient_reducer: GradientReducer, graph_capture: GraphCapture
+        self, run: Callable[..., StepResult], gradient_reducer: GradientReducer, graph_capture: CudaGraphCapture
     ) -> None:
         self._run = run
         self._gradient_reducer = gradient_reducer
@@ -188,7 +174,7 @@ def _batch_shape(batch: Batch) -> _BatchShape:
     """Returns the names, shapes and dtypes that a capture depends on."""
     if batch.documents is not None:
         raise TrainError(
-            "A step over packed documents cannot be recorded as a CUDA graph: attention is planned by where they lie. Leave "
+            "A step over packed documents cannot be recorded as a CUDA graph: attention is planned from their boundaries. Leave "
             "--cuda-graphs out, or --reset-attention-mask."
         )
     return tuple((name, x.shape, x.dtype) for name, x in batch.arrays.items())

@@ -80,7 +80,7 @@ class WeightGradQueue:
 
     @torch.no_grad()
     def _write(self, weight: Tensor, write: WriteWeightGrad) -> None:
-        assert self.accumulate is not None, "nobody accumulates weight gradients"
+        assert self.accumulate is not None, "no sink accumulates weight gradients"
         self.accumulate(weight, write)
 
 

@@ -15,9 +15,9 @@ from petatron.base.errors import CheckpointError
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.convert.formats import config_sections, detect_format
 from petatron.checkpoint.convert.read_hf_folder import check_stored_counts, read_model_settings
-from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
-from petatron.checkpoint.inspect.inspect_checkpoint import run_config, run_facts
+from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_facts
 from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
@@ -48,7 +48,7 @@ def _read_start_folder(folder: Path) -> CheckpointSettings:
     except CheckpointError as error:
         raise CheckpointError(f"--from {error}") from error
     if kind == "petatron":
-        step = step_folder.resolve_step(folder, None, warn=False)  # whoever loads the weights warns
+        step = step_list.resolve_step(folder, None, warn=False)  # whoever loads the weights warns
         return _settings_from_step(step, step_folder.read_manifest(step))
     refuse_unconverted(folder, "--from")
     return CheckpointSettings(str(folder), _settings_from_hf_folder(folder))
@@ -75,10 +75,10 @@ def _select_step(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest
     while True:
         source = None
         try:
-            source = step_folder.resolve_step(folder, step, warn=False)  # the load warns
+            source = step_list.resolve_step(folder, step, warn=False)  # the load warns
             return source, step_folder.read_manifest(source)
         except step_folder.DamagedCheckpointError:
-            step = step_folder.previous_step(folder, source) if config.load_fallback else None
+            step = step_list.previous_step(folder, source) if config.load_fallback else None
             if step is None:
                 raise
 

@@ -32,7 +32,7 @@ from petatron.checkpoint.convert.read_hf_folder import (
     naming_file,
     read_model_settings,
 )
-from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files import step_folder, step_list
 from petatron.config import RunConfig
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
@@ -138,7 +138,7 @@ def _locate_hf_folder(path: Path) -> Path:
     if kind == "huggingface":
         reject_pickle_weights(path)
         return path
-    step = step_folder.resolve_step(path, None)
+    step = step_list.resolve_step(path, None)
     step_folder.check_aux_files(step, step_folder.read_manifest_head(step))
     return step / step_folder.MODEL_FOLDER
 

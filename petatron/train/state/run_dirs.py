@@ -16,8 +16,13 @@ from petatron.base.untrusted_files import not_a_file_reason
 from petatron.checkpoint.convert.formats import check_not_inside_step, is_megatron_folder, reject_pickle_weights
 from petatron.checkpoint.files.disk import check_writable
 from petatron.checkpoint.files.signature import open_signer
-from petatron.checkpoint.files.step_folder import containing_step
-from petatron.checkpoint.files.step_list import LATEST_FILE, MANIFEST_FILE, check_steps_not_lost, list_steps
+from petatron.checkpoint.files.step_list import (
+    LATEST_FILE,
+    MANIFEST_FILE,
+    check_steps_not_lost,
+    containing_step,
+    list_steps,
+)
 from petatron.config import CheckpointConfig
 
 _log = get_logger(__name__)

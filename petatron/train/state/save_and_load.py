@@ -20,7 +20,7 @@ from petatron.base.errors import CheckpointError
 from petatron.base.model_companion_files import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.convert.read_hf_folder import folder_manifest
-from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.step_list import check_steps_not_lost
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
@@ -240,7 +240,7 @@ def has_weights(folder: str, mesh: ParallelMesh) -> bool:
 
 def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
     """Returns what a folder contains to load, as this rank sees it."""
-    if step_folder.containing_step(path) is not None or step_folder.list_steps(path):
+    if step_list.containing_step(path) is not None or step_list.list_steps(path):
         return "checkpoint"
     if is_hf_folder(path):
         return "model"

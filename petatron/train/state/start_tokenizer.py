@@ -12,7 +12,7 @@ from pathlib import Path
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.base.model_companion_files import is_hf_folder
-from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.step_list import latest_step
 from petatron.config import CheckpointConfig, LoadedConfig
 from petatron.config.checkpoint_settings import tokenizer_paths
@@ -43,7 +43,7 @@ def find_start_tokenizer(checkpoint: CheckpointConfig) -> StartTokenizer | None:
 
 def _model_folder(path: Path, step: int | None) -> Path | None:
     """Returns the Hugging Face folder of what would be loaded; a damaged folder has its error from the load."""
-    own = step_folder.containing_step(path)
+    own = step_list.containing_step(path)
     if own is not None:
         return own / step_folder.MODEL_FOLDER
     step = latest_step(path) if step is None else step
@@ -58,7 +58,7 @@ def with_start_tokenizer(loaded: LoadedConfig, start: StartTokenizer) -> LoadedC
     declined = not loaded.config.checkpoint.use_tokenizer_model_from_checkpoint_args
     if declined or any(loaded.origins[path].is_explicit for path in tokenizer_paths()):
         return loaded
-    step = step_folder.containing_step(start.folder)
+    step = step_list.containing_step(start.folder)
     if step is not None:  # nothing else has read these files yet
         step_folder.check_aux_files(step, step_folder.read_manifest_head(step))
     values = {path: asdict(start.config)[path.partition(".")[2]] for path in tokenizer_paths()}

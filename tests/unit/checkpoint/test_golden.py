@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from petatron.checkpoint.files.safetensors_file import DTYPES
-from petatron.checkpoint.inspect.inspect_checkpoint import summarize_checkpoint, verify_checkpoint
+from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
+from petatron.checkpoint.inspect.summarize_checkpoint import summarize_checkpoint
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.config import load_config

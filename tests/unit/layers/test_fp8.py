@@ -140,7 +140,7 @@ def test_sizes_the_hardware_does_not_take_stay_as_they_are(
     assert torch.equal(y, x @ w.t()) and torch.equal(x_grad, g @ w)
     assert torch.allclose(w_grad, g.t() @ x, atol=1e-4)
     assert len(caplog.records) == 1
-    assert f"a product of {rows} rows times a weight of {shape[0]} x {shape[1]} is not done in FP8" in caplog.text
+    assert f"a GEMM of {rows} rows times a weight of {shape[0]} x {shape[1]} does not run in FP8" in caplog.text
 
 
 def test_through_autograd():

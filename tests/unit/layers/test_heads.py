@@ -160,7 +160,7 @@ def test_a_frozen_weight_gets_no_gradient():
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({}, "normed rotary embedding"),
+        ({}, "qk-norm and rotary embedding"),
         ({"normalization": "LayerNorm"}, "rotary embedding"),
         ({"qk_layernorm": False}, "rotary embedding"),
     ],

@@ -295,7 +295,7 @@ def test_the_kernels_of_rows_are_a_slot():
     assert layer.experts.kernels is REFERENCE
     layer.experts.kernels, _ = counted(REFERENCE)
     chosen = select_kernels(layer, KernelContext("cpu", (0, 0), torch.float64, False, None))
-    assert "expert rows: reference; not triton: the device is no GPU" in map(str, chosen)
+    assert "expert permutation: reference; not triton: the device is no GPU" in map(str, chosen)
     assert layer.experts.kernels is REFERENCE
 
 

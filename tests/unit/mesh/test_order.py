@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from petatron.mesh import collectives
 from petatron.mesh.comm_record import CommEvent, Communicator
-from petatron.mesh.diagnose.order_check import order_problems
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool
+from tests.nccl_rules.order_check import order_problems
 
 Step = tuple[str, str, tuple[int, ...]]
 """operation, axis, ranks"""

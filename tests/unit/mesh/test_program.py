@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from petatron.mesh.diagnose.nccl_program import (
+from petatron.plan.pipeline_simulator import ActionCosts
+from petatron.schedule import ActionKind, Schedule, ScheduleShape, build_schedule
+from tests.nccl_rules.nccl_program import (
     RECEIVE,
     SEND,
     Call,
@@ -17,9 +19,7 @@ from petatron.mesh.diagnose.nccl_program import (
     ProgramResult,
     simulate_program,
 )
-from petatron.plan.nccl_deadlock import POLICIES, pipeline_program
-from petatron.plan.pipeline_simulator import ActionCosts
-from petatron.schedule import ActionKind, Schedule, ScheduleShape, build_schedule
+from tests.nccl_rules.pipeline_program import POLICIES, pipeline_program
 
 STRICTEST = {"lazy_connect": True, "single_stream": True}
 

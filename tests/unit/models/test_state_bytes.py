@@ -16,7 +16,7 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.pipeline_plan import pipeline_plan
 from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.sharding.shard_spec import padded_rows
-from petatron.train.meta_device_rank import fake_rank
+from tests.meta_device_rank import fake_rank
 
 BASE = "--mock-data --lr 1e-3 --train-iters 1 --num-layers 4 --vocab-size 1000 --make-vocab-size-divisible-by 8"
 EXPERTS = "--num-experts 8 --moe-layer-freq 2 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 64"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from petatron.config.schema.parallel import PrecisionConfig
-from petatron.optim.loss_scaler import ConstantLossScaler, DynamicLossScaler, build_loss_scaler, compute_dtype
+from petatron.optim.loss_scaler import DynamicLossScaler, LossScaler, build_loss_scaler, compute_dtype
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_state_survives_json_and_continues_alike():
 
 def test_dynamic_scale_starts_fresh_from_a_constant_one():
     scaler = scale()
-    scaler.restore(ConstantLossScaler(4.0).state())
+    scaler.restore(LossScaler(4.0).state())
     assert scaler.scale == 16.0
 
 
@@ -73,6 +73,6 @@ def test_build():
     constant = build_loss_scaler(PrecisionConfig(fp16=True, loss_scale=128.0))
     constant.update(True)
     constant.restore({"value": 3.0})
-    assert isinstance(constant, ConstantLossScaler) and constant.scale == 128.0 and constant.state() == {}
+    assert type(constant) is LossScaler and constant.scale == 128.0 and constant.state() == {}
     assert build_loss_scaler(PrecisionConfig(bf16=True, loss_scale=8.0)).scale == 1.0
     assert build_loss_scaler(PrecisionConfig()).scale == 1.0

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from petatron.kernels.attention import reference
 from petatron.kernels.attention.blocks import PartialAttention
 from petatron.kernels.attention.documents import Documents
 from petatron.layers.attention import CoreAttention
@@ -25,6 +24,7 @@ from petatron.models.batch import Batch
 from petatron.models.stage_boundaries import SequenceOrder
 from petatron.parallel.context import ContextParallelAttention, apply_context_parallel, ring_attention, split_batch
 from petatron.parallel.context.zigzag import contiguous_positions, sorted_by_position, sorted_by_rank, zigzag_positions
+from tests import reference_attention as reference
 from tests.dist import RankFailure, RankPool
 from tests.longform import every_second, later
 

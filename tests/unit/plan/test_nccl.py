@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from petatron.mesh.diagnose.nccl_program import simulate_program
-from petatron.plan.nccl_deadlock import POLICIES, pipeline_program, unordered_makespan
 from petatron.plan.pipeline_simulator import ActionCosts, simulate
 from petatron.schedule import ActionKind, Schedule, ScheduleShape, build_schedule, forward_only
 from petatron.schedule.actions import Action
+from tests.nccl_rules.nccl_program import simulate_program
+from tests.nccl_rules.pipeline_program import POLICIES, pipeline_program, unordered_makespan
 
 Case = tuple[str, int, int, int]
 """schedule, stages per rank, ranks, micro-batches"""

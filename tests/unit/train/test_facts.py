@@ -204,15 +204,15 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_tells_how_experts_and_weight_gradients_are_multiplied(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.main([])
     out = capsys.readouterr().out
-    assert "experts' products: one expert after the other; not one kernel: the device is no GPU" in out
+    assert "expert GEMMs: one expert after the other; not one kernel: the device is no GPU" in out
     assert (
         "weight gradients: added by a product of operands widened to float32; not one kernel: the device is no" in out
     )
     experts, gradients = doctor._gemm_kernels("cuda", torch.bfloat16)
-    assert experts.startswith("experts' products: one kernel for all experts;")
-    assert gradients.startswith("weight gradients: added in float32 by the product that makes them;")
+    assert experts.startswith("expert GEMMs: one kernel for all experts;")
+    assert gradients.startswith("weight gradients: accumulated in float32 by the GEMM that computes them;")
     experts, _ = doctor._gemm_kernels("cuda", torch.float16)
-    assert experts == "experts' products: one expert after the other; not one kernel: it takes bfloat16"
+    assert experts == "expert GEMMs: one expert after the other; not one kernel: it takes bfloat16"
 
 
 def test_doctor_reports_problems_instead_of_failing(

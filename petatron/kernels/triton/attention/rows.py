@@ -75,7 +75,7 @@ def gather_rows(tensors_SBHE: Sequence[Tensor], token_index_R: Tensor) -> list[T
 
 def scatter_rows(rows_RHE: Sequence[Tensor], token_index_R: Tensor, *, into_SBHE: Sequence[Tensor]) -> None:
     """Writes rows to their tokens in `into_SBHE`; padding is dropped."""
-    assert all(_row_is_dense(x) for x in into_SBHE), "the heads of a token are to lie next to each other"
+    assert all(_row_is_dense(x) for x in into_SBHE), "the heads of a token must be adjacent"
     _launch(into_SBHE, [x.contiguous() for x in rows_RHE], token_index_R, gather=False)
 
 

@@ -278,19 +278,8 @@ def cast_blocks(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
     rows, columns = _outputs(x_RC, dtype)
     scale_R = x_RC.new_empty((triton.cdiv(C, BLOCK), R), dtype=torch.float32)
     scale_C = x_RC.new_empty((triton.cdiv(R, BLOCK), C), dtype=torch.float32)
-    _cast_blocks[(_num_tiles(R, C),)](
-        x_RC,
-        rows,
-        columns,
-        _bits(scale_R),
-        _bits(scale_C),
-        R,
-        C,
-        TOP=max_exponent(dtype),
-        TILE=_TILE,
-        num_warps=_WARPS,
-        maxnreg=_REGISTERS_BLOCKS,
-    )
+    scales = _bits(scale_R), _bits(scale_C)
+    _launch(_cast_blocks, x_RC, rows, columns, *scales, R, C, TOP=max_exponent(dtype), maxnreg=_REGISTERS_BLOCKS)
     return Fp8Matrix(Fp8Operand(rows, scale_R.t(), "blocks"), Fp8Operand(columns, scale_C.t(), "blocks"))
 
 
@@ -299,39 +288,16 @@ def cast_blocks_2d(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
     R, C = x_RC.shape
     rows, columns = _outputs(x_RC, dtype)
     scale_rows, scale_columns = _empty_block_scales(x_RC, R, C), _empty_block_scales(x_RC, C, R)
-    _cast_square_blocks[(_num_tiles(R, C),)](
-        x_RC,
-        rows,
-        columns,
-        _bits(scale_rows),
-        _bits(scale_columns),
-        R,
-        C,
-        scale_rows.stride(0),
-        scale_columns.stride(0),
-        TOP=max_exponent(dtype),
-        TILE=_TILE,
-        num_warps=_WARPS,
-    )
+    scales, strides = (_bits(scale_rows), _bits(scale_columns)), (scale_rows.stride(0), scale_columns.stride(0))
+    _launch(_cast_square_blocks, x_RC, rows, columns, *scales, R, C, *strides, TOP=max_exponent(dtype))
     return Fp8Matrix(Fp8Operand(rows, scale_rows, "squares"), Fp8Operand(columns, scale_columns, "squares"))
 
 
 def _cast_with_scale(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, delayed: bool) -> Fp8Matrix:
     R, C = x_RC.shape
     rows, columns = _outputs(x_RC, dtype)
-    _cast_tensor[(_num_tiles(R, C),)](
-        x_RC,
-        rows,
-        columns,
-        _bits(scale),
-        _bits(amax),
-        R,
-        C,
-        DELAYED=delayed,
-        TOP=max_exponent(dtype),
-        TILE=_TILE,
-        num_warps=_WARPS,
-    )
+    numbers = _bits(scale), _bits(amax)
+    _launch(_cast_tensor, x_RC, rows, columns, *numbers, R, C, DELAYED=delayed, TOP=max_exponent(dtype))
     return Fp8Matrix(Fp8Operand(rows, scale, "tensor"), Fp8Operand(columns, scale, "tensor"))
 
 
@@ -339,28 +305,14 @@ def _cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tupl
     x_RC = x_RC.contiguous()
     R, C = x_RC.shape
     rows, columns = _outputs(x_RC, dtype, transposed=transposed)
-    grid = (_num_tiles(R, C),)
     amax = torch.zeros(R + C if transposed else R, dtype=torch.int32, device=x_RC.device)
     amax_R, amax_C = amax[:R], amax[R:]
-    _row_and_column_amax[grid](x_RC, amax_R, amax_C, R, C, COLUMNS=transposed, TILE=_TILE, num_warps=_WARPS)
+    _launch(_row_and_column_amax, x_RC, amax_R, amax_C, R, C, COLUMNS=transposed)
     scale_R = x_RC.new_empty((R, 1), dtype=torch.float32)
     scale_C = x_RC.new_empty((C if transposed else 0, 1), dtype=torch.float32)
-    _cast_rows_and_columns[grid](
-        x_RC,
-        rows,
-        columns,
-        amax_R,
-        amax_C,
-        _bits(scale_R),
-        _bits(scale_C),
-        R,
-        C,
-        COLUMNS=transposed,
-        TOP=max_exponent(dtype),
-        TILE=_TILE,
-        num_warps=_WARPS,
-        maxnreg=_REGISTERS_LINES,
-    )
+    tensors = x_RC, rows, columns, amax_R, amax_C, _bits(scale_R), _bits(scale_C)
+    options = {"TOP": max_exponent(dtype), "maxnreg": _REGISTERS_LINES}
+    _launch(_cast_rows_and_columns, *tensors, R, C, COLUMNS=transposed, **options)
     return Fp8Operand(rows, scale_R, "rows"), Fp8Operand(columns, scale_C, "rows") if transposed else None
 
 
@@ -378,8 +330,10 @@ def _empty_block_scales(x: Tensor, rows: int, length: int) -> Tensor:
     return torch.ones((triton.cdiv(rows, BLOCK), across), dtype=torch.float32, device=x.device)
 
 
-def _num_tiles(R: int, C: int) -> int:
-    return triton.cdiv(R, _TILE) * triton.cdiv(C, _TILE)
+def _launch(kernel: triton.JITFunction, x_RC: Tensor, *arguments: Tensor | int, **options: int) -> None:
+    """Launches a program per tile of the matrix."""
+    tiles = triton.cdiv(x_RC.shape[0], _TILE) * triton.cdiv(x_RC.shape[1], _TILE)
+    kernel[(tiles,)](x_RC, *arguments, TILE=_TILE, num_warps=_WARPS, **options)
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Simulates pipeline schedules under NCCL's rules (`mesh/diagnose/nccl_program.py`): deadlocks, and what communicators cost.
+"""Simulates pipeline schedules under NCCL's rules (`tests/nccl_rules/nccl_program.py`): deadlocks, and what communicators cost.
 
 Which communicator a transfer uses is a policy. A schedule lists the transfers a rank starts at one moment; a policy turns them into
 calls on communicators:
@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from petatron.mesh.diagnose.nccl_program import RECEIVE, SEND, Call, Compute, NcclProgram, Operation, ProgramItem
 from petatron.plan.pipeline_simulator import ActionCosts, message_of
 from petatron.schedule import Schedule
 from petatron.schedule.actions import (
@@ -33,6 +32,7 @@ from petatron.schedule.actions import (
     needed_by,
     produced_by,
 )
+from tests.nccl_rules.nccl_program import RECEIVE, SEND, Call, Compute, NcclProgram, Operation, ProgramItem
 
 
 class PipelineTransfer(NamedTuple):

@@ -12,7 +12,7 @@ Two rules are checked, on the record of every rank:
    and in order of the same size.
 2. There is one order of all operations of which every rank's is a part, where the sends and receives of a batch have one position.
    That is: everything would complete if every rank ran one operation at a time, in the order of issue, each until its peers have
-   reached it (`mesh/diagnose/nccl_program.py` with `single_stream`). Whatever runs concurrently in fact, then nothing can deadlock.
+   reached it (`tests/nccl_rules/nccl_program.py` with `single_stream`). Whatever runs concurrently in fact, then nothing can deadlock.
 
 Rule 2 does not order two operations that no chain of other ones connects: stages of a pipeline reduce their gradients at different
 positions between their transfers, which is no problem, since no rank takes part in two stages' reductions. It does forbid that
@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
 
 from petatron.mesh.comm_record import CommEvent, Communicator
-from petatron.mesh.diagnose.nccl_program import (
+from tests.nccl_rules.nccl_program import (
     RECEIVE,
     SEND,
     BlockedCall,

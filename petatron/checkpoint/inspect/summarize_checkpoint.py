@@ -1,0 +1,142 @@
+"""Summarises what a checkpoint contains, from its manifest and tables alone: tensors, files, progress and configuration."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from petatron.base.text import count_with_noun
+from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.manifest import Manifest
+from petatron.checkpoint.files.safetensors_file import DTYPES
+from petatron.config.saved_config import without_private_settings
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSummary:
+    """A logical tensor; `key` is kind/name."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+    @property
+    def kind(self) -> str:
+        return self.key.split("/", 1)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """A checkpoint without its tensors' values. `run_facts` are the facts of the training run, if one saved it.
+
+    file_time_s: when its manifest was last written, which a copy may have made later than the save.
+    """
+
+    source: Path
+    step: int
+    file_time_s: float
+    layout: str
+    run_facts: Mapping[str, Any]
+    tensors: tuple[TensorSummary, ...]
+    files: Mapping[str, int]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Returns the run's configuration by section; empty when no training run saved it."""
+        return run_config(self.run_facts)
+
+    @property
+    def progress(self) -> Mapping[str, float]:
+        """Returns the run's progress counters."""
+        found = self.run_facts.get("progress")
+        return {k: v for k, v in found.items() if isinstance(v, int | float)} if isinstance(found, dict) else {}
+
+    def bytes_in(self, subfolder: str) -> int:
+        """Returns the size of the model folder or of the state folder."""
+        return sum(size for name, size in self.files.items() if name.startswith(f"{subfolder}/"))
+
+    @property
+    def layout_text(self) -> str:
+        """Returns `tp 2, dp 2 (optim sharded), 4 ranks`, or the layout text of another program."""
+        parallel: Mapping[str, Any] = self.config.get("parallel") or {}
+        if not parallel:
+            return self.layout or "unknown"
+        names = {
+            "tp": "tensor_model_parallel_size",
+            "pp": "pipeline_model_parallel_size",
+            "cp": "context_parallel_size",
+            "ep": "expert_model_parallel_size",
+            "dp": "data_parallel_size",
+        }
+        words = [f"{short} {size}" for short, name in names.items() if (size := parallel.get(name) or 1) > 1]
+        sharding = parallel.get("data_parallel_sharding_strategy")
+        words += [f"{sharding} sharded"] if sharding not in (None, "no_shard") else []
+        ranks = parallel.get("world_size") or 1
+        return ", ".join([*words, count_with_noun(ranks, "rank")])
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "checkpoint": str(self.source),
+            "step": self.step,
+            "file_time_s": self.file_time_s,
+            "layout": self.layout,
+            "weights_bytes": self.bytes_in("model"),
+            "state_bytes": self.bytes_in("state"),
+            **self.run_facts,
+            "tensors": [
+                {"name": tensor.key, "shape": tensor.shape, "dtype": tensor.dtype, "bytes": tensor.num_bytes}
+                for tensor in self.tensors
+            ],
+            "files": dict(self.files),
+        }
+
+
+def summarize_checkpoint(source: Path) -> CheckpointSummary:
+    """Summarises a manifest and its tables; no other file is opened."""
+    manifest = step_folder.read_manifest(source)
+    return CheckpointSummary(
+        source=source,
+        step=manifest.step,
+        file_time_s=(source / step_folder.MANIFEST_FILE).stat().st_mtime,
+        layout=manifest.layout,
+        run_facts=run_facts(manifest),
+        tensors=tuple(
+            TensorSummary(key, tensor.shape, tensor.dtype, math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize)
+            for key, tensor in sorted(manifest.tensors.items())
+        ),
+        files={name: file.size_bytes for name, file in sorted(manifest.files.items())},
+    )
+
+
+def run_facts(manifest: Manifest) -> Mapping[str, Any]:
+    """Returns what the training loop recorded: progress, config, data, schedule."""
+    facts = manifest.facts.get("facts")
+    return facts if isinstance(facts, dict) else {}
+
+
+def run_config(facts: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Returns the configuration among the facts of a run, without private settings; other programs may have put anything there."""
+    found = facts.get("config")
+    if not isinstance(found, dict):
+        return {}
+    return without_private_settings({section: values for section, values in found.items() if isinstance(values, dict)})
+
+
+def summarize_kinds(summary: CheckpointSummary) -> dict[str, tuple[int, str, int]]:
+    """Returns tensors, dtypes and bytes of every kind of state."""
+    found: dict[str, list[TensorSummary]] = {}
+    for tensor in summary.tensors:
+        found.setdefault(tensor.kind, []).append(tensor)
+    return {
+        kind: (
+            len(tensors),
+            ", ".join(dtype for dtype, _ in Counter(tensor.dtype for tensor in tensors).most_common()),
+            sum(tensor.num_bytes for tensor in tensors),
+        )
+        for kind, tensors in found.items()
+    }
