@@ -23,14 +23,14 @@ from tests.parity.harness import check_order, train, train_recorded
 
 CORE = """
 dense:dp4-zero1 dense:dp4-zero1-copies2 moe:dp4.etp4 gpt:pp2-zbv
-dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.dp2-zero1 dense:pp2.cp2 dense:pp2.dp2-zero1
-dense:pp2-vpp2.cp2 dense:pp2-vpp2.dp2-zero1 gpt:cp2.dp2-zero1 gpt:pp2-vpp2.dp2-fsdp dense:tp2-sp.pp2.recompute-full
-dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2-fsdp gpt:tp2-sp.pp2-vpp2.cp2
+dense:tp2-sp.pp2-vpp2 dense:tp2-sp.dp2-zero1 dense:pp2.cp2 dense:pp2.dp2-zero1 dense:pp2-vpp2.dp2-zero1
+gpt:cp2.dp2-zero1 gpt:pp2-vpp2.dp2-fsdp dense:tp2-sp.pp2.recompute-full
+dense:tp2-sp.cp2.dp2-fsdp gpt:tp2-sp.pp2-vpp2.cp2
 gpt:tp4-sp-overlap dense:tp2-sp-overlap.recompute-full dense:tp2-sp-overlap.pp2-zbh1 moe:tp2-sp-overlap.dp2.ep2
 moe:dp2.ep2-overlap moe:pp2-vpp2.dp2.ep2-overlap
-moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
+moe:tp2-sp.pp2.cp2.ep4.etp1 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
 """.split()
-SINGLE_PRECISION = {"dense:dp2-zero1": 20, "dense:pp2-vpp2": 5, "moe:dp2.ep2": 5}
+SINGLE_PRECISION = {"dense:dp2-zero1": 20, "dense:pp2-vpp2": 3, "moe:dp2.ep2": 3}
 """Layout -> steps; `test_whole` takes 20 in every layout."""
 
 
