@@ -31,7 +31,7 @@ from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.launch.nccl_options import env_variables
 
 _GRACE_S = 4.0
-_PRELOADED = [
+PRELOADED = [
     "torch",
     "torch._dynamo",
     "petatron.train.loop",
@@ -108,7 +108,7 @@ class RankPool:
         """`nccl`: how many ranks may be asked for, all on GPUs, with NCCL between them; 0 is gloo on the CPU."""
         self._nccl = nccl
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context.set_forkserver_preload(PRELOADED)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[tuple[Any, Connection, Path]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))
