@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+# Tests start many processes; where bytecode may not be written, each of them would compile the package again.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-fuzz test-gpu test-gpu-slow test-nccl check format reference audit clean
 

@@ -31,6 +31,17 @@ from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.launch.nccl_options import env_variables
 
 _GRACE_S = 4.0
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "petatron.train.loop",
+    "petatron.parallel.data.fsdp",
+    "petatron.verify.trace",
+    "pytest",
+    "hypothesis.strategies",
+    "tests.parity.harness",
+]
+"""What ranks import for most tests; the server imports it once, and they fork with it."""
 
 
 class RankFailure(AssertionError):
@@ -97,7 +108,7 @@ class RankPool:
         """`nccl`: how many ranks may be asked for, all on GPUs, with NCCL between them; 0 is gloo on the CPU."""
         self._nccl = nccl
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch._dynamo", "petatron.verify.trace"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[tuple[Any, Connection, Path]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))

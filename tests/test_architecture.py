@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -43,9 +44,9 @@ def _folder(path: Path) -> str | None:
     return parts[0] if len(parts) > 1 else None
 
 
-def _imports(tree: ast.AST) -> list[tuple[int, str]]:
+def _imports(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -54,62 +55,73 @@ def _imports(tree: ast.AST) -> list[tuple[int, str]]:
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), filename=str(path))
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a source, its module first; each file is parsed and walked once."""
+    return tuple(ast.walk(ast.parse(path.read_text(), filename=str(path))))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_down(path: Path):
-    folder = _folder(path)
-    if folder is None:  # petatron/__init__.py and __main__.py stand above everything
-        return
-    assert folder in ROW_OF, f"{folder}/ has no row in the architecture"
-    for line, name in _imports(_tree(path)):
-        parts = name.split(".")
-        if parts[0] != "petatron" or len(parts) < 2 or parts[1] == folder:
+def test_imports_go_down():
+    found = []
+    for path in SOURCES:
+        folder = _folder(path)
+        if folder is None:  # petatron/__init__.py and __main__.py stand above everything
             continue
-        assert parts[1] in ROW_OF, f"{path}:{line} imports {name}, which is in no row"
-        assert ROW_OF[parts[1]] < ROW_OF[folder], f"{path}:{line} imports {name}: not below {folder}/"
+        assert folder in ROW_OF, f"{folder}/ has no row in the architecture"
+        for line, name in _imports(_nodes(path)):
+            parts = name.split(".")
+            if parts[0] != "petatron" or len(parts) < 2 or parts[1] == folder:
+                continue
+            if parts[1] not in ROW_OF:
+                found.append(f"{path}:{line} imports {name}, which is in no row")
+            elif ROW_OF[parts[1]] >= ROW_OF[folder]:
+                found.append(f"{path}:{line} imports {name}: not below {folder}/")
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_ambient_state(path: Path):
-    tree, relative = _tree(path), path.relative_to(PACKAGE).as_posix()
-    for node in ast.walk(tree):
-        assert not isinstance(node, ast.Global), f"{relative}:{node.lineno} uses a global"
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
-            # One place reads the environment; one writes a variable of a third-party library into its own children.
-            assert relative in ("mesh/launch/environment.py", "data/preprocess.py"), (
-                f"{relative}:{node.lineno} touches the environment"
-            )
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
-            assert relative.startswith("cli/"), f"{relative}:{node.lineno} prints"
+def test_no_ambient_state():
+    found = []
+    for path in SOURCES:
+        relative = path.relative_to(PACKAGE).as_posix()
+        # One place reads the environment; one writes a variable of a third-party library into its own children.
+        has_environment = relative in ("mesh/launch/environment.py", "data/preprocess.py")
+        for node in _nodes(path):
+            if isinstance(node, ast.Global):
+                found.append(f"{relative}:{node.lineno} uses a global")
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and not has_environment:
+                found.append(f"{relative}:{node.lineno} touches the environment")
+            prints = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            if prints and not relative.startswith("cli/"):
+                found.append(f"{relative}:{node.lineno} prints")
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_inside_functions_have_a_reason(path: Path):
+def test_imports_inside_functions_have_a_reason():
     """Optional libraries anywhere; our own or torch only where a fast start is the point."""
-    relative = path.relative_to(PACKAGE).as_posix()
     starts_fast = ("mesh/launch/environment.py", "mesh/launch/local_launcher.py", "__init__.py")
-    if relative.startswith(("cli/", "bench/", "quickstart/")) or relative in starts_fast:
-        return
-    for function in ast.walk(_tree(path)):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            for line, name in _imports(function):
-                # fully_shard takes longer to import than all of this package, and few runs need it.
-                slow = name in ("torch.utils.tensorboard", "yaml") or name.startswith("petatron.parallel.data.fsdp")
-                allowed = slow or name.split(".")[0] not in ("petatron", *CORE)
-                assert allowed, f"{relative}:{line} imports {name} inside a function"
+    found = []
+    for path in SOURCES:
+        relative = path.relative_to(PACKAGE).as_posix()
+        if relative.startswith(("cli/", "bench/", "quickstart/")) or relative in starts_fast:
+            continue
+        functions = [node for node in _nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for line, name in (seen for function in functions for seen in _imports(ast.walk(function))):
+            # fully_shard takes longer to import than all of this package, and few runs need it.
+            slow = name in ("torch.utils.tensorboard", "yaml") or name.startswith("petatron.parallel.data.fsdp")
+            if not slow and name.split(".")[0] in ("petatron", *CORE):
+                found.append(f"{relative}:{line} imports {name} inside a function")
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_triton_stays_in_its_folder(path: Path):
+def test_triton_stays_in_its_folder():
     """Its kernels import it at the top, as they must; nobody else does, and nobody else imports them."""
-    if path.is_relative_to(TRITON):
-        return
-    for line, name in _imports(_tree(path)):
-        assert name.split(".")[0] != "triton", f"{path}:{line} imports {name}"
-        assert not name.startswith("petatron.kernels.triton"), f"{path}:{line} imports {name}: ask the registry for it"
+    found = [
+        f"{path}:{line} imports {name}: ask the registry for it"
+        for path in SOURCES
+        if not path.is_relative_to(TRITON)
+        for line, name in _imports(_nodes(path))
+        if name.split(".")[0] == "triton" or name.startswith("petatron.kernels.triton")
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_no_file_outgrows_a_screenful():
@@ -180,19 +192,39 @@ UNPICKLING = {
 }
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_unpickled(path: Path):
-    if str(path.relative_to(ROOT)) in UNPICKLING:
-        return
-    for node in ast.walk(_tree(path)):
+def pickle_problems(nodes: Iterable[ast.AST], relative: str) -> Iterator[str]:
+    """Where a source reads a pickle, or may."""
+    for node in nodes:
         imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert not {name.split(".")[0] for name in imported} & set(PICKLES), f"{path.name} imports a pickle"
+        if {name.split(".")[0] for name in imported} & set(PICKLES):
+            yield f"{relative} imports a pickle"
         if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called not in ("torch.load", "torch.serialization.load"), f"{path.name}:{node.lineno} {called}"
+            load = isinstance(node.func, ast.Attribute) and node.func.attr == "load"
+            if load and (called := ast.unparse(node.func)) in ("torch.load", "torch.serialization.load"):
+                yield f"{relative}:{node.lineno} {called}"
             allows = [word for word in node.keywords if word.arg == "allow_pickle"]
-            assert all(ast.unparse(word.value) == "False" for word in allows), f"{path.name}:{node.lineno}"
+            if any(ast.unparse(word.value) != "False" for word in allows):
+                yield f"{relative}:{node.lineno} allow_pickle"
+
+
+def test_nothing_is_unpickled():
+    names = {path: path.relative_to(ROOT).as_posix() for path in SOURCES}
+    found = [
+        problem
+        for path, name in names.items()
+        if name not in UNPICKLING
+        for problem in pickle_problems(_nodes(path), name)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line", ["import pickle", "from dill import loads", "torch.load(path)", "np.load(path, allow_pickle=True)"]
+)
+def test_unpickling_is_noticed(line: str):
+    assert list(pickle_problems(ast.walk(ast.parse(line)), "petatron/train/new.py"))
+    assert not list(pickle_problems(ast.walk(ast.parse("np.load(path, allow_pickle=False)")), "petatron/train/new.py"))
 
 
 # torch pickles what these carry, and who receives a pickle runs it; `mesh/collectives.py` carries JSON.
@@ -219,13 +251,13 @@ WRITES_BY_NAME = {
 }
 
 
-def link_problems(tree: ast.AST, relative: str) -> list[str]:
+def link_problems(nodes: Iterable[ast.AST], relative: str) -> list[str]:
     """Where a source may follow a link that somebody put into a folder of ours, or guess a name that others can guess too.
 
     The command line writes to files that users name, and through whatever links they like.
     """
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
@@ -252,9 +284,9 @@ def link_problems(tree: ast.AST, relative: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_link_is_followed(path: Path):
-    assert not link_problems(_tree(path), str(path.relative_to(ROOT)))
+def test_no_link_is_followed():
+    found = [problem for path in SOURCES for problem in link_problems(_nodes(path), str(path.relative_to(ROOT)))]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -272,10 +304,9 @@ def test_no_link_is_followed(path: Path):
     ],
 )
 def test_following_a_link_is_noticed(line: str):
-    assert link_problems(ast.parse(line), "petatron/train/new.py")
-    assert not link_problems(
-        ast.parse("path.open('rb'); open(path); path.unlink(); safe_files.remove_tree(path)"), "petatron/train/new.py"
-    )
+    allowed = "path.open('rb'); open(path); path.unlink(); safe_files.remove_tree(path)"
+    assert link_problems(ast.walk(ast.parse(line)), "petatron/train/new.py")
+    assert not link_problems(ast.walk(ast.parse(allowed)), "petatron/train/new.py")
 
 
 def _optional_setting(node: ast.AST) -> bool:
@@ -348,17 +379,17 @@ def narrowing_asserts(tree: ast.AST) -> list[int]:
     lines: set[int] = set()
     for scope in ast.walk(tree):
         if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
-            names = _setting_names(scope) if not isinstance(scope, ast.Module) else set()
-            for node in (node for node in ast.walk(scope) if isinstance(node, ast.Assert)):
+            asserts = [node for node in ast.walk(scope) if isinstance(node, ast.Assert)]
+            names = _setting_names(scope) if asserts and not isinstance(scope, ast.Module) else set()
+            for node in asserts:
                 for found in _narrowed(node.test):
                     if _optional_setting(found) or (isinstance(found, ast.Name) and found.id in names):
                         lines.add(node.lineno)
     return sorted(lines)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_assert_narrows_a_setting(path: Path):
-    found = [f"{path.relative_to(ROOT)}:{line}" for line in narrowing_asserts(_tree(path))]
+def test_no_assert_narrows_a_setting():
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in narrowing_asserts(_nodes(path)[0])]
     assert not found, f"{', '.join(found)}: take the resolved config, or `petatron.config.required_settings.required`"
 
 

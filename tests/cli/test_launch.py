@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from petatron.cli.main import main
+
 ROOT = Path(__file__).parent.parent.parent
 FLAGS = (
     "--preset tiny-llama --mock-data --num-layers 1 --seq-length 32 --lr 1e-3 --global-batch-size 4 --tp 2 --eval-iters 0 "
@@ -101,7 +103,9 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
     assert (tmp_path / "out" / "latest").read_text().strip().endswith(str(last))
 
 
-def test_interrupt_ends_a_long_evaluation_of_two_ranks_and_the_run_resumes(tmp_path: Path):
+def test_interrupt_ends_a_long_evaluation_of_two_ranks_and_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     without_evaluation = " ".join(FLAGS).replace("--eval-iters 0", "").split()
     flags = [*without_evaluation, *"--train-iters 4 --save out --load out --lr-decay-iters 4".split()]
     command = [sys.executable, "-m", "petatron", "train", *flags]
@@ -121,9 +125,10 @@ def test_interrupt_ends_a_long_evaluation_of_two_ranks_and_the_run_resumes(tmp_p
     text = metrics.read_text()
     assert "was interrupted after" in text and '"kind": "valid"' not in text
     assert (tmp_path / "out" / "latest").read_text().strip() == "step-00000002"
-    done = _run([*command, "--eval-iters", "1"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "resumed at iteration 2" in done.stdout and len(_losses(done.stdout)) >= 2
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *flags, "--tp", "1", "--eval-iters", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "resumed at iteration 2" in shown and len(_losses(shown)) >= 2
 
 
 FAULTY = """

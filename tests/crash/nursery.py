@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests.crash.training import tiny_run, train
+from tests.dist import PRELOADED
 
 _LIFE_S = 60.0
 
@@ -56,7 +57,7 @@ class Nursery:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "petatron.verify.trace"])
+        context.set_forkserver_preload(PRELOADED)
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,))
         self._process.start()

@@ -23,6 +23,7 @@ from petatron.kernels.attention.documents import (
 )
 from petatron.kernels.attention.padded import PaddedKernels, padded_attention
 from tests import reference_attention as reference
+from tests.longform import later
 
 if importlib.util.find_spec("triton") is None:
     TWINS: list[ModuleType] = [rows]
@@ -246,8 +247,13 @@ def test_documents_of_one_length_are_a_larger_batch(order: str, length: int):
 
 
 @pytest.mark.parametrize("twin", TWINS, ids=lambda module: module.__name__.split(".")[2])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("heads", "width"), [(3, 5), (4, 8)])
+@pytest.mark.parametrize(
+    ("heads", "width", "order"),
+    [
+        *((3, 5, order) for order in ORDERS),
+        *((4, 8, order) if order == "slices" else later(4, 8, order) for order in ORDERS),
+    ],
+)
 def test_moves_there_and_back(twin: ModuleType, heads: int, width: int, order: str):
     """Documents of 20 and 12 tokens of one row, and one of 32 of the other, in padded rows of 16 and 32."""
     x = tensors(32, heads, 1, width, order)[0].detach()

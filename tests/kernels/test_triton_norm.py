@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels import norm as plain
+from tests.longform import later
 
 pytest.importorskip("triton")
 from petatron.kernels.triton import norm
@@ -48,10 +49,20 @@ def test_forward(shape: tuple[int, int], dtype: torch.dtype, with_branch: bool, 
     assert far(rstd, true_rstd) <= 1e-6
 
 
-@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-@pytest.mark.parametrize(
-    ("joined", "again", "zero_centered_gamma"), [(False, False, False), (True, True, False), (False, True, True)]
-)
+WAYS = [(False, False, False), (True, True, False), (False, True, True)]
+"""A gradient of the total joins, the output is recomputed, weights are an offset from one."""
+
+
+def backward_cases() -> list:
+    """Every case in every way; wide rows, which take the interpreter seconds, in one of the ways by default, in turn."""
+    return [
+        (*case, *way) if case[0][1] < 2000 or number % len(WAYS) == place else later(*case, *way)
+        for number, case in enumerate(CASES)
+        for place, way in enumerate(WAYS)
+    ]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "joined", "again", "zero_centered_gamma"), backward_cases(), ids=str)
 def test_backward(shape: tuple[int, int], dtype: torch.dtype, joined: bool, again: bool, zero_centered_gamma: bool):
     (x, grad, grad_total), weight = sample(shape, dtype, 3)
     joining = grad_total if joined else None

@@ -17,7 +17,7 @@ from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
 from tests.outside import encoder_decoder  # noqa: F401  registers the model
 from tests.parity.harness import check_order, tiny_run, train, train_recorded
-from tests.parity.resharding import Life, live, whole
+from tests.parity.resharding import END, STOP, Life, live, whole
 
 BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
 
@@ -113,14 +113,14 @@ def test_logits_are_collected_from_the_last_stage(ranks: RankPool, layout: str, 
 
 
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
-    common = "--train-iters 6 --log-interval 1"
-    first = two_stream_run(f"{common} --save {tmp_path} --save-interval 3 --pp 4", world_size=4)
+    common = f"--train-iters {END} --log-interval 1"
+    first = two_stream_run(f"{common} --save {tmp_path} --save-interval {STOP} --pp 4", world_size=4)
     lives = ranks.run(live_two_streams, 4, first)
-    again = two_stream_run(f"{common} --load {tmp_path} --ckpt-step 3 --tp 2", world_size=2)
+    again = two_stream_run(f"{common} --load {tmp_path} --ckpt-step {STOP} --tp 2", world_size=2)
     resumed = ranks.run(live_two_streams, 2, again)
     at_stop, began = whole([one.at_stop for one in lives]), whole([one.began for one in resumed])
     assert at_stop.keys() == began.keys()
     for key, values in at_stop.items():
         assert torch.equal(began[key], values), key
-    for step in (4, 5, 6):
+    for step in range(STOP + 1, END + 1):
         assert resumed[0].losses[step] == pytest.approx(lives[0].losses[step], rel=1e-12)

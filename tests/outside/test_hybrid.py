@@ -21,7 +21,7 @@ from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
 from tests.outside.gated_linear_attention import GatedLinearAttentionSpec, decoder_spec
 from tests.parity.harness import check_order, tiny_run, train, train_recorded
-from tests.parity.resharding import Life, live, whole
+from tests.parity.resharding import END, STOP, Life, live, whole
 
 HYBRID = "--model-type hybrid --num-layers 4"
 BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
@@ -98,9 +98,9 @@ def test_its_linears_run_in_fp8(ranks: RankPool, layout: str):
 
 
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
-    flags = f"--train-iters 6 --log-interval 1 --save {tmp_path / 'run'} --save-interval 3"
+    flags = f"--train-iters {END} --log-interval 1 --save {tmp_path / 'run'} --save-interval {STOP}"
     lives = ranks.run(live_hybrid, 2, hybrid_run(f"{flags} --tp 2 --sequence-parallel", world_size=2))
-    again = f"--train-iters 6 --log-interval 1 --load {tmp_path / 'run'} --ckpt-step 3"
+    again = f"--train-iters {END} --log-interval 1 --load {tmp_path / 'run'} --ckpt-step {STOP}"
     resumed = ranks.run(live_hybrid, 4, hybrid_run(f"{again} --pp 2 --dp 2 --use-distributed-optimizer", world_size=4))
     at_stop, began = whole([one.at_stop for one in lives]), whole([one.began for one in resumed])
     assert at_stop.keys() == began.keys()
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Pa
     for key, values in at_stop.items():
         torch.testing.assert_close(began[key], values, rtol=0, atol=0)
     losses = [one.losses for one in (lives[0], resumed[-1])]
-    for step in (4, 5, 6):
+    for step in range(STOP + 1, END + 1):
         assert losses[1][step] == pytest.approx(losses[0][step], rel=1e-12)
 
 

@@ -25,7 +25,7 @@ from petatron.train.state.train_state import TrainState
 from petatron.verify.matrix import MatrixEntry, parse_entry
 from petatron.verify.trace import TracedShard, assemble_tensors
 
-STOP, END = 3, 6
+STOP, END = 2, 4
 _MORE = {
     "dense": "",
     "deep": "",

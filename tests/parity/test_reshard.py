@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, example, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from petatron.verify.matrix import MatrixEntry, parse_entry
@@ -81,17 +81,13 @@ def _few(count: int) -> settings:
         deadline=None,
         derandomize=True,
         database=None,
-        phases=(Phase.explicit, Phase.generate),
+        phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )
 
 
-@_few(1)
-@given(pair=_pairs("dense", 4))
-@example(pair=("dense:pp2-vpp2.dp2-zero1", "dense:tp2-sp.dp2-fsdp"))
-def test_dense(ranks: RankPool, pair: tuple[str, str]):
-    assume(pair[0] != pair[1])
-    _check_pair(ranks, *pair, precision="--fp64")
+def test_dense(ranks: RankPool):
+    _check_pair(ranks, "dense:pp2-vpp2.dp2-zero1", "dense:tp2-sp.dp2-fsdp", precision="--fp64")
 
 
 @_few(1)
@@ -161,10 +157,10 @@ def test_another_precision_in_another_layout(ranks: RankPool, tmp_path: Path, th
 
 def test_there_and_back(ranks: RankPool, tmp_path: Path):
     """A stretch in full precision, between two in a reduced one."""
-    first = _live(ranks, parse_entry("dense:dp2-zero1"), f"--save {tmp_path} --exit-interval 2 --bf16")
-    second = _live(ranks, parse_entry("dense:pp2"), f"--save {tmp_path} --load {tmp_path} --exit-interval 4")
+    first = _live(ranks, parse_entry("dense:dp2-zero1"), f"--save {tmp_path} --exit-interval 1 --bf16")
+    second = _live(ranks, parse_entry("dense:pp2"), f"--save {tmp_path} --load {tmp_path} --exit-interval 2")
     third = _live(ranks, parse_entry("dense:tp2"), f"--load {tmp_path} --bf16")
-    assert [sorted(lives[0].losses) for lives in (first, second, third)] == [[1, 2], [3, 4], [5, 6]]
+    assert [sorted(lives[0].losses) for lives in (first, second, third)] == [[1], [2], [3, 4]]
     for before, after in ((first, second), (second, third)):
         saved, found = whole([life.ended for life in before]), whole([life.began for life in after])
         for key, values in saved.items():

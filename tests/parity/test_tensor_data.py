@@ -1,5 +1,7 @@
 """tp x sp x dp x micro-batches train the same model as one process: losses, gradients and weights of every step."""
 
+from collections.abc import Iterable, Sequence
+
 import pytest
 
 from tests.dist import RankPool
@@ -7,40 +9,45 @@ from tests.longform import every_second, later
 from tests.parity.harness import check_layout
 
 LAYOUTS = [
-    pytest.param(
-        f"--tp {tp} --dp {dp} {'--sequence-parallel' if sp else ''} --micro-batch-size {8 // dp // count}", tp * dp
-    )
+    [
+        (f"--tp {tp} --dp {dp} {'--sequence-parallel' if sp else ''} --micro-batch-size {8 // dp // count}", tp * dp)
+        for count in (1, 4)
+    ]
     for tp in (1, 2, 4)
     for sp in ((False, True) if tp > 1 else (False,))
     for dp in (1, 2)
-    for count in (1, 4)
     if tp * dp <= 4
 ]
+"""Each layout with one micro-batch and with four."""
 
 
-@pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
+def _in_turn(cases: Iterable[Sequence[tuple]]) -> list:
+    """One of each pair of cases by default, the first and the second in turn; the other belongs to the long form."""
+    return [
+        case if place == number % 2 else later(*case)
+        for number, pair in enumerate(cases)
+        for place, case in enumerate(pair)
+    ]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), _in_turn(LAYOUTS))
 def test_layout(ranks: RankPool, layout: str, world_size: int):
     check_layout(ranks, layout, world_size=world_size)
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size"), [later(*case.values) if number % 2 else case for number, case in enumerate(LAYOUTS[1::2])]
-)
+@pytest.mark.parametrize(("layout", "world_size"), every_second(of_four for _, of_four in LAYOUTS))
 def test_layout_in_single_precision(ranks: RankPool, layout: str, world_size: int):
-    check_layout(ranks, layout, "--train-iters 8", world_size=world_size, dtype="float32")
+    check_layout(ranks, layout, "--train-iters 6", world_size=world_size, dtype="float32")
 
 
-EIGHT = [
-    (f"--tp 4 --dp 2 {sp} --micro-batch-size {4 // count}", dtype)
-    for sp, count, dtype in (
-        ("", 1, "float64"),
-        ("--sequence-parallel", 4, "float64"),
-        ("--sequence-parallel", 4, "float32"),
-    )
-]
-
-
-@pytest.mark.parametrize(("layout", "dtype"), EIGHT)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        later("--tp 4 --dp 2 --micro-batch-size 4", "float64"),
+        ("--tp 4 --dp 2 --sequence-parallel --micro-batch-size 1", "float64"),
+        later("--tp 4 --dp 2 --sequence-parallel --micro-batch-size 1", "float32"),
+    ],
+)
 def test_eight_ranks(ranks: RankPool, layout: str, dtype: str):
     check_layout(ranks, layout, "--train-iters 3", world_size=8, dtype=dtype)
 
@@ -59,7 +66,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["--tp 4 --sequence-parallel", "--tp 2 --dp 2"])
-@pytest.mark.parametrize("model", every_second(MODELS))
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    _in_turn([(model, layout) for layout in ("--tp 4 --sequence-parallel", "--tp 2 --dp 2")] for model in MODELS),
+)
 def test_model(ranks: RankPool, model: str, layout: str):
     check_layout(ranks, layout, MODELS[model] + " --train-iters 3", world_size=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -47,6 +46,16 @@ def assert_refused(folder: Path, *words: str) -> None:
             assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
 
 
+def error_of_opening(folder: Path) -> Exception | None:
+    """What opening it raises, of whatever type."""
+    with limited(10):
+        try:
+            open_model_source(folder)
+        except Exception as error:
+            return error
+    return None
+
+
 # ---- Headers
 
 
@@ -60,12 +69,13 @@ def slot(shape: Any, begin: Any = 0, end: Any = 4, dtype: Any = "F32") -> dict[s
 
 
 NINES = int("9" * 4000)
+MANY_NINES = b'{"dtype": "F32", "shape": [' + b",".join([b"9" * 4000] * 5000) + b'], "data_offsets": [0, 4]}'
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (header({"x": slot([NINES] * 5000)}, bytes(4)), "misstates x"),  # their product would take minutes
+        (header(b'{"x": ' + MANY_NINES + b"}", bytes(4)), "misstates x"),  # their product would take minutes
         (header({f"x{n}": slot([NINES, NINES]) for n in range(100)}, bytes(4)), "misstates x0"),
         (header(b'{"x": {"dtype": "F32", "shape": [' + b"9" * 5000 + b']}}'), "cannot be understood|is damaged"),
         (header({"x": slot([1 << 62, 4])}, bytes(4)), "x does not lie inside it"),
@@ -191,8 +201,6 @@ def test_a_model_larger_than_its_files(folder: Path, size: int):
     """Refused before there is memory for it."""
     change(folder, n_embd=size, n_inner=4 * size)
     assert_refused(folder)
-    with limited(), pytest.raises(PetatronError):
-        petatron.from_pretrained(folder)
 
 
 def test_checkpoint_args_of_a_billion_layers(folder: Path):
@@ -214,8 +222,8 @@ def test_settings_of_any_type(folder: Path, key: str):
     """A model, or one error: no TypeError, no OverflowError."""
     for value in ODD:
         change(folder, **{key: value})
-        with limited(10), contextlib.suppress(PetatronError):
-            open_model_source(folder)
+        error = error_of_opening(folder)
+        assert error is None or isinstance(error, PetatronError), f"{key}={str(value)[:20]!r}: {error!r}"
 
 
 ROPE = (

@@ -189,7 +189,7 @@ def test_the_search_is_short(monkeypatch: pytest.MonkeyPatch):
     made = advice.recompute_plans
     monkeypatch.setattr(advice, "recompute_plans", lambda *a, **k: plans.append(1) or made(*a, **k))
     run = load("llama3-70b", "--vocab-size 128256 --tp 8 --pp 4 --global-batch-size 128 --micro-batch-size 4", 256)
-    for share in (0.9, 0.25, 0.05, 0.01):
+    for share in (0.9, 0.25, 0.01):  # a quarter needs the most plans
         plans.clear()
         suggest_changes(run, int(share * needs(run)))
         assert len(plans) < 1000
