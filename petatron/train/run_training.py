@@ -31,6 +31,7 @@ from petatron.models.registry import model_spec
 from petatron.train.build_run import DataLoaders, RunLength, build_loaders, launch, open_tokenizer
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.loop import TrainingResult, TrainLoop
+from petatron.train.report.memory_capacity import check_memory_capacity
 from petatron.train.report.metrics import event_record
 from petatron.train.report.out_of_memory import report_out_of_memory
 from petatron.train.report.sinks import build_sinks
@@ -59,7 +60,9 @@ def run_training(loaded: LoadedConfig) -> TrainingResult:
         raise ConfigError(problems)
     check_run_dirs(loaded.config.checkpoint)
     loaded, tokenizer = open_tokenizer(loaded)
-    plans = recompute_plans(loaded.config, device=detect_device(loaded.config.train.device).kind)
+    device = detect_device(loaded.config.train.device)
+    check_memory_capacity(loaded.config, device, local_ranks=read_environment().local_world_size)
+    plans = recompute_plans(loaded.config, device=device.kind)
     _check_shared_device(loaded.config)
     for notice in loaded.notices:
         _log.info("note: %s", notice)

@@ -22,7 +22,7 @@ from petatron.config.checks.moe_overlap import check_moe_overlap
 from petatron.config.checks.pipeline import check_pipeline
 from petatron.config.checks.run import check_run
 from petatron.config.flags.parse import unsupported_problem
-from petatron.config.schema.fields import fields_by_path
+from petatron.config.schema.fields import all_fields, fields_by_path
 from petatron.config.schema.run import RawRunConfig
 
 # Path of a field -> the feature that any value but its default requires.
@@ -51,7 +51,20 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         check_cuda_graphs(config),
         check_files(config, require_training=require_training),
     )
-    return [problem for found in rules for problem in found if problem.where not in refused] + refusals
+    problems = [problem for found in rules for problem in found if problem.where not in refused] + refusals
+    return problems + list(_out_of_bounds(config, reported={problem.where for problem in problems}))
+
+
+def _out_of_bounds(config: RawRunConfig, *, reported: set[str]) -> Iterator[Problem]:
+    """Yields numbers outside the bounds of the schema that no rule has reported."""
+    for info in all_fields():
+        if info.bounds is None or info.flag in reported:
+            continue
+        value = getattr(getattr(config, info.section), info.name)
+        numbers = value if info.is_list else () if value is None else (value,)
+        for number in numbers:
+            if (rule := info.bounds.violation(number)) is not None:
+                yield Problem(info.flag, str(number), rule, f"It is: {info.doc}")
 
 
 def _unsupported_fields(config: RawRunConfig) -> Iterator[Problem]:
