@@ -35,3 +35,15 @@ def gigabytes(count: int) -> str:
     step = 10 ** max(len(str(count)) - 3, 0)
     digits = max(9 - len(str(step)) + 1, 0)
     return f"{-(-count // step) * step / 1e9:.{digits}f}"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in the unit that leaves three digits, so that a small shortage is visible.
+
+    >>> format_bytes(999), format_bytes(1_500_000), format_bytes(12_345_678_901), format_bytes(0)
+    ('999 bytes', '1.5 MB', '12.3 GB', '0 bytes')
+    """
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 1e15 else f"{count / size:,.0f} {unit}"
+    return f"{count:.0f} bytes"
