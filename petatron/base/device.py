@@ -52,6 +52,7 @@ _PEAK_TFLOPS: tuple[tuple[str, tuple[float, float, float, float]], ...] = (
 )
 # Slices of a device and cut-down versions share the name but not the speed.
 _OTHER_SPEED = re.compile(r"\b(MIG|Laptop|Max-Q|Mobile)\b|4090 D\b", re.IGNORECASE)
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _WITHOUT_BFLOAT16 = re.compile(r"\b(V100|T4)\b")
 
 
@@ -126,4 +127,11 @@ def _cpu_name() -> str:
 
 
 def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Returns the memory of this machine, or of the container (cgroup) that this process is limited to."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _CGROUP_LIMITS:
+        try:
+            return min(installed, int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such file, or the word "max"
+            continue
+    return installed

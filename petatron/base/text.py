@@ -39,16 +39,16 @@ def gigabytes(count: int) -> str:
     return f"{-(-count // step) * step / 1e9:.{digits}f}"
 
 
-def format_bytes(size: int) -> str:
+def format_bytes(size: float) -> str:
     """A size in the largest unit that leaves something before the point.
 
-    >>> format_bytes(812), format_bytes(1_234_567), format_bytes(98_765_432_100)
-    ('812 B', '1.23 MB', '98.77 GB')
+    >>> format_bytes(812), format_bytes(1_234_567), format_bytes(98_765_432_100), format_bytes(1.33e15)
+    ('812 B', '1.23 MB', '98.77 GB', '1,330.00 TB')
     """
-    for unit, each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, each in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= each:
-            return f"{size / each:.2f} {unit}"
-    return f"{size} B"
+            return f"{size / each:,.2f} {unit}"
+    return f"{size:.0f} B"
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.text import count_with_noun
 from petatron.cli.train import read_checkpoint
+from petatron.config.checks.check_all import missing_features
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.load import RawLoadedConfig, resolve_config
-from petatron.config.presets import preset_names, preset_summary
+from petatron.config.presets import preset_names, preset_summary, read_preset
 from petatron.config.schema.fields import closest_matches, join_with_or
 from petatron.config.show import format_config, format_config_diff
 from petatron.config.yaml_file import dump_yaml, read_yaml_file
@@ -67,7 +69,8 @@ def _show(argv: list[str]) -> int:
         read_checkpoint=read_checkpoint,
     )
     if problems:
-        print(f"{ConfigError(problems)}\n", file=sys.stderr, flush=True)
+        # In a terminal the table scrolls the beginning away: a count first, and what is wrong last.
+        print(f"{count_with_noun(len(problems), 'problem')}, after the table\n", file=sys.stderr, flush=True)
     if "--yaml" in argv:
         print(dump_yaml(loaded.config, origins=loaded.origins), end="")
     else:
@@ -75,6 +78,8 @@ def _show(argv: list[str]) -> int:
     sys.stdout.flush()
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)
+    if problems:
+        print(f"\n{ConfigError(problems)}", file=sys.stderr)
     return 2 if problems else 0
 
 
@@ -115,7 +120,11 @@ def _open(source: _Source) -> RawLoadedConfig:
 def _presets() -> int:
     width = max(len(name) for name in preset_names())
     for name in preset_names():
-        print(f"{name:{width}}  {preset_summary(name)}")
+        missing = (
+            join_with_or(features, last="and") if (features := missing_features(read_preset(name).settings)) else ""
+        )
+        note = f"; cannot run in this version, which has no {missing}" if missing else ""
+        print(f"{name:{width}}  {preset_summary(name)}{note}")
     return 0
 
 

@@ -21,7 +21,7 @@ VERBS: Mapping[str, str] = {
     "train": "train a model",
     "data": "preprocess and inspect datasets",
     "checkpoint": "inspect, verify, compare, prune and convert checkpoints",
-    "plan": "simulate and draw pipeline schedules before anything is started",
+    "plan": "simulate and draw pipeline schedules, predict memory and what would fit, before anything is started",
     "verify": "prove that a parallel layout trains the same model as one process",
     "bench": "measure speed side by side",
     "config": "show, compare and document configurations",

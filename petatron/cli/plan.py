@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, DataError, Problem
@@ -22,10 +22,18 @@ from petatron.schedule.measured_timeline import read_measured
 
 _COST_NAMES = ("F", "B", "I", "W", "transfer")
 _TWO_VIRTUAL_STAGES = ("interleaved", "zb-v")
+MAX_SIMULATED_PASSES = 250_000
+"""Ranks x virtual stages x micro-batches that are simulated, which takes about half a minute; costs are linear in it."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="petatron plan", description="What a layout will cost, before it is started.")
+    parser = argparse.ArgumentParser(
+        prog="petatron plan",
+        description="What a layout will cost, before it is started: `plan schedule` simulates a pipeline schedule with given costs, draws it, "
+        "compares all schedules or draws what a run has measured (--pipeline-timeline); `plan memory` predicts what every rank will hold, "
+        "says whether it fits a device, and which changes would make it fit.",
+        epilog="petatron plan schedule --help and petatron plan memory --help tell more.",
+    )
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     one = verbs.add_parser(
         "schedule",
@@ -68,12 +76,15 @@ def main(argv: Sequence[str]) -> int:
     if problems or cost_problems:
         raise ConfigError([*problems, *cost_problems])
     if options.name is None:
-        print(_comparison(options, costs))
+        for line in _comparison(options, costs):
+            print(line, flush=True)
         return 0
     virtual = _num_virtual_stages(options, options.name)
     problem = ScheduleShape(options.name, options.pp, virtual, options.microbatches, options.group_size).problem()
     if problem:
         raise ConfigError([Problem("--name", options.name, f"does not fit: {problem}", "Change one of the two.")])
+    if too_many := _size_problems(options, virtual):
+        raise ConfigError(too_many)
     result = _simulate(options, options.name, costs)
     print(f"{_title(options, virtual)}\n\n{timeline_text(result.events)}\n\n{_summary(options, virtual, result)}")
     if options.out is not None:
@@ -143,6 +154,21 @@ def _shape_problems(options: argparse.Namespace) -> list[Problem]:
     return problems + _out_problems(options.out)
 
 
+def _size_problems(options: argparse.Namespace, virtual: int) -> list[Problem]:
+    """A simulation is a long list of actions: beyond some size it takes minutes and shows nothing that a shorter one does not."""
+    each = options.pp * virtual
+    if each * options.microbatches <= MAX_SIMULATED_PASSES:
+        return []
+    most = MAX_SIMULATED_PASSES // each
+    rule = f"on {each:,} pipeline stages are more passes than the {MAX_SIMULATED_PASSES:,} that are simulated"
+    fix = (
+        f"Use {most:,} or fewer: all schedules repeat themselves after a few times --pp."
+        if most
+        else "Use fewer stages."
+    )
+    return [Problem("--microbatches", str(options.microbatches), rule, fix)]
+
+
 def _out_problems(out: Path | None) -> list[Problem]:
     if out is None or out.suffix == ".svg":
         return []
@@ -194,9 +220,11 @@ def _summary(options: argparse.Namespace, virtual: int, result: Simulation) -> s
     )
 
 
-def _comparison(options: argparse.Namespace, costs: dict[str, float]) -> str:
+def _comparison(options: argparse.Namespace, costs: dict[str, float]) -> Iterator[str]:
     """Compares all schedules on the same model: time, bubble, theory, and the most full micro-batches a rank holds."""
-    lines = [f"{'schedule':<12} {'stages':>6} {'time':>10} {'idle':>8} {'theory':>8} {'peak activations':>17}"]
+    if too_many := _size_problems(options, max(2, options.virtual or 2)):
+        raise ConfigError(too_many)
+    yield f"{'schedule':<12} {'stages':>6} {'time':>10} {'idle':>8} {'theory':>8} {'peak activations':>17}"
     for name in SCHEDULES:
         # A number of stages that only some schedules support leaves the others at their own.
         virtual = (
@@ -207,15 +235,12 @@ def _comparison(options: argparse.Namespace, costs: dict[str, float]) -> str:
         shape = argparse.Namespace(**{**vars(options), "virtual": virtual})
         problem = ScheduleShape(name, options.pp, virtual, options.microbatches, options.group_size).problem()
         if problem:
-            lines.append(f"{name:<12} {problem}")
+            yield f"{name:<12} {problem}"
             continue
         result = _simulate(shape, name, costs)
         theory = theoretical_bubble(name, ranks=options.pp, virtual=virtual, micro_batches=options.microbatches)
         peak = max(result.peak_activations) / virtual
-        lines.append(
-            f"{name:<12} {virtual:>6} {result.makespan:>10g} {_percent(result.bubble):>8} {_percent(theory):>8} {peak:>17g}"
-        )
-    return "\n".join(lines)
+        yield f"{name:<12} {virtual:>6} {result.makespan:>10g} {_percent(result.bubble):>8} {_percent(theory):>8} {peak:>17g}"
 
 
 def _measured(options: argparse.Namespace) -> int:

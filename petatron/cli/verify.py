@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from petatron.base.text import count_with_noun
 from petatron.cli import verify_matrix
 from petatron.cli.train import with_preset
 from petatron.mesh.launch.environment import read_environment, run_rank_main
+from petatron.mesh.launch.scratch_folder import VERIFY_PREFIX, scratch_folder
 
 if TYPE_CHECKING:
     from petatron.config import LoadedConfig, RunConfig
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 
 _COULD_NOT_RUN = 2  # 1: the layouts differ
+_NO_LAYOUT = (
+    "note: no layout is given, so one rank is compared with itself, which shows only that it repeats itself. "
+    "Add a layout, for example --tp 2 --dp 2."
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,6 +78,8 @@ def main(argv: list[str]) -> int:
     if options.inject:
         parse_injection(options.inject, both.candidate.config)
     print(f"reference: {_layout_text(both.reference)}\nlayout:    {_layout_text(both.candidate)}")
+    if both.candidate.config.parallel.world_size == 1 and options.reference is None:
+        print(_NO_LAYOUT)
     for notice in both.candidate.notices:
         print(f"note: {notice}")
     if both.ignored_settings:
@@ -82,8 +88,8 @@ def main(argv: list[str]) -> int:
         print(
             "The model is large: gradients and parameters are compared at the first and last step, losses at every step."
         )
-    with tempfile.TemporaryDirectory(prefix="petatron-verify-") as scratch:
-        folders = Path(scratch) / "reference", Path(scratch) / "layout"
+    with scratch_folder(VERIFY_PREFIX) as scratch:
+        folders = scratch / "reference", scratch / "layout"
         for folder, loaded, words, inject in (
             (folders[0], both.reference, both.reference_argv, None),
             (folders[1], both.candidate, both.candidate_argv, options.inject),

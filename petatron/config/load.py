@@ -15,7 +15,7 @@ from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.checkpoint_settings import AppliedSettings, ReadCheckpointSettings, apply_checkpoint_settings
-from petatron.config.checks.check_all import check_config
+from petatron.config.checks.check_all import UNSUPPORTED_FIELDS, check_config, unsupported_preset
 from petatron.config.checks.model import ROTARY_TYPES
 from petatron.config.checks.unused_flags import unused_flag_notices
 from petatron.config.derived_defaults import derive_defaults, resolve_derived
@@ -23,7 +23,7 @@ from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
 from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
 from petatron.config.from_folder import WEIGHTS_PATH, apply_from_folder, hf_load_settings
 from petatron.config.presets import read_preset
-from petatron.config.schema.fields import FieldValue, all_fields, unflatten_config
+from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.value_origins import Setting, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
@@ -109,6 +109,10 @@ def resolve_config(
         values[WEIGHTS_PATH], origins[WEIGHTS_PATH] = flags.from_folder, ValueOrigin("flag", FROM_FLAG)
     problems += stored.problems
     suspects |= stored.doubtful_flags
+    if name:
+        effective = [one for one in documents[0].settings if origins[one.path] == one.origin]
+        problems += unsupported_preset(name, effective)
+        suspects |= {fields_by_path()[one.path].flag for one in effective if one.path in UNSUPPORTED_FIELDS}
     given = {path for path, origin in origins.items() if origin.is_explicit}
     raw = unflatten_config(values)
     problems += _source_problems(raw, flags, world_size)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import TrainError
+from petatron.base.text import format_bytes
 
 _ALIGNMENT = 4096  # bytes; a page
 
@@ -58,7 +59,7 @@ class DiskStorage:
             self._mapped_file = _map_temporary_file(Path(folder), max(num_bytes, 1))
         except (OSError, RuntimeError) as error:
             raise TrainError(
-                f"Cannot keep {num_bytes / 1e9:.2f} GB of optimizer state in {folder}: {error}. Give --optimizer-nvme-offload a "
+                f"Cannot keep {format_bytes(num_bytes)} of optimizer state in {folder}: {error}. Give --optimizer-nvme-offload a "
                 "writable folder with more space, or use --optimizer-cpu-offload."
             ) from error
 

@@ -29,6 +29,7 @@ from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.train.build_run import DataLoaders, build_loaders, launch, open_tokenizer
 from petatron.train.loop import TrainingResult, TrainLoop
 from petatron.train.report.closing_summary import summary_record
+from petatron.train.report.memory_capacity import check_memory_capacity
 from petatron.train.report.metrics import MetricSink, event_record
 from petatron.train.report.next_commands import next_commands
 from petatron.train.report.out_of_memory import report_out_of_memory
@@ -65,6 +66,7 @@ def run_training(loaded: LoadedConfig, *, verbs: Collection[str] = ()) -> Traini
     loaded, tokenizer = open_tokenizer(loaded)
     prompts = read_prompts(loaded.config, tokenizer)
     device = detect_device(loaded.config.train.device)
+    check_memory_capacity(loaded.config, device, local_ranks=read_environment().local_world_size)
     header = RunHeader(loaded.config, device, recompute_plans(loaded.config, device=device.kind))
     _check_shared_device(loaded.config)
     for notice in loaded.notices:

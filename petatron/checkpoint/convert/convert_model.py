@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file, strip_remote_code
 from petatron.base.safe_files import remove_tree
+from petatron.base.text import format_bytes
 from petatron.checkpoint.convert.formats import ModelFormat, config_yaml_text, create_tmp_folder
 from petatron.checkpoint.convert.open_model import ModelSource
 from petatron.checkpoint.files import step_folder
@@ -154,7 +155,7 @@ def _check_free_space(folder: Path, needed_bytes: int) -> None:
     free = free_bytes(folder)
     if free < needed_bytes:
         raise CheckpointError(
-            f"the converted model has {needed_bytes / 1e9:.2f} GB, and the disk of {folder.parent} has {free / 1e9:.2f} GB left. "
+            f"the converted model has {format_bytes(needed_bytes)}, and the disk of {folder.parent} has {format_bytes(free)} left. "
             "Free space there, or choose another disk."
         )
 

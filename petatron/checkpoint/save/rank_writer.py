@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
+from petatron.base.text import format_bytes
 from petatron.checkpoint.files.disk import Disk, free_bytes
 from petatron.checkpoint.files.manifest import RankTable, StoredTensor, TableFile
 from petatron.checkpoint.files.safetensors_file import serialize_tensors
@@ -99,7 +100,7 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
     free = free_bytes(existing)
     if free < needed_bytes:
         raise CheckpointError(
-            f"a checkpoint needs {needed_bytes / 1e6:,.1f} MB, and the disk of {folder} has {free / 1e6:,.1f} MB left. Free space "
+            f"a checkpoint needs {format_bytes(needed_bytes)}, and the disk of {folder} has {format_bytes(free)} left. Free space "
             "there, keep fewer steps (--save-total-limit), or give --save another disk; earlier checkpoints are untouched."
         )
 

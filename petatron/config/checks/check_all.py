@@ -8,7 +8,7 @@ wrong with its value does not matter. Rules about other flags still apply.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from petatron.base.errors import Problem
 from petatron.config.checks.cuda_graphs import check_cuda_graphs
@@ -21,15 +21,31 @@ from petatron.config.checks.moe import check_moe
 from petatron.config.checks.moe_overlap import check_moe_overlap
 from petatron.config.checks.pipeline import check_pipeline
 from petatron.config.checks.run import check_run
-from petatron.config.flags.parse import unsupported_problem
-from petatron.config.schema.fields import fields_by_path
+from petatron.config.flags.parse import PRESET_FLAG, unsupported_problem
+from petatron.config.schema.fields import all_fields, fields_by_path, join_with_or
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.value_origins import Setting
 
 # Path of a field -> the feature that any value but its default requires.
 UNSUPPORTED_FIELDS: Mapping[str, str] = {
     "latent.multi_latent_attention": "multi-latent attention",
     "latent.mtp_num_layers": "multi-token prediction",
 }
+
+
+def missing_features(settings: Sequence[Setting]) -> list[str]:
+    """Returns the features that settings need and that are not in this version."""
+    needed = [setting for setting in settings if setting.value != fields_by_path()[setting.path].default]
+    return [UNSUPPORTED_FIELDS[setting.path] for setting in needed if setting.path in UNSUPPORTED_FIELDS]
+
+
+def unsupported_preset(name: str, settings: Sequence[Setting]) -> list[Problem]:
+    """Returns the one problem of a preset that needs absent features; flags that nobody typed are not to blame."""
+    if not (features := missing_features(settings)):
+        return []
+    rule = f"needs {join_with_or(features, last='and')}, which this version does not have"
+    fix = "Use another preset (`petatron config presets` says which can run), or override what it needs."
+    return [Problem(PRESET_FLAG, name, rule, fix)]
 
 
 def check_config(config: RawRunConfig, *, require_training: bool = True) -> list[Problem]:
@@ -51,7 +67,20 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         check_cuda_graphs(config),
         check_files(config, require_training=require_training),
     )
-    return [problem for found in rules for problem in found if problem.where not in refused] + refusals
+    problems = [problem for found in rules for problem in found if problem.where not in refused] + refusals
+    return problems + list(_out_of_bounds(config, reported={problem.where for problem in problems}))
+
+
+def _out_of_bounds(config: RawRunConfig, *, reported: set[str]) -> Iterator[Problem]:
+    """Yields numbers outside the bounds of the schema that no rule has reported."""
+    for info in all_fields():
+        if info.bounds is None or info.flag in reported:
+            continue
+        value = getattr(getattr(config, info.section), info.name)
+        numbers = value if info.is_list else () if value is None else (value,)
+        for number in numbers:
+            if (rule := info.bounds.violation(number)) is not None:
+                yield Problem(info.flag, str(number), rule, f"It is: {info.doc}")
 
 
 def _unsupported_fields(config: RawRunConfig) -> Iterator[Problem]:

@@ -46,7 +46,6 @@ def _launch(config: RawRunConfig) -> Iterator[Problem]:
     yield from at_least("nproc_per_node", launch.nproc_per_node, 1)
     yield from at_least("ranks_per_device", launch.ranks_per_device, 1)
     yield from at_least("nnodes", launch.nnodes, 1)
-    yield from within("master_port", launch.master_port, 1, 65535, closed=True)
     if launch.nnodes < 1:
         return
     yield from within("node_rank", launch.node_rank, 0, launch.nnodes)

@@ -43,7 +43,7 @@ def _timeline(config: RunConfig) -> Iterator[Problem]:
 
 
 def _run_folders(config: RunConfig) -> Iterator[Problem]:
-    """They are created with their parents, so only a file can be in the way. Logs are next to checkpoints by default."""
+    """They are created with their parents, so the nearest folder there is must take files. Logs are next to checkpoints by default."""
     save, log = config.checkpoint.save, config.log
     named = {
         "save": save,
@@ -58,6 +58,9 @@ def _run_folders(config: RunConfig) -> Iterator[Problem]:
         if not there.is_dir():
             rule = "is a file" if there == folder else f"is in {there}, which is a file"
             yield Problem(flag_name(name), path, rule, "Give the path of a folder.")
+        elif (why := _write_error(there)) is not None:
+            rule = f"cannot be written to ({there}: {why})"
+            yield Problem(flag_name(name), path, rule, "Make it writable, or give another folder.")
 
 
 def _offload_folder(config: RunConfig) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
+from petatron.config.schema.numeric_bounds import NumericBounds
 from petatron.config.schema.run import RawRunConfig
 
 FieldKind = Literal["int", "float", "bool", "str", "choice"]
@@ -36,7 +37,7 @@ _KIND_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or fa
 class FieldInfo:
     """One setting. `is_list` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`).
 
-    `marks` are the words next to the type in the schema's `Annotated`: path, private, one start, one load.
+    `marks` are the words next to the type in the schema's `Annotated`: path, private, one start, one load; `bounds` those of a number.
     """
 
     section: str
@@ -48,6 +49,7 @@ class FieldInfo:
     default: FieldValue
     doc: str
     marks: tuple[str, ...] = ()
+    bounds: NumericBounds | None = None
 
     @property
     def path(self) -> str:
@@ -74,9 +76,13 @@ class FieldInfo:
                 raise ValueError(f"is not {allowed}")
             return text
         try:
-            return _PARSERS[self.kind](text)
+            value = _PARSERS[self.kind](text)
         except ValueError:
             raise ValueError(f"is not {_KIND_NAMES[self.kind]}") from None
+        # What overflows must not reach derivation; other values wait for the rules, which have more to say about them.
+        if self.kind == "int" and self.bounds is not None and value > self.bounds.high:
+            raise ValueError(self.bounds.violation(value))
+        return value
 
 
 def _parse_int(text: str) -> int:
@@ -181,16 +187,17 @@ def _field_info(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInf
         optional = True
     if typing.get_origin(hint) is tuple:
         hint, many = typing.get_args(hint)[0], True
-    marks: tuple[str, ...] = ()
+    notes: list[Any] = []
     if typing.get_origin(hint) is Annotated:
-        hint, *words = typing.get_args(hint)
-        marks = tuple(words)
+        hint, *notes = typing.get_args(hint)
+    marks = tuple(note for note in notes if isinstance(note, str))
+    bounds = next((note for note in notes if isinstance(note, NumericBounds)), None)
     kind: FieldKind
     if typing.get_origin(hint) is Literal:
         kind, choices = "choice", typing.get_args(hint)
     else:
         kind = hint.__name__
-    return FieldInfo(section, item.name, kind, many, optional, choices, item.default, doc, marks)
+    return FieldInfo(section, item.name, kind, many, optional, choices, item.default, doc, marks, bounds)
 
 
 def _field_docs() -> dict[tuple[str, str], str]:

@@ -5,6 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from petatron.config.schema.numeric_bounds import (
+    ExpertCount,
+    Factor,
+    Fraction,
+    LayerCount,
+    RotaryBase,
+    SequenceLength,
+    VocabularySize,
+    Width,
+)
+
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
 PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
 ActivationName = Literal[
@@ -18,51 +29,51 @@ class RawModelConfig:
 
     model_type: str = "decoder"
     """Which registered model is built; `decoder` is that of the GPT and LLaMA families, dense or with experts."""
-    num_layers: int = 0
+    num_layers: LayerCount = 0
     """Number of transformer layers."""
-    hidden_size: int = 0
+    hidden_size: Width = 0
     """Width of the residual stream."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: Width | None = None
     """Width inside the MLP. Derived: 4 x hidden; for gated activations 8/3 x hidden rounded down to a multiple of 64."""
-    num_attention_heads: int = 0
+    num_attention_heads: Width = 0
     """Number of query heads."""
     group_query_attention: bool = False
     """Share key/value heads between groups of query heads; `--num-query-groups` says how many groups."""
-    num_query_groups: int | None = None
+    num_query_groups: Width | None = None
     """Number of key/value heads. Derived: 1 with `--group-query-attention` (multi-query), else the number of heads."""
-    kv_channels: int | None = None
+    kv_channels: Width | None = None
     """Width of one head. Derived: hidden size / heads."""
-    seq_length: int = 0
+    seq_length: SequenceLength = 0
     """Tokens per training sample."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: SequenceLength | None = None
     """Longest position the model is built for. Derived: the sequence length."""
     position_embedding_type: PositionEmbeddingType = "learned_absolute"
     """How positions enter: a learned table, rotary embedding, rotary with YaRN scaling, or not at all."""
-    rotary_base: float = 10000.0
+    rotary_base: RotaryBase = 10000.0
     """Base of the rotary frequencies (theta)."""
-    rotary_percent: float = 1.0
+    rotary_percent: Fraction = 1.0
     """Fraction of each head that is rotated."""
     use_rope_scaling: bool = False
     """Llama-3 frequency scaling for contexts longer than the one first trained on."""
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: Factor = 8.0
     """Context extension factor of Llama-3 or YaRN scaling."""
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: Factor = 1.0
     """Llama-3 scaling: wavelengths longer than original context / this are fully scaled."""
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: Factor = 4.0
     """Llama-3 scaling: wavelengths shorter than original context / this are left alone."""
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: SequenceLength = 8192
     """Context length before extension, for Llama-3 and YaRN scaling."""
-    yarn_beta_fast: float = 32.0
+    yarn_beta_fast: Factor = 32.0
     """YaRN: rotations over the original context above which a frequency is kept."""
-    yarn_beta_slow: float = 1.0
+    yarn_beta_slow: Factor = 1.0
     """YaRN: rotations over the original context below which a frequency is interpolated."""
-    yarn_mscale: float = 1.0
+    yarn_mscale: Factor = 1.0
     """YaRN: scale of the attention temperature correction."""
-    yarn_mscale_all_dim: float = 0.0
+    yarn_mscale_all_dim: Factor = 0.0
     """YaRN: second scale of the temperature correction (DeepSeek); 0 leaves it out."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Which normalisation stands before attention, before the MLP and at the end."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: Factor = 1e-5
     """Added to the variance inside normalisation."""
     apply_layernorm_1p: bool = False
     """Keep the weights of norms as an offset from one (Gemma), so that they start at zero."""
@@ -76,21 +87,21 @@ class RawModelConfig:
     """Bias on the query/key/value projection even when the others have none (Qwen2)."""
     qk_layernorm: bool = False
     """Normalise each query and key head (Qwen3)."""
-    window_size: int | None = None
+    window_size: SequenceLength | None = None
     """Sliding-window attention: how many tokens, itself included, a token sees. Unset means all."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output head weights of its own; by default it shares the token embedding."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: Fraction = 0.1
     """Dropout on the embedding and on each residual branch. Modern language models use 0."""
-    attention_dropout: float = 0.1
+    attention_dropout: Fraction = 0.1
     """Dropout on attention weights. Modern language models use 0."""
-    init_method_std: float = 0.02
+    init_method_std: Factor = 0.02
     """Standard deviation of initial weights; projections into the residual stream get it divided by sqrt(2 x layers)."""
-    embedding_init_method_std: float | None = None
+    embedding_init_method_std: Factor | None = None
     """Standard deviation of the initial embeddings. Derived: `--init-method-std`."""
-    vocab_size: int | None = None
+    vocab_size: VocabularySize | None = None
     """Number of token ids. Derived: from the tokenizer."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: VocabularySize = 128
     """The vocabulary is padded in memory to a multiple of this x tensor-parallel size; checkpoints never hold the padding."""
 
 
@@ -109,23 +120,23 @@ class ModelConfig(RawModelConfig):
 class MoEConfig:
     """Mixture of experts."""
 
-    num_experts: int | None = None
+    num_experts: ExpertCount | None = None
     """Number of routed experts per MoE layer; unset means a dense model."""
     moe_layer_freq: str = "1"
     """Which layers are MoE: N means layers 0, N, 2N, ...; or one 0 or 1 per layer, as in ([0]*1+[1]*23)."""
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: Width | None = None
     """Width inside one expert. Derived: the MLP width."""
-    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_intermediate_size: Width | None = None
     """Width of the shared expert that every token passes; unset means none."""
-    moe_router_topk: int = 2
+    moe_router_topk: ExpertCount = 2
     """Experts each token is sent to."""
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
         "aux_loss"
     )
     """How the load of the experts is kept even."""
-    moe_aux_loss_coeff: float = 0.0
+    moe_aux_loss_coeff: Factor = 0.0
     """Weight of the balancing loss."""
-    moe_z_loss_coeff: float | None = None
+    moe_z_loss_coeff: Factor | None = None
     """Weight of the router z-loss; unset means none."""
     moe_grouped_gemm: bool = True
     """Run all local experts in one grouped GEMM where there is one; off: one expert after the other."""
@@ -137,17 +148,17 @@ class MoEConfig:
     """Apply the softmax before choosing the top k."""
     moe_router_enable_expert_bias: bool = False
     """Balance with a learned-by-rule bias per expert instead of a loss (DeepSeek-V3)."""
-    moe_router_bias_update_rate: float = 1e-3
+    moe_router_bias_update_rate: Factor = 1e-3
     """Step of that bias."""
-    moe_router_num_groups: int | None = None
+    moe_router_num_groups: ExpertCount | None = None
     """Groups of experts for group-limited routing."""
-    moe_router_group_topk: int | None = None
+    moe_router_group_topk: ExpertCount | None = None
     """Groups each token may use."""
-    moe_router_topk_scaling_factor: float | None = None
+    moe_router_topk_scaling_factor: Factor | None = None
     """Factor on the chosen scores."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Precision of the router; unset means that of the model."""
-    moe_expert_capacity_factor: float | None = None
+    moe_expert_capacity_factor: Factor | None = None
     """Tokens an expert takes, as a factor of an even share; unset means no token is dropped."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
     """Which tokens are dropped when an expert is full: those with the lowest scores, or the last in the batch."""
@@ -155,13 +166,13 @@ class MoEConfig:
     """Pad what each expert gets to its capacity, so that shapes never change; needs a capacity factor."""
     moe_router_force_load_balancing: bool = False
     """Route at random instead of by the router, for measuring speed; such a model learns nothing useful."""
-    moe_input_jitter_eps: float | None = None
+    moe_input_jitter_eps: Fraction | None = None
     """Multiply the router's input by noise between 1 - eps and 1 + eps while training; unset means none."""
     moe_shared_expert_gate: bool = False
     """Scale the shared expert's output by a learned sigmoid gate per token (Qwen2-MoE)."""
     moe_shared_expert_overlap: bool = True
     """Compute the shared expert while the all-to-all of tokens is in flight, forward and backward; off: after it."""
-    moe_latent_size: int | None = None
+    moe_latent_size: Width | None = None
     """Width that tokens are projected to before the routed experts and back from after them; unset means the hidden size."""
 
 
@@ -171,17 +182,17 @@ class LatentAttentionConfig:
 
     multi_latent_attention: bool = False
     """Compress keys and values into a latent vector."""
-    q_lora_rank: int | None = None
+    q_lora_rank: Width | None = None
     """Rank of the query compression; unset means none."""
-    kv_lora_rank: int = 32
+    kv_lora_rank: Width = 32
     """Rank of the key/value compression."""
-    qk_head_dim: int = 128
+    qk_head_dim: Width = 128
     """Width of the part of a query/key head without position."""
-    qk_pos_emb_head_dim: int = 64
+    qk_pos_emb_head_dim: Width = 64
     """Width of the rotated part of a query/key head."""
-    v_head_dim: int = 128
+    v_head_dim: Width = 128
     """Width of a value head."""
-    mtp_num_layers: int | None = None
+    mtp_num_layers: LayerCount | None = None
     """Extra layers that predict further tokens ahead; unset means none."""
-    mtp_loss_scaling_factor: float = 0.1
+    mtp_loss_scaling_factor: Factor = 0.1
     """Weight of their loss."""

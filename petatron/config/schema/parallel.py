@@ -5,6 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from petatron.config.schema.numeric_bounds import (
+    BatchSize,
+    BucketElements,
+    Fraction,
+    Gigabytes,
+    IterationCount,
+    LayerCount,
+    LossScale,
+    Minutes,
+    RankCount,
+    SmallCount,
+)
 from petatron.config.schema.training import FilePath
 
 PipelineScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
@@ -17,31 +29,31 @@ MIN_BUCKET_SIZE = 40_000_000
 class RawParallelConfig:
     """How the ranks share the work."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: RankCount = 1
     """Ranks that split each layer's matrices (tp)."""
     sequence_parallel: bool = False
     """Split the activations between the matrices along the sequence over the tensor-parallel ranks; no effect at tp 1."""
     tp_comm_overlap: bool = False
     """Overlap the all-gathers and reduce-scatters of the forward pass with the GEMMs of column- and row-parallel linears, chunk by
     chunk; needs `--sequence-parallel`. (Those of the backward pass overlap without it.) No effect at tp 1."""
-    tp_comm_overlap_chunks: int | None = None
+    tp_comm_overlap_chunks: SmallCount | None = None
     """Chunks of rows into which `--tp-comm-overlap` cuts a GEMM and its communication. More of them expose less communication,
     but GEMMs of few rows are slow. Derived: one per 2,048 tokens of a rank's micro-batch, from 2 to 4."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: RankCount = 1
     """Ranks that hold consecutive groups of layers (pp)."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: LayerCount | None = None
     """Layers per virtual stage; another way to say how many virtual stages a pipeline rank holds."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: LayerCount | None = None
     """Groups of layers each pipeline rank holds, spread over the model. Derived: from `--num-layers-per-virtual-pipeline-stage`
     or the layout string, 2 for the schedule zb-v, else 1."""
     pipeline_schedule: PipelineScheduleName | None = None
     """Order of forward and backward passes in the pipeline; the zb ones split the backward pass to fill idle time.
     Derived: interleaved with virtual stages, else 1f1b."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    microbatch_group_size_per_virtual_pipeline_stage: BatchSize | None = None
     """Micro-batches that pass one virtual stage before a rank turns to its next. Derived: the pipeline size."""
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: LayerCount | None = None
     """Layers on the first pipeline rank; the other ranks share the rest evenly."""
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: LayerCount | None = None
     """Layers on the last pipeline rank; the other ranks share the rest evenly."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as one layer when the layers are split evenly, so that the first stage holds one layer less."""
@@ -51,23 +63,23 @@ class RawParallelConfig:
     """Every stage spelled out in model order: E is the embedding, t a layer, L the head and loss, and | ends a stage;
     t*3 and (tt|)*4 repeat, commas and blanks are free. `Et|(ttt|)*2tL` puts 8 layers on 4 stages. Stage i belongs to
     pipeline rank i modulo the pipeline size (zb-v: the second half runs backwards over the ranks)."""
-    context_parallel_size: int = 1
+    context_parallel_size: RankCount = 1
     """Ranks that split the sequence in attention too (cp)."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
     """How context-parallel attention meets the other ranks' keys and values: passed around a ring, gathered at once,
     exchanged for a share of the heads (Ulysses), or heads within groups and a ring between them."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    hierarchical_context_parallel_sizes: tuple[RankCount, ...] = ()
     """For a2a+p2p: ranks that exchange heads, and ranks in a ring; their product is cp. Derived: as many heads as divide."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: RankCount = 1
     """Ranks that share the experts of a layer (ep)."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: RankCount | None = None
     """Ranks that split one expert's matrices (etp). Derived: the tensor-parallel size."""
     overlap_moe_expert_parallel_comm: bool = False
     """Run the forward pass of one micro-batch together with the backward pass of another, so that each computes while the
     other's expert all-to-all is in flight. More micro-batches are in memory at a time: 2 instead of 1 without a pipeline."""
-    data_parallel_size: int | None = None
+    data_parallel_size: RankCount | None = None
     """Replicas that see different samples (dp). Derived: world size / (tp x pp x cp)."""
-    world_size: int | None = None
+    world_size: RankCount | None = None
     """Number of ranks. Derived: from the launcher, or tp x pp x cp x dp."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
@@ -75,7 +87,7 @@ class RawParallelConfig:
     """What data-parallel ranks hold only a share of: nothing, optimizer state (the distributed optimizer, ZeRO-1), also
     gradients (ZeRO-2), also parameters (ZeRO-3); the last two are PyTorch's fully_shard (FSDP).
     Derived: optim with `--use-distributed-optimizer`, else no_shard."""
-    num_distributed_optimizer_instances: int = 1
+    num_distributed_optimizer_instances: RankCount = 1
     """Copies of the sharded state: dp / this ranks share one copy (hybrid sharding)."""
     grad_reduce_in_bf16: bool = False
     """Send gradients between data-parallel ranks in bfloat16; by default they are reduced in fp32."""
@@ -83,11 +95,11 @@ class RawParallelConfig:
     """Reduce gradient buckets while the backward pass still runs."""
     overlap_param_gather: bool = False
     """Gather updated parameters while the next forward pass runs; needs the distributed optimizer."""
-    ddp_bucket_size: int | None = None
+    ddp_bucket_size: BucketElements | None = None
     """Elements per gradient bucket. Derived: max(40 million, 1 million x dp)."""
     distributed_backend: Literal["gloo", "nccl", "fake"] | None = None
     """Communication library. Derived: nccl on CUDA devices, else gloo; fake sends nothing and is for planning."""
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: Minutes = 10.0
     """How long a collective may wait before the run is declared hung."""
     nccl_communicator_config_path: FilePath | None = None
     """YAML file with NCCL settings of communicators, in Megatron's form: `dp: {max_ctas: 16}`."""
@@ -118,21 +130,21 @@ class PrecisionConfig:
     """Compute in bfloat16."""
     fp64: bool = False
     """Compute and keep everything in float64; for proofs on small models."""
-    loss_scale: float | None = None
+    loss_scale: LossScale | None = None
     """Constant loss scale for fp16; unset means dynamic."""
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: LossScale = 2.0**32
     """First dynamic loss scale."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: LossScale = 1.0
     """Smallest dynamic loss scale."""
-    loss_scale_window: int = 1000
+    loss_scale_window: IterationCount = 1000
     """Clean steps after which the dynamic loss scale doubles."""
-    hysteresis: int = 2
+    hysteresis: SmallCount = 2
     """Overflowing steps before the dynamic loss scale halves."""
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Run GEMMs in FP8; hybrid uses e5m2 for gradients."""
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "tensorwise"
     """How the scales of `--fp8-format` are chosen: by tensor, by tensor from past steps, by row, or by block of 128."""
-    fp8_amax_history_len: int = 1
+    fp8_amax_history_len: SmallCount = 1
     """Steps whose largest magnitudes the delayed recipe remembers."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
     """Which of the remembered magnitudes the delayed recipe goes by: the last, or the largest."""
@@ -140,9 +152,9 @@ class PrecisionConfig:
     """All-gather weights of FP8 GEMMs over data-parallel ranks in FP8, half the bytes; no FP8 GEMM changes."""
     first_last_layers_bf16: bool = False
     """Keep some of the first and last layers out of FP8."""
-    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_start_in_bf16: LayerCount = 1
     """How many of the first, with `--first-last-layers-bf16`."""
-    num_layers_at_end_in_bf16: int = 1
+    num_layers_at_end_in_bf16: LayerCount = 1
     """How many of the last, with `--first-last-layers-bf16`."""
 
 
@@ -154,13 +166,13 @@ class MemoryConfig:
     """Recompute activations in the backward pass: whole layers, or chosen modules."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With full recompute: in units of N layers, or for the first N layers."""
-    recompute_num_layers: int | None = None
+    recompute_num_layers: LayerCount | None = None
     """The N of `--recompute-method`."""
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     """With selective recompute: which modules."""
-    recompute_memory_budget_gb: float | None = None
+    recompute_memory_budget_gb: Gigabytes | None = None
     """Activation memory per rank in GB; what to recompute is chosen to fit it."""
-    cpu_offloading_num_layers: int = 0
+    cpu_offloading_num_layers: LayerCount = 0
     """Layers of every pipeline stage, evenly spread, whose activations wait in host memory for the backward pass."""
     optimizer_cpu_offload: bool = False
     """Keep master weights and moments in host memory; they visit the device for every update, and no number changes.
@@ -168,5 +180,7 @@ class MemoryConfig:
     optimizer_nvme_offload: FilePath | None = None
     """Folder on a fast disk for the same, made if need be in a folder that exists. What is there ends with the run;
     checkpoints are what lasts."""
-    optimizer_offload_fraction: float = 1.0
+    optimizer_offload_fraction: Fraction = 1.0
     """How much of the optimizer state is offloaded; the rest stays on the device."""
+    check_memory: bool = True
+    """Stop before anything is allocated when a rank is predicted to need more memory than its device, or the host, has."""

@@ -5,6 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from petatron.config.schema.numeric_bounds import (
+    BatchSize,
+    Factor,
+    Fraction,
+    IterationCount,
+    LearningRate,
+    Minutes,
+    PortNumber,
+    RankCount,
+    SampleCount,
+    Seed,
+    SmallCount,
+)
+
 # What `fields.py` reads off an annotation beside its type.
 FilePath = Annotated[str, "path"]
 """A file, a folder or the prefix of files. A saved config holds it absolute, so that it can be started from any folder."""
@@ -22,37 +36,37 @@ class OptimizerConfig:
 
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
     """adam is AdamW (decoupled weight decay); sgd is SGD with momentum; muon is Muon for the matrices of layers and adam for all else."""
-    lr: float | None = None
+    lr: LearningRate | None = None
     """Peak learning rate; required to train."""
-    decoupled_lr: float | None = None
+    decoupled_lr: LearningRate | None = None
     """Peak learning rate of the token embedding and the output head; unset means that of all other parameters."""
-    weight_decay: float = 0.01
+    weight_decay: Factor = 0.01
     """Weight decay, decoupled in adam and muon and added to the gradient in sgd; never on biases and other one-dimensional parameters."""
-    start_weight_decay: float | None = None
+    start_weight_decay: Factor | None = None
     """First value of a weight-decay schedule."""
-    end_weight_decay: float | None = None
+    end_weight_decay: Factor | None = None
     """Last value of a weight-decay schedule."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How weight decay moves from start to end."""
-    adam_beta1: float = 0.9
+    adam_beta1: Fraction = 0.9
     """Decay of the first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: Fraction = 0.999
     """Decay of the second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: Factor = 1e-8
     """Added to the square root of the second moment."""
-    sgd_momentum: float = 0.9
+    sgd_momentum: Fraction = 0.9
     """Momentum of sgd."""
-    muon_momentum: float = 0.95
+    muon_momentum: Fraction = 0.95
     """Momentum of muon."""
     muon_nesterov: bool = False
     """Nesterov's momentum in muon."""
-    muon_num_ns_steps: int = 5
+    muon_num_ns_steps: SmallCount = 5
     """Newton-Schulz steps of muon."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
     """Coefficients of the Newton-Schulz steps: the same in each, five sets in turn, or eight that get finer."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """Factor of an orthogonal update of n rows and m columns: sqrt(max(n, m)), sqrt(n / m) or sqrt(max(1, n / m))."""
-    muon_extra_scale_factor: float = 1.0
+    muon_extra_scale_factor: Factor = 1.0
     """A further factor of muon's updates; 0.2 with spectral makes them as large as adam's."""
     muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
     """Precision of muon's Newton-Schulz steps: medium is bf16, high is fp32; a run in fp64 takes them in fp64."""
@@ -62,7 +76,7 @@ class OptimizerConfig:
     """Newton-Schulz steps of a matrix that tensor-parallel ranks shard: each of them all-gathers it and takes all steps."""
     muon_scalar_optimizer: Literal["adam"] = "adam"
     """The optimizer of the parameters that muon does not update."""
-    clip_grad: float = 1.0
+    clip_grad: Factor = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format of the first moment of adam; bf16 is rounded up or down at random, which is right on average."""
@@ -78,27 +92,27 @@ class ScheduleConfig:
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after warm-up."""
-    min_lr: float = 0.0
+    min_lr: LearningRate = 0.0
     """Learning rate at the end of the decay."""
-    decoupled_min_lr: float | None = None
+    decoupled_min_lr: LearningRate | None = None
     """Learning rate at the end of the decay of `--decoupled-lr`; unset means that of `--min-lr`."""
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: LearningRate = 0.0
     """Learning rate at the start of warm-up."""
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: IterationCount = 0
     """Warm-up length in iterations."""
-    lr_warmup_samples: int = 0
+    lr_warmup_samples: SampleCount = 0
     """Warm-up length in samples, for sample-based runs."""
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: Fraction | None = None
     """Warm-up length as a fraction of the decay length."""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: IterationCount | None = None
     """Decay length in iterations. Derived: `--train-iters`."""
-    lr_decay_samples: int | None = None
+    lr_decay_samples: SampleCount | None = None
     """Decay length in samples, for sample-based runs. Derived: `--train-samples`."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the final decay of WSD."""
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: IterationCount | None = None
     """Length of the final decay of WSD in iterations."""
-    lr_wsd_decay_samples: int | None = None
+    lr_wsd_decay_samples: SampleCount | None = None
     """Length of the final decay of WSD in samples."""
 
 
@@ -110,27 +124,27 @@ class RawTrainConfig:
     """Fuse what has no kernel of its own with torch.compile, on GPUs."""
     cuda_graphs: bool = False
     """Record the forward and backward passes of a step once and replay them: faster where kernels are short, on GPUs."""
-    micro_batch_size: int = 1
+    micro_batch_size: BatchSize = 1
     """Samples per forward pass on one rank."""
-    global_batch_size: int | None = None
+    global_batch_size: BatchSize | None = None
     """Samples per optimizer step over all ranks. Derived: micro batch x data parallel."""
-    rampup_batch_size: tuple[int, ...] = ()
+    rampup_batch_size: tuple[SampleCount, ...] = ()
     """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
-    train_iters: int | None = None
+    train_iters: IterationCount | None = None
     """Iterations of the whole run, restarts included."""
-    train_samples: int | None = None
+    train_samples: SampleCount | None = None
     """Samples of the whole run, restarts included."""
-    eval_interval: int | None = None
+    eval_interval: IterationCount | None = None
     """Iterations between evaluations on the validation split; unset means none until the end."""
-    eval_iters: int = 100
+    eval_iters: IterationCount = 100
     """Batches per evaluation; 0 means no evaluation."""
-    exit_interval: int | None = None
+    exit_interval: IterationCount | None = None
     """Save and exit when the iteration is a multiple of this."""
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: Minutes | None = None
     """Save and exit after this many minutes."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when the loss or a gradient is not finite (weights are never updated with such gradients)."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Seed of initial weights, dropout and data order."""
     deterministic_mode: bool = False
     """Use only deterministic kernels."""
@@ -167,7 +181,7 @@ class DataConfig:
     """Made-up data: counting sequences, no files needed."""
     dataloader_type: Literal["single", "cyclic"] = "single"
     """single: one global order fixed at the start; cyclic: reshuffled every epoch of samples."""
-    num_workers: int = 2
+    num_workers: SmallCount = 2
     """Batches prefetched ahead of training, in background threads; 0 reads in the foreground."""
     reset_position_ids: bool = False
     """Restart positions after each end-of-document token."""
@@ -204,9 +218,9 @@ class CheckpointConfig:
     pretrained_checkpoint: FilePath | None = None
     """Folder to take the first weights from when `--load` is not given or holds no checkpoint yet: of checkpoints, or of a
     Hugging Face model."""
-    save_interval: int | None = None
+    save_interval: IterationCount | None = None
     """Iterations between saves; the last state is always saved when `--save` is given."""
-    ckpt_step: Annotated[int, "one load"] | None = None
+    ckpt_step: Annotated[IterationCount, "one load"] | None = None
     """Resume from this iteration instead of the newest."""
     finetune: bool = False
     """Load weights only and start at iteration 0."""
@@ -230,9 +244,9 @@ class CheckpointConfig:
     """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
     async_save: bool = False
     """Write checkpoints in the background: the run goes on as soon as the state is copied to host memory."""
-    save_total_limit: int | None = None
+    save_total_limit: IterationCount | None = None
     """Keep only this many of the newest checkpoints; unset keeps all."""
-    save_retain_interval: int | None = None
+    save_retain_interval: IterationCount | None = None
     """With `--save-total-limit`, also keep every checkpoint whose iteration is a multiple of this."""
     sign_key: PrivateKeyPath | None = None
     """File of an Ed25519 private key to sign checkpoints with (extra: sign); their files get SHA-256 digests then."""
@@ -246,7 +260,7 @@ class CheckpointConfig:
 class LogConfig:
     """What a run tells."""
 
-    log_interval: int = 100
+    log_interval: IterationCount = 100
     """Iterations between log lines; the first iteration is always logged."""
     log_throughput: bool = True
     """Report TFLOP/s per device in the log line."""
@@ -274,15 +288,15 @@ class LogConfig:
     """Live terminal view; auto shows it when stderr is a terminal and rich is installed."""
     pipeline_timeline: FilePath | None = None
     """File to write the measured timeline of one step to; `petatron plan schedule --measured` draws it."""
-    pipeline_timeline_step: int = 3
+    pipeline_timeline_step: IterationCount = 3
     """Which iteration `--pipeline-timeline` measures."""
     profile: bool = False
     """Write a Chrome trace of some iterations (PyTorch's profiler), to be opened in Perfetto or chrome://tracing."""
-    profile_step_start: int = 10
+    profile_step_start: IterationCount = 10
     """First iteration that `--profile` traces."""
-    profile_step_end: int = 12
+    profile_step_end: IterationCount = 12
     """Iteration before which `--profile` stops."""
-    profile_ranks: tuple[int, ...] = (0,)
+    profile_ranks: tuple[RankCount, ...] = (0,)
     """Ranks that `--profile` traces."""
     profile_dir: FilePath | None = None
     """Folder for the traces, made if need be in one that exists; unset: `profile` in the TensorBoard, log or save folder, or runs."""
@@ -292,15 +306,15 @@ class LogConfig:
 class LaunchConfig:
     """How ranks are started."""
 
-    nproc_per_node: int | None = None
+    nproc_per_node: RankCount | None = None
     """Ranks to start on this machine. Derived: world size when it is known from the layout, else 1."""
-    nnodes: int = 1
+    nnodes: RankCount = 1
     """Number of machines."""
-    node_rank: int = 0
+    node_rank: RankCount = 0
     """Index of this machine."""
     master_addr: str = "127.0.0.1"
     """Address of the first machine."""
-    master_port: int | None = None
+    master_port: PortNumber | None = None
     """Port of the first machine; unset means a free one (single machine only)."""
-    ranks_per_device: int = 1
+    ranks_per_device: RankCount = 1
     """Ranks that share each GPU on purpose, to try a layout on fewer GPUs than it needs; speed means nothing then."""

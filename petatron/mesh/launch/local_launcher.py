@@ -22,7 +22,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from petatron.base.errors import LaunchError
 from petatron.base.terminal_escape import escaped_output, raw_stream
 from petatron.mesh.diagnose import failure_report
 from petatron.mesh.launch.environment import RankEnvironment, rank_variables, secret_from_env
+from petatron.mesh.launch.scratch_folder import RANKS_PREFIX, scratch_folder
 
 POLL_INTERVAL_S = 0.05
 TERMINATE_GRACE_S = 2.0
@@ -54,9 +54,9 @@ def run_ranks(
     environments = _rank_environments(
         nproc=nproc, nnodes=nnodes, node_rank=node_rank, master_addr=master_addr, master_port=master_port
     )
-    with tempfile.TemporaryDirectory(prefix="petatron-ranks-") as folder:  # private to this user
+    with scratch_folder(RANKS_PREFIX) as folder:
         if nnodes == 1:
-            environments = [replace(one, store_file=str(Path(folder) / "store")) for one in environments]
+            environments = [replace(one, store_file=str(folder / "store")) for one in environments]
         else:
             given = secret_from_env()
             name = None if given else _secret_name(environments[0])  # rank 0 writes one there, and the others read it
@@ -65,7 +65,7 @@ def run_ranks(
         with _forward_signals(ranks) as received:
             try:
                 for environment in environments:
-                    ranks.append(_start_rank(command, environment, Path(folder) / f"rank-{environment.rank}.json"))
+                    ranks.append(_start_rank(command, environment, folder / f"rank-{environment.rank}.json"))
                 first = _wait_for_ranks(ranks, grace_s=grace_s)
             finally:
                 _stop_ranks(ranks)

@@ -114,16 +114,17 @@ def test_show_still_shows_when_there_are_problems(capsys: pytest.CaptureFixture[
     code, out, err = run(capsys, "config", "show", "tiny-llama", "--tp", "3", "--bogus")
     assert code == 2
     assert "tensor_model_parallel_size" in out
-    assert err.startswith("2 problems in this configuration:")
+    assert err.startswith("2 problems, after the table\n") and "\n2 problems in this configuration:\n" in err
 
 
-def test_show_says_what_is_wrong_before_the_long_table():
+def test_show_counts_problems_first_and_lists_them_after_the_long_table():
     """Through one pipe, as on a terminal: the table would push the problems out of sight."""
     command = [sys.executable, "-m", "petatron", "config", "show", "tiny-llama", "--tp", "3", "--changed"]
     answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert answer.returncode == 2
-    assert answer.stdout.startswith("1 problem in this configuration:\n")
-    assert answer.stdout.index("does not divide") < answer.stdout.index("tensor_model_parallel_size")
+    assert answer.stdout.startswith("1 problem, after the table\n")
+    assert answer.stdout.index("tensor_model_parallel_size") < answer.stdout.index("1 problem in this configuration:")
+    assert answer.stdout.endswith("--num-attention-heads 8. Use 1, 2, 4 or 8.\n")
 
 
 def test_show_of_a_file_and_of_a_run_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -214,3 +215,22 @@ def test_help_and_reference_document_every_field():
         assert f"  {info.flag}" in text
         assert f"`{info.flag}`" in page
     assert max(len(line) for line in text.splitlines()) <= 110
+
+
+def test_presets_that_cannot_run_say_what_is_absent(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(capsys, "config", "presets")
+    absent = "cannot run in this version, which has no multi-latent attention and multi-token prediction"
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines() if "cannot run" in line] == ["deepseek-v3"]
+    assert absent in out
+
+
+def test_a_preset_that_cannot_run_is_one_problem_of_the_preset(capsys: pytest.CaptureFixture[str]):
+    code, _, err = run(capsys, "train", "deepseek-v3", "--mock-data", "--lr", "1e-3", "--train-iters", "2")
+    assert code == 2
+    assert err == (
+        "1 problem in this configuration:\n  --preset deepseek-v3 needs multi-latent attention and multi-token prediction, "
+        "which this version does not have. Use another preset (`petatron config presets` says which can run), or override "
+        "what it needs.\n"
+    )
+    assert "--multi-latent-attention needs" in run(capsys, "train", "tiny-llama", "--multi-latent-attention")[2]

@@ -1,0 +1,47 @@
+"""Every number of the schema has bounds: a slipped digit is one problem that names its flag, never a traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from petatron.base.errors import ConfigError
+from petatron.config import load_config
+from petatron.config.checks.check_all import check_config
+from petatron.config.derived_defaults import derive_defaults
+from petatron.config.load import resolve_config
+from petatron.config.schema.fields import all_fields, replace_fields
+
+NUMBERS = [info for info in all_fields() if info.kind in ("int", "float")]
+TRAINING = ["--preset", "tiny-llama", "--mock-data", "--lr", "1e-3", "--train-iters", "5", "--eval-iters", "2"]
+
+
+def test_every_number_declares_bounds_that_hold_its_default():
+    for info in NUMBERS:
+        assert info.bounds is not None, f"{info.path} declares no bounds: give it a type of numeric_bounds.py"
+        if isinstance(info.default, int | float):
+            assert info.bounds.violation(info.default) is None, info.path
+
+
+@pytest.mark.parametrize("text", [str(10**20), "-1", "1e300", "inf", "nan"])
+def test_every_number_refuses_what_is_out_of_bounds(text: str):
+    asked = [info for info in NUMBERS if info.kind == "float" or text.lstrip("-").isdigit()]
+    _, problems = resolve_config([*TRAINING, *(f"{info.flag}={text}" for info in asked)])
+    assert {info.flag for info in asked} - {problem.where for problem in problems} == set()
+
+
+@pytest.mark.parametrize("value", [10**20, -1])
+def test_each_number_alone_is_a_problem_also_when_it_was_never_text(value: int):
+    base = load_config(TRAINING).config
+    for info in NUMBERS:
+        config = replace_fields(base, {info.path: (value,) if info.is_list else value})
+        config, _ = derive_defaults(config, chosen_paths={info.path})
+        assert info.flag in {problem.where for problem in check_config(config)}, f"{info.flag} {value}"
+
+
+def test_a_slipped_digit_names_the_flag_and_the_bound():
+    with pytest.raises(ConfigError) as raised:
+        load_config([*TRAINING, "--num-layers", "99999999999999999999"])
+    assert str(raised.value) == (
+        "1 problem in this configuration:\n  --num-layers 99999999999999999999 is above 10,000, the most it takes. "
+        "It is: Number of transformer layers."
+    )
