@@ -26,6 +26,7 @@ ROWS = (
     ("models",),
     ("estimate",),
     ("parallel", "optim", "data", "checkpoint"),
+    ("history",),
     ("train", "infer", "plan"),
     ("verify",),
     ("bench", "quickstart", "dashboard"),

@@ -150,18 +150,9 @@ def _layout(summary: CheckpointSummary) -> str:
     parallel: Mapping[str, Any] = summary.config.get("parallel") or {}
     if not parallel:
         return summary.layout or "unknown"
-    names = {
-        "tp": "tensor_model_parallel_size",
-        "pp": "pipeline_model_parallel_size",
-        "cp": "context_parallel_size",
-        "ep": "expert_model_parallel_size",
-        "dp": "data_parallel_size",
-    }
-    words = [f"{short} {size}" for short, name in names.items() if (size := parallel.get(name) or 1) > 1]
-    sharding = parallel.get("data_parallel_sharding_strategy")
-    words += [f"{sharding} sharded"] if sharding not in (None, "no_shard") else []
-    ranks = parallel.get("world_size") or 1
-    return ", ".join([*words, count_with_noun(ranks, "rank")])
+    from petatron.history.run_settings import layout_text
+
+    return layout_text(parallel)
 
 
 def _tensors_text(summary: CheckpointSummary, *, every: bool) -> str:

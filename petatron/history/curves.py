@@ -113,9 +113,7 @@ def build_panels(
     ]
 
 
-def _run_curves(
-    name: str, run: Run, x: np.ndarray, color: int, *, smooth: float, num_columns: int
-) -> list[Curve]:
+def _run_curves(name: str, run: Run, x: np.ndarray, color: int, *, smooth: float, num_columns: int) -> list[Curve]:
     metric = METRICS[name]
     if name == "valid":
         return _evaluation_curves(run, x, color, as_marks=False)

@@ -142,6 +142,7 @@ class _Reader:
         self._named: dict[str, array[float]] = {}
         self._undecoded: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._rewind_to: int | None = None
+        self._supersedes = True
         self._starts = 0
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=MAX_SAMPLES)
@@ -188,16 +189,18 @@ class _Reader:
             self._found.other_kinds[kind] = self._found.other_kinds.get(kind, 0) + 1
 
     def _add_train(self, record: Mapping[str, Any], iteration: int) -> None:
+        if self._supersedes:
+            self._found.summary = None  # it was of an earlier start
         rewind_to = iteration - 1 if self._rewind_to is None else min(iteration - 1, self._rewind_to)
         self._rewind_to = None
         iterations = self._columns["iteration"]
         evaluations = self._found.evaluations
         removed = 0
-        while iterations and iterations[-1] > rewind_to:
+        while self._supersedes and iterations and iterations[-1] > rewind_to:
             for column in (*self._columns.values(), *self._named.values()):
                 column.pop()
             removed += 1
-        while evaluations and evaluations[-1].iteration > rewind_to:
+        while self._supersedes and evaluations and evaluations[-1].iteration > rewind_to:
             evaluations.pop()
         if removed:
             self._found.superseded += removed
@@ -242,7 +245,7 @@ class _Reader:
             self._rewind_to = iteration if self._rewind_to is None else min(self._rewind_to, iteration)
 
     def finish(self) -> RunMetrics:
-        self._every_point = True
+        self._every_point, self._supersedes = True, False  # evaluations of the same start may have followed
         while self._undecoded:  # the last one that can be decoded
             before = len(self._columns["iteration"])
             self.add_line(self._undecoded.pop())

@@ -89,7 +89,9 @@ def _derived_value(info: FieldInfo, text: str) -> FieldValue:
 
 def layout_text(parallel: Mapping[str, Any]) -> str:
     """Describes the settings of a layout: `tp 2, dp 2, optim sharded, 4 ranks`."""
-    words = [f"{short} {size}" for short, name in _SIZES.items() if isinstance(size := parallel.get(name), int) and size > 1]
+    words = [
+        f"{short} {size}" for short, name in _SIZES.items() if isinstance(size := parallel.get(name), int) and size > 1
+    ]
     sharding = parallel.get("data_parallel_sharding_strategy")
     words += [f"{sharding} sharded"] if sharding not in (None, "no_shard") else []
     ranks = parallel.get("world_size")

@@ -9,11 +9,14 @@ from typing import Literal
 
 import numpy as np
 
+from petatron.base.terminal_escape import printable
 from petatron.history.metrics_file import RunMetrics
 
 RunState = Literal["running", "finished", "stopped", "failed", "empty"]
 LOCK_FILE = ".lock"
 _LOCKS = Path("/proc/locks")
+_COMPLETE = "complete"
+_MAX_REASON_CHARS = 300
 _STOPPED = "stopping at iteration"
 _QUIET_S = 120.0
 """A run that has been silent for this long, and for several log intervals, is no longer running."""
@@ -29,12 +32,15 @@ def run_state(metrics: RunMetrics, *, locked: bool, now_s: float) -> tuple[RunSt
         return "running", "a process holds the lock of its folder"
     if not metrics.columns["iteration"].size and not metrics.events and not metrics.evaluations:
         return "empty", "nothing was recorded"
+    outcome = None if metrics.summary is None else metrics.summary.get("outcome")
+    if isinstance(outcome, str) and outcome != _COMPLETE:
+        return "stopped", printable(outcome, max_chars=_MAX_REASON_CHARS)
     planned = metrics.last("train_iters")
     if planned is not None and metrics.iteration >= planned:
         return "finished", f"all {int(planned):,} iterations were trained"
     stops = [event for event in metrics.events if event.message.startswith(_STOPPED)]
     if stops and stops[-1].iteration >= metrics.iteration:
-        return "stopped", stops[-1].message
+        return "stopped", printable(stops[-1].message, max_chars=_MAX_REASON_CHARS)
     age_s = now_s - metrics.last_time
     if math.isfinite(age_s) and age_s < _longest_silence_s(metrics):
         return "running", f"its last record is {max(0.0, age_s):.0f} s old"

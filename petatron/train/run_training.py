@@ -22,6 +22,7 @@ from petatron.config.saved_config import saved_yaml, without_private_paths
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.flops import parameter_count
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
+from petatron.history.run_settings import CONFIG_FILE
 from petatron.mesh import collectives
 from petatron.mesh.diagnose.watchdog import Watchdog
 from petatron.mesh.launch.environment import read_environment
@@ -31,6 +32,7 @@ from petatron.models.registry import model_spec
 from petatron.train.build_run import DataLoaders, RunLength, build_loaders, launch, open_tokenizer
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.loop import TrainingResult, TrainLoop
+from petatron.train.report.environment_facts import environment_facts
 from petatron.train.report.metrics import event_record
 from petatron.train.report.out_of_memory import report_out_of_memory
 from petatron.train.report.sinks import build_sinks
@@ -38,7 +40,6 @@ from petatron.train.state.run_dirs import check_run_dirs, lock_save_dir
 from petatron.train.state.train_state import TrainState
 
 _log = get_logger(__name__)
-_CONFIG_FILE = "config.yaml"
 Result = TypeVar("Result")
 
 
@@ -106,25 +107,37 @@ def _build_and_run(
         headline.append(f"first weights from {pretrained}")
     headline += state.record_data_fingerprint(loaders.train.dataset.fingerprint)
     settings = saved_yaml(loaded)
-    return _run_loop(state, loaders, config_yaml=settings, header_lines=headline, started_s=started_s)
+    origins = {path: str(origin) for path, origin in loaded.origins.items() if origin.is_explicit}
+    return _run_loop(state, loaders, config_yaml=settings, header_lines=headline, origins=origins, started_s=started_s)
 
 
 def _run_loop(
-    state: TrainState, loaders: DataLoaders, *, config_yaml: str, header_lines: list[str], started_s: float
+    state: TrainState,
+    loaders: DataLoaders,
+    *,
+    config_yaml: str,
+    header_lines: list[str],
+    origins: Mapping[str, str],
+    started_s: float,
 ) -> TrainingResult:
-    """Opens the sinks, writes the settings next to the metrics, and trains."""
+    """Opens the sinks, writes the settings next to the metrics, and trains.
+
+    The first record of a start has the origins of settings and the environment, for whoever reads the run later.
+    """
     run, mesh = state.run, state.mesh
     directory = log_directory(run)
     sinks = build_sinks(run.log, directory, mesh.rank, config_values=_config_values(run))
     try:
         if mesh.rank == 0:
-            _write_config(directory / _CONFIG_FILE, config_yaml)
-        for sink in sinks:
-            for text in header_lines:
-                sink.write(event_record(text, iteration=state.progress.iteration))
+            _write_config(directory / CONFIG_FILE, config_yaml)
         device = detect_device(
             run.train.device, local_rank=read_environment().local_rank // run.launch.ranks_per_device
         )
+        facts: Mapping[str, Any] = {"environment": environment_facts(device), "origins": dict(origins)}
+        for text in header_lines:
+            for sink in sinks:
+                sink.write(event_record(text, iteration=state.progress.iteration, **facts))
+            facts = {}
         with report_out_of_memory(run, mesh.device, phase=lambda: f"iteration {state.progress.iteration + 1}"):
             return TrainLoop(state, loaders, sinks, device, started_s=started_s).run()
     finally:

@@ -34,7 +34,13 @@ def _parser() -> argparse.ArgumentParser:
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder that --save or --log-dir named")
     add("--metrics", metavar="A,B", default=",".join(DEFAULT_METRICS), help=f"of {', '.join(METRICS)} (the first six)")
     add("--x", choices=list(X_AXES), default="step", help="what the x axis counts (step)")
-    add("--smooth", type=float, default=0.0, metavar="W", help="weight of the moving average, 0 to below 1 (0: as recorded)")
+    add(
+        "--smooth",
+        type=float,
+        default=0.0,
+        metavar="W",
+        help="weight of the moving average, 0 to below 1 (0: as recorded)",
+    )
     add("--out", type=Path, metavar="FILE", help=".svg, or .png (needs matplotlib, in the extra `log`)")
     add("--theme", choices=list(THEMES), default="light", help="colours of the picture (light)")
     add("--width", type=int, metavar="N", help="columns in the terminal (as wide as it is)")

@@ -62,7 +62,7 @@ def _list(options: argparse.Namespace) -> int:
     notes: list[str] = []
     for folder in find_run_folders(options.root):
         try:
-            runs.append(open_run(folder, label=_label(folder, options.root), every_point=False))
+            runs.append(open_run(folder, label=_label(folder, options.root), every_point=options.json))
         except RunFolderError as error:
             notes.append(f"skipped: {error}")
     if options.json:
@@ -101,7 +101,9 @@ def _table(rows: Sequence[Sequence[str]], *, width: int) -> str:
     lines = []
     for row in rows:
         cells = [_shorten(cell, wide) for cell, wide in zip(row, widths)]
-        lines.append("  ".join(f"{c:>{w}}" if i in right else f"{c:{w}}" for i, (c, w) in enumerate(zip(cells, widths))))
+        lines.append(
+            "  ".join(f"{c:>{w}}" if i in right else f"{c:{w}}" for i, (c, w) in enumerate(zip(cells, widths)))
+        )
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -129,7 +131,10 @@ def _diff(options: argparse.Namespace) -> int:
 def _side_by_side(title: str, rows: Sequence[Difference], first: Run, second: Run, width: int) -> str:
     """Prints a value with its origin in one column per run; long values go on in the next line."""
     cells = [(title, first.label, second.label)]
-    cells += [(row.name, _with_origin(row.first, row.first_origin), _with_origin(row.second, row.second_origin)) for row in rows]
+    cells += [
+        (row.name, _with_origin(row.first, row.first_origin), _with_origin(row.second, row.second_origin))
+        for row in rows
+    ]
     cells = [tuple(map(printable, row)) for row in cells]
     name = min(max(len(row[0]) for row in cells), max(_MIN_NAME, width // 2))
     value = min(max(len(text) for row in cells for text in row[1:]), max(_MIN_VALUE, (width - name - 4) // 2))

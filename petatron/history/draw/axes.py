@@ -62,6 +62,8 @@ def compact(value: float) -> str:
         if size >= limit:
             break
     if size != 0 and (size < 1e-3 or size >= 1e15):
-        mantissa, _, exponent = f"{value:.3g}".partition("e") if "e" in f"{value:.3g}" else f"{value:.2e}".partition("e")
+        mantissa, _, exponent = (
+            f"{value:.3g}".partition("e") if "e" in f"{value:.3g}" else f"{value:.2e}".partition("e")
+        )
         return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
     return f"{value:.4g}"

@@ -40,7 +40,9 @@ def shape_style() -> str:
     return _SHAPE_STYLE
 
 
-def figure_svg(panels: Sequence[Panel], labels: Sequence[str], *, theme: Theme, title: str, num_columns: int = 2) -> str:
+def figure_svg(
+    panels: Sequence[Panel], labels: Sequence[str], *, theme: Theme, title: str, num_columns: int = 2
+) -> str:
     """Returns a whole figure with its legend; labels and title are foreign text and escaped here."""
     num_columns = min(num_columns, max(1, len(panels)))
     width = num_columns * PANEL_WIDTH + 2 * _MARGIN
@@ -144,7 +146,9 @@ def _legend(labels: Sequence[str], theme: Theme, width: int) -> tuple[str, int]:
         if x + needed > width - _MARGIN and x > _MARGIN + 4:
             x, row = _MARGIN + 4.0, row + 1
         y = _HEADER + row * _LEGEND_ROW + 4
-        parts.append(f'<line x1="{x:.0f}" x2="{x + 22:.0f}" y1="{y}" y2="{y}" stroke="{theme.run_color(index)}" stroke-width="3"/>')
+        parts.append(
+            f'<line x1="{x:.0f}" x2="{x + 22:.0f}" y1="{y}" y2="{y}" stroke="{theme.run_color(index)}" stroke-width="3"/>'
+        )
         parts.append(f'<text x="{x + 28:.0f}" y="{y}" dy="4">{_text(label)}</text>')
         x += needed
     return "".join(parts), (row + 1) * _LEGEND_ROW + 6
