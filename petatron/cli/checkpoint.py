@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import configure_logging
 from petatron.base.terminal_escape import printable, raw_stream
-from petatron.base.text import count_with_noun
 from petatron.base.untrusted_files import reading_untrusted
 
 if TYPE_CHECKING:

@@ -40,6 +40,7 @@ _MAX_TEXT_CHARS = 20_000
 _NOT_FINITE = {"nan": math.inf, "inf": math.inf, "-inf": -math.inf}
 _TRAIN_MARK = b'"kind": "train"'
 _LAST_LINES = 8
+_MAX_SKIPPED_READS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +124,21 @@ def read_metrics(path: Path, *, every_point: bool = True) -> RunMetrics:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """Yields lines; None for one that is too long to be a record, whose remainder is skipped."""
+    """Yields lines; None for one that is too long to be a record.
+
+    Its remainder is skipped. A hole of a damaged file may have terabytes, so reading ends if the line does not.
+    """
     while line := file.readline(MAX_LINE_BYTES):
         if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
             yield line
             continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE_BYTES)
         yield None
+        for _ in range(_MAX_SKIPPED_READS):
+            line = file.readline(MAX_LINE_BYTES)
+            if not line or line.endswith(b"\n"):
+                break
+        else:
+            return
 
 
 class _Reader:
@@ -139,6 +147,7 @@ class _Reader:
     def __init__(self, *, every_point: bool) -> None:
         self._every_point = every_point
         self._columns = {name: array("d") for name in (*COLUMNS, "start")}
+        self._recorded = [(name, self._columns[name]) for name in COLUMNS]
         self._named: dict[str, array[float]] = {}
         self._undecoded: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._rewind_to: int | None = None
@@ -205,10 +214,13 @@ class _Reader:
         if removed:
             self._found.superseded += removed
             self._starts += 1
-        for name in COLUMNS:
-            self._columns[name].append(_number(record.get(name)))
+        for name, column in self._recorded:
+            value = record.get(name)
+            column.append(value if type(value) is float and value == value else _number(value))
         self._columns["start"].append(self._starts)
-        self._add_named(record.get("named_losses"))
+        named = record.get("named_losses")
+        if named is not None or self._named:
+            self._add_named(named)
 
     def _add_named(self, losses: Any) -> None:
         named = losses if isinstance(losses, Mapping) else {}

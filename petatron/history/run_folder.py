@@ -161,10 +161,10 @@ def find_run_folders(root: Path) -> list[Path]:
 def _labels(folders: Iterable[Path]) -> list[str]:
     """Returns the shortest ends of the paths that tell the runs apart."""
     paths = [folder.resolve() for folder in folders]
-    for length in range(1, max((len(path.parts) for path in paths), default=1) + 1):
+    length, names = 1, [path.name or str(path) for path in paths]
+    while len(set(names)) < len(set(paths)):
+        length += 1
         names = [str(Path(*path.parts[-length:])) for path in paths]
-        if len(set(names)) == len(set(paths)):
-            break
     seen: dict[str, int] = {}
     labels: list[str] = []
     for name in names:

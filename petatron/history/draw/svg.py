@@ -20,7 +20,7 @@ PLOT_BOX = (_LEFT, _TOP, PANEL_WIDTH - _LEFT - _RIGHT, PANEL_HEIGHT - _TOP - _BO
 """Left, top, width and height of the drawing inside a panel."""
 _SHAPE_STYLE = (
     ".pt text{font:12.5px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}.pt .ttl{font-weight:600;font-size:14px}"
-    ".pt .ln{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}.pt .raw{fill:none;stroke-width:1;opacity:.28}"
+    ".pt .ln{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}.pt .raw{fill:none;stroke-width:1;opacity:.38}"
     ".pt .named{stroke-dasharray:5 3}.pt .grid{stroke-width:1}.pt .axis{stroke-width:1}"
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TextIO
 
 from petatron.base.terminal_escape import printable
@@ -98,10 +99,10 @@ def _draw(panel: Panel, *, width: int, height: int, lettered: bool) -> list[Line
             sign = _glyph(curve.color).upper() if lettered else _MARK
             glyphs |= {(row // 4, column // 2): (sign, curve.color) for column, row in dots}
         elif lettered:
-            for start, end in zip(dots, dots[1:]):
+            for start, end in pairwise(dots):
                 glyphs |= _letters(start, end, curve.color)
         else:
-            for start, end in zip(dots, dots[1:]):
+            for start, end in pairwise(dots):
                 canvas.line(start, end, curve.color)
     for curve in panel.curves:
         glyphs |= {(height - 1, _column(x, panel, cells) // 2): (_LOST, -1) for x in curve.lost_x}

@@ -27,7 +27,7 @@ from petatron.history.summary import summarize_run, summary_texts
 
 _METRICS = ("loss", "valid", "lr", "grad-norm", "throughput", "memory", "mfu")
 _SMOOTHED_FROM = 200
-_SMOOTH = 0.9
+_SMOOTH = 0.8
 _TILES = (
     "steps",
     "last loss",
@@ -90,8 +90,13 @@ def _lead(run: Run) -> str:
 def _tiles(run: Run) -> str:
     texts = summary_texts(summarize_run(run))
     shown = [(name, texts[name]) for name in _TILES if texts[name] != "-"]
-    tiles = "".join(f'<div class="tile"><span>{name}</span><b>{_text(text)}</b></div>' for name, text in shown)
-    return f'<div class="tiles">{tiles}</div>'
+    return f'<div class="tiles">{"".join(_tile(name, text) for name, text in shown)}</div>'
+
+
+def _tile(name: str, text: str) -> str:
+    value, _, note = text.partition(" (")
+    small = f"<span>{_text(note.removesuffix(')'))}</span>" if note else ""
+    return f'<div class="tile"><span>{name}</span><b>{_text(value)}</b>{small}</div>'
 
 
 def _notes(notes: Sequence[str]) -> str:
@@ -131,7 +136,7 @@ def _script_json(value: Any) -> str:
 
 def _evaluations(found: Sequence[Evaluation]) -> str:
     rows = [
-        (_text(one.split), f"{one.iteration:,}", compact(one.loss), _perplexity(one.loss), _named(one.named_losses))
+        (_text(one.split), f"{one.iteration:,}", f"{one.loss:.4f}", _perplexity(one.loss), _named(one.named_losses))
         for one in reversed(found[-_MAX_ROWS:])
     ]
     head = ("split", "step", "loss", "perplexity", "losses")
@@ -258,7 +263,9 @@ def _table(
     body = "".join(
         "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row)) + "</tr>" for row in rows
     )
-    return f'<div class="scroll"><table>{f"<thead><tr>{top}</tr></thead>" if head else ""}<tbody>{body}</tbody></table></div>'
+    kind = ' class="fit"' if numbers else ""
+    header = f"<thead><tr>{top}</tr></thead>" if head else ""
+    return f'<div class="scroll"><table{kind}>{header}<tbody>{body}</tbody></table></div>'
 
 
 def _text(text: str, max_chars: int | None = None) -> str:

@@ -28,6 +28,7 @@ font-size:12px;line-height:1.4;padding:5px 9px;white-space:nowrap;z-index:2;font
 .cross{stroke:var(--muted);stroke-dasharray:3 3;display:none}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
+table.fit{width:auto;min-width:min(100%,480px)}
 th{text-align:left;font-weight:600;color:var(--muted);font-size:13px}
 th,td{padding:5px 14px 5px 0;border-bottom:1px solid var(--grid);vertical-align:top;overflow-wrap:anywhere}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
