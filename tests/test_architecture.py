@@ -27,6 +27,7 @@ ROWS = (
     ("models",),
     ("estimate",),
     ("parallel", "optim", "data", "checkpoint"),
+    ("history",),
     ("infer", "plan"),
     ("train",),
     ("verify",),
@@ -163,7 +164,7 @@ def test_every_module_imports_with_the_core_alone():
     program = f"""
 import importlib, sys
 for name in ("rich", "tensorboard", "wandb", "transformers", "zstandard", "triton", "fastapi", "uvicorn", "pytest",
-             "hypothesis", "pyarrow", "huggingface_hub", "tqdm"):
+             "hypothesis", "pyarrow", "huggingface_hub", "tqdm", "matplotlib"):
     sys.modules[name] = None  # as if it were not installed
 for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))

@@ -30,6 +30,10 @@ class PeerFailure(LaunchError):
     echo = True
 
 
+class RunFolderError(PetatronError):
+    """The folder of a run cannot be read, or what was drawn from it cannot be written."""
+
+
 class TrainError(PetatronError):
     """Training cannot continue with sound numbers."""
 

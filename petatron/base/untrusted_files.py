@@ -21,6 +21,7 @@ from petatron.base.errors import PetatronError
 MAX_INT64 = (1 << 63) - 1
 """The largest size or offset accepted from a file; beyond it, arithmetic would wrap or take for ever."""
 _KINDS = (
+    (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
@@ -69,15 +70,18 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
+def open_regular_file(path: Path, *, buffering: int = -1, follow_links: bool = True) -> BinaryIO:
     """Opens a regular file; OSError for anything else: opening a FIFO would block and opening a device may have effects.
+
+    follow_links: without, a symbolic link is refused too.
 
     >>> open_regular_file(Path("/dev/null"))
     Traceback (most recent call last):
     OSError: [Errno 22] it is a device, not a file: '/dev/null'
     """
-    _check_regular(os.stat(path), path)
-    file: Any = open(path, "rb", buffering=buffering, opener=_open_nonblocking)  # noqa: SIM115
+    _check_regular(os.stat(path, follow_symlinks=follow_links), path)
+    opener = _open_nonblocking if follow_links else _open_no_link
+    file: Any = open(path, "rb", buffering=buffering, opener=opener)  # noqa: SIM115
     try:
         _check_regular(os.fstat(file.fileno()), path)
     except BaseException:
@@ -89,6 +93,10 @@ def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
 def _open_nonblocking(path: str, flags: int) -> int:
     """The name may have been replaced since it was checked."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return _open_nonblocking(path, flags | os.O_NOFOLLOW)
 
 
 def _check_regular(status: os.stat_result, path: Path) -> None:
@@ -118,9 +126,9 @@ def not_a_file_reason(path: Path) -> str | None:
     return None if stat.S_ISREG(mode) else _kind_text(mode)
 
 
-def read_limited_bytes(path: Path, max_bytes: int) -> bytes:
+def read_limited_bytes(path: Path, max_bytes: int, *, follow_links: bool = True) -> bytes:
     """Reads a file of at most `max_bytes`; OSError otherwise."""
-    with open_regular_file(path) as file:
+    with open_regular_file(path, follow_links=follow_links) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and such a file at most {max_bytes:,}", str(path))

@@ -21,12 +21,18 @@ VERBS: Mapping[str, str] = {
     "train": "train a model",
     "data": "preprocess and inspect datasets",
     "checkpoint": "inspect, verify, compare, prune and convert checkpoints",
+    "plot": "draw the curves of runs, in the terminal or as a picture",
+    "runs": "list runs, and compare two of them",
+    "report": "write a run as one HTML file: curves, settings, checkpoints, samples",
     "plan": "simulate and draw pipeline schedules, predict memory and what would fit, before anything is started",
     "verify": "prove that a parallel layout trains the same model as one process",
     "bench": "measure speed side by side",
     "config": "show, compare and document configurations",
     "doctor": "report versions, devices, backends and what missing extras cost",
 }
+
+_MODULES: Mapping[str, str] = {verb: f"petatron.cli.history.{verb}" for verb in ("plot", "runs", "report")}
+"""Verbs whose modules are in a folder of their own."""
 
 _EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
@@ -89,7 +95,7 @@ def _dispatch(argv: list[str]) -> int:
     if verb not in VERBS:
         print(_unknown(verb), file=sys.stderr)
         return _EXIT_USAGE
-    module = importlib.import_module(f"petatron.cli.{verb}")
+    module = importlib.import_module(_MODULES.get(verb, f"petatron.cli.{verb}"))
     return module.main(rest)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from petatron.base.device import detect_device
+from petatron.base.device import DeviceInfo, detect_device
 from petatron.base.errors import ConfigError, DataError, PetatronError, TrainError
 from petatron.base.log import get_logger
 from petatron.base.safe_files import write_atomic
@@ -21,6 +21,8 @@ from petatron.config.checks.preflight import preflight
 from petatron.config.saved_config import saved_yaml, without_private_paths
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
+from petatron.history.metrics_file import METRICS_FILE
+from petatron.history.run_settings import CONFIG_FILE
 from petatron.mesh import collectives
 from petatron.mesh.diagnose.watchdog import Watchdog
 from petatron.mesh.launch.environment import read_environment
@@ -29,19 +31,19 @@ from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.train.build_run import DataLoaders, build_loaders, launch, open_tokenizer
 from petatron.train.loop import TrainingResult, TrainLoop
 from petatron.train.report.closing_summary import summary_record
+from petatron.train.report.environment_facts import environment_facts
 from petatron.train.report.memory_capacity import check_memory_capacity
 from petatron.train.report.metrics import MetricSink, event_record
 from petatron.train.report.next_commands import next_commands
 from petatron.train.report.out_of_memory import report_out_of_memory
 from petatron.train.report.run_header import RunHeader
 from petatron.train.report.run_history import read_history
-from petatron.train.report.sinks import METRICS_FILE, build_sinks
+from petatron.train.report.sinks import build_sinks
 from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_prompts
 from petatron.train.state.run_dirs import check_run_dirs, lock_save_dir
 from petatron.train.state.train_state import TrainState
 
 _log = get_logger(__name__)
-_CONFIG_FILE = "config.yaml"
 Result = TypeVar("Result")
 
 
@@ -127,7 +129,10 @@ def _build_and_run(start: _Start, mesh: ParallelMesh) -> TrainingResult:
 
 
 def _run_loop(start: _Start, state: TrainState, loaders: DataLoaders, *, header_lines: list[str]) -> TrainingResult:
-    """Opens the sinks, writes the settings next to the metrics, trains, and writes the closing summary."""
+    """Opens the sinks, writes the settings next to the metrics, trains, and writes the closing summary.
+
+    The first record of a start has the origins of settings and the environment, for whoever reads the run later.
+    """
     run, mesh = state.run, state.mesh
     directory, began_at = log_directory(run), state.progress.iteration
     device = detect_device(run.train.device, local_rank=read_environment().local_rank // run.launch.ranks_per_device)
@@ -141,18 +146,27 @@ def _run_loop(start: _Start, state: TrainState, loaders: DataLoaders, *, header_
     )
     try:
         if mesh.rank == 0:
-            _write_config(directory / _CONFIG_FILE, saved_yaml(start.loaded))
-        for sink in sinks:
-            for text in header_lines:
-                sink.write(event_record(text, iteration=began_at))
-            for text in start.header.details():
-                sink.write(event_record(text, iteration=began_at, detail=True))
+            _write_config(directory / CONFIG_FILE, saved_yaml(start.loaded))
+        _write_header(start, sinks, header_lines, device, iteration=began_at)
         loop = TrainLoop(state, loaders, sinks, device, started_s=start.started_s, sampler=_build_sampler(start, state))
         with report_out_of_memory(run, mesh.device, phase=lambda: f"iteration {state.progress.iteration + 1}"):
             return _run_to_summary(start, loop, sinks, directory)
     finally:
         for sink in sinks:
             sink.close()
+
+
+def _write_header(
+    start: _Start, sinks: Sequence[MetricSink], header_lines: Sequence[str], device: DeviceInfo, *, iteration: int
+) -> None:
+    origins = {path: str(origin) for path, origin in start.loaded.origins.items() if origin.is_explicit}
+    facts: Mapping[str, Any] = {"environment": environment_facts(device), "origins": origins}
+    records = [event_record(text, iteration=iteration) for text in header_lines]
+    records += [event_record(text, iteration=iteration, detail=True) for text in start.header.details()]
+    records[0] |= facts
+    for sink in sinks:
+        for record in records:
+            sink.write(record)
 
 
 def _build_sampler(start: _Start, state: TrainState) -> TextSampler | None:
@@ -192,7 +206,7 @@ def _write_summary(
         saved=totals.saved_iteration is not None,
         launcher=environment.launcher if environment.store_file is None else "single",
     )
-    earlier = read_history(directory / METRICS_FILE, up_to_iteration=totals.first_iteration, curves=["valid"])
+    earlier = read_history(directory / METRICS_FILE, up_to_iteration=totals.first_iteration, every_point=False)
     record = summary_record(
         totals,
         run,

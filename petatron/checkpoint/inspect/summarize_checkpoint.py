@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from petatron.base.text import count_with_noun
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
+from petatron.config.layout_text import layout_text
 from petatron.config.saved_config import without_private_settings
 
 
@@ -66,18 +66,7 @@ class CheckpointSummary:
         parallel: Mapping[str, Any] = self.config.get("parallel") or {}
         if not parallel:
             return self.layout or "unknown"
-        names = {
-            "tp": "tensor_model_parallel_size",
-            "pp": "pipeline_model_parallel_size",
-            "cp": "context_parallel_size",
-            "ep": "expert_model_parallel_size",
-            "dp": "data_parallel_size",
-        }
-        words = [f"{short} {size}" for short, name in names.items() if (size := parallel.get(name) or 1) > 1]
-        sharding = parallel.get("data_parallel_sharding_strategy")
-        words += [f"{sharding} sharded"] if sharding not in (None, "no_shard") else []
-        ranks = parallel.get("world_size") or 1
-        return ", ".join([*words, count_with_noun(ranks, "rank")])
+        return layout_text(parallel)
 
     def as_json(self) -> dict[str, Any]:
         return {

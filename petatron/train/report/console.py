@@ -22,6 +22,7 @@ import numpy as np
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import escaped_stream, printable, printable_lines, raw_stream
+from petatron.history.draw.braille import BrailleCanvas
 from petatron.train.report.metrics import LogRecord, MetricRecord, MetricSink, format_duration, format_percent
 from petatron.train.report.record_text import format_record, is_for_consoles
 from petatron.train.report.run_history import RunHistory
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
 
 Point = tuple[float, float]
 
-# Bits of a braille cell by dot row, for its left and right dot column.
-_BRAILLE = 0x2800
-_LEFT = (0x01, 0x02, 0x04, 0x40)
-_RIGHT = (0x08, 0x10, 0x20, 0x80)
 _MAX_POINTS = 4096
 _LABEL_WIDTH = 8
 _MAX_MESSAGE_LINES = 3
@@ -332,15 +329,9 @@ def braille_curve(means: np.ndarray, *, width: int, height: int, low: float, hig
     """Draw a joined line, one value per dot column, in `height` rows of `width` braille characters."""
     dots = 4 * height
     level = np.clip(np.rint((high - means) / (high - low) * (dots - 1)), 0, dots - 1).astype(int).tolist()
-    cells = [[0] * width for _ in range(height)]
-    before = level[0]
-    for at, now in enumerate(level):
-        step = 1 if now >= before else -1
-        # From the neighbour's dot (not repeated) to this one, so that a jump is a vertical stroke.
-        for dot in range(before + step, now + step, step) if now != before else (now,):
-            cells[dot // 4][at // 2] |= (_RIGHT if at % 2 else _LEFT)[dot % 4]
-        before = now
-    return ["".join(chr(_BRAILLE + bits) if bits else " " for bits in row) for row in cells]
+    canvas = BrailleCanvas(width, height)
+    canvas.column_line(level)
+    return canvas.rows()
 
 
 def _column_indices(x: np.ndarray, *, first: float, last: float, count: int) -> np.ndarray:

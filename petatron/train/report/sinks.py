@@ -22,12 +22,12 @@ from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.safe_files import reopen_file
 from petatron.base.terminal_escape import raw_output
 from petatron.config.schema.training import LogConfig
+from petatron.history.metrics_file import METRICS_FILE
 from petatron.train.report.console import build_console_sink
 from petatron.train.report.metrics import MetricRecord, MetricSink
 from petatron.train.report.record_text import format_record
 from petatron.train.report.run_history import read_history
 
-METRICS_FILE = "metrics.jsonl"
 SCHEMA_VERSION = 1
 
 _TRAIN_TAGS = {

@@ -16,6 +16,7 @@ KINDS = {
     "jsonl": "jsonl",
     "tokenizer": "tokenizer",
     "settings": "settings",
+    "run-folder": "run_folder",
 }
 PLANTED = "planted"
 """A kind that breaks every rule, to test the harness with."""

@@ -15,9 +15,10 @@ import pytest
 
 from petatron.base.errors import ConfigError, TrainError
 from petatron.config.schema.training import LogConfig
+from petatron.history.metrics_file import METRICS_FILE
 from petatron.train.report.console import ConsoleSink
 from petatron.train.report.metrics import event_record, sample_record, validation_record
-from petatron.train.report.sinks import METRICS_FILE, JsonlSink, TensorBoardSink, WandbSink, build_sinks, tagged_scalars
+from petatron.train.report.sinks import JsonlSink, TensorBoardSink, WandbSink, build_sinks, tagged_scalars
 from tests.unit.train.records import log_record
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,0 +1,34 @@
+"""`petatron report`: a run as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from petatron.cli.history.plot import write_result
+from petatron.history.report.page import report_html
+from petatron.history.run_folder import open_runs
+
+_REPORT_FILE = "report.html"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="petatron report",
+        description="Writes a run as one HTML file to send to a colleague: curves, settings with their origins, environment, data, "
+        "layout, checkpoints, evaluation and text samples. It needs nothing else and requests nothing.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder that --save or --log-dir named")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"where to write it (RUN/{_REPORT_FILE})")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    run = open_runs([options.run])[0]
+    out = options.run / _REPORT_FILE if options.out is None else options.out
+    write_result(out, report_html(run))
+    print(f"wrote {out}")
+    return 0

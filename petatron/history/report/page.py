@@ -1,0 +1,277 @@
+"""A run as one HTML page: curves, results, settings with origins, environment, checkpoints, evaluation and text samples.
+
+The page requests nothing, which its content security policy states, and every text that comes from a file is escaped: a run of
+somebody else cannot put a script into a report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from petatron import __version__
+from petatron.base.terminal_escape import printable, printable_lines
+from petatron.history.curves import METRICS, Panel, build_panels
+from petatron.history.draw.axes import compact, x_text
+from petatron.history.draw.svg import panel_svg
+from petatron.history.draw.theme import THEMES
+from petatron.history.metrics_file import Evaluation
+from petatron.history.report.style import report_script, report_style
+from petatron.history.run_folder import Run
+from petatron.history.run_settings import SettingWithOrigin
+from petatron.history.summary import summarize_run, summary_texts
+
+_METRICS = ("loss", "valid", "lr", "grad-norm", "throughput", "memory", "mfu")
+_SMOOTHED_FROM = 200
+_SMOOTH = 0.8
+_TILES = (
+    "steps",
+    "last loss",
+    "best validation",
+    "test loss",
+    "tokens",
+    "training time",
+    "tokens/s",
+    "MFU",
+    "peak memory",
+)
+_MAX_ROWS = 500
+_MAX_SAMPLE_CHARS = 4000
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+)
+_LAYOUT_FIELDS = "parallel."
+_DATA_FIELDS = "data."
+
+
+def report_html(run: Run) -> str:
+    """Returns the whole page."""
+    name = escape(run.label)
+    sections = [
+        _section("Curves", _plots(run)),
+        _section("Evaluation", _evaluations(run.metrics.evaluations)),
+        _section("Text samples", _samples(run.metrics.samples)),
+        _section("Settings", _settings([one for one in run.settings.values.values() if not _is_placed(one)])),
+        _section("Data", _settings_of(run, _DATA_FIELDS)),
+        _section("Layout", f'<p class="dim">{_text(run.layout)}</p>' + _settings_of(run, _LAYOUT_FIELDS)),
+        _section("Environment", _facts(run.metrics.start_facts("environment"))),
+        _section("Checkpoints", _checkpoints(run)),
+        _section("Summary of the last start", _summary(run.metrics.summary)),
+        _section("Events", _events(run)),
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="referrer" content="no-referrer">'
+        f"<title>{name} · Petatron run</title><style>{report_style()}</style></head><body><main>"
+        f'<div class="head"><h1>{name}</h1><span class="state {run.state}">{run.state}</span></div>'
+        f'<p class="lead">{_lead(run)}</p>{_tiles(run)}{_notes(run.notes)}{"".join(sections)}'
+        f"<footer>Written by Petatron {_text(__version__)} on {time.strftime('%Y-%m-%d %H:%M')}.</footer></main>"
+        f"<script>{report_script()}</script></body></html>\n"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{title}</h2>{body}</section>" if body else ""
+
+
+def _lead(run: Run) -> str:
+    first = run.metrics.events[0].message if run.metrics.events else ""
+    reason = run.state_reason[:1].upper() + run.state_reason[1:]
+    changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed_s))
+    described = f"{_text(first, 400)}<br>" if first else ""
+    return f"{described}{_text(reason)}. Last change {changed}."
+
+
+def _tiles(run: Run) -> str:
+    texts = summary_texts(summarize_run(run))
+    shown = [(name, texts[name]) for name in _TILES if texts[name] != "-"]
+    return f'<div class="tiles">{"".join(_tile(name, text) for name, text in shown)}</div>'
+
+
+def _tile(name: str, text: str) -> str:
+    value, _, note = text.partition(" (")
+    small = f"<span>{_text(note.removesuffix(')'))}</span>" if note else ""
+    return f'<div class="tile"><span>{name}</span><b>{_text(value)}</b>{small}</div>'
+
+
+def _notes(notes: Sequence[str]) -> str:
+    return f'<div class="notes">{"".join(f"<p>{_text(note)}</p>" for note in notes)}</div>' if notes else ""
+
+
+def _plots(run: Run) -> str:
+    smooth = _SMOOTH if run.metrics.column("iteration").size >= _SMOOTHED_FROM else 0.0
+    panels = build_panels([run], metrics=[name for name in _METRICS if name in METRICS], smooth=smooth)
+    plots = "".join(_plot(panel, f"clip{index}") for index, panel in enumerate(panels))
+    note = (
+        f'<p class="dim">The loss and other noisy curves are smoothed by {smooth:g}; the pale line is as recorded.</p>'
+    )
+    return f'<div class="plots">{plots}</div>{note if smooth else ""}' if plots else ""
+
+
+def _plot(panel: Panel, clip_id: str) -> str:
+    low, high = panel.limits[:2]
+    curves = [
+        {"label": "validation" if c.is_marks else c.label.partition(": ")[2] or panel.title.lower(),
+         "x": [round(x, 3) for x in c.x.tolist()], "y": [float(f"{y:.6g}") for y in c.y.tolist()], "marks": c.is_marks}
+        for c in panel.curves
+    ]  # fmt: skip
+    data = {"axis": panel.x_axis, "unit": panel.unit, "low": low, "high": high, "curves": curves}
+    svg = panel_svg(panel, clip_id, len(THEMES["light"].runs))
+    return (
+        f'<figure class="plot">{svg}<div class="tip"></div>'
+        f'<script type="application/json">{_script_json(data)}</script></figure>'
+    )
+
+
+def _script_json(value: Any) -> str:
+    """JSON inside a script element: no text of it can end the element or open a comment."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _evaluations(found: Sequence[Evaluation]) -> str:
+    rows = [
+        (_text(one.split), f"{one.iteration:,}", f"{one.loss:.4f}", _perplexity(one.loss), _named(one.named_losses))
+        for one in reversed(found[-_MAX_ROWS:])
+    ]
+    head = ("split", "step", "loss", "perplexity", "losses")
+    if not any(row[4] for row in rows):
+        rows, head = [row[:4] for row in rows], head[:4]
+    return _folded(_table(head, rows, numbers=(1, 2, 3)), "all evaluations", len(rows))
+
+
+def _perplexity(loss: float) -> str:
+    return compact(math.exp(loss)) if loss < 20 else "above e^20"
+
+
+def _named(losses: Mapping[str, float]) -> str:
+    return ", ".join(f"{_text(name, 60)} {compact(value)}" for name, value in losses.items())
+
+
+def _samples(records: Sequence[Mapping[str, Any]]) -> str:
+    """Shows those of the last record, and earlier ones folded."""
+    shown = [text for record in reversed(records) if (text := _sample_texts(record))]
+    if not shown:
+        return ""
+    earlier = f"<details><summary>earlier samples</summary>{''.join(shown[1:])}</details>" if shown[1:] else ""
+    return shown[0] + earlier
+
+
+def _sample_texts(record: Mapping[str, Any]) -> str:
+    several = record.get("samples")
+    found = several if isinstance(several, list) else [record]
+    parts = []
+    for sample in found[:_MAX_ROWS]:
+        if isinstance(sample, Mapping) and isinstance(sample.get("text"), str):
+            prompt = sample.get("prompt")
+            start = f"<i>{_lines(prompt)}</i>" if isinstance(prompt, str) else ""
+            parts.append(f"<pre>{start}{_lines(sample['text'])}</pre>")
+    step = record.get("iteration")
+    return f'<p class="dim">step {step:,}</p>{"".join(parts)}' if parts and isinstance(step, int) else "".join(parts)
+
+
+def _is_placed(setting: SettingWithOrigin) -> bool:
+    return setting.path.startswith((_DATA_FIELDS, _LAYOUT_FIELDS))
+
+
+def _settings_of(run: Run, prefix: str) -> str:
+    return _settings([one for path, one in run.settings.values.items() if path.startswith(prefix)])
+
+
+def _settings(found: Sequence[SettingWithOrigin]) -> str:
+    """Shows what is not a default, and everything folded."""
+
+    def table(settings: Iterable[SettingWithOrigin]) -> str:
+        rows = [(_text(one.path), _text(one.text, 400), _text(one.origin, 300)) for one in settings]
+        return _table(("setting", "value", "origin"), rows, classes=("k", "v", ""))
+
+    changed = [one for one in found if not one.is_default or one.origin != "default"]
+    defaults = [one for one in found if one not in changed]
+    folded = (
+        f"<details><summary>{len(defaults)} at their defaults</summary>{table(defaults)}</details>" if defaults else ""
+    )
+    return (table(changed) if changed else "") + folded
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    rows = [(_text(str(name), 60), _text(str(value), 300)) for name, value in list(facts.items())[:_MAX_ROWS]]
+    return _table((), rows, classes=("k", "v"))
+
+
+def _checkpoints(run: Run) -> str:
+    rows = [
+        (f"{step.step:,}", f"{compact(step.num_bytes)}B", time.strftime("%Y-%m-%d %H:%M", time.localtime(step.time_s)))
+        for step in reversed(run.checkpoints[-_MAX_ROWS:])
+    ]
+    elsewhere = run.settings.get("checkpoint.save")
+    if not rows and elsewhere is not None:
+        return f'<p class="dim">None here; --save was {_text(str(elsewhere), 400)}.</p>'
+    return _table(("step", "size", "written"), rows, numbers=(0, 1))
+
+
+def _summary(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return ""
+    rows = []
+    for name, value in list(record.items())[:_MAX_ROWS]:
+        if name in ("schema", "kind", "time", "next_commands") or value is None or isinstance(value, list | dict):
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        shown = x_text(value, "time") if is_number and name.endswith("_s") and abs(value) < 1e9 else None
+        shown = shown or (compact(value) if isinstance(value, float) else f"{value:,}" if is_number else str(value))
+        rows.append((_text(name.removesuffix("_s").replace("_", " "), 60), _text(shown, 400)))
+    return _table((), rows, classes=("", "v")) + _commands(record.get("next_commands"))
+
+
+def _commands(found: Any) -> str:
+    lines = [
+        f"<i># {_text(str(one.get('purpose', '')), 200)}</i>\n{_text(one['command'], 1000)}"
+        for one in (found if isinstance(found, list) else [])[:20]
+        if isinstance(one, Mapping) and isinstance(one.get("command"), str)
+    ]
+    return f"<pre>{chr(10).join(lines)}</pre>" if lines else ""
+
+
+def _events(run: Run) -> str:
+    rows = [
+        (time.strftime("%m-%d %H:%M:%S", time.localtime(event.time)) if abs(event.time) < 1e11 else "-",
+         f"{event.iteration:,}", _text(event.message, 1000))
+        for event in run.metrics.events[-_MAX_ROWS:]
+    ]  # fmt: skip
+    return _folded(_table(("time", "step", "event"), rows, numbers=(1,)), "all events", len(rows), most=0)
+
+
+def _folded(table: str, title: str, count: int, *, most: int = 12) -> str:
+    return f"<details><summary>{title} ({count:,})</summary>{table}</details>" if count > most else table
+
+
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = (), classes: Sequence[str] = ()
+) -> str:
+    """Builds a table of cells that are HTML already."""
+    if not rows:
+        return ""
+    kinds = [
+        "n" if index in numbers else classes[index] if index < len(classes) else "" for index in range(len(rows[0]))
+    ]
+    top = "".join(f'<th class="{kind}">{cell}</th>' for kind, cell in zip(kinds, head))
+    body = "".join(
+        "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row)) + "</tr>" for row in rows
+    )
+    kind = ' class="fit"' if numbers else ""
+    header = f"<thead><tr>{top}</tr></thead>" if head else ""
+    return f'<div class="scroll"><table{kind}>{header}<tbody>{body}</tbody></table></div>'
+
+
+def _text(text: str, max_chars: int | None = None) -> str:
+    return escape(printable(text, max_chars=max_chars))
+
+
+def _lines(text: str) -> str:
+    shown = text if len(text) <= _MAX_SAMPLE_CHARS else f"{text[:_MAX_SAMPLE_CHARS]}..."
+    return escape(printable_lines(shown))
