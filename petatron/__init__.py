@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from petatron.models.model_spec import ModelSpec
     from petatron.models.registry import register_model
     from petatron.optim.mixed_precision import MasterOptimizer
-    from petatron.train.build_run import build_loader, build_model, build_optimizer, launch, load
+    from petatron.train.build_run import build_loader, build_model, build_optimizer, launch
+    from petatron.train.python_run import Run, load
     from petatron.train.run_training import run_training
     from petatron.train.state.pretrained import from_pretrained
     from petatron.train.state.run_model import Model
@@ -40,6 +41,7 @@ _HOMES = {
     "Model": "petatron.train.state.run_model",
     "ModelSpec": "petatron.models.model_spec",
     "ParallelMesh": "petatron.mesh.mesh",
+    "Run": "petatron.train.python_run",
     "RunConfig": "petatron.config",
     "TrainState": "petatron.train.state.train_state",
     "build_loader": "petatron.train.build_run",
@@ -49,7 +51,7 @@ _HOMES = {
     "from_pretrained": "petatron.train.state.pretrained",
     "generate": "petatron.infer.generate",
     "launch": "petatron.train.build_run",
-    "load": "petatron.train.build_run",
+    "load": "petatron.train.python_run",
     "load_checkpoint": "petatron.train.state.save_and_load",
     "load_config": "petatron.config",
     "register_model": "petatron.models.registry",
@@ -63,6 +65,7 @@ __all__ = [
     "Model",
     "ModelSpec",
     "ParallelMesh",
+    "Run",
     "RunConfig",
     "TrainState",
     "build_loader",

@@ -1,6 +1,6 @@
 """Builds the parts of a run from its config. The parts are independent: a custom loop can use any of them.
 
-run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "10"])
+run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "10"])
 mesh = launch(run)
 model = build_model(run, mesh)
 optimizer = build_optimizer(run, model)
@@ -11,16 +11,17 @@ for batches in build_loader(run, mesh):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.config import LoadedConfig, RunConfig, load_config, parse_split, with_vocab_size
+from petatron.config import LoadedConfig, RunConfig, parse_split, with_vocab_size
 from petatron.config.checks.cuda_graphs import uses_random_numbers
 from petatron.config.nccl_communicators import communicator_options
 from petatron.config.pipeline_stages import pipeline_stages
@@ -50,24 +51,22 @@ from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 from petatron.train.global_batch_size import BatchSizeSchedule
-from petatron.train.state.checkpoint_args import read_checkpoint_args
 from petatron.train.state.run_model import Model
 from petatron.train.state.start_tokenizer import check_start_tokenizer, find_start_tokenizer, with_start_tokenizer
 
 _log = get_logger(__name__)
 
 
-def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
-    """Returns a validated config from a preset and flags, for as many ranks as the launcher started.
+class HasConfig(Protocol):
+    """A run that knows its config, such as `petatron.load` returns."""
 
-    >>> load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"]).model.hidden_size
-    128
-    """
-    world_size = world_size if world_size is not None else read_environment().world_size
-    loaded, _ = open_tokenizer(
-        load_config(flags, preset=preset, world_size=world_size, read_checkpoint=read_checkpoint_args)
-    )
-    return loaded.config
+    @property
+    def config(self) -> RunConfig: ...
+
+
+def config_of(run: RunConfig | HasConfig) -> RunConfig:
+    """The functions of the public API take a run or its config."""
+    return run if isinstance(run, RunConfig) else run.config
 
 
 def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None]:
@@ -87,13 +86,14 @@ def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None
     return with_vocab_size(loaded, tokenizer.vocab_size, f"{tokenizer.name} tokenizer"), tokenizer
 
 
-def launch(run: RunConfig) -> ParallelMesh:
+def launch(run: RunConfig | HasConfig) -> ParallelMesh:
     """Joins the other ranks, if any, and builds the mesh of this run's layout.
 
-    >>> launch(load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])).describe()
+    >>> import petatron
+    >>> launch(petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])).describe()
     'one device (1 rank)'
     """
-    environment = read_environment()
+    run, environment = config_of(run), read_environment()
     facts = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
     backend = start_process_group(
         environment,
@@ -115,7 +115,7 @@ def launch(run: RunConfig) -> ParallelMesh:
 
 
 def build_model(
-    run: RunConfig,
+    run: RunConfig | HasConfig,
     mesh: ParallelMesh,
     *,
     init_weights: bool = True,
@@ -125,11 +125,13 @@ def build_model(
 
     `group_rule` returns the optimizer group of a parameter, by name, for update rules or multipliers that no flag sets.
 
-    >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> model = build_model(run, launch(run))
     >>> tuple(model.module.layers["0"].attention.out.weight.shape)
     (128, 128)
     """
+    run = config_of(run)
     # CUDA graphs cannot read RNG states during capture, so only they rely on knowing whether the step draws.
     uses_rng = uses_random_numbers(run) or not run.train.cuda_graphs
     streams = RandomStreams.seeded(run.train.seed, mesh, used_in_step=uses_rng)
@@ -194,14 +196,16 @@ def check_supported(run: RunConfig, spec: ModelSpec) -> None:
         raise ConfigError(problems)
 
 
-def build_optimizer(run: RunConfig, model: ParallelModel) -> MixedPrecisionOptimizer:
+def build_optimizer(run: RunConfig | HasConfig, model: ParallelModel) -> MixedPrecisionOptimizer:
     """Builds the optimizer over the model's flat buffers.
 
-    >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> optimizer = build_optimizer(run, build_model(run, launch(run)))
     >>> optimizer.scalar_state()
     {'updates': 0.0}
     """
+    run = config_of(run)
     situation = KernelContext.of(model.mesh.device, model.dtype, allow_compile=run.train.compile)
     kernels = OptimizerKernels.from_choice(choose_kernel("adamw", situation))
     return MixedPrecisionOptimizer(run.optim, model.param_groups, model.mesh, memory=run.memory, kernels=kernels)
@@ -282,13 +286,15 @@ def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
     return each if shares[1] else 0, each if shares[2] else 0
 
 
-def build_loader(run: RunConfig, mesh: ParallelMesh, *, consumed_samples: int = 0) -> Iterator[list[Batch]]:
+def build_loader(run: RunConfig | HasConfig, mesh: ParallelMesh, *, consumed_samples: int = 0) -> Iterator[list[Batch]]:
     """Yields this rank's training micro-batches on the device, step after step; for a custom loop.
 
-    >>> run = load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "3", "--global-batch-size", "4"])
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "3", "--global-batch-size", "4"])
     >>> [len(batches) for batches in build_loader(run, launch(run))]
     [4, 4, 4]
     """
+    run = config_of(run)
     loader = build_loaders(run, mesh).train
     batch_size = BatchSizeSchedule.from_config(run)
     for _ in range(RunLength.from_config(run).iterations):

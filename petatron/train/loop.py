@@ -115,36 +115,63 @@ class TrainLoop:
         except Exception:  # ranks may be gone; the original failure is the one to report
             _log.exception("a checkpoint that was being written was lost")
 
-    def _train(self) -> TrainingResult:
+    def train_interval(self, last_iteration: int) -> str | None:
+        """Trains to the next log point, at most to an iteration, for a caller that iterates; returns why to stop early, if so.
+
+        The clock stands still between two calls. Signals stop training only while it runs. Where the run ends, it is saved.
+        """
+        self._meter.resume()
+        stopped: str | None = None
+        progress = self._state.progress
+        with self._stop_monitor() as stopping:
+            while progress.iteration < last_iteration and stopped is None:
+                stopped = self._run_iteration(stopping)
+                if not self._meter.has_steps:
+                    break
+        if self._meter.has_steps:
+            self._log_metrics()
+        self._log_stop(stopped)
+        if stopped is not None or progress.iteration == self._run_length.iterations:
+            self._save(last=True)
+        self._meter.pause()
+        return stopped
+
+    def _stop_monitor(self) -> StopMonitor:
+        saves = self._state.checkpoint_manager is not None
+        return StopMonitor(self._run.train, self._state.mesh.control, will_save=saves, started_s=self._started_s)
+
+    def _run_iteration(self, stopping: StopMonitor) -> str | None:
+        """Runs one step, and what is due after it: log line, evaluation, samples, checkpoint. Returns why to stop early, if so."""
         state, config = self._state, self._run
+        self._profiler.begin(state.progress.iteration + 1)
+        metrics = train_step(state, self._next_batches())
+        self._profiler.end(metrics.iteration)
+        self._record_step(metrics)
+        iteration, stopped = metrics.iteration, None
+        if iteration == 1 or iteration % config.log.log_interval == 0 or iteration == self._run_length.iterations:
+            self._log_metrics()
+        if config.train.eval_interval and iteration % config.train.eval_interval == 0:
+            saves = state.checkpoint_manager is not None
+            stopped = self._evaluate(self._loaders.valid, "valid", stopping, will_save=saves)
+        if self._sampler is not None and self._sampler.is_due(iteration):
+            self._write_samples(self._sampler)
+        if config.checkpoint.save_interval and iteration % config.checkpoint.save_interval == 0:
+            self._save()
+        self._poll_async_save()
+        return stopped or stopping.stop_reason(iteration)
+
+    def _train(self) -> TrainingResult:
+        state = self._state
         stopped: str | None = None
         began_at = state.progress.iteration
         if began_at >= self._run_length.iterations:
             self._log_event(
                 f"nothing left to train: the run is at iteration {began_at} of {self._run_length.iterations}"
             )
-        saves = state.checkpoint_manager is not None
-        stops = StopMonitor(config.train, state.mesh.control, will_save=saves, started_s=self._started_s)
-        with stops as stopping:
-            with self._profiler as traced:
+        with self._stop_monitor() as stopping:
+            with self._profiler:
                 while state.progress.iteration < self._run_length.iterations and stopped is None:
-                    traced.begin(state.progress.iteration + 1)
-                    batches = self._next_batches()
-                    metrics = train_step(state, batches)
-                    traced.end(metrics.iteration)
-                    self._record_step(metrics)
-                    iteration = metrics.iteration
-                    last = iteration == self._run_length.iterations
-                    if iteration == 1 or iteration % config.log.log_interval == 0 or last:
-                        self._log_metrics()
-                    if config.train.eval_interval and iteration % config.train.eval_interval == 0:
-                        stopped = self._evaluate(self._loaders.valid, "valid", stopping, will_save=saves)
-                    if self._sampler is not None and self._sampler.is_due(iteration):
-                        self._write_samples(self._sampler)
-                    if config.checkpoint.save_interval and iteration % config.checkpoint.save_interval == 0:
-                        self._save()
-                    self._poll_async_save()
-                    stopped = stopped or stopping.stop_reason(iteration)
+                    stopped = self._run_iteration(stopping)
                 if self._meter.has_steps:
                     self._log_metrics()
                 self._log_stop(stopped)

@@ -59,11 +59,12 @@ def build_sinks(
     config_values: Mapping[str, Any] | None = None,
     on_gpu: bool = True,
     resumed_iteration: int = 0,
+    console: bool = True,
 ) -> list[MetricSink]:
     """Opens all sinks of this rank: rank 0 reports for the run, the others have none.
 
     `config_values` is the resolved configuration, the hyper-parameters of TensorBoard and W&B. Without a GPU the log line has no
-    throughput of one. A run that resumes shows the curves up to its iteration from the start.
+    throughput of one. A run that resumes shows the curves up to its iteration from the start. A run of Python code has no `console`.
     """
     if rank != 0:
         return []
@@ -76,6 +77,8 @@ def build_sinks(
                 config.wandb_project, name=config.wandb_exp_name, directory=directory, config_values=config_values
             )
         )
+    if not console:
+        return sinks
     # Last: a live view takes over the terminal, and errors of the other sinks should still be readable there.
     sinks.append(
         build_console_sink(

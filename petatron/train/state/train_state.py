@@ -22,7 +22,7 @@ from petatron.optim.loss_scaler import LossScaler, build_loss_scaler
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.build_run import RunLength, build_model, build_optimizer
+from petatron.train.build_run import HasConfig, RunLength, build_model, build_optimizer, config_of
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.resume_diff import config_for_checkpoint, resume_changes
 from petatron.train.state.save_and_load import LoadedState, has_weights, load_checkpoint, load_state, save_with_manager
@@ -77,7 +77,7 @@ class TrainState:
     @classmethod
     def build(
         cls,
-        run: RunConfig,
+        run: RunConfig | HasConfig,
         mesh: ParallelMesh,
         tokenizer: Tokenizer | None = None,
         *,
@@ -88,6 +88,7 @@ class TrainState:
 
         Without `init_weights` the weights are zero, for a caller that loads them next: initialising those of a large model takes minutes.
         """
+        run = config_of(run)
         model = model or build_model(run, mesh, init_weights=init_weights)
         return cls(
             run=run,

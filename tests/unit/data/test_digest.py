@@ -13,7 +13,7 @@ from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.train import run_training as train_run
+from petatron.train import open_run as train_run
 from tests.dist import RankPool
 
 from .conftest import MakeDataset

@@ -1,0 +1,142 @@
+"""Opens a run: everything that can be refused is checked, then model, optimizer and data are built and a checkpoint is loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from petatron.base.device import DeviceInfo, detect_device
+from petatron.base.errors import ConfigError, DataError, PetatronError
+from petatron.base.log import get_logger
+from petatron.config import LoadedConfig, RunConfig
+from petatron.config.checks.preflight import preflight
+from petatron.data.tokenizer import Tokenizer
+from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
+from petatron.mesh import collectives
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.train.build_run import DataLoaders, build_loaders, open_tokenizer
+from petatron.train.loop import TrainLoop
+from petatron.train.report.memory_capacity import check_memory_capacity
+from petatron.train.report.metrics import MetricSink
+from petatron.train.report.out_of_memory import report_out_of_memory
+from petatron.train.report.run_header import RunHeader
+from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_prompts
+from petatron.train.state.run_dirs import check_run_dirs
+from petatron.train.state.train_state import TrainState
+
+_log = get_logger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """What is known of a start before its ranks have met."""
+
+    loaded: LoadedConfig
+    tokenizer: Tokenizer | None
+    prompts: list[SamplePrompt]
+    header: RunHeader
+    started_s: float
+    """The process's start on the monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRun:
+    """A run that can train: its state, its data, and what the first lines of its log say."""
+
+    state: TrainState
+    loaders: DataLoaders
+    device: DeviceInfo
+    sampler: TextSampler | None
+    header_lines: list[str]
+
+    def build_loop(self, sinks: Sequence[MetricSink], *, started_s: float | None = None) -> TrainLoop:
+        return TrainLoop(self.state, self.loaders, sinks, self.device, started_s=started_s, sampler=self.sampler)
+
+
+def check_start(loaded: LoadedConfig) -> RunStart:
+    """Checks files, folders, tokenizer, prompts and memory; nothing is built."""
+    started_s = time.monotonic()
+    problems = preflight(loaded.config)
+    if problems:
+        raise ConfigError(problems)
+    check_run_dirs(loaded.config.checkpoint)
+    loaded, tokenizer = open_tokenizer(loaded)
+    run = loaded.config
+    prompts = read_prompts(run, tokenizer)
+    device = detect_device(run.train.device)
+    check_memory_capacity(run, device, local_ranks=read_environment().local_world_size)
+    header = RunHeader(run, device, recompute_plans(run, device=device.kind))
+    _check_shared_device(run)
+    return RunStart(loaded, tokenizer, prompts, header, started_s)
+
+
+def open_run(start: RunStart, mesh: ParallelMesh) -> OpenedRun:
+    """Builds the state, loads what the run starts from, and opens its data; every rank calls it."""
+    run, tokenizer = start.loaded.config, start.tokenizer
+    with report_out_of_memory(run, mesh.device, phase=lambda: "building the model"):
+        state = TrainState.build_for_load(run, mesh, tokenizer)
+    with report_out_of_memory(run, mesh.device, phase=lambda: "loading the checkpoint"):
+        resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
+        pretrained = None if resumed else run.checkpoint.pretrained_checkpoint
+        if pretrained is not None:
+            state.load_pretrained_weights(pretrained)
+    length, environment = state.run_length(), read_environment()
+    loaders = _build_on_rank_zero_first(
+        mesh.control,
+        lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples),
+        local_rank=environment.local_rank,
+    )
+    headline = start.header.lines(length, tokenizer)
+    if resumed:
+        how = "weights" if run.checkpoint.finetune else f"resumed at iteration {state.progress.iteration}"
+        headline.append(f"{how} from {run.checkpoint.load}")
+        headline += [f"changed since the checkpoint: {change}" for change in state.resume_changes]
+    if pretrained is not None:
+        headline.append(f"first weights from {pretrained}")
+    headline += state.record_data_fingerprint(loaders.train.dataset.fingerprint)
+    device = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
+    return OpenedRun(state, loaders, device, _build_sampler(start, state), headline)
+
+
+def _build_sampler(start: RunStart, state: TrainState) -> TextSampler | None:
+    if not start.prompts or start.tokenizer is None:
+        return None
+    return TextSampler(state.model, start.tokenizer, start.prompts, state.run.log, seed=state.run.train.seed)
+
+
+def _check_shared_device(run: RunConfig) -> None:
+    """Checks that ranks sharing a GPU on purpose fit into it, and warns that their speed is not representative."""
+    facts, ranks = detect_device(run.train.device), run.launch.ranks_per_device
+    if ranks == 1 or facts.kind != "cuda":
+        return
+    problem = shared_device_problem(run, memory_bytes=facts.memory_bytes)
+    if problem is not None:
+        raise ConfigError([problem])
+    _log.info("note: %d ranks share each GPU (--ranks-per-device): results are real, speed means nothing", ranks)
+
+
+def _build_on_rank_zero_first(world: Axis, build: Callable[[], Result], *, local_rank: int) -> Result:
+    """Builds on rank 0 first, which fills caches, then on one rank of each other node, whose disk may be local, then on the others.
+
+    If one of the first fails, every rank reports why.
+    """
+    turn = 0 if world.rank == 0 else 1 if local_rank == 0 else 2
+    result = None
+    for now in (0, 1):
+        failure = None
+        if turn == now:
+            try:
+                result = build()
+            except PetatronError as error:
+                failure = error
+        texts = collectives.all_gather_objects(str(failure) if failure else None, world)
+        if failure is not None:
+            raise failure
+        text = next((text for text in texts if text is not None), None)
+        if text is not None:
+            raise DataError(text)
+    return build() if result is None else result

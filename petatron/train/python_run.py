@@ -1,0 +1,163 @@
+"""`Run`: a training run that Python code or a notebook advances step by step, without output of its own.
+
+    run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "20"])
+    for metrics in run.train(steps=10):
+        print(metrics["iteration"], metrics["lm_loss"])
+
+It is the run that `petatron train` would start, in this process: the same checks, loop, schedules and checkpoints, and with
+`--save` or `--log-dir` the same `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.config import LoadedConfig, RunConfig, load_config
+from petatron.data.tokenizer import Tokenizer
+from petatron.infer.generate import generate
+from petatron.mesh.launch.environment import read_environment
+from petatron.train.build_run import launch, open_tokenizer
+from petatron.train.loop import EvaluatedLosses, InterruptedEvaluation, TrainLoop, evaluate
+from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
+from petatron.train.report.metrics import MetricRecord, MetricSink
+from petatron.train.run_training import log_directory, open_sinks
+from petatron.train.state.checkpoint_args import read_checkpoint_args
+from petatron.train.state.run_dirs import lock_save_dir
+from petatron.train.state.run_model import Model
+from petatron.train.state.train_state import TrainState
+
+
+def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> Run:
+    """Returns a validated run of a preset and flags, for as many ranks as the launcher started; nothing is built yet.
+
+    >>> load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"]).config.model.hidden_size
+    128
+    """
+    world_size = world_size if world_size is not None else read_environment().world_size
+    return Run(load_config(flags, preset=preset, world_size=world_size, read_checkpoint=read_checkpoint_args))
+
+
+class Run:
+    """A run in this process: its config, and its state once it is needed.
+
+    >>> run = load("tiny-llama", "--mock-data --lr 1e-3 --train-iters 4 --eval-iters 1 --log-interval 2".split())
+    >>> [metrics["iteration"] for metrics in run.train(steps=3)]
+    [1, 2, 3]
+    >>> [metrics["iteration"] for metrics in run.train()], run.evaluate().loss < 8
+    ([4], True)
+    """
+
+    def __init__(self, loaded: LoadedConfig) -> None:
+        self._loaded, self.tokenizer = open_tokenizer(loaded)
+        self.records: list[MetricRecord] = []
+        """Every record of training, validation and events so far."""
+
+    @property
+    def config(self) -> RunConfig:
+        return self._loaded.config
+
+    @property
+    def state(self) -> TrainState:
+        """Model, optimizer, schedules and progress; built, and loaded where the flags say so, when first asked for."""
+        return self._opened.state
+
+    @cached_property
+    def _start(self) -> RunStart:
+        return check_start(self._loaded)
+
+    @cached_property
+    def _opened(self) -> OpenedRun:
+        return open_run(self._start, launch(self.config))
+
+    @cached_property
+    def _loop(self) -> TrainLoop:
+        sinks: list[MetricSink] = [_RecordList(self.records)]
+        log_dir = self.config.log.log_dir or self.config.checkpoint.save
+        if log_dir is not None:
+            sinks += open_sinks(self._start, self._opened, log_directory(self.config), console=False)
+        return self._opened.build_loop(sinks)
+
+    def train(self, steps: int | None = None) -> Iterator[MetricRecord]:
+        """Trains so many steps, or to the end of the run, and yields the metrics of each log interval as it ends.
+
+        The interval is `--log-interval`; what is left when the steps are over is an interval too. Evaluation and saving
+        happen where the flags say so. Training stops where the caller stops iterating, and goes on with the next call.
+        """
+        if steps is not None and steps < 1:
+            raise ConfigError(
+                [Problem("steps", str(steps), "is not a positive number", "Leave it out to train to the end.")]
+            )
+        loop, progress = self._loop, self.state.progress
+        end = loop.train_iters if steps is None else min(loop.train_iters, progress.iteration + steps)
+        with lock_save_dir(self.config.checkpoint.save, rank=self.state.mesh.rank):
+            while progress.iteration < end:
+                seen = len(self.records)
+                stopped = loop.train_interval(end)
+                yield from (record for record in self.records[seen:] if record["kind"] == "train")
+                if stopped:
+                    return
+
+    def evaluate(self, split: Literal["valid", "test"] = "valid") -> EvaluatedLosses:
+        """Returns the mean losses over `--eval-iters` batches of a split."""
+        loader = getattr(self._opened.loaders, split)
+        if loader is None:
+            raise DataError(
+                f"This run has no {split} data. Give --eval-iters, and data that has such a split (--split)."
+            )
+        found = evaluate(self.state, loader)
+        assert not isinstance(found, InterruptedEvaluation), "nothing can stop it here"
+        return found
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.8,
+        top_k: int | None = 40,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> str:
+        """Returns the model's continuation of a text or of token ids, as text."""
+        tokenizer = self._required_tokenizer()
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        new_ids = generate(
+            self.state.model,
+            ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            eod=tokenizer.eod,
+        )
+        return tokenizer.decode(new_ids)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the model, with its tokenizer, as a Hugging Face folder."""
+        model = self.state.model
+        assert isinstance(model, Model)
+        model.save_pretrained(folder, tokenizer=self.tokenizer)
+
+    def _required_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            rule = "is not set, so this run knows token ids only, no text"
+            raise ConfigError([Problem("--tokenizer-type", "", rule, "Give a tokenizer, or use petatron.generate.")])
+        return self.tokenizer
+
+
+class _RecordList(MetricSink):
+    """A sink that keeps records in memory."""
+
+    def __init__(self, records: list[MetricRecord]) -> None:
+        self._records = records
+
+    def write(self, record: MetricRecord) -> None:
+        self._records.append(record)
+
+    def close(self) -> None:
+        pass
