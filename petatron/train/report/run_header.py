@@ -72,7 +72,11 @@ def _model(run: RunConfig) -> str:
     else:
         size = f"{count():,} parameters, {count(active=True):,} of them active per token"
         experts = f", {moe.num_experts} experts of which a token uses {moe.moe_router_topk}"
-    groups = "" if model.num_query_groups == model.num_attention_heads else f" ({count_with_noun(model.num_query_groups, 'kv head')})"
+    groups = (
+        ""
+        if model.num_query_groups == model.num_attention_heads
+        else f" ({count_with_noun(model.num_query_groups, 'kv head')})"
+    )
     shape = f"{count_with_noun(model.num_layers, 'layer')} of width {model.hidden_size:,}"
     return f"{model.model_type}, {size}: {shape}, {count_with_noun(model.num_attention_heads, 'head')}{groups}{experts}"
 
