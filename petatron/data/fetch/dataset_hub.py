@@ -19,7 +19,7 @@ from petatron.base.errors import DataError
 from petatron.base.safe_files import symlink_target_outside
 from petatron.base.terminal_escape import printable, raw_output
 from petatron.base.text import abbreviate_names
-from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
+from petatron.base.untrusted_files import not_a_file_reason, read_limited_bytes, reading_untrusted
 from petatron.config.yaml_depth_limit import depth_limited_loader
 from petatron.data.data_file_error import data_file_error
 
@@ -92,19 +92,23 @@ class FolderHub:
                 f"network, `hf download {repository} --repo-type dataset --local-dir {folder}` puts them there."
             )
         names = tuple(sorted(_files_below(folder)))
-        return HubDataset(repository, None, _card_licence(folder / "README.md"), str(folder), names)
+        return HubDataset(repository, None, _card_licence(folder), str(folder), names)
 
     def file_sizes(self, dataset: HubDataset, names: Sequence[str]) -> dict[str, int]:
         return {name: self.local_path(dataset, name).stat().st_size for name in names}
 
     def local_path(self, dataset: HubDataset, name: str) -> Path:
-        folder = self._folder / dataset.repository
-        target = symlink_target_outside(folder / name, folder)
-        if target is not None:
-            raise DataError(
-                f"{folder / name} is a link to {target}, outside of the dataset. Put the file itself there."
-            )
-        return folder / name
+        return _file_of(self._folder / dataset.repository, name)
+
+
+def _file_of(folder: Path, name: str) -> Path:
+    """A file of a dataset's folder, which must not be a link out of it."""
+    path = folder / name
+    if why := not_a_file_reason(path):
+        raise data_file_error(path, why)
+    if (target := symlink_target_outside(path, folder)) is not None:
+        raise DataError(f"{path} is a link to {target}, outside of the dataset. Put the file itself there.")
+    return path
 
 
 def _files_below(folder: Path) -> Iterator[str]:
@@ -113,10 +117,11 @@ def _files_below(folder: Path) -> Iterator[str]:
         yield from (Path(place, name).relative_to(folder).as_posix() for name in files if not name.startswith("."))
 
 
-def _card_licence(card: Path) -> str | None:
+def _card_licence(folder: Path) -> str | None:
     """The licence of a dataset card's YAML head."""
-    if not card.is_file():
+    if not os.path.lexists(folder / "README.md"):
         return None
+    card = _file_of(folder, "README.md")
     import yaml
 
     with reading_untrusted(card, data_file_error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 from tests.fuzz.kind import Kind
 
@@ -16,6 +17,8 @@ KINDS = {
     "jsonl": "jsonl",
     "tokenizer": "tokenizer",
     "settings": "settings",
+    # Those of extras, where they are installed.
+    **({"fetch": "fetch"} if importlib.util.find_spec("pyarrow") else {}),
 }
 PLANTED = "planted"
 """A kind that breaks every rule, to test the harness with."""

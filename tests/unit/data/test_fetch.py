@@ -224,10 +224,17 @@ def test_damaged_record_is_one_error(hub: Path, tmp_path: Path, content: str) ->
         fetch(stories(hub, tmp_path))
 
 
-def test_links_out_of_the_dataset_are_not_followed(hub: Path, tmp_path: Path) -> None:
-    (hub / "ann/stories/data/secret.txt").symlink_to("/etc/passwd")
-    with pytest.raises(DataError, match="is a link to /etc/passwd, outside of the dataset"):
-        fetch(stories(hub, tmp_path / "out", files=("*.txt",)))
+@pytest.mark.parametrize(
+    "target, why",
+    [("/etc/passwd", "is a link to /etc/passwd, outside"), ("none", "leads nowhere"), ("x.txt", "cannot be read")],
+)
+@pytest.mark.parametrize("name", ["data/x.txt", "README.md"])
+def test_links_out_of_the_dataset_are_not_followed(hub: Path, tmp_path: Path, name: str, target: str, why: str) -> None:
+    path = hub / "ann/stories" / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name if target == "x.txt" else target)
+    with pytest.raises(DataError, match=why):
+        fetch(stories(hub, tmp_path / "out", files=("data/*",)))
 
 
 def test_full_disk(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
