@@ -1,4 +1,4 @@
-"""`petatron data`: preprocesses text into token files, inspects and merges them."""
+"""`petatron data`: fetches public text, preprocesses text into token files, inspects and merges them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import configure_logging
 from petatron.base.terminal_escape import raw_stream
+from petatron.cli.subcommands import data_fetch
 
 if TYPE_CHECKING:
     from petatron.config.schema.training import TokenizerConfig
@@ -27,14 +28,19 @@ SHOWN_CHARACTERS = 400
 def main(argv: Sequence[str]) -> int:
     """Run one subcommand of `petatron data`."""
     parser = argparse.ArgumentParser(
-        prog="petatron data", description="Make, inspect and join token files (.bin/.idx)."
+        prog="petatron data", description="Fetch public text; make, inspect and join token files (.bin/.idx)."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    data_fetch.add_arguments(
+        verbs.add_parser("fetch", help="download a public dataset as JSON lines", allow_abbrev=False)
+    )
     _add_preprocess_arguments(verbs.add_parser("preprocess", help="tokenize JSON lines", allow_abbrev=False))
     _add_inspect_arguments(verbs.add_parser("inspect", help="describe a dataset and show a sample", allow_abbrev=False))
     _add_merge_arguments(verbs.add_parser("merge", help="join datasets into one", allow_abbrev=False))
     args = parser.parse_args(argv)
     configure_logging()
+    if args.verb == "fetch":
+        return data_fetch.run(args)
     if args.verb == "preprocess":
         return _preprocess(args)
     return _inspect(args) if args.verb == "inspect" else _merge(args)

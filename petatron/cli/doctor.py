@@ -32,6 +32,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "log": (("rich", "tensorboard", "wandb"), "the live terminal view, TensorBoard and Weights & Biases"),
     "hf": (("transformers",), "comparing with Hugging Face models"),
     "data": (("zstandard",), "reading .zst corpora"),
+    "fetch": (("huggingface-hub", "pyarrow"), "downloading public datasets (petatron data fetch)"),
     "triton": (
         ("triton",),
         "fused GPU kernels; what they do is then done with plain operations, in more passes over memory",

@@ -19,7 +19,7 @@ from petatron.base.terminal_escape import escaped_output, escaped_stream
 VERBS: Mapping[str, str] = {
     "quickstart": "train a small model on this machine in two minutes, nothing to download",
     "train": "train a model",
-    "data": "preprocess and inspect datasets",
+    "data": "fetch, preprocess and inspect datasets",
     "checkpoint": "inspect, verify, compare, prune and convert checkpoints",
     "plot": "draw the curves of runs, in the terminal or as a picture",
     "runs": "list runs, and compare two of them",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 from tests.fuzz.kind import Kind
 
@@ -17,6 +18,8 @@ KINDS = {
     "tokenizer": "tokenizer",
     "settings": "settings",
     "run-folder": "run_folder",
+    # Those of extras, where they are installed.
+    **({"fetch": "fetch"} if importlib.util.find_spec("pyarrow") else {}),
 }
 PLANTED = "planted"
 """A kind that breaks every rule, to test the harness with."""
