@@ -540,7 +540,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli(run, tmp_path / "model", "--to", "huggingface", "--dtype", "fp32", "--step", "3") == 0
     assert "run (petatron, step 3) is now" in capsys.readouterr().out
     assert cli(tmp_path / "model", ours, "--from", "huggingface", "--to", "petatron", "--dtype", "fp16") == 0
-    assert f"petatron train --config {ours}/config.yaml --load {ours} --finetune" in capsys.readouterr().out
+    assert f"petatron train --from {ours} ..." in capsys.readouterr().out
     assert load_file(ours / "step-00000000/model/model.safetensors")["model.norm.weight"].dtype == torch.float16
     assert (
         cli(run, tmp_path / "theirs", "--to", "megatron", "--megatron-format", "legacy", "--tp", "2", "--pp", "2") == 0
