@@ -17,7 +17,7 @@ _FIXED_FLAGS = "--hidden-dropout 0 --attention-dropout 0 --train-iters 1"
 
 
 def random_model_flags(entry: MatrixEntry, *, seed: int) -> str:
-    """Returns the flags of a model that fits the entry's layout, trained with the entry's optimizer; the same for the same entry and seed."""
+    """Returns the flags of a model that fits the entry's layout, with its optimizer; the same for the same entry and seed."""
     random = Random(f"{seed}:{entry.name}")
     last: ConfigError | None = None
     for _ in range(_MAX_TRIES):

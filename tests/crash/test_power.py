@@ -14,7 +14,6 @@ from petatron.checkpoint.files import step_folder
 from tests.crash.power import PoweredDisk, chances
 from tests.crash.training import Content, check_folder, tiny_run, train
 
-
 KILL_PARTS = 8  # of the longest test, each within its time limit on one busy core
 
 
