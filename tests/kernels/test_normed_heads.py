@@ -228,5 +228,5 @@ def test_refuses_a_gradient_that_lies_otherwise():
     case = Heads(2, 1, 4, 4)
     drawn = Drawn.of(case, torch.float32, batch_first=False, each=False)
     out = ordered(torch.empty_like(drawn.qkv), True)
-    with pytest.raises(AssertionError, match="side by side"):
+    with pytest.raises(AssertionError, match="must be adjacent"):
         twin.split_qkv_norm_rope_backward(drawn.grads, drawn.qkv, drawn.weights, drawn.rotation, case.norm, out=out)

@@ -144,5 +144,5 @@ def test_refuses_a_gradient_with_columns_apart():
     cos, sin = angles(case, torch.float32, each=False)
     out = torch.empty(16, case.length, case.batch, device=DEVICE).permute(1, 2, 0)
     q, k, v = rope.split_qkv_rope(out, cos, sin, num_heads=2, num_kv_heads=1, batch_first=False)
-    with pytest.raises(AssertionError, match="side by side"):
+    with pytest.raises(AssertionError, match="must be adjacent"):
         rope.split_qkv_rope_backward(q, k, v, cos, sin, out=out)

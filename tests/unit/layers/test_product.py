@@ -237,7 +237,7 @@ def test_a_queue_that_is_open_takes_what_cannot_wait():
 
 def test_without_anybody_to_accumulate_a_gradient_is_an_error():
     weight = leaf(2, 2)
-    with pytest.raises(AssertionError, match="nobody accumulates"):
+    with pytest.raises(AssertionError, match="no sink accumulates"):
         WeightGradQueue().submit(weight, lambda out, accumulate: None)
 
 

@@ -206,7 +206,7 @@ def test_doctor_tells_how_experts_and_weight_gradients_are_multiplied(capsys: py
     out = capsys.readouterr().out
     assert "expert GEMMs: one expert after the other; not one kernel: the device is no GPU" in out
     assert (
-        "weight gradients: added by a product of operands widened to float32; not one kernel: the device is no" in out
+        "weight gradients: accumulated by a GEMM of operands cast to float32; not one kernel: the device is no" in out
     )
     experts, gradients = doctor._gemm_kernels("cuda", torch.bfloat16)
     assert experts.startswith("expert GEMMs: one kernel for all experts;")
