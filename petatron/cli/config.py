@@ -120,7 +120,9 @@ def _open(source: _Source) -> RawLoadedConfig:
 def _presets() -> int:
     width = max(len(name) for name in preset_names())
     for name in preset_names():
-        missing = join_with_or(features, last="and") if (features := missing_features(read_preset(name).settings)) else ""
+        missing = (
+            join_with_or(features, last="and") if (features := missing_features(read_preset(name).settings)) else ""
+        )
         note = f"; cannot run in this version, which has no {missing}" if missing else ""
         print(f"{name:{width}}  {preset_summary(name)}{note}")
     return 0

@@ -24,16 +24,19 @@ SHOWN_TOKENS = 24
 SHOWN_CHARACTERS = 400
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one subcommand of `petatron data`."""
-    parser = argparse.ArgumentParser(
-        prog="petatron data", description="Make, inspect and join token files (.bin/.idx)."
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of all subcommands."""
+    root = argparse.ArgumentParser(prog="petatron data", description="Make, inspect and join token files (.bin/.idx).")
+    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_preprocess_arguments(verbs.add_parser("preprocess", help="tokenize JSON lines or text", allow_abbrev=False))
     _add_inspect_arguments(verbs.add_parser("inspect", help="describe a dataset and show a sample", allow_abbrev=False))
     _add_merge_arguments(verbs.add_parser("merge", help="join datasets into one", allow_abbrev=False))
-    args = parser.parse_args(argv)
+    return root
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one subcommand of `petatron data`."""
+    args = parser().parse_args(argv)
     configure_logging()
     if args.verb == "preprocess":
         return _preprocess(args)

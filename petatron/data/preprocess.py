@@ -180,9 +180,13 @@ def _check_options(options: PreprocessOptions) -> Tokenizer:
     if options.max_line_bytes < 1:
         problems.append(f"--max-line-bytes {options.max_line_bytes} must be at least 1")
     if options.input_format != "jsonl" and len(options.json_keys) > 1:
-        problems.append(f"--input-format {options.input_format} has one text per document, and --json-keys names several")
+        problems.append(
+            f"--input-format {options.input_format} has one text per document, and --json-keys names several"
+        )
     if not options.overwrite:
-        existing = [path for output in options.outputs for path in (bin_path(output), idx_path(output)) if path.exists()]
+        existing = [
+            path for output in options.outputs for path in (bin_path(output), idx_path(output)) if path.exists()
+        ]
         if existing:
             names = " and ".join(str(path) for path in existing)
             problems.append(f"{names} exist already; give another --output-prefix, or replace with --overwrite")
@@ -328,7 +332,7 @@ class _Encoder:
                 rows.append([_text_value(record, key) for key in self._keys])
                 numbers.append(number)
             except json.JSONDecodeError as error:
-                plain = not line.lstrip()[:1] in ("{", b"{")
+                plain = line.lstrip()[:1] not in ("{", b"{")
                 hint = ": is this plain text? Use --input-format text" if plain else ""
                 malformed.append((number, f"not JSON ({error.msg}, column {error.colno}){hint}"))
             except (ValueError, RecursionError) as error:

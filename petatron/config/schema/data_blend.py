@@ -35,7 +35,9 @@ def parse_blend(words: Sequence[str]) -> tuple[BlendPart, ...]:
     if not any(numeric):
         prefixes = [dataset_prefix(word) for word in words]
         # `corpus.*` names both files of a dataset, which is still one.
-        return tuple(BlendPart(word, None) for word in (prefixes if prefixes == list(words) else dict.fromkeys(prefixes)))
+        return tuple(
+            BlendPart(word, None) for word in (prefixes if prefixes == list(words) else dict.fromkeys(prefixes))
+        )
     if len(words) % 2 or numeric != [True, False] * (len(words) // 2):
         raise BlendError("mixes weights and prefixes that do not pair up")
     weights = [float(word) for word in words[::2]]

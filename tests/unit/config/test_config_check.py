@@ -98,7 +98,11 @@ ONE_PROBLEM = [
     ("--nnodes 0", "--nnodes 0 is below 1. Use 1 or more."),
     ("--nproc-per-node 0", "--nproc-per-node 0 is below 1. Use 1 or more."),
     ("--node-rank 1", "--node-rank 1 is out of range. Use a number from 0 to 1, 1 excluded."),
-    ("--master-port 70000", "--master-port 70000 is above 65,535, the most it takes. It is: Port of the first machine; unset means a free one (single machine only)."),
+    (
+        "--master-port 70000",
+        "--master-port 70000 is above 65,535, the most it takes. It is: Port of the first machine; unset means a free "
+        "one (single machine only).",
+    ),
     (
         "--nnodes 2 --nproc-per-node 1",
         "--nnodes 2 machines must agree on a port. Give the same --master-port on all of them.",

@@ -56,7 +56,10 @@ def test_preprocess_inspect_merge(corpus: Path, capsys: pytest.CaptureFixture[st
 def test_malformed_lines(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus.write_text(corpus.read_text() + "oops\n")
     assert preprocess(corpus) == 1
-    assert "corpus.jsonl:4: not JSON (Expecting value, column 1): is this plain text? Use --input-format text. " in capsys.readouterr().err
+    assert (
+        "corpus.jsonl:4: not JSON (Expecting value, column 1): is this plain text? Use --input-format text. "
+        in capsys.readouterr().err
+    )
     assert preprocess(corpus, "--tokenizer-type", "ByteTokenizer", "--on-error", "skip") == 0
     printed = capsys.readouterr()
     assert "1 malformed line skipped:\n" in printed.out
@@ -165,13 +168,18 @@ def test_an_output_is_replaced_only_when_asked(corpus: Path, capsys: pytest.Capt
     before = index.read_bytes()
     corpus.write_text(json.dumps({"text": "other"}))
     assert preprocess(corpus, *bytes_only) == 1
-    assert "out_text_document.idx exist already; give another --output-prefix, or replace with --overwrite." in capsys.readouterr().err
+    assert (
+        "out_text_document.idx exist already; give another --output-prefix, or replace with --overwrite."
+        in capsys.readouterr().err
+    )
     assert index.read_bytes() == before
     assert preprocess(corpus, *bytes_only, "--overwrite") == 0
     assert IndexedDataset(str(index.with_suffix(""))).num_documents == 1
 
 
-@pytest.mark.parametrize(("form", "documents"), [("text", ["One,\ntwo", "three", "four"]), ("text-file", ["One,\ntwo\n\n\nthree\n \nfour"])])
+@pytest.mark.parametrize(
+    ("form", "documents"), [("text", ["One,\ntwo", "three", "four"]), ("text-file", ["One,\ntwo\n\n\nthree\n \nfour"])]
+)
 def test_plain_text(tmp_path: Path, form: str, documents: list[str]) -> None:
     path = tmp_path / "book.txt"
     path.write_text("\n\nOne,\ntwo\n\n\nthree\n \nfour\n")
@@ -188,7 +196,11 @@ def test_plain_text(tmp_path: Path, form: str, documents: list[str]) -> None:
     [
         (b"fine\n\nbad \xff\n", (), "book.txt:3: not UTF-8 text (invalid start byte). Convert the file to UTF-8."),
         (b"long\nlines\n", ("--max-line-bytes", "8"), "book.txt:1: the document is longer than 8 bytes."),
-        (b"fine\n", ("--json-keys", "a", "b"), "--input-format text has one text per document, and --json-keys names several"),
+        (
+            b"fine\n",
+            ("--json-keys", "a", "b"),
+            "--input-format text has one text per document, and --json-keys names several",
+        ),
     ],
 )
 def test_plain_text_that_cannot_be_read(
