@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="petatron plan",
         description="What a layout will cost, before it is started: `plan schedule` simulates a pipeline schedule with given costs, draws "
-        "it, 
+        "it, "
         "compares all schedules or draws what a run has measured (--pipeline-timeline); `plan memory` predicts what every rank will hold, "
         "says whether it fits a device, and which changes would make it fit.",
         epilog="petatron plan schedule --help and petatron plan memory --help tell more.",
