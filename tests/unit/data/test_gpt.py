@@ -75,7 +75,9 @@ def test_cache_is_used_and_keyed_by_content(
     assert sorted(kept) == [".json", ".npy", ".npy", ".npy"]
     built: list[int] = []
     original = gpt_dataset.build_sample_indices
-    monkeypatch.setattr(gpt_dataset, "build_sample_indices", lambda *args: (built.append(1), original(*args))[1])
+    monkeypatch.setattr(
+        gpt_dataset, "build_sample_indices", lambda *args, **options: (built.append(1), original(*args, **options))[1]
+    )
     assert build() == first and build(num_samples=8) == first and not built  # rewritten files, same content: found
     assert build(seed=2) != first and len(built) == 1
     build(num_samples=11)  # a second epoch
