@@ -111,7 +111,8 @@ def unused_tokenizer_files(tokenizer: TokenizerConfig) -> Iterator[Problem]:
     """Yields the files beside a tokenizer that has none: whoever names one does not want that tokenizer."""
     if tokenizer.tokenizer_type not in ("ByteTokenizer", "NullTokenizer"):
         return
-    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+    pair = None not in (tokenizer.vocab_file, tokenizer.merge_file)  # one alone has a rule of its own
+    for name in ("tokenizer_model", *(("vocab_file", "merge_file") if pair else ())):
         if (path := getattr(tokenizer, name)) is not None:
             rule = f"contradicts --tokenizer-type {tokenizer.tokenizer_type}, which reads no file"
             yield Problem(flag_name(name), path, rule, "Leave one of the two out.")
