@@ -92,7 +92,7 @@ def detect_device(kind: Literal["auto", "cpu", "cuda"] = "auto", *, local_rank: 
     if kind == "cpu" or num_cuda == 0:
         why = "--device cpu" if kind == "cpu" else "no CUDA device is visible"
         return DeviceInfo(
-            kind="cpu", name=_cpu_name(), memory_bytes=_host_memory_bytes(), peak_flops=None, reason=f"{why}; no MFU"
+            kind="cpu", name=_cpu_name(), memory_bytes=host_memory_bytes(), peak_flops=None, reason=f"{why}; no MFU"
         )
     index = 0 if num_cuda == 1 else local_rank
     if index >= num_cuda:
@@ -126,7 +126,7 @@ def _cpu_name() -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def _host_memory_bytes() -> int:
+def host_memory_bytes() -> int:
     """Returns the memory of this machine, or of the container (cgroup) that this process is limited to."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _CGROUP_LIMITS:

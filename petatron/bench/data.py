@@ -128,6 +128,7 @@ def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) 
         tokenizer=TokenizerConfig(tokenizer_model=str(tokenizer)),
         append_eod=True,
         workers=args.workers,
+        overwrite=True,  # once per repetition
     )
     times: dict[str, list[float]] = {name: [] for name in (*ENCODE_METHODS, "preprocess")}
     with _baseline_workers(tokenizer, texts, args.workers) as pipes:

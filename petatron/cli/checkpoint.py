@@ -30,7 +30,7 @@ _SHOWN_KEYS = 5
 
 def main(argv: Sequence[str]) -> int:
     """Run one subcommand of `petatron checkpoint`."""
-    options = _parser(converting=bool(argv) and argv[0] == "convert").parse_args(argv)
+    options = parser(converting=bool(argv) and argv[0] == "convert").parse_args(argv)
     configure_logging()
     actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "prune": _prune}
     if options.verb == "convert":
@@ -38,13 +38,13 @@ def main(argv: Sequence[str]) -> int:
     return actions[options.verb](options)
 
 
-def _parser(*, converting: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser(*, converting: bool) -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
         prog="petatron checkpoint",
         description="Look into checkpoints, prove that they are whole, compare, prune and convert them. PATH is a folder that "
         "--save wrote to, or one step-N in it.",
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
     add = verbs.add_parser("inspect", help="what a checkpoint holds", allow_abbrev=False).add_argument
     add("path", type=Path, metavar="PATH")
     add("--step", type=int, metavar="N", help="which step (default: the newest)")
@@ -91,7 +91,7 @@ def _parser(*, converting: bool) -> argparse.ArgumentParser:
     )
     if converting:
         importlib.import_module(_CONVERT).add_arguments(convert)
-    return parser
+    return root
 
 
 # inspect

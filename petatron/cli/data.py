@@ -25,19 +25,24 @@ SHOWN_TOKENS = 24
 SHOWN_CHARACTERS = 400
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one subcommand of `petatron data`."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of all subcommands."""
+    root = argparse.ArgumentParser(
         prog="petatron data", description="Fetch public text; make, inspect and join token files (.bin/.idx)."
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
     data_fetch.add_arguments(
         verbs.add_parser("fetch", help="download a public dataset as JSON lines", allow_abbrev=False)
     )
-    _add_preprocess_arguments(verbs.add_parser("preprocess", help="tokenize JSON lines", allow_abbrev=False))
+    _add_preprocess_arguments(verbs.add_parser("preprocess", help="tokenize JSON lines or text", allow_abbrev=False))
     _add_inspect_arguments(verbs.add_parser("inspect", help="describe a dataset and show a sample", allow_abbrev=False))
     _add_merge_arguments(verbs.add_parser("merge", help="join datasets into one", allow_abbrev=False))
-    args = parser.parse_args(argv)
+    return root
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one subcommand of `petatron data`."""
+    args = parser().parse_args(argv)
     configure_logging()
     if args.verb == "fetch":
         return data_fetch.run(args)
@@ -48,7 +53,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines: plain, gzip or zstd")
+    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines or text: plain, gzip or zstd")
+    add(
+        "--input-format",
+        choices=("jsonl", "text", "text-file"),
+        default="jsonl",
+        help="JSON lines; text whose paragraphs are documents, with blank lines between; text whose files are (default: jsonl)",
+    )
+    add("--overwrite", action="store_true", help="replace an output that exists")
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take text from (default: text)")
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
@@ -101,6 +113,8 @@ def _preprocess(args: argparse.Namespace) -> int:
         workers=args.workers,
         on_error=args.on_error,
         max_documents=args.max_documents,
+        input_format=args.input_format,
+        overwrite=args.overwrite,
         max_line_bytes=MAX_LINE_BYTES if args.max_line_bytes is None else args.max_line_bytes,
     )
     with _progress_display(args.log_interval) as show:
@@ -119,17 +133,20 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tokenizer_config(args: argparse.Namespace, problems: list[Problem]) -> TokenizerConfig:
+    from petatron.config.checks.files import unused_tokenizer_files
     from petatron.config.schema.training import TokenizerConfig
 
     if args.tokenizer_type is not None and args.tokenizer_type not in TOKENIZER_TYPES:
         fix = f"Use one of {', '.join(TOKENIZER_TYPES)}."
         problems.append(Problem("--tokenizer-type", args.tokenizer_type, "is not in this version", fix))
-    return TokenizerConfig(
+    config = TokenizerConfig(
         tokenizer_type=args.tokenizer_type,
         tokenizer_model=args.tokenizer_model,
         vocab_file=args.vocab_file,
         merge_file=args.merge_file,
     )
+    problems += unused_tokenizer_files(config)
+    return config
 
 
 def _print_report(report: PreprocessReport) -> None:
@@ -192,7 +209,7 @@ def _format_duration(seconds: float) -> str:
 
 
 def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prefix", help="dataset prefix, without .bin or .idx")
+    parser.add_argument("prefix", help="dataset prefix, or its .bin or .idx")
     parser.add_argument("--document", type=int, default=0, metavar="N", help="document to show (default: 0)")
     _add_tokenizer_arguments(parser)
 
@@ -201,10 +218,11 @@ def _inspect(args: argparse.Namespace) -> int:
     problems: list[Problem] = []
     config = _tokenizer_config(args, problems)
 
+    from petatron.config.schema.data_blend import dataset_prefix
     from petatron.data.indexed_dataset import IndexedDataset
     from petatron.data.tokenizer import build_tokenizer
 
-    dataset = IndexedDataset(args.prefix)
+    dataset = IndexedDataset(dataset_prefix(args.prefix))
     if not 0 <= args.document < dataset.num_documents:
         rule = f"is not a document of {args.prefix}, which has {dataset.num_documents:,}"
         problems.append(Problem("--document", str(args.document), rule, "They are counted from 0."))
@@ -248,9 +266,10 @@ def _add_merge_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _merge(args: argparse.Namespace) -> int:
+    from petatron.config.schema.data_blend import dataset_prefix
     from petatron.data.indexed_writer import merge_datasets
 
-    merged = merge_datasets(args.input, args.output_prefix)
+    merged = merge_datasets([dataset_prefix(prefix) for prefix in args.input], args.output_prefix)
     print(f"{merged.num_documents:,} documents, {merged.num_tokens:,} tokens from {len(args.input)} datasets")
     print(f"{merged.bin}, {merged.idx}")
     return 0

@@ -76,12 +76,12 @@ class Diagnosis:
     working_folder_free_gb: float
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the diagnosis, which is no verdict and always 0; or try communication, which is one."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the verb."""
+    root = argparse.ArgumentParser(
         prog="petatron doctor", description="Report versions, devices, backends and what each missing extra costs."
     )
-    parser.add_argument(
+    root.add_argument(
         "--json",
         nargs="?",
         const=True,
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="FILE",
         help="print one JSON object; with --nccl, to a file",
     )
-    tried = parser.add_mutually_exclusive_group()
+    tried = root.add_mutually_exclusive_group()
     tried.add_argument(
         "--nccl",
         action="store_true",
@@ -97,15 +97,20 @@ def main(argv: Sequence[str]) -> int:
         "ranks): bandwidth of every collective, two steps of training against one process, and a verdict",
     )
     tried.add_argument("--gloo", action="store_true", help="the same between CPU processes")
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes to start for that")
-    options = parser.parse_args(list(argv))
+    root.add_argument("--ranks", type=int, metavar="N", help="processes to start for that")
+    return root
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the diagnosis, which is no verdict and always 0; or try communication, which is one."""
+    options = parser().parse_args(list(argv))
     if options.nccl or options.gloo:
         if options.json is True:
-            parser.error("--json needs a FILE here: the table goes to the terminal")
+            parser().error("--json needs a FILE here: the table goes to the terminal")
         report = None if options.json is None else Path(options.json)
         return doctor_nccl.check_ranks(device="cuda" if options.nccl else "cpu", ranks=options.ranks, report=report)
     if options.ranks is not None or isinstance(options.json, str):
-        parser.error("--ranks and --json FILE are for --nccl and --gloo")
+        parser().error("--ranks and --json FILE are for --nccl and --gloo")
     found = diagnose()
     print(json.dumps(asdict(found), indent=2) if options.json else render(found))
     return 0

@@ -28,6 +28,7 @@ VERBS: Mapping[str, str] = {
     "verify": "prove that a parallel layout trains the same model as one process",
     "bench": "measure speed side by side",
     "config": "show, compare and document configurations",
+    "completion": "print a script that completes commands in bash, zsh or fish",
     "doctor": "report versions, devices, backends and what missing extras cost",
 }
 

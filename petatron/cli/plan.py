@@ -26,15 +26,16 @@ MAX_SIMULATED_PASSES = 250_000
 """Ranks x virtual stages x micro-batches that are simulated, which takes about half a minute; costs are linear in it."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
         prog="petatron plan",
-        description="What a layout will cost, before it is started: `plan schedule` simulates a pipeline schedule with given costs, draws it, "
+        description="What a layout will cost, before it is started: `plan schedule` simulates a pipeline schedule with given costs, draws "
+        "it, "
         "compares all schedules or draws what a run has measured (--pipeline-timeline); `plan memory` predicts what every rank will hold, "
         "says whether it fits a device, and which changes would make it fit.",
         epilog="petatron plan schedule --help and petatron plan memory --help tell more.",
     )
-    verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    verbs = root.add_subparsers(dest="what", required=True, metavar="WHAT")
     one = verbs.add_parser(
         "schedule",
         help="simulate and draw a pipeline schedule, compare all of them, or draw a measured one",
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--measured", metavar="FILE.json", type=Path, help="draw the timeline a run wrote, not a simulated one"
     )
     verbs.add_parser("memory", help="predict what every rank will hold, and what would make it fit", add_help=False)
-    return parser
+    return root
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         from petatron.cli.plan_memory import main as plan_memory
 
         return plan_memory(argv[1:])
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     if options.measured is not None:
         return _measured(options)
     problems = _shape_problems(options)

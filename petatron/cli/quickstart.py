@@ -33,22 +33,27 @@ NUM_STEPS = 6
 _EXIT_INTERRUPTED = 130
 
 
-def main(argv: Sequence[str]) -> int:
-    """Read the flags and run."""
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the verb."""
     defaults = QuickstartOptions()
-    parser = argparse.ArgumentParser(
+    root = argparse.ArgumentParser(
         prog="petatron quickstart",
         description="Train a small LLaMA on the source of Python's standard library, split over two processes of this "
         "machine's CPU, in about two minutes. Nothing is downloaded; finished steps are not repeated.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = root.add_argument
     add("--tp", type=int, default=defaults.tensor_parallel, metavar="N", help="processes that share the model (2)")
     add("--steps", type=int, default=defaults.steps, metavar="N", help=f"training iterations ({defaults.steps})")
     add("--minutes", type=float, default=defaults.minutes, metavar="M", help="longest training time (4)")
     add("--out", default=defaults.out, metavar="DIR", help=f"folder for all results ({defaults.out})")
     add("--fresh", action="store_true", help="do everything again, even what is finished")
-    args = parser.parse_args(list(argv))
+    return root
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the flags and run."""
+    args = parser().parse_args(list(argv))
     options = QuickstartOptions(
         out=args.out, tensor_parallel=args.tp, steps=args.steps, minutes=args.minutes, fresh=args.fresh
     )

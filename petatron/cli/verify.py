@@ -28,8 +28,8 @@ _NO_LAYOUT = (
 )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
         prog="petatron verify",
         description="Trains k steps of a configuration in a reference layout (one process) and in the layout given by the "
         "flags, on the same data from the same seed, at a constant learning rate and without dropout, and compares loss, "
@@ -40,29 +40,27 @@ def _parser() -> argparse.ArgumentParser:
         "`petatron verify --matrix` runs many layouts of small models instead: see petatron verify --matrix --help.",
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps to train (20)")
-    parser.add_argument(
+    root.add_argument("--steps", type=int, default=20, help="optimizer steps to train (20)")
+    root.add_argument(
         "--dtype",
         choices=("float32", "float64"),
         default="float32",
         help="precision of both runs, whatever the flags say; float64 compares to 1e-9 (float32)",
     )
-    parser.add_argument(
-        "--reference", metavar="FLAGS", help="layout to compare with, as one quoted string (one process)"
-    )
-    parser.add_argument(
+    root.add_argument("--reference", metavar="FLAGS", help="layout to compare with, as one quoted string (one process)")
+    root.add_argument(
         "--inject", metavar="TENSOR[@STEP]", help="spoil one gradient in the layout: tests the check itself"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison as JSON too")
-    parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--record-ends", action="store_true", help=argparse.SUPPRESS)
-    return parser
+    root.add_argument("--json", metavar="FILE", type=Path, help="write the comparison as JSON too")
+    root.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
+    root.add_argument("--record-ends", action="store_true", help=argparse.SUPPRESS)
+    return root
 
 
 def main(argv: list[str]) -> int:
     if "--matrix" in argv:
         return verify_matrix.main(argv)
-    options, flags = _parser().parse_known_args(argv)
+    options, flags = parser().parse_known_args(argv)
     if problems := verify_matrix.problems_without_matrix(flags):
         raise ConfigError(problems)
     flags = with_preset(flags)

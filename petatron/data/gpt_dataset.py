@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from petatron.base.device import host_memory_bytes
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.log import get_logger
+from petatron.base.text import format_bytes
 from petatron.config.schema.data_blend import BlendError, parse_split
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.sample_index import build_sample_indices, plan_epochs
+from petatron.data.sample_index import build_sample_indices, index_bytes, plan_epochs
+
+_ANNOUNCED_ENTRIES = 10_000_000
+_SECONDS_PER_ENTRY = 3e-7
+"""Measured on one core: two shuffles and a search per sample, limited by the memory's latency."""
 
 
 class GPTDataset:
@@ -51,7 +59,9 @@ class GPTDataset:
         }
 
         def build() -> Arrays:
-            index = build_sample_indices(np.arange(documents.start, documents.stop), lengths, self.plan, seed)
+            numbers = np.arange(documents.start, documents.stop)
+            progress = self._announce(cache_dir)
+            index = build_sample_indices(numbers, lengths, self.plan, seed, on_part=progress)
             return {"documents": index.document_index, "starts": index.sample_index, "order": index.shuffle_index}
 
         self.fingerprint = fingerprint(key)
@@ -61,6 +71,24 @@ class GPTDataset:
             arrays["starts"],
             arrays["order"],
         )
+
+    def _announce(self, cache_dir: str | Path | None) -> Callable[[str], None]:
+        """Says what a large index will take before it is built, and refuses one that cannot be held; returns a reporter of progress."""
+        size, memory = index_bytes(self.plan, len(self.documents)), host_memory_bytes()
+        what = f"{self.indexed.prefix}: the order of {self.plan.num_samples:,} samples over {self.plan.num_epochs:,} epochs"
+        if size > memory:
+            raise DataError(
+                f"{what} takes {format_bytes(size)}, and this machine has {format_bytes(memory)}. Train for fewer iterations or "
+                "samples (a run can be continued with more), or with a longer --seq-length."
+            )
+        log = get_logger(__name__)
+        entries = self.plan.num_samples + len(self.documents) * self.plan.num_epochs
+        if entries < _ANNOUNCED_ENTRIES:
+            return lambda part: None
+        kept = f" and is kept in {cache_dir} for later starts" if cache_dir is not None else ""
+        seconds = entries * _SECONDS_PER_ENTRY
+        log.info("%s takes about %.0f s to build (%s)%s", what, seconds, format_bytes(size), kept)
+        return lambda part: log.info("%s: %s", self.indexed.prefix, part)
 
     def __len__(self) -> int:
         return self.plan.num_samples

@@ -1,4 +1,4 @@
-"""JSON lines to token files.
+"""JSON lines, or plain text, to token files.
 
 One process reads blocks of raw lines and writes results; workers parse and tokenize. A worker receives one bytes object
 and returns a few flat arrays, so communication costs little compared with tokenizing. Results are consumed in the order
@@ -35,9 +35,10 @@ from numpy.typing import NDArray
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
 from petatron.config.schema.training import TokenizerConfig
-from petatron.data.indexed_dataset import optimal_dtype
+from petatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.data.jsonl_reader import BLOCK_BYTES, MAX_LINE_BYTES, LineBlock, read_line_blocks
+from petatron.data.text_reader import InputFormat, read_text_blocks
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 
 BLOCKS_PER_WORKER = 4
@@ -63,6 +64,14 @@ class PreprocessOptions:
     """A longer line is refused, so that a few kilobytes of compressed data cannot fill the memory."""
     block_bytes: int = BLOCK_BYTES
     """Bytes of text per block sent to a worker."""
+    input_format: InputFormat = "jsonl"
+    overwrite: bool = False
+    """Replace an output that exists."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The prefixes that are written, one per key."""
+        return tuple(f"{self.output_prefix}_{key}_document" for key in self.json_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +133,7 @@ def preprocess(
     started = time.monotonic()
     tokenizer = _check_options(options)
     bytes_total = sum(Path(path).stat().st_size for path in options.inputs)
-    outputs = tuple(f"{options.output_prefix}_{key}_document" for key in options.json_keys)
+    outputs = options.outputs
     totals = _Totals()
     with ExitStack() as stack:
         writers = [
@@ -170,6 +179,17 @@ def _check_options(options: PreprocessOptions) -> Tokenizer:
         problems.append(f"--max-documents {options.max_documents} must be at least 1")
     if options.max_line_bytes < 1:
         problems.append(f"--max-line-bytes {options.max_line_bytes} must be at least 1")
+    if options.input_format != "jsonl" and len(options.json_keys) > 1:
+        problems.append(
+            f"--input-format {options.input_format} has one text per document, and --json-keys names several"
+        )
+    if not options.overwrite:
+        existing = [
+            path for output in options.outputs for path in (bin_path(output), idx_path(output)) if path.exists()
+        ]
+        if existing:
+            names = " and ".join(str(path) for path in existing)
+            problems.append(f"{names} exist already; give another --output-prefix, or replace with --overwrite")
     if problems:
         raise DataError(f"Cannot preprocess: {'; '.join(problems)}.")
     tokenizer = build_tokenizer(options.tokenizer, vocab_size=options.vocab_size)
@@ -213,7 +233,12 @@ def _blocks(options: PreprocessOptions) -> Iterator[tuple[LineBlock, int]]:
     for path in options.inputs:
         lines = 0
         limits = {"block_bytes": options.block_bytes, "max_line_bytes": options.max_line_bytes}
-        for block in read_line_blocks(path, max_lines=left, **limits):
+        if options.input_format == "jsonl":
+            blocks = read_line_blocks(path, max_lines=left, **limits)
+        else:
+            whole = options.input_format == "text-file"
+            blocks = read_text_blocks(path, key=options.json_keys[0], whole_file=whole, max_lines=left, **limits)
+        for block in blocks:
             lines = block.first_line - 1 + block.data.count(b"\n") + (not block.data.endswith(b"\n"))
             yield block, before + block.file_position
         before += Path(path).stat().st_size
@@ -306,6 +331,10 @@ class _Encoder:
                 record = json.loads(line)
                 rows.append([_text_value(record, key) for key in self._keys])
                 numbers.append(number)
+            except json.JSONDecodeError as error:
+                plain = line.lstrip()[:1] not in ("{", b"{")
+                hint = ": is this plain text? Use --input-format text" if plain else ""
+                malformed.append((number, f"not JSON ({error.msg}, column {error.colno}){hint}"))
             except (ValueError, RecursionError) as error:
                 malformed.append((number, str(error)))
         return numbers, rows, malformed

@@ -9,6 +9,10 @@ comes last; otherwise documents of a barely used epoch would displace ones not y
 These are Megatron's rules, and the draws come from the same frozen numpy generator in the same order, so a run ported
 here with its seed sees the same samples in the same order.
 
+Why all epochs are built at once, and not each when it is needed: numpy's shuffle (Fisher-Yates) goes from the last element to the first,
+and its last draw decides the first sample. So no sample of Megatron's order is known before all draws are made, two for each sample of
+the whole run or so. What remains is to say how long it takes, to bound the memory, and to keep the result (`index_cache.py`).
+
 Finding the document that contains token k*S is a search in the prefix sum of document lengths. Doing it for all k in
 one vectorised pass needs several int64 arrays as long as the stream has documents; doing it block by block gives the
 same result with memory bounded by the result itself.
@@ -16,6 +20,7 @@ same result with memory bounded by the result itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,13 +89,40 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None)
     return EpochPlan(num_epochs, tokens_per_epoch, seq_length, separate_final_epoch=separate)
 
 
+def index_bytes(plan: EpochPlan, num_documents: int) -> int:
+    """Returns the bytes of the three arrays of a plan over so many documents.
+
+    >>> index_bytes(plan_epochs(tokens_per_epoch=1000, seq_length=10, num_samples=500), 100)
+    9596
+    """
+    stream = num_documents * plan.num_epochs
+    entry = _smallest_int_dtype(stream).itemsize
+    return (
+        stream * _smallest_int_dtype(num_documents).itemsize
+        + (plan.num_samples + 1) * 2 * entry
+        + plan.num_samples * _shuffle_index_dtype(plan).itemsize
+    )
+
+
 def build_sample_indices(
-    documents: NDArray[np.integer], lengths: NDArray[np.integer], plan: EpochPlan, seed: int
+    documents: NDArray[np.integer],
+    lengths: NDArray[np.integer],
+    plan: EpochPlan,
+    seed: int,
+    *,
+    on_part: Callable[[str], None] = lambda part: None,
 ) -> SampleIndices:
-    """Builds the index for a plan. `lengths` is indexed by document number; `documents` are the numbers to use."""
+    """Builds the index for a plan. `lengths` is indexed by document number; `documents` are the numbers to use.
+
+    `on_part` is told of each of the three arrays before it is built.
+    """
     random = legacy_random_state(seed)
+    on_part("documents are shuffled")
     stream = _build_document_index(documents, plan, random)
-    return SampleIndices(stream, _build_sample_index(stream, lengths, plan), _build_shuffle_index(plan, random))
+    on_part("samples are cut")
+    samples = _build_sample_index(stream, lengths, plan)
+    on_part("samples are shuffled")
+    return SampleIndices(stream, samples, _build_shuffle_index(plan, random))
 
 
 def _build_document_index(

@@ -140,3 +140,25 @@ def test_a_mistake_in_a_plan_of_memory_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--device-memory-gb -5 is not a size above 0." in done.stderr and "-size 3 does not divide" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "most"), [((), "31,250"), (("--name", "1f1b"), "62,500")])
+def test_a_simulation_of_minutes_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], name: tuple[str, ...], most: str
+):
+    code, out, err = _plan(capsys, *name, "--pp", "4", "--microbatches", "100000")
+    assert (code, out) == (2, "")
+    assert "are more passes than the 250,000 that are simulated" in err and f"Use {most} or fewer" in err
+
+
+def test_help_names_all_that_is_planned(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for what in (
+        "simulates a pipeline schedule",
+        "compares all schedules",
+        "what a run has measured",
+        "which changes would make it fit",
+    ):
+        assert what in text

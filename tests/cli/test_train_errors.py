@@ -359,3 +359,18 @@ def test_a_folder_for_optimizer_state_is_made(tmp_path: Path):
     where = ["--log-dir", str(tmp_path), "--optimizer-nvme-offload", str(tmp_path / "state")]
     assert main([*MODEL, "--mock-data", *where]) == 0
     assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_numbers_and_places_of_no_use_are_problems_of_their_flags(capsys: pytest.CaptureFixture[str]):
+    flags = ("--mock-data", "--vocab-size", "32", "--tokenizer-type", "ByteTokenizer", "--tokenizer-model", "x.json")
+    huge = ("--num-layers", "9" * 20, "--train-iters", "9" * 12, "--seq-length", "1000000000")
+    code, err = _fails(capsys, *flags, *huge)
+    assert code == 2 and "4 problems in this configuration:" in err
+    assert "--tokenizer-model x.json contradicts --tokenizer-type ByteTokenizer, which reads no file." in err
+    code, err = _fails(capsys, "--mock-data", "--vocab-size", "32", "--tensorboard-dir", "/proc/nowhere/tb")
+    assert code == 2 and "--tensorboard-dir /proc/nowhere/tb cannot be written to (/proc: " in err
+
+
+def test_a_run_beyond_the_memory_of_the_machine_stops_before_it_allocates(capsys: pytest.CaptureFixture[str]):
+    code, err = _fails(capsys, "--mock-data", "--vocab-size", "32", "--seq-length", "100000000")
+    assert code == 2 and "memory forecast " in err and "--no-check-memory starts it anyway." in err

@@ -115,3 +115,14 @@ def test_the_layout_names_recompute_of_one_side(monkeypatch: pytest.MonkeyPatch,
 def test_reference_may_be_another_layout(capfd: pytest.CaptureFixture[str]):
     assert main(["verify", *TINY, "--dp", "2", "--steps", "2", "--reference", "--tp 2 --dp 1"]) == 0
     assert "reference: tp 2, dp 1" in capfd.readouterr().out
+
+
+def test_without_a_layout_it_says_that_nothing_was_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("petatron.cli.verify._train", lambda world_size, argv: 3)  # the note comes before any run
+    assert main(["verify", *TINY, "--steps", "1"]) == 3
+    assert "one rank is compared with itself" in capsys.readouterr().out
+    for layout in (["--tp", "2"], ["--reference", "--tp 2"]):
+        assert main(["verify", *TINY, "--steps", "1", *layout]) == 3
+        assert "compared with itself" not in capsys.readouterr().out

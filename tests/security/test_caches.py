@@ -191,7 +191,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
 
     def noted(name: str, function: Callable[..., object]) -> Callable[..., object]:
-        return lambda *words: (done.append(name), function(*words))[1]
+        return lambda *words, **options: (done.append(name), function(*words, **options))[1]
 
     monkeypatch.setattr(index_cache, "MIN_RECORDED_BYTES", 0)
     monkeypatch.setattr(gpt_dataset, "build_sample_indices", noted("built", build_sample_indices))

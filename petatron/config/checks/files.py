@@ -11,6 +11,7 @@ from petatron.config.checks.rule_helpers import at_least, or_default
 from petatron.config.schema.data_blend import BlendError, parse_blend, parse_split
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.training import TokenizerConfig
 
 
 def check_files(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
@@ -128,9 +129,21 @@ def _blends(config: RawRunConfig) -> Iterator[Problem]:
             yield Problem("--split", data.split, "leaves nothing to train on", "Give training a share above 0.")
 
 
+def unused_tokenizer_files(tokenizer: TokenizerConfig) -> Iterator[Problem]:
+    """Yields the files beside a tokenizer that has none: whoever names one does not want that tokenizer."""
+    if tokenizer.tokenizer_type not in ("ByteTokenizer", "NullTokenizer"):
+        return
+    pair = None not in (tokenizer.vocab_file, tokenizer.merge_file)  # one alone has a rule of its own
+    for name in ("tokenizer_model", *(("vocab_file", "merge_file") if pair else ())):
+        if (path := getattr(tokenizer, name)) is not None:
+            rule = f"contradicts --tokenizer-type {tokenizer.tokenizer_type}, which reads no file"
+            yield Problem(flag_name(name), path, rule, "Leave one of the two out.")
+
+
 def _tokenizer(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     tokenizer, vocab_size = config.tokenizer, config.model.vocab_size
     kind = tokenizer.tokenizer_type
+    yield from unused_tokenizer_files(tokenizer)
     if kind == "HuggingFaceTokenizer" and tokenizer.tokenizer_model is None:
         fix = "Give a tokenizer.json or a folder that holds one."
         yield Problem("--tokenizer-type", kind, "needs --tokenizer-model", fix)

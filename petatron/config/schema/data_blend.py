@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +33,27 @@ def parse_blend(words: Sequence[str]) -> tuple[BlendPart, ...]:
     """
     numeric = [_number(word) is not None for word in words]
     if not any(numeric):
-        return tuple(BlendPart(word, None) for word in words)
+        prefixes = [dataset_prefix(word) for word in words]
+        # `corpus.*` names both files of a dataset, which is still one.
+        return tuple(
+            BlendPart(word, None) for word in (prefixes if prefixes == list(words) else dict.fromkeys(prefixes))
+        )
     if len(words) % 2 or numeric != [True, False] * (len(words) // 2):
         raise BlendError("mixes weights and prefixes that do not pair up")
     weights = [float(word) for word in words[::2]]
     if min(weights) < 0 or sum(weights) <= 0:
         raise BlendError("has weights that are negative or all zero")
-    return tuple(BlendPart(prefix, weight) for weight, prefix in zip(weights, words[1::2]))
+    return tuple(BlendPart(dataset_prefix(prefix), weight) for weight, prefix in zip(weights, words[1::2]))
+
+
+def dataset_prefix(word: str) -> str:
+    """Returns the prefix of a dataset of which one of its two files may be named, as completion of a shell does.
+
+    >>> dataset_prefix("corpus_text_document.bin"), dataset_prefix("corpus.idx"), dataset_prefix("corpus")
+    ('corpus_text_document', 'corpus', 'corpus')
+    """
+    stem = word.removesuffix(".bin") if word.endswith(".bin") else word.removesuffix(".idx")
+    return word if not stem or os.path.isfile(f"{word}.idx") else stem
 
 
 def parse_split(text: str) -> tuple[float, float, float]:

@@ -24,6 +24,7 @@ _LINES = [
     {"text": "x" * 300, "title": "d", "meta": {"n": [1, 2.5, None]}},
 ]  # fmt: skip
 _TEXT = "\n".join(json.dumps(line) for line in _LINES).encode() + b"\n"
+_WAYS = ("fail", "skip", "text")
 _PLAIN, _GZIP, _ZSTD = "plain.jsonl", "packed.jsonl.gz", "packed.jsonl.zst"
 
 
@@ -32,10 +33,10 @@ def make(name: str) -> Kind:
     return Kind(
         name,
         _seal(inner),
-        doors={f"{file} {how}": _door(file, how) for file in inner for how in ("fail", "skip")},
+        doors={f"{file} {how}": _door(file, how) for file in inner for how in _WAYS},
         formats={".jsonl": "jsonl", ".gz": "gzip"},
         inner=inner,
-        reads={f"{file} {how}": (file,) for file in inner for how in ("fail", "skip")},
+        reads={f"{file} {how}": (file,) for file in inner for how in _WAYS},
         streams=(".gz", ".zst"),
         seal=_seal,
     )
@@ -46,15 +47,17 @@ def _seal(inner: Files) -> Files:
     return {_PLAIN: inner[_PLAIN], _GZIP: gzip.compress(inner[_GZIP], mtime=0), _ZSTD: packed}
 
 
-def _door(file: str, how: Literal["fail", "skip"]) -> Any:
+def _door(file: str, how: Literal["fail", "skip", "text"]) -> Any:
     def door(folder: Path, scratch: Path) -> Any:
+        text = how == "text"
         options = PreprocessOptions(
             inputs=(str(folder / file),),
             output_prefix=str(scratch / "out"),
             tokenizer=TokenizerConfig(tokenizer_type="ByteTokenizer"),
-            json_keys=("text", "title"),
+            json_keys=("text",) if text else ("text", "title"),
+            input_format="text" if text else "jsonl",
             append_eod=True,
-            on_error=how,
+            on_error="fail" if how == "text" else how,
         )
         print("\n".join(preprocess(options).problems))
         return files_of(scratch)

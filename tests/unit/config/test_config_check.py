@@ -100,7 +100,8 @@ ONE_PROBLEM = [
     ("--node-rank 1", "--node-rank 1 is out of range. Use a number from 0 to 1, 1 excluded."),
     (
         "--master-port 70000",
-        "--master-port 70000 is above 65,535, the most it takes. It is: Port of the first machine; unset means a free one (single machine only).",
+        "--master-port 70000 is above 65,535, the most it takes. It is: Port of the first machine; unset means a free "
+        "one (single machine only).",
     ),
     (
         "--nnodes 2 --nproc-per-node 1",

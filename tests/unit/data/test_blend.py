@@ -141,3 +141,11 @@ def test_parse_blend() -> None:
         parse_weighted_prefixes(("1", "a", "b"), flag="--valid-data-path")
     with pytest.raises(ConfigError, match="negative"):
         parse_weighted_prefixes(("-1", "a", "1", "b"))
+
+
+def test_files_of_a_dataset_stand_for_their_prefix(tmp_path):
+    assert parse_weighted_prefixes(("a.bin", "b.idx")) == (None, ("a", "b"))
+    assert parse_weighted_prefixes(("a.bin", "a.idx")) == (None, ("a",)), "`a.*` is one dataset"
+    assert parse_weighted_prefixes(("1", "a.idx", "2", "b")) == ((1.0, 2.0), ("a", "b"))
+    (tmp_path / "odd.bin.idx").touch()
+    assert parse_weighted_prefixes((f"{tmp_path}/odd.bin",)) == (None, (f"{tmp_path}/odd.bin",))

@@ -56,13 +56,16 @@ def test_preprocess_inspect_merge(corpus: Path, capsys: pytest.CaptureFixture[st
 def test_malformed_lines(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus.write_text(corpus.read_text() + "oops\n")
     assert preprocess(corpus) == 1
-    assert "corpus.jsonl:4: " in capsys.readouterr().err
+    assert (
+        "corpus.jsonl:4: not JSON (Expecting value, column 1): is this plain text? Use --input-format text. "
+        in capsys.readouterr().err
+    )
     assert preprocess(corpus, "--tokenizer-type", "ByteTokenizer", "--on-error", "skip") == 0
     printed = capsys.readouterr()
     assert "1 malformed line skipped:\n" in printed.out
     assert (printed.out + printed.err).count("corpus.jsonl:4: ") == 1
     corpus.write_text(corpus.read_text() + "oops\n" * 6)
-    assert preprocess(corpus, "--tokenizer-type", "ByteTokenizer", "--on-error", "skip") == 0
+    assert preprocess(corpus, "--tokenizer-type", "ByteTokenizer", "--on-error", "skip", output="more") == 0
     printed = capsys.readouterr()
     assert "7 malformed lines skipped, the first 5 of them:\n" in printed.out
     assert (printed.out + printed.err).count("corpus.jsonl:") == 5
@@ -156,3 +159,68 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_corpus_is_cut_and_repeated() -> None:
     texts = bench_data.standard_library_texts(200_000)
     assert 200_000 <= sum(map(len, texts)) < 1_500_000
+
+
+def test_an_output_is_replaced_only_when_asked(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bytes_only = ("--tokenizer-type", "ByteTokenizer")
+    assert preprocess(corpus, *bytes_only) == 0
+    index = corpus.parent / "out_text_document.idx"
+    before = index.read_bytes()
+    corpus.write_text(json.dumps({"text": "other"}))
+    assert preprocess(corpus, *bytes_only) == 1
+    assert (
+        "out_text_document.idx exist already; give another --output-prefix, or replace with --overwrite."
+        in capsys.readouterr().err
+    )
+    assert index.read_bytes() == before
+    assert preprocess(corpus, *bytes_only, "--overwrite") == 0
+    assert IndexedDataset(str(index.with_suffix(""))).num_documents == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "documents"), [("text", ["One,\ntwo", "three", "four"]), ("text-file", ["One,\ntwo\n\n\nthree\n \nfour"])]
+)
+def test_plain_text(tmp_path: Path, form: str, documents: list[str]) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("\n\nOne,\ntwo\n\n\nthree\n \nfour\n")
+    flags = ("--tokenizer-type", "ByteTokenizer", "--input-format", form)
+    assert preprocess(path, *flags) == 0
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert [bytes(dataset.get_document(n).tolist()).decode() for n in range(dataset.num_documents)] == documents
+    assert preprocess(path, *flags, "--max-documents", "1", output="one") == 0
+    assert IndexedDataset(tmp_path / "one_text_document").num_documents == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        (b"fine\n\nbad \xff\n", (), "book.txt:3: not UTF-8 text (invalid start byte). Convert the file to UTF-8."),
+        (b"long\nlines\n", ("--max-line-bytes", "8"), "book.txt:1: the document is longer than 8 bytes."),
+        (
+            b"fine\n",
+            ("--json-keys", "a", "b"),
+            "--input-format text has one text per document, and --json-keys names several",
+        ),
+    ],
+)
+def test_plain_text_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, flags: tuple[str, ...], message: str
+) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(content)
+    assert preprocess(path, "--tokenizer-type", "ByteTokenizer", "--input-format", "text", *flags) == 1
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_either_file_of_a_dataset_names_it(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preprocess(corpus) == 0
+    for ending in (".bin", ".idx"):
+        assert main(["data", "inspect", f"{corpus.parent}/out_text_document{ending}"]) == 0
+    assert capsys.readouterr().out.count("documents          2") == 2
+
+
+def test_a_tokenizer_without_files_takes_none(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preprocess(corpus, "--tokenizer-type", "ByteTokenizer", "--tokenizer-model", "tokenizer.json") == 2
+    rule = "--tokenizer-model tokenizer.json contradicts --tokenizer-type ByteTokenizer, which reads no file."
+    assert rule in capsys.readouterr().err

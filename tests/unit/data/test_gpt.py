@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 
@@ -74,7 +75,9 @@ def test_cache_is_used_and_keyed_by_content(
     assert sorted(kept) == [".json", ".npy", ".npy", ".npy"]
     built: list[int] = []
     original = gpt_dataset.build_sample_indices
-    monkeypatch.setattr(gpt_dataset, "build_sample_indices", lambda *args: (built.append(1), original(*args))[1])
+    monkeypatch.setattr(
+        gpt_dataset, "build_sample_indices", lambda *args, **options: (built.append(1), original(*args, **options))[1]
+    )
     assert build() == first and build(num_samples=8) == first and not built  # rewritten files, same content: found
     assert build(seed=2) != first and len(built) == 1
     build(num_samples=11)  # a second epoch
@@ -135,3 +138,30 @@ def test_split_values() -> None:
     for bad in ("", "a,b", "1,-1", "0,0,0", "1,2,3,4", "nan,1", "inf,1"):
         with pytest.raises(ConfigError, match="--split"):
             split_documents(bad, 10)
+
+
+def test_a_large_index_is_announced_and_one_beyond_memory_refused(
+    make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    indexed = IndexedDataset(make_dataset(DOCUMENTS))
+
+    def build(num_samples: int) -> list[list[int]]:
+        return samples(GPTDataset(indexed, range(6), num_samples=num_samples, seq_length=4, seed=5))
+
+    quiet = build(30)
+    monkeypatch.setattr(gpt_dataset, "_ANNOUNCED_ENTRIES", 1)
+    with caplog.at_level("INFO", logger="petatron"):
+        monkeypatch.setattr(logging.getLogger("petatron"), "propagate", True)
+        assert build(30) == quiet
+    lines = [record.getMessage() for record in caplog.records]
+    assert "the order of 39 samples over 4 epochs takes about 0 s to build" in lines[0]
+    assert [line.split(": ")[1] for line in lines[1:]] == [
+        "documents are shuffled",
+        "samples are cut",
+        "samples are shuffled",
+    ]
+    monkeypatch.setattr(gpt_dataset, "host_memory_bytes", lambda: 100)
+    with pytest.raises(
+        DataError, match=r"over 4 epochs takes .* bytes, and this machine has 100 bytes\. Train for fewer"
+    ):
+        build(30)

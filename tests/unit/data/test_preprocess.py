@@ -24,7 +24,7 @@ def lines(texts: list[str], key: str = "text") -> bytes:
 
 
 def run(tmp_path: Path, *inputs: Path, name: str = "out", **options: object) -> PreprocessReport:
-    chosen = {"tokenizer": BYTES, "output_prefix": str(tmp_path / name), **options}
+    chosen = {"tokenizer": BYTES, "output_prefix": str(tmp_path / name), "overwrite": True, **options}
     return preprocess(PreprocessOptions(inputs=tuple(map(str, inputs)), **chosen))  # type: ignore[arg-type]
 
 
@@ -206,7 +206,7 @@ def test_nothing_to_write_is_an_error(tmp_path: Path) -> None:
         run(tmp_path, tmp_path / "x")
     (tmp_path / "x").write_bytes(b"bad\n" * 2)
     with pytest.raises(
-        DataError, match=r"0 documents, 2 malformed lines \(the first: .*x:1: Expecting value.*\), 0 empty"
+        DataError, match=r"0 documents, 2 malformed lines \(the first: .*x:1: not JSON .Expecting value.*\), 0 empty"
     ):
         run(tmp_path, tmp_path / "x", on_error="skip")
     assert [found.name for found in tmp_path.iterdir()] == ["x"]

@@ -1,0 +1,213 @@
+"""`petatron completion bash|zsh|fish`: a script that completes verbs, flags, their choices, presets and paths.
+
+It is generated from what the command line itself reads: the table of verbs, the schema, and the verbs' own parsers. zsh runs bash's
+script through its compatibility layer. Nothing here imports torch, since a shell may run it at every start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from petatron.cli import bench, checkpoint, data, doctor, plan, quickstart, verify
+from petatron.config.flags import megatron_flags
+from petatron.config.flags.parse import FILE_FLAG, PRESET_FLAG, known_flags
+from petatron.config.presets import preset_names
+from petatron.config.schema.fields import FieldInfo, fields_by_name
+
+SHELLS = ("bash", "zsh", "fish")
+_USAGE = """usage: petatron completion bash|zsh|fish
+
+Prints a script that completes verbs, flags, choices, presets and paths. To use it:
+  bash   echo 'source <(petatron completion bash)' >> ~/.bashrc
+  zsh    echo 'source <(petatron completion zsh)' >> ~/.zshrc
+  fish   petatron completion fish > ~/.config/fish/completions/petatron.fish"""
+
+FlagValue = Literal["none", "text", "path"] | tuple[str, ...]
+"""What follows a flag: nothing, text that nobody can guess, a path, or one of some words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What may follow a command: further words, flags with their values, presets."""
+
+    flags: Mapping[str, FlagValue] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    presets: bool = False
+
+
+def main(argv: Sequence[str]) -> int:
+    if list(argv) in (["-h"], ["--help"]):
+        print(_USAGE)
+        return 0
+    if len(argv) != 1 or argv[0] not in SHELLS:
+        print(_USAGE, file=sys.stderr)
+        return 2
+    print({"bash": bash_script, "zsh": zsh_script, "fish": fish_script}[argv[0]](), end="")
+    return 0
+
+
+def completions() -> dict[str, Completion]:
+    """Maps commands, as `train` or `data preprocess`, to what may follow them."""
+    run = run_flags()
+    found = {"train": Completion(run, presets=True), "completion": Completion(words=SHELLS)}
+    found["config"] = Completion(words=("show", "diff", "presets", "reference"))
+    found["config show"] = Completion({**run, "--changed": "none", "--yaml": "none"}, presets=True)
+    found["config diff"] = Completion(presets=True)
+    found["config presets"], found["config reference"] = Completion(), Completion({"--out": "path"})
+    found["bench"] = Completion(words=tuple(bench.BENCHES))
+    for verb, parser in (
+        ("quickstart", quickstart.parser()),
+        ("data", data.parser()),
+        ("checkpoint", checkpoint.parser(converting=False)),
+        ("plan", plan.parser()),
+        ("doctor", doctor.parser()),
+        ("verify", verify.parser()),
+    ):
+        found |= dict(_parser_completions(verb, parser))
+    found["verify"] = Completion({**run, **found["verify"].flags}, presets=True)
+    found["plan memory"] = Completion({**run, "--device-memory-gb": "text"}, presets=True)
+    return found
+
+
+def run_flags() -> dict[str, FlagValue]:
+    """Returns every flag of `petatron train` with what follows it."""
+    flags: dict[str, FlagValue] = dict.fromkeys(known_flags(), "none")
+    flags |= {info.flag: _field_value(info) for info in fields_by_name().values()}
+    flags |= {flag: _field_value(fields_by_name()[name]) for flag, name in megatron_flags.ALIASES.items()}
+    flags |= {flag: tuple(choices) for flag, choices in megatron_flags.CHOICE_FLAGS.items()}
+    flags |= {flag: "text" for flag, no_op in megatron_flags.NO_OP_FLAGS.items() if no_op.takes_value}
+    return flags | {PRESET_FLAG: preset_names(), FILE_FLAG: "path", "--help": "none"}
+
+
+def _field_value(info: FieldInfo) -> FlagValue:
+    if info.choices:
+        return info.choices
+    return "none" if info.kind == "bool" else "path" if "path" in info.marks else "text"
+
+
+def _parser_completions(command: str, parser: argparse.ArgumentParser) -> Iterable[tuple[str, Completion]]:
+    flags: dict[str, FlagValue] = {}
+    words: tuple[str, ...] = ()
+    for action in parser._actions:  # argparse has no public way to list them
+        if isinstance(action, argparse._SubParsersAction):
+            words = tuple(action.choices)
+            for name, inner in action.choices.items():
+                yield from _parser_completions(f"{command} {name}", inner)
+        elif action.help != argparse.SUPPRESS:
+            flags |= {flag: _action_value(action) for flag in action.option_strings if flag.startswith("--")}
+    yield command, Completion(flags, words)
+
+
+_PATH_NAMES = ("FILE", "PATH", "PREFIX", "DIR", "KEY", "FOLDER")
+
+
+def _action_value(action: argparse.Action) -> FlagValue:
+    if action.nargs == 0:
+        return "none"
+    if action.choices is not None:
+        return tuple(str(choice) for choice in action.choices)
+    named = action.metavar if isinstance(action.metavar, str) else ""
+    return "path" if any(word in named for word in _PATH_NAMES) else "text"
+
+
+def bash_script() -> str:
+    """Returns the script for bash: a table of words for each command, and one for the value of each flag."""
+    from petatron.cli.main import VERBS
+
+    commands = completions()
+    cases = "\n".join(_bash_case(command, found) for command, found in commands.items())
+    values = "\n".join(_bash_value(flag, value) for flag, value in sorted(_all_values(commands).items()))
+    return f"""# petatron completion for bash; made by `petatron completion bash`
+_petatron() {{
+  local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" verb="${{COMP_WORDS[1]}}"
+  local words="" flags="" presets="" IFS=$' \\t\\n'
+  COMPREPLY=()
+  if [[ $COMP_CWORD -eq 1 ]]; then
+    COMPREPLY=( $(compgen -W {shlex.quote(" ".join(VERBS))} -- "$cur") )
+    return
+  fi
+  local command="$verb"
+  [[ $COMP_CWORD -gt 2 ]] && command="$verb ${{COMP_WORDS[2]}}"
+  case "$command" in
+{cases}
+  esac
+  case "$prev" in
+{values}
+  esac
+  if [[ $cur == -* ]]; then
+    COMPREPLY=( $(compgen -W "$flags" -- "$cur") )
+  elif [[ -n $words ]]; then
+    COMPREPLY=( $(compgen -W "$words" -- "$cur") )
+  else
+    [[ -n $presets ]] && COMPREPLY=( $(compgen -W {shlex.quote(" ".join(preset_names()))} -- "$cur") )
+    COMPREPLY+=( $(compgen -f -- "$cur") )
+  fi
+}}
+complete -o filenames -F _petatron petatron
+"""
+
+
+def _bash_case(command: str, found: Completion) -> str:
+    # `train --tp 2`: the second word is no subcommand, so a verb without any matches with whatever follows.
+    pattern = f'"{command}"' if found.words or " " in command else f'"{command}" | "{command} "*'
+    return (
+        f"    {pattern}) words={shlex.quote(' '.join(found.words))}; flags={shlex.quote(' '.join(found.flags))}; "
+        f"presets={'yes' if found.presets else ''} ;;"
+    )
+
+
+def _bash_value(flag: str, value: FlagValue) -> str:
+    if value == "path":
+        return f'    {flag}) COMPREPLY=( $(compgen -f -- "$cur") ); return ;;'
+    words = "" if isinstance(value, str) else " ".join(value)
+    return f'    {flag}) COMPREPLY=( $(compgen -W {shlex.quote(words)} -- "$cur") ); return ;;'
+
+
+def _all_values(commands: Mapping[str, Completion]) -> dict[str, FlagValue]:
+    """Returns the values of flags that have any; where verbs differ, a path wins."""
+    found: dict[str, FlagValue] = {}
+    for completion in commands.values():
+        for flag, value in completion.flags.items():
+            if value != "none" and found.get(flag) != "path":
+                found[flag] = value
+    return found
+
+
+def zsh_script() -> str:
+    """Returns bash's script, run by zsh's own compatibility layer."""
+    start = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
+    return f"# petatron completion for zsh; made by `petatron completion zsh`\n{start}{bash_script()}"
+
+
+def fish_script() -> str:
+    """Returns the script for fish: one line for each verb, subcommand and flag."""
+    from petatron.cli.main import VERBS
+
+    lines = ["# petatron completion for fish; made by `petatron completion fish`", "complete -c petatron -e"]
+    lines += [
+        f"complete -c petatron -n __fish_use_subcommand -f -a {verb} -d {shlex.quote(summary)}"
+        for verb, summary in VERBS.items()
+    ]
+    for command, found in completions().items():
+        verb, _, inner = command.partition(" ")
+        seen = f"__fish_seen_subcommand_from {verb}" + (f"; and __fish_seen_subcommand_from {inner}" if inner else "")
+        if found.words:
+            names = " ".join(found.words)
+            first = f"{seen}; and not __fish_seen_subcommand_from {names}"
+            lines.append(f'complete -c petatron -n "{first}" -f -a "{names}"')
+        if found.presets:
+            lines.append(f'complete -c petatron -n "{seen}" -a "{" ".join(preset_names())}"')
+        lines += [f'complete -c petatron -n "{seen}" {_fish_flag(flag, value)}' for flag, value in found.flags.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _fish_flag(flag: str, value: FlagValue) -> str:
+    rest = (
+        {"none": "-f", "path": "-r -F", "text": "-x"}[value] if isinstance(value, str) else f'-x -a "{" ".join(value)}"'
+    )
+    return f"-l {flag[2:]} {rest}"
