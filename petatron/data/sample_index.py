@@ -1,6 +1,6 @@
 """Maps training sample i to its tokens: pure functions of document lengths, sequence length and seed.
 
-One epoch is every document of a split once. Documents of all epochs are shuffled together and concatenated to one
+A document here is a sequence of the file, of which most documents are one. One epoch is every document of a split once. Documents of all epochs are shuffled together and concatenated to one
 stream of tokens; sample k is the S+1 tokens from token k*S on, so consecutive samples share one token (the last label
 of one is the first input of the next) and every token but the last few is predicted once. The order in which samples
 are used is shuffled once more. If the last epoch is needed for less than 80% of its samples, it is shuffled separately and
