@@ -15,6 +15,7 @@ import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -118,11 +119,31 @@ def peak_memory_bytes(kind: DeviceKind) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes
 
 
-def _cpu_name() -> str:
+@cache
+def cpu_instructions() -> frozenset[str]:
+    """Returns the instruction sets of this CPU by Linux's names (avx512_bf16 on x86, bf16 on Arm); empty where unknown."""
+    return parse_instructions(_cpu_description())
+
+
+def parse_instructions(description: str) -> frozenset[str]:
+    """Returns the instruction sets in a text like /proc/cpuinfo, of its first core.
+
+    >>> sorted(parse_instructions("processor : 0\\nFeatures\\t: fp asimd bf16\\n"))
+    ['asimd', 'bf16', 'fp']
+    """
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", description, re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()
+
+
+def _cpu_description() -> str:
     try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        match = None
+        return ""
+
+
+def _cpu_name() -> str:
+    match = re.search(r"^model name\s*:\s*(.+)$", _cpu_description(), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 

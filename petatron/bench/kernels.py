@@ -88,10 +88,11 @@ class DeviceSpeed:
     def measure(cls, context: BenchContext, *, repeat: int) -> DeviceSpeed:
         from petatron.bench.measure.machine import large_copy
         from petatron.bench.measure.timing import median_ms
+        from petatron.kernels.matmul import matmul
 
         side = _GEMM_SIZE[context.device.type]
         (move, moved), a, b = large_copy(context.device), context.randn(side, side), context.randn(side, side)
-        copy, gemm = median_ms([move, lambda: a @ b], context.device, repeat=repeat, warmup_s=_WARMUP_S)
+        copy, gemm = median_ms([move, lambda: matmul(a, b)], context.device, repeat=repeat, warmup_s=_WARMUP_S)
         return cls(moved / copy / 1e9, 2 * side**3 / gemm / 1e9)
 
     def __str__(self) -> str:

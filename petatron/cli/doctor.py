@@ -202,6 +202,10 @@ def _attention_backends(device: torch.device) -> tuple[str, ...]:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from petatron.kernels.matmul import unsupported_reason
+
+    half = torch.bfloat16  # a CPU without its instructions would be slow, and may report that on stderr
+    dtype = half if unsupported_reason(device.type, half) is None else torch.float32
     preferred = {
         "cudnn": SDPBackend.CUDNN_ATTENTION,
         "flash": SDPBackend.FLASH_ATTENTION,
@@ -210,7 +214,7 @@ def _attention_backends(device: torch.device) -> tuple[str, ...]:
     }
 
     def attend(backend: SDPBackend) -> None:
-        x = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16, device=device)
+        x = torch.zeros(1, 2, 64, 64, dtype=dtype, device=device)
         with sdpa_kernel(backend):
             torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
@@ -228,9 +232,14 @@ def _kernels(device: torch.device) -> tuple[str, ...]:
 
 def _gemm_kernels(device: str, dtype: torch.dtype) -> Iterator[str]:
     """Yields the GEMMs outside the registry: they are PyTorch functions."""
-    from petatron.kernels import weight_grad_gemm
+    from petatron.kernels import matmul, weight_grad_gemm
     from petatron.kernels.moe import grouped_gemm
 
+    name, reason = str(dtype).removeprefix("torch."), matmul.unsupported_reason(device, dtype)
+    if reason is None:
+        yield f"GEMMs and attention: {name}"
+    else:
+        yield f"GEMMs and attention: {name} widened to float32, results rounded once; not {name}: {reason}"
     reason = grouped_gemm.unsupported_reason(device, dtype)
     if reason is None:
         yield "expert GEMMs: one kernel for all experts; one after the other for widths that are no multiples of 8"

@@ -2,6 +2,8 @@
 
 Sample t is taken from the dataset that is furthest behind its share: the largest w_j * max(t, 1) - c_j, the first of
 them on a tie, where c_j counts the samples already taken from j. This is Megatron's rule, to the last tie.
+Weights are Megatron's to the last bit as well, which decides ties: it normalises those that a user gives twice. And it builds more of
+each dataset than the blend takes, which decides how many epochs are shuffled together (`samples_to_build`).
 
 The rule is sequential, and a Python loop over a billion samples would take an hour. But it converges: whatever
 counts it starts from (near their shares), it soon selects the same samples. So the sequence is divided into many
@@ -13,6 +15,7 @@ which starts from zeros. Lanes that were wrong are rerun from their neighbour's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.sample_dataset import Sample, SampleDataset
 
 MAX_DATASETS = 32766
+_SURPLUS = 0.005  # the default of Megatron's --mid-level-dataset-surplus
 # A step of all lanes should work on arrays that fit a core's cache, yet be long enough to hide numpy's call overhead.
 LANE_ELEMENTS = 1 << 15
 MIN_LANE_STEPS = 512
@@ -53,6 +57,37 @@ def parse_weighted_prefixes(words: Sequence[str], *, flag: str = "--data-path") 
     return weights or None, tuple(part.prefix for part in parts)
 
 
+def normalize_once(weights: Sequence[float]) -> list[float]:
+    """Returns weights of which `blend_indices`, which normalises too, makes the twice normalised ones.
+
+    A second normalisation seldom changes a bit. Where it does not, weights are returned as given, so that caches and fingerprints are
+    those of the order.
+
+    >>> normalize_once([3.0, 1.0]), normalize_once([0.3, 2.6, 1.5])
+    ([3.0, 1.0], [0.06818181818181818, 0.5909090909090908, 0.3409090909090909])
+    """
+    once = _normalized(weights)
+    return list(weights) if np.array_equal(once, _normalized(once)) else once.tolist()
+
+
+def samples_to_build(weights: Sequence[float], size: int, taken: Sequence[int]) -> list[int]:
+    """Returns the samples that Megatron builds of each dataset of a weighted blend: its share and half a percent, both rounded up.
+
+    Where the blend takes still more of one (`taken`), that many.
+
+    >>> samples_to_build([3.0, 1.0], 80, [60, 20])
+    [61, 21]
+    """
+    shares = _normalized(weights).tolist()
+    built = (math.ceil(math.ceil(size * share) * (1 + _SURPLUS)) for share in shares)
+    return [max(pair) for pair in zip(built, taken, strict=True)]
+
+
+def _normalized(weights: Sequence[float] | NDArray) -> NDArray[np.float64]:
+    share = np.asarray(weights, np.float64)
+    return share / share.sum()
+
+
 def blend_indices(
     weights: Sequence[float] | NDArray, size: int, *, limits: Sequence[int] | None = None
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
@@ -60,8 +95,7 @@ def blend_indices(
 
     `limits` caps the samples of each dataset; an exhausted dataset is skipped.
     """
-    share = np.asarray(weights, np.float64)
-    share = share / share.sum()
+    share = _normalized(weights)
     cap = np.full(len(share), np.iinfo(np.int64).max) if limits is None else np.asarray(limits, np.int64)
     if not 1 <= len(share) <= MAX_DATASETS:
         raise ValueError(f"{len(share)} datasets; a blend has 1 to {MAX_DATASETS}")

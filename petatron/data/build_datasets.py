@@ -14,9 +14,16 @@ from petatron.base.untrusted_files import reading_untrusted
 from petatron.config.schema.data_blend import read_blend_file
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig
-from petatron.data.blended_dataset import BlendedDataset, WeightedPrefixes, load_blend, parse_weighted_prefixes
+from petatron.data.blended_dataset import (
+    BlendedDataset,
+    WeightedPrefixes,
+    load_blend,
+    normalize_once,
+    parse_weighted_prefixes,
+    samples_to_build,
+)
 from petatron.data.data_file_error import data_file_error
-from petatron.data.gpt_dataset import GPTDataset, split_documents
+from petatron.data.gpt_dataset import GPTDataset, split_sequences
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.mock_dataset import MockDataset
 from petatron.data.sample_dataset import SampleDataset
@@ -40,11 +47,15 @@ class SplitDatasets:
 
 @dataclass(frozen=True, slots=True)
 class _SplitSource:
-    """Documents of one file that belong to one split, and their share of the blend."""
+    """Sequences of one file that belong to one split, and their share of the blend."""
 
     indexed: IndexedDataset
-    documents: range
+    sequences: range
     weight: float | None
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.indexed.lengths[self.sequences.start : self.sequences.stop].sum(dtype=np.int64))
 
 
 def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]) -> SplitDatasets:
@@ -142,13 +153,13 @@ def _split_sources(
     files: dict[str, IndexedDataset],
     num_samples: tuple[int, int, int],
 ) -> list[list[_SplitSource]]:
-    """Returns the documents of each file for each split; a split with its own blend uses all documents.
+    """Returns the sequences of each file for each split; a split with its own blend uses all of them.
 
     Training needs every source it names, and so does validation when --eval-interval requests it. The default split of a small
-    dataset may leave no documents for the others; then there is a warning and no such evaluation.
+    dataset may leave nothing for the others; then there is a warning and no such evaluation.
     """
     data = config.data
-    whole = bool(data.train_data_path or data.valid_data_path or data.test_data_path)
+    whole = _has_blend_per_split(data)
     needed = {"train", "valid"} if config.train.eval_interval else {"train"}
     problems: list[str] = []
     result: list[list[_SplitSource]] = []
@@ -157,14 +168,15 @@ def _split_sources(
         sources: list[_SplitSource] = []
         for place, prefix in enumerate(prefixes):
             indexed = files[prefix]
-            every = range(indexed.num_documents)
-            documents = every if whole else split_documents(data.split, indexed.num_documents)[number]
-            if indexed.document_lengths[documents.start : documents.stop].sum(dtype=np.int64):
-                sources.append(_SplitSource(indexed, documents, weights[place] if weights else None))
+            every = range(indexed.num_sequences)
+            sequences = every if whole else split_sequences(data.split, indexed.num_sequences)[number]
+            source = _SplitSource(indexed, sequences, weights[place] if weights else None)
+            if source.num_tokens:
+                sources.append(source)
                 continue
             text = (
-                f"{prefix}: the {split} split is empty: --split {data.split} gives it {len(documents)} of "
-                f"{indexed.num_documents:,} documents"
+                f"{prefix}: the {split} split is empty: --split {data.split} gives it {len(sequences)} of "
+                f"{indexed.num_sequences:,} {indexed.unit}"
             )
             if split in needed:
                 problems.append(
@@ -178,39 +190,46 @@ def _split_sources(
     return result
 
 
+def _has_blend_per_split(data: DataConfig) -> bool:
+    return bool(data.train_data_path or data.valid_data_path or data.test_data_path)
+
+
 def _build_split(config: RunConfig, split: str, sources: list[_SplitSource], count: int) -> SampleDataset | None:
     if not sources:
         return None
     seq_length = config.model.seq_length
-    tokens = [
-        int(s.indexed.document_lengths[s.documents.start : s.documents.stop].sum(dtype=np.int64)) for s in sources
-    ]
+    tokens = [source.num_tokens for source in sources]
     per_epoch = [plan_epochs(total, seq_length, None).num_samples for total in tokens]
     weights = [source.weight for source in sources if source.weight is not None]
-    # Without weights, one epoch of everything if that is enough; if not, further epochs in proportion to size.
-    once = not weights and count <= sum(per_epoch)
-    shares = weights or [float(total) for total in tokens]
+    # Without weights, one epoch of everything if that is enough; if not, further epochs in proportion to size. Enough for validation is one
+    # evaluation: Megatron has no second epoch here, and starts over.
+    fewest = config.train.eval_iters * config.train.global_batch_size if split == "valid" else count
+    once = not weights and min(fewest, count) <= sum(per_epoch)
+    shares = normalize_once(weights) if weights else [float(total) for total in tokens]
     cache = _cache_folder(config.data, sources[0].indexed.prefix)
     if len(sources) == 1:
-        needed: list[int] = [count]
+        taken: list[int] = [count]
     elif once:
-        needed = per_epoch
+        taken = per_epoch
     else:
-        needed = np.bincount(load_blend(shares, count, cache_dir=cache)[0], minlength=len(sources)).tolist()
+        taken = np.bincount(load_blend(shares, count, cache_dir=cache)[0], minlength=len(sources)).tolist()
+    # Megatron adds nothing for the only dataset of a split, unless it has a weight in a blend for all splits.
+    surplus = weights and not (len(sources) == 1 and _has_blend_per_split(config.data))
+    needed = samples_to_build(weights, count, taken) if surplus else taken
     distinct: dict[tuple[str, range, int], GPTDataset] = {}  # a list may name one dataset a thousand times
-    for source, take in zip(sources, needed):
-        key = (source.indexed.prefix, source.documents, take)
+    for source, num_samples in zip(sources, needed):
+        key = (source.indexed.prefix, source.sequences, num_samples)
         if key not in distinct:
             distinct[key] = GPTDataset(
                 source.indexed,
-                source.documents,
-                num_samples=max(1, take),
+                source.sequences,
+                num_samples=max(1, num_samples),
                 seq_length=seq_length,
                 seed=config.train.seed,
                 cache_dir=cache,
             )
-    built = [distinct[s.indexed.prefix, s.documents, take] for s, take in zip(sources, needed)]
-    _log_summary(split, sources, built, needed)
+    built = [distinct[s.indexed.prefix, s.sequences, num_samples] for s, num_samples in zip(sources, needed)]
+    _log_summary(split, sources, built, taken)
     if len(built) == 1:
         return built[0]
     return BlendedDataset(built, None if once else shares, None if once else count, cache_dir=cache)
@@ -233,12 +252,13 @@ def _cache_folder(data: DataConfig, prefix: str) -> Path | None:
     return None
 
 
-def _log_summary(split: str, sources: list[_SplitSource], built: list[GPTDataset], needed: list[int]) -> None:
+def _log_summary(split: str, sources: list[_SplitSource], built: list[GPTDataset], taken: list[int]) -> None:
     log = get_logger(__name__)
-    log.info("%-6s %12s %16s %12s %8s  %s", split, "documents", "tokens", "samples", "epochs", "dataset")
-    for source, dataset, take in zip(sources, built, needed):
+    unit = "documents" if all(source.indexed.unit == "documents" for source in sources) else "sequences"
+    log.info("%-6s %12s %16s %12s %8s  %s", split, unit, "tokens", "samples", "epochs", "dataset")
+    for source, dataset, take in zip(sources, built, taken):
         epochs = take * dataset.seq_length / dataset.num_tokens
-        row = (len(source.documents), dataset.num_tokens, take, epochs, source.indexed.prefix)
+        row = (len(source.sequences), dataset.num_tokens, take, epochs, source.indexed.prefix)
         log.info("%-6s %12d %16d %12d %8.2f  %s", "", *row)
 
 

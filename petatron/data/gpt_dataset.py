@@ -1,4 +1,7 @@
-"""Language-model samples from one token file: documents split into windows of seq_length + 1 tokens (rules: sample_index.py)."""
+"""Language-model samples from one token file: sequences cut into windows of seq_length + 1 tokens (rules: sample_index.py).
+
+The unit that is split and shuffled is the sequence, as in Megatron: mostly a whole document, a sentence in files made for that.
+"""
 
 from __future__ import annotations
 
@@ -32,26 +35,27 @@ class GPTDataset:
     def __init__(
         self,
         indexed: IndexedDataset,
-        documents: range,
+        sequences: range,
         *,
         num_samples: int | None,
         seq_length: int,
         seed: int,
         cache_dir: str | Path | None = None,
     ) -> None:
-        self.indexed, self.documents, self.seq_length = indexed, documents, seq_length
-        lengths = indexed.document_lengths
-        self.num_tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
+        self.indexed, self.sequences, self.seq_length = indexed, sequences, seq_length
+        lengths = indexed.lengths
+        self.num_tokens = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         if self.num_tokens == 0:
             raise DataError(
-                f"{indexed.prefix}: documents {documents.start}..{documents.stop} hold no tokens. "
+                f"{indexed.prefix}: {indexed.unit} {sequences.start}..{sequences.stop} hold no tokens. "
                 "Give this split a larger share (--split), or use a larger dataset."
             )
         self.plan = plan_epochs(self.num_tokens, seq_length, num_samples)
         key: dict[str, object] = {
             "kind": "gpt",
             "dataset": indexed.digest(cache_dir),
-            "documents": [documents.start, documents.stop],
+            # Named by the unit: an index of whole documents, of earlier versions, is not one of their sequences.
+            indexed.unit: [sequences.start, sequences.stop],
             "seq_length": seq_length,
             "seed": seed,
             "epochs": self.plan.num_epochs,
@@ -59,7 +63,7 @@ class GPTDataset:
         }
 
         def build() -> Arrays:
-            numbers = np.arange(documents.start, documents.stop)
+            numbers = np.arange(sequences.start, sequences.stop)
             progress = self._announce(cache_dir)
             index = build_sample_indices(numbers, lengths, self.plan, seed, on_part=progress)
             return {"documents": index.document_index, "starts": index.sample_index, "order": index.shuffle_index}
@@ -74,7 +78,7 @@ class GPTDataset:
 
     def _announce(self, cache_dir: str | Path | None) -> Callable[[str], None]:
         """Says what a large index will take before it is built, and refuses one that cannot be held; returns a reporter of progress."""
-        size, memory = index_bytes(self.plan, len(self.documents)), host_memory_bytes()
+        size, memory = index_bytes(self.plan, len(self.sequences)), host_memory_bytes()
         what = f"{self.indexed.prefix}: the order of {self.plan.num_samples:,} samples over {self.plan.num_epochs:,} epochs"
         if size > memory:
             raise DataError(
@@ -82,7 +86,7 @@ class GPTDataset:
                 "samples (a run can be continued with more), or with a longer --seq-length."
             )
         log = get_logger(__name__)
-        entries = self.plan.num_samples + len(self.documents) * self.plan.num_epochs
+        entries = self.plan.num_samples + len(self.sequences) * self.plan.num_epochs
         if entries < _ANNOUNCED_ENTRIES:
             return lambda part: None
         kept = f" and is kept in {cache_dir} for later starts" if cache_dir is not None else ""
@@ -97,24 +101,24 @@ class GPTDataset:
         """Sample `index` as seq_length + 1 token ids."""
         sample = int(self._shuffle_index[index])
         (first, start), (last, end) = self._sample_index[sample : sample + 2].tolist()
-        read = self.indexed.get_document
+        read = self.indexed.get
         if first == last:
             return read(int(self._document_index[first]), start, end - start + 1).astype(np.int64)
         parts = [read(int(self._document_index[first]), start)]
-        parts += [read(document) for document in self._document_index[first + 1 : last].tolist()]
+        parts += [read(sequence) for sequence in self._document_index[first + 1 : last].tolist()]
         parts.append(read(int(self._document_index[last]), 0, end + 1))
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
 
-def split_documents(split: str, num_documents: int) -> tuple[range, range, range]:
-    """Contiguous ranges of documents for training, validation and test, in proportion to "969,30,1".
+def split_sequences(split: str, num_sequences: int) -> tuple[range, range, range]:
+    """Contiguous ranges of sequences for training, validation and test, in proportion to "969,30,1".
 
-    >>> split_documents("8,1,1", 10)
+    >>> split_sequences("8,1,1", 10)
     (range(0, 8), range(8, 9), range(9, 10))
     """
     try:
         shares = parse_split(split)
     except BlendError as error:
         raise ConfigError([Problem("--split", split, str(error), "Write three numbers such as 969,30,1.")]) from error
-    first, second = round(shares[0] * num_documents), round((shares[0] + shares[1]) * num_documents)
-    return range(first), range(first, second), range(second, num_documents)
+    first, second = round(shares[0] * num_sequences), round((shares[0] + shares[1]) * num_sequences)
+    return range(first), range(first, second), range(second, num_sequences)

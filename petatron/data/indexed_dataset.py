@@ -149,6 +149,11 @@ class IndexedDataset:
             for start in chunks
         )
 
+    @property
+    def unit(self) -> str:
+        """What a sequence of this file is called: a document, unless some document has several or none."""
+        return "documents" if self.one_sequence_per_document else "sequences"
+
     @cached_property
     def document_lengths(self) -> NDArray[np.integer]:
         """Tokens of each document."""

@@ -1,10 +1,10 @@
 """Maps training sample i to its tokens: pure functions of document lengths, sequence length and seed.
 
-One epoch is every document of a split once. Documents of all epochs are shuffled together and concatenated to one
-stream of tokens; sample k is the S+1 tokens from token k*S on, so consecutive samples share one token (the last label
-of one is the first input of the next) and every token but the last few is predicted once. The order in which samples
-are used is shuffled once more. If the last epoch is needed for less than 80% of its samples, it is shuffled separately and
-comes last; otherwise documents of a barely used epoch would displace ones not yet seen in earlier epochs.
+A document here is a sequence of the file; most files have one for each document. One epoch is every document of a split once. Documents of
+all epochs are shuffled together and concatenated to one stream of tokens; sample k is the S+1 tokens from token k*S on, so consecutive
+samples share one token (the last label of one is the first input of the next) and every token but the last few is predicted once. The
+order in which samples are used is shuffled once more. If the last epoch is needed for less than 80% of its samples, it is shuffled
+separately and comes last; otherwise documents of a barely used epoch would displace ones not yet seen in earlier epochs.
 
 These are Megatron's rules, and the draws come from the same frozen numpy generator in the same order, so a run ported
 here with its seed sees the same samples in the same order.

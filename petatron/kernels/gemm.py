@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from petatron.kernels.matmul import is_widened, matmul
 from petatron.kernels.weight_grad_gemm import matmul_into
 
 Tensors = tuple[Tensor, ...]
@@ -67,16 +68,18 @@ class PlainGemm:
     """x W^T in the precision of both."""
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        return x_RD @ weight.t(), ()
+        return matmul(x_RD, weight.t()), ()
 
     def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
-        if len(x_NRD) == 1:
+        if is_widened(x_NRD, weight):
+            out_NRO.copy_(matmul(x_NRD, weight.t()))
+        elif len(x_NRD) == 1:
             torch.mm(x_NRD[0], weight.t(), out=out_NRO[0])
         else:  # a strided batched GEMM reads and writes strided blocks without a copy
             torch.bmm(x_NRD, weight.t().expand(len(x_NRD), -1, -1), out=out_NRO)
 
     def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
-        return grad_RO @ weight, PlainWeightGrad(grad_RO)
+        return matmul(grad_RO, weight), PlainWeightGrad(grad_RO)
 
 
 PLAIN_GEMM = PlainGemm()

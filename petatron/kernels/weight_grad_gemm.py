@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.matmul import is_widened
+
 _aten = torch.ops.aten
 
 
@@ -15,7 +18,10 @@ def unsupported_reason(device: str) -> str | None:
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
     """out = a b, or out += a b, with a float32 `out` for half-precision operands: one kernel on CUDA, no temporary."""
-    if a.dtype == out.dtype:
+    if is_widened(a, b) and out.dtype == a.dtype:
+        total = to_compute_dtype(out) if accumulate else a.new_zeros((), dtype=torch.float32)
+        out.copy_(torch.addmm(total, to_compute_dtype(a), to_compute_dtype(b), beta=1 if accumulate else 0))
+    elif a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=1 if accumulate else 0, out=out)
     elif unsupported_reason(a.device.type) is None:
         if accumulate:

@@ -11,7 +11,7 @@ With t the progress, W the warm-up, N the decay length and r = (t - W) / (N - W)
     t > N                  minimum (the constant style keeps the peak)
     linear                 minimum + (peak - minimum) (1 - r)
     cosine                 minimum + (peak - minimum) (1 + cos(pi r)) / 2
-    inverse-square-root    peak sqrt(W / t), at least minimum; a warm-up of 0 counts as 1
+    inverse-square-root    peak sqrt(W / t), at least minimum; a warm-up of 0, or t = 0, counts as one sample, as in Megatron
     WSD                    peak until D before N; then from peak to minimum over the last D in a shape of its own
 """
 
@@ -46,6 +46,8 @@ class LearningRateSchedule:
     final_decay: int = 0
     final_style: str = "exponential"
     in_samples: bool = False
+    samples_per_iteration: int = 1
+    """Only inverse-square-root without a warm-up depends on it, where progress is in iterations."""
 
     @classmethod
     def from_config(cls, run: RunConfig) -> LearningRateSchedule:
@@ -69,6 +71,7 @@ class LearningRateSchedule:
             final_decay=final_decay or 0,
             final_style=schedule.lr_wsd_decay_style,
             in_samples=in_samples,
+            samples_per_iteration=1 if in_samples else run.train.global_batch_size,
         )
 
     @classmethod
@@ -89,7 +92,8 @@ class LearningRateSchedule:
         if step > self.decay:
             return self.minimum
         if self.style == "inverse-square-root":
-            return max(self.minimum, self.peak * math.sqrt(max(self.warmup, 1) / max(step, 1)))
+            warmup, progress = (max(length * self.samples_per_iteration, 1) for length in (self.warmup, step))
+            return max(self.minimum, self.peak * math.sqrt(warmup / progress))
         return self.minimum + self._decay_fraction(step) * (self.peak - self.minimum)
 
     def _decay_fraction(self, step: int) -> float:

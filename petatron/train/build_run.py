@@ -278,12 +278,18 @@ def _build_batch_loaders(
 
 
 def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
-    """Returns validation and test samples; zero for a split without data."""
+    """Returns validation and test samples; zero for a split without data.
+
+    As many validation samples as Megatron builds, enough for other ones in every evaluation of the run. Here all evaluate the first
+    ones, but how many are shuffled together decides which those are.
+    """
     each = run.train.eval_iters * run.train.global_batch_size
+    interval = run.train.eval_interval
+    evaluations = RunLength.from_config(run).iterations // interval + 1 if interval else 1
     shares = (1.0, 1.0, 1.0) if run.data.mock_data else parse_split(run.data.split)
     if run.data.train_data_path:
         shares = (1.0, float(bool(run.data.valid_data_path)), float(bool(run.data.test_data_path)))
-    return each if shares[1] else 0, each if shares[2] else 0
+    return evaluations * each if shares[1] else 0, each if shares[2] else 0
 
 
 def build_loader(run: RunConfig | HasConfig, mesh: ParallelMesh, *, consumed_samples: int = 0) -> Iterator[list[Batch]]:

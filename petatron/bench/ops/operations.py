@@ -33,6 +33,7 @@ from petatron.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     losses_and_gradient_,
 )
+from petatron.kernels.matmul import matmul
 from petatron.kernels.weight_grad_gemm import matmul_into
 
 _LOSS_TOKENS = 16384
@@ -145,8 +146,8 @@ def loss_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
         return linear_cross_entropy(x[:few].double(), head.double(), targets[:few], columns, grad_request=wanted)
 
     def three_gemms() -> None:
-        made = x @ head.t()
-        torch.mm(made, head)
+        made = matmul(x, head.t())
+        matmul(made, head)
         matmul_into(head_grad, made.t(), x, accumulate=False)
 
     yield KernelCase(
@@ -228,8 +229,8 @@ def weight_grad_cases(context: BenchContext, shape: MicroBatchShape, *, first: b
 
     ways: dict[str, Callable[[], object]] = {
         "accumulated into float32": partial(matmul_into, out, grad.t(), x, accumulate=True),
-        "half-precision GEMM and addition": lambda: out.add_(grad.t() @ x),
-        "half-precision GEMM alone": lambda: grad.t() @ x,
+        "half-precision GEMM and addition": lambda: out.add_(matmul(grad.t(), x)),
+        "half-precision GEMM alone": lambda: matmul(grad.t(), x),
     }
     yield KernelCase(
         label=f"weight gradient of gate and up, {shape.name}",
@@ -285,7 +286,11 @@ def _fp8_gemm_cases(
     out = torch.empty(
         2 * shape.ffn_hidden_size, shape.hidden_size, device=context.device, dtype=context.accumulate_dtype
     )
-    plain: tuple[Callable[[], Tensor], ...] = (lambda: x @ weight.t(), lambda: grad @ weight, lambda: grad.t() @ x)
+    plain: tuple[Callable[[], Tensor], ...] = (
+        lambda: matmul(x, weight.t()),
+        lambda: matmul(grad, weight),
+        lambda: matmul(grad.t(), x),
+    )
     recipes = {
         "tensor": (kernels.cast_tensor, kernels.cast_tensor, E5M2),
         "rows": (kernels.cast_rows, kernels.cast_rows, E5M2),

@@ -16,6 +16,7 @@ S sequence, B batch, H query heads, K kv heads, E head dim.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -93,30 +94,40 @@ def _equal_length_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, leng
 
 def _dense_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, *, dropout: float, causal: bool) -> Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHE, k_SBKE, v_SBKE))
-    if dropout == 0.0 and q.shape[2] >= cudnn.MIN_SEQUENCE_LENGTH and cudnn.unsupported_tensors_reason(q, v) is None:
-        out: Tensor = _CudnnAttention.apply(q, k, v, causal)  # pyright: ignore[reportAssignmentType]
-    else:
+    kernel = _kernel_of_ours(q, v) if dropout == 0.0 else None
+    if kernel is not None:
+        out: Tensor = _KernelAttention.apply(q, k, v, causal, kernel)  # pyright: ignore[reportAssignmentType]
+    else:  # dropout on a CPU is PyTorch's composite of GEMMs, which widens half precision by itself
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
         )
     return out.permute(2, 0, 1, 3)
 
 
-class _CudnnAttention(torch.autograd.Function):
-    """One call; a node of its own because of the gradient's layout (`cudnn.py`)."""
+def _kernel_of_ours(q_BHSE: Tensor, v_BKSE: Tensor) -> ModuleType | None:
+    """Returns the module that calls the kernel instead of PyTorch's `scaled_dot_product_attention`, where that is faster."""
+    if q_BHSE.shape[2] >= cudnn.MIN_SEQUENCE_LENGTH and cudnn.unsupported_tensors_reason(q_BHSE, v_BKSE) is None:
+        return cudnn
+    return flash if flash.widens(q_BHSE) and flash.supports(q_BHSE, v_BKSE) else None
+
+
+class _KernelAttention(torch.autograd.Function):
+    """One call; a node of its own because of the gradient's layout (`cudnn.py`), or to save operands before they are widened."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        out, lse = cudnn.forward(q, k, v, causal=causal)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, kernel: ModuleType) -> Tensor:
+        out, lse = kernel.forward(q, k, v, causal=causal)
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.causal = causal
+        ctx.causal, ctx.kernel = causal, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *cudnn.backward(grads[0], q, k, v, out=out, lse=lse, causal=ctx.causal), None
+        qkv_grads = ctx.kernel.backward(grads[0], q, k, v, out=out, lse=lse, causal=ctx.causal)
+        return *(grad.to(q.dtype) for grad in qkv_grads), None, None
 
 
 class _BlockAttention(torch.autograd.Function):

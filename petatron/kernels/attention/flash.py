@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention.documents import Documents
+from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.matmul import is_widened
 
 _aten = torch.ops.aten
 
@@ -43,8 +45,9 @@ def _supported_on_cuda(q: Tensor) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Returns output and log-sum-exp; a causal block is square."""
+    """Returns output and log-sum-exp; a causal block is square. The output is float32 where the CPU widens GEMMs."""
     if q.device.type == "cpu":
+        q, k, v = _widened(q, k, v)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
         return out, lse
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
@@ -54,15 +57,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, T
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v; `out` and `lse` are those over all keys."""
+    """Returns the gradients of q, k and v, in float32 where the CPU widens GEMMs; `out` and `lse` are those over all keys."""
     lse = lse.contiguous()
     if q.device.type == "cpu":
+        grad, q, k, v, out = _widened(grad, q, k, v, out)
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
     # The RNG state is not read without dropout; the lengths of packed sequences are None for a dense batch.
     unread = torch.zeros((), dtype=torch.int64, device=q.device)
     return _aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unread, unread
     )
+
+
+def widens(q: Tensor) -> bool:
+    """Whether the CPU's kernel computes on operands widened to float32, as GEMMs of such tensors do."""
+    return is_widened(q, q)
+
+
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(map(to_compute_dtype, tensors)) if widens(tensors[0]) else tensors
 
 
 def varlen_forward(

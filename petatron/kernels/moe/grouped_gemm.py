@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.alignment import is_aligned
+from petatron.kernels.matmul import matmul
 from petatron.kernels.weight_grad_gemm import matmul_into
 
 ExpertCounts = Tensor | int
@@ -28,9 +29,9 @@ ExpertCounts = Tensor | int
 def looped_linear(x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts) -> Tensor:
     """Runs one GEMM per expert: the reference. Zeros in rows beyond those of all experts."""
     if isinstance(counts, int):
-        return torch.bmm(x_RD.unflatten(0, (-1, counts)), weight_EOD.transpose(1, 2)).flatten(0, 1)
+        return matmul(x_RD.unflatten(0, (-1, counts)), weight_EOD.transpose(1, 2)).flatten(0, 1)
     *parts, unassigned = _split_by_expert(x_RD, counts)
-    outputs = [F.linear(part, weight) for part, weight in zip(parts, weight_EOD.unbind(), strict=True)]
+    outputs = [matmul(part, weight.t()) for part, weight in zip(parts, weight_EOD.unbind(), strict=True)]
     return torch.cat([*outputs, unassigned.new_zeros(unassigned.shape[0], weight_EOD.shape[1])])
 
 
@@ -44,11 +45,11 @@ def grouped_weight_grad(x_RD: Tensor, grad_RO: Tensor, counts: ExpertCounts) -> 
     """Returns the weight gradient of a grouped GEMM, [E, O, D]."""
     if isinstance(counts, int):
         grads, xs = (rows.unflatten(0, (-1, counts)) for rows in (grad_RO, x_RD))
-        return torch.bmm(grads.transpose(1, 2), xs)
+        return matmul(grads.transpose(1, 2), xs)
     if _supports_grouped_mm(x_RD, grad_RO):
         return _grouped_mm(grad_RO.contiguous().t(), x_RD.contiguous(), counts)
     pairs = zip(_split_by_expert(grad_RO, counts)[:-1], _split_by_expert(x_RD, counts)[:-1], strict=True)
-    return torch.stack([grad.t() @ x for grad, x in pairs])
+    return torch.stack([matmul(grad.t(), x) for grad, x in pairs])
 
 
 def _grouped_mm(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:

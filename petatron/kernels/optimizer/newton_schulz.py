@@ -17,6 +17,8 @@ from itertools import chain, cycle, islice, repeat
 import torch
 from torch import Tensor
 
+from petatron.kernels.matmul import matmul
+
 Coefficients = tuple[float, float, float]
 
 # simple: Jordan et al. quintic: a set for each of five steps (Cesista 2025). polar_express: the best polynomials for singular values
@@ -64,6 +66,6 @@ def newton_schulz(matrices: Tensor, coefficients: Sequence[Coefficients]) -> Ten
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
     x = (x / norm.clamp_min(_SMALLEST_NORM)).to(x.dtype)
     for a, b, c in coefficients:
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        gram = matmul(x, x.mT)
+        x = a * x + matmul(b * gram + c * matmul(gram, gram), x)
     return x.mT if tall else x

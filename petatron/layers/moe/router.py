@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
+from petatron.kernels.matmul import matmul
 from petatron.kernels.moe.permute import Permutation, build_permutation, sort_by_expert
 from petatron.layers.moe.load_balancing import (
     SINGLE_RANK,
@@ -136,7 +136,7 @@ class Router(nn.Module):
         x_TD = x_TD.to(dtype)
         if self.training and moe.moe_input_jitter_eps:
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - moe.moe_input_jitter_eps, 1 + moe.moe_input_jitter_eps)
-        logits = F.linear(x_TD, self.weight.to(dtype))
+        logits = matmul(x_TD, self.weight.to(dtype).t())
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if moe.moe_router_force_load_balancing:
             # Random values, but the gradient still flows, so backward costs the same.

@@ -125,7 +125,7 @@ class TrainState:
             return []
         return [
             f"WARNING: the training data or its order differs from the checkpoint's (files, split, blend, sequence length, "
-            f"seed, or another number of epochs). The run goes on at sample {self.progress.consumed_samples:,} of the new "
+            f"seed, another number of epochs, or the order of an earlier release). The run goes on at sample {self.progress.consumed_samples:,} of the new "
             "order, so some samples may be seen again and others not at all."
         ]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.data import gpt_dataset
-from petatron.data.gpt_dataset import GPTDataset, split_documents
+from petatron.data.gpt_dataset import GPTDataset, split_sequences
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
 
@@ -38,12 +38,19 @@ def test_samples_are_windows_of_shuffled_documents(make_dataset: MakeDataset, se
     assert dataset[0].dtype == np.int64
 
 
-def test_documents_of_several_sequences_stay_whole(tmp_path: Path) -> None:
+def test_sequences_of_a_document_are_shuffled_one_by_one(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "x", "uint16") as writer:
         writer.add_document([1, 2, 3, 4, 5], [2, 3])
         writer.add_document([6, 7, 8, 9], [1, 3])
-    dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(2), num_samples=None, seq_length=8, seed=0)
-    assert samples(dataset) in ([[1, 2, 3, 4, 5, 6, 7, 8, 9]], [[6, 7, 8, 9, 1, 2, 3, 4, 5]])
+    orders = set()
+    for seed in range(20):
+        dataset = GPTDataset(IndexedDataset(tmp_path / "x"), range(4), num_samples=None, seq_length=8, seed=seed)
+        [sample] = samples(dataset)
+        assert sorted(sample) == list(range(1, 10))
+        orders.add(tuple(sample))
+    assert any(order.index(1) > order.index(6) > order.index(3) for order in orders), (
+        "between two of the other document"
+    )
 
 
 def test_only_documents_of_the_split_are_used(make_dataset: MakeDataset) -> None:
@@ -125,7 +132,7 @@ def test_concurrent_builders_agree(make_dataset: MakeDataset, tmp_path: Path) ->
 @settings(max_examples=100, deadline=None)
 @given(shares=st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any), documents=st.integers(0, 10**6))
 def test_split_covers_all_documents(shares: list[int], documents: int) -> None:
-    ranges = split_documents(",".join(map(str, shares)), documents)
+    ranges = split_sequences(",".join(map(str, shares)), documents)
     assert ranges[0].start == 0 and ranges[2].stop == documents
     assert ranges[0].stop == ranges[1].start and ranges[1].stop == ranges[2].start
     for share, part in zip([*shares, 0, 0], ranges):
@@ -133,11 +140,11 @@ def test_split_covers_all_documents(shares: list[int], documents: int) -> None:
 
 
 def test_split_values() -> None:
-    assert split_documents("969,30,1", 1000) == (range(969), range(969, 999), range(999, 1000))
-    assert split_documents("0.9, 0.1", 10) == (range(9), range(9, 10), range(10, 10))
+    assert split_sequences("969,30,1", 1000) == (range(969), range(969, 999), range(999, 1000))
+    assert split_sequences("0.9, 0.1", 10) == (range(9), range(9, 10), range(10, 10))
     for bad in ("", "a,b", "1,-1", "0,0,0", "1,2,3,4", "nan,1", "inf,1"):
         with pytest.raises(ConfigError, match="--split"):
-            split_documents(bad, 10)
+            split_sequences(bad, 10)
 
 
 def test_a_large_index_is_announced_and_one_beyond_memory_refused(
@@ -162,6 +169,6 @@ def test_a_large_index_is_announced_and_one_beyond_memory_refused(
     ]
     monkeypatch.setattr(gpt_dataset, "host_memory_bytes", lambda: 100)
     with pytest.raises(
-        DataError, match=r"over 4 epochs takes .* bytes, and this machine has 100 bytes\. Train for fewer"
+        DataError, match=r"over 4 epochs takes .* B, and this machine has 100 B\. Train for fewer"
     ):
         build(30)

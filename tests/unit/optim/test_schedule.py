@@ -78,6 +78,21 @@ def test_no_warmup_starts_at_the_peak():
     assert lr(iteration_run(lr_decay_style="inverse-square-root"), 4) == 0.55
 
 
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize(("batch", "decay"), [(1, 110), (16, 110), (64, 50)])
+def test_inverse_square_root_is_megatrons(warmup: int, batch: int, decay: int):
+    """Megatron counts samples also where lengths are in iterations, and takes the larger of each and 1."""
+    run = iteration_run(lr_decay_style="inverse-square-root", lr_warmup_iters=warmup, lr_decay_iters=decay, min_lr=0.01)
+    run = replace(run, train=replace(run.train, global_batch_size=batch))
+    for iteration in range(warmup + 1, decay + 2):
+        samples, end = iteration * batch, decay * batch
+        expected = 0.01 if samples > end else max(0.01, 1.1 * max(warmup * batch, 1) ** 0.5 / max(samples, 1) ** 0.5)
+        assert lr(run, iteration) == pytest.approx(expected, rel=1e-12)
+    assert lr(run, warmup) == 1.1
+    if not warmup and batch == 16:
+        assert lr(run, 4) == pytest.approx(1.1 / 8), "peak / sqrt(4 x 16)"
+
+
 def test_warmup_fraction_is_of_the_decay_length_and_need_not_be_whole():
     run = iteration_run(lr_warmup_fraction=0.05)  # 5.5 iterations
     assert lr(run, 5) == pytest.approx(1.1 * 5 / 5.5)

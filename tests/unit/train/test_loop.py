@@ -188,6 +188,17 @@ def test_another_batch_size_after_a_resume(tmp_path: Path, by: str, iterations: 
     assert state.progress.consumed_samples == samples
 
 
+@pytest.mark.parametrize(
+    ("flags", "valid"), [("--eval-interval 6", 32), ("--eval-interval 20", 16), ("--eval-interval 21", 8), ("", 8)]
+)
+def test_validation_samples_are_built_for_all_evaluations(flags: str, valid: int):
+    """As Megatron builds them: (train_iters // eval_interval + 1) evaluations of 2 batches of 4; the test split has one."""
+    run = tiny_run(f"{SMALL} --train-iters 20 --eval-iters 2 --global-batch-size 4 {flags}")
+    loaders = build_loaders(run, ParallelMesh.single())
+    assert loaders.valid is not None and loaders.test is not None
+    assert (len(loaders.valid.dataset), len(loaders.test.dataset)) == (valid, 8)
+
+
 def test_other_data_after_a_resume_is_noticed():
     state = TrainState.build(tiny_run(SMALL + " --train-iters 4"), ParallelMesh.single())
     assert state.record_data_fingerprint("these samples") == [] and state.record_data_fingerprint("these samples") == []
