@@ -73,6 +73,14 @@ def test_a_terminal_gets_colors_and_no_escape_of_others(runs: Path):
     assert "\x1b[36m" in stream.getvalue() and "\x1b[2J" not in stream.getvalue() and "\\u001b[2J" in stream.getvalue()
 
 
+def test_a_terminal_without_unicode_gets_letters(runs: Path):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print_panels(build_panels(open_runs([runs / "base"])), ["ä"], stream=stream, width=80, height=6, colored=True)
+    stream.seek(0)
+    drawn = stream.read()
+    assert "Training loss" in drawn and "aaaa" in drawn and "*" in drawn and "+----" in drawn
+
+
 def test_pictures_are_written(capsys: pytest.CaptureFixture[str], runs: Path, tmp_path: Path):
     out = tmp_path / "a.svg"
     words = ("--x", "tokens", "--smooth", "0.9", "--theme", "dark", "--out", out)

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     runs = open_runs(options.runs)
     for note in (f"note: {run.label}: {note}" for run in runs for note in run.notes):
         print(printable(note), file=sys.stderr)
-    width = options.width or max(MIN_WIDTH, shutil.get_terminal_size().columns)
+    width = options.width or min(_MAX_SIZE, max(MIN_WIDTH, shutil.get_terminal_size().columns))
     num_columns = 400 if options.out is not None else width
     panels = build_panels(runs, metrics=metrics, x_axis=options.x, smooth=options.smooth, num_columns=num_columns)
     if not panels:

@@ -19,6 +19,7 @@ _TWO_PANELS_FROM = 110
 _GLYPHS = "abcdefghijklmnop"
 _COLORS = ("cyan", "yellow", "green", "magenta", "bright_blue", "bright_red", "white", "bright_green")
 _MARK, _LOST = "◆", "×"
+_ASCII = str.maketrans("◆×┤│└─┬━", "*x+|+-+-")
 Cell = tuple[str, str]
 """A character, or several, and its style."""
 Line = list[Cell]
@@ -28,9 +29,13 @@ def print_panels(
     panels: Sequence[Panel], labels: Sequence[str], *, stream: TextIO, width: int, height: int, colored: bool
 ) -> None:
     """Writes all panels to a raw stream; labels are foreign text and escaped here."""
+    if not _can_encode(stream):
+        lines = panel_lines(panels, labels, width=width, height=height, colored=False, lettered=True)
+        stream.write(_plain_text(lines).translate(_ASCII).encode("ascii", "replace").decode())
+        return
     lines = panel_lines(panels, labels, width=width, height=height, colored=colored)
     if not colored:
-        stream.write("".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines))
+        stream.write(_plain_text(lines))
         return
     from rich.console import Console
     from rich.text import Text
@@ -38,6 +43,19 @@ def print_panels(
     console = Console(file=stream, width=width, force_terminal=True, highlight=False)
     for line in lines:
         console.print(Text.assemble(*line, no_wrap=True, overflow="crop"), soft_wrap=True)
+
+
+def _can_encode(stream: TextIO) -> bool:
+    """Whether a stream can represent braille; a terminal of an old locale has ASCII alone."""
+    try:
+        f"\u28ff{_MARK}".encode(stream.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _plain_text(lines: Sequence[Line]) -> str:
+    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
 
 
 def can_color(stream: TextIO) -> bool:
@@ -51,12 +69,22 @@ def can_color(stream: TextIO) -> bool:
 
 
 def panel_lines(
-    panels: Sequence[Panel], labels: Sequence[str], *, width: int, height: int, colored: bool
+    panels: Sequence[Panel],
+    labels: Sequence[str],
+    *,
+    width: int,
+    height: int,
+    colored: bool,
+    lettered: bool | None = None,
 ) -> list[Line]:
-    """Returns the lines of all panels, side by side where there is room for two."""
+    """Returns the lines of all panels, side by side where there is room for two.
+
+    lettered: one letter per run instead of dots; None: where several runs could not be told apart.
+    """
     per_row = 2 if width >= _TWO_PANELS_FROM and len(panels) > 1 else 1
     panel_width = (width - _GAP * (per_row - 1)) // per_row
-    lettered = not colored and len(labels) > 1
+    if lettered is None:
+        lettered = not colored and len(labels) > 1
     drawn = [_draw(panel, width=panel_width, height=height, lettered=lettered) for panel in panels]
     lines: list[Line] = _legend(labels, width=width, lettered=lettered) if len(labels) > 1 else []
     for first in range(0, len(drawn), per_row):

@@ -263,7 +263,7 @@ def _table(
     body = "".join(
         "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row)) + "</tr>" for row in rows
     )
-    kind = ' class="fit"' if numbers else ""
+    kind = ' class="fit"' if numbers else ' class="stack"' if len(classes) > 2 else ""
     header = f"<thead><tr>{top}</tr></thead>" if head else ""
     return f'<div class="scroll"><table{kind}>{header}<tbody>{body}</tbody></table></div>'
 

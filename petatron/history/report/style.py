@@ -42,9 +42,11 @@ pre i{font-style:normal;color:var(--muted)}
 .notes p{margin:4px 0}
 footer{color:var(--muted);font-size:13px;margin-top:40px}
 @media (max-width:640px){main{padding:16px 12px 40px}h1{font-size:22px}.tiles{grid-template-columns:repeat(2,1fr)}
-td.k{white-space:normal}th,td{padding-right:10px}}
+th,td{padding-right:10px}.stack thead{display:none}.stack tr{display:grid;grid-template-columns:minmax(0,2fr) minmax(0,3fr);
+padding:6px 0;border-bottom:1px solid var(--grid)}.stack td{border:0;padding:1px 8px 1px 0;min-width:0}
+.stack td.k{grid-column:1/-1;white-space:normal}}
 @media print{main{max-width:none;padding:0}.tile,.plot,pre,tr{break-inside:avoid}h2{break-after:avoid}
-.plots{grid-template-columns:1fr 1fr}details>summary{display:none}details:not([open])>*{display:none}}
+.plots{grid-template-columns:1fr 1fr}details:not([open]){display:none}details>summary{display:none}}
 """
 
 _SCRIPT = """
@@ -77,7 +79,6 @@ var cx=box[0]+(at-data.low)/(data.high-data.low)*box[2];cross.setAttribute('x1',
 var left=cx*scale+12;if(left+tip.offsetWidth>r.width)left=cx*scale-tip.offsetWidth-12;
 tip.style.left=Math.max(0,left)+'px';tip.style.top=(box[1]*scale+8)+'px'}
 svg.addEventListener('pointermove',show);svg.addEventListener('pointerdown',show);svg.addEventListener('pointerleave',hide)});
-window.addEventListener('beforeprint',function(){document.querySelectorAll('details').forEach(function(d){d.open=true})});
 })();
 """
 _CARDS = {"light": ("#f8f9fb", "#1a7f37"), "dark": ("#161b22", "#3fb950")}

@@ -82,6 +82,10 @@ def test_from_nothing_through_a_time_limit_to_a_sample_and_again(
     records = [json.loads(line) for line in (space.training / "metrics.jsonl").read_text().splitlines()]
     assert held_out["model_loss"] == pytest.approx([r for r in records if r["kind"] == "valid"][-1]["lm_loss"], rel=0.1)
 
+    starts = [record for record in records if "environment" in record]
+    assert len(starts) == 2 and starts[1]["environment"]["torch"] == torch.__version__
+    assert starts[1]["origins"]["parallel.tensor_model_parallel_size"] == "--tp"
+
     assert quickstart(options) == 0
     again = capfd.readouterr().out
     assert again.count("kept from the last time") == 3 and "finished before; --fresh trains again" in again
