@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from petatron.checkpoint.inspect.inspect_checkpoint import Finding, VerificationReport
     from petatron.checkpoint.inspect.summarize_checkpoint import CheckpointSummary
 
-_CONVERT = "petatron.cli.checkpoint_convert"
+_CONVERT = "petatron.cli.subcommands.checkpoint_convert"
 _SHOWN_KEYS = 5
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from petatron import __version__
 from petatron.base.errors import LaunchError
-from petatron.cli import doctor_nccl
+from petatron.cli.subcommands import doctor_nccl
 from petatron.mesh.launch.environment import read_environment, usable_cores
 
 if TYPE_CHECKING:

@@ -32,9 +32,6 @@ VERBS: Mapping[str, str] = {
     "doctor": "report versions, devices, backends and what missing extras cost",
 }
 
-_MODULES: Mapping[str, str] = {verb: f"petatron.cli.history.{verb}" for verb in ("plot", "runs", "report")}
-"""Verbs whose modules are in a folder of their own."""
-
 _EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -96,7 +93,7 @@ def _dispatch(argv: list[str]) -> int:
     if verb not in VERBS:
         print(_unknown(verb), file=sys.stderr)
         return _EXIT_USAGE
-    module = importlib.import_module(_MODULES.get(verb, f"petatron.cli.{verb}"))
+    module = importlib.import_module(f"petatron.cli.{verb}")
     return module.main(rest)
 
 

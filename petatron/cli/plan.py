@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["memory"]:  # its flags are those of `petatron train`
-        from petatron.cli.plan_memory import main as plan_memory
+        from petatron.cli.subcommands.plan_memory import main as plan_memory
 
         return plan_memory(argv[1:])
     options = parser().parse_args(argv)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.text import count_with_noun
-from petatron.cli import verify_matrix
+from petatron.cli.subcommands import verify_matrix
 from petatron.cli.train import with_preset
 from petatron.mesh.launch.environment import read_environment, run_rank_main
 from petatron.mesh.launch.scratch_folder import VERIFY_PREFIX, scratch_folder

@@ -11,7 +11,7 @@ import torch
 
 from petatron.base.errors import ConfigError
 from petatron.cli.doctor import main
-from petatron.cli.doctor_nccl import render
+from petatron.cli.subcommands.doctor_nccl import render
 from petatron.mesh.diagnose.bandwidth import BandwidthResult
 from petatron.verify.communication_check import CommunicationReport
 from tests.cli.test_launch import _run

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from petatron.cli import verify_matrix
 from petatron.cli.main import main
+from petatron.cli.subcommands import verify_matrix
 from petatron.verify.matrix import parse_entry
 from petatron.verify.matrix_run import STARTED_FILE, MatrixCase, make_case, read_result
 

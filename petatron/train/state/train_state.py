@@ -124,9 +124,9 @@ class TrainState:
         if not changed:
             return []
         return [
-            f"WARNING: the training data or its order differs from the checkpoint's (files, split, blend, sequence length, "
-            f"seed, another number of epochs, or the order of an earlier release). The run goes on at sample {self.progress.consumed_samples:,} of the new "
-            "order, so some samples may be seen again and others not at all."
+            "WARNING: the training data or its order differs from the checkpoint's (files, split, blend, sequence length, "
+            "seed, another number of epochs, or the order of an earlier release). The run goes on at sample "
+            f"{self.progress.consumed_samples:,} of the new order, so some samples may be seen again and others not at all."
         ]
 
     def save(self, *, wait: bool = True) -> None:

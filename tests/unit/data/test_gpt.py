@@ -168,7 +168,5 @@ def test_a_large_index_is_announced_and_one_beyond_memory_refused(
         "samples are shuffled",
     ]
     monkeypatch.setattr(gpt_dataset, "host_memory_bytes", lambda: 100)
-    with pytest.raises(
-        DataError, match=r"over 4 epochs takes .* B, and this machine has 100 B\. Train for fewer"
-    ):
+    with pytest.raises(DataError, match=r"over 4 epochs takes .* B, and this machine has 100 B\. Train for fewer"):
         build(30)

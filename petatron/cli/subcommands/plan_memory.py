@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     flags, capacity, size_problems = _extract_device_memory(argv)
     loaded, problems = resolve_config(with_preset(flags), require_training=False, read_checkpoint=read_checkpoint)
     resolved = without_problems(loaded, [*size_problems, *problems])
-    from petatron.cli.plan_memory_report import report
+    from petatron.cli.subcommands.plan_memory_report import report
 
     return report(resolved, capacity)
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from petatron.cli.history.plot import write_result
+from petatron.cli.plot import write_result
 from petatron.history.report.page import report_html
 from petatron.history.run_folder import open_runs
 
