@@ -208,10 +208,11 @@ def test_doctor_tells_how_experts_and_weight_gradients_are_multiplied(capsys: py
     assert (
         "weight gradients: added by a product of operands widened to float32; not one kernel: the device is no" in out
     )
-    experts, gradients = doctor._gemm_kernels("cuda", torch.bfloat16)
+    gemms, experts, gradients = doctor._gemm_kernels("cuda", torch.bfloat16)
+    assert gemms == "GEMMs and attention: bfloat16"
     assert experts.startswith("experts' products: one kernel for all experts;")
     assert gradients.startswith("weight gradients: added in float32 by the product that makes them;")
-    experts, _ = doctor._gemm_kernels("cuda", torch.float16)
+    _, experts, _ = doctor._gemm_kernels("cuda", torch.float16)
     assert experts == "experts' products: one expert after the other; not one kernel: it takes bfloat16"
 
 
