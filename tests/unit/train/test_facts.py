@@ -208,10 +208,11 @@ def test_doctor_tells_how_experts_and_weight_gradients_are_multiplied(capsys: py
     assert (
         "weight gradients: accumulated by a GEMM of operands cast to float32; not one kernel: the device is no" in out
     )
-    experts, gradients = doctor._gemm_kernels("cuda", torch.bfloat16)
+    gemms, experts, gradients = doctor._gemm_kernels("cuda", torch.bfloat16)
+    assert gemms == "GEMMs and attention: bfloat16"
     assert experts.startswith("expert GEMMs: one kernel for all experts;")
     assert gradients.startswith("weight gradients: accumulated in float32 by the GEMM that computes them;")
-    experts, _ = doctor._gemm_kernels("cuda", torch.float16)
+    _, experts, _ = doctor._gemm_kernels("cuda", torch.float16)
     assert experts == "expert GEMMs: one expert after the other; not one kernel: it takes bfloat16"
 
 
