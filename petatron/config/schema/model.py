@@ -109,11 +109,11 @@ class RawModelConfig:
 class ModelConfig(RawModelConfig):
     """The resolved settings of a model. `vocab_size` may still be the tokenizer's, see `known_vocab_size`."""
 
-    ffn_hidden_size: int = 0
-    num_query_groups: int = 0
-    kv_channels: int = 0
-    max_position_embeddings: int = 0
-    embedding_init_method_std: float = 0.0
+    ffn_hidden_size: Width = 0
+    num_query_groups: Width = 0
+    kv_channels: Width = 0
+    max_position_embeddings: SequenceLength = 0
+    embedding_init_method_std: Factor = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,13 +111,13 @@ class RawParallelConfig:
 class ParallelConfig(RawParallelConfig):
     """The resolved layout; by default that of one rank."""
 
-    num_virtual_stages_per_pipeline_rank: int = 1
+    num_virtual_stages_per_pipeline_rank: LayerCount = 1
     pipeline_schedule: PipelineScheduleName = "1f1b"
-    expert_tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
-    world_size: int = 1
+    expert_tensor_parallel_size: RankCount = 1
+    data_parallel_size: RankCount = 1
+    world_size: RankCount = 1
     data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
-    ddp_bucket_size: int = MIN_BUCKET_SIZE
+    ddp_bucket_size: BucketElements = MIN_BUCKET_SIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,7 @@ class RawTrainConfig:
 class TrainConfig(RawTrainConfig):
     """The resolved settings; by default one sample per step."""
 
-    global_batch_size: int = 1
+    global_batch_size: BatchSize = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,7 +146,7 @@ def test_any_config_survives_a_round_trip(data: st.DataObject):
     values = flatten_config(RawRunConfig())
     for info in data.draw(st.lists(st.sampled_from(all_fields()), max_size=10, unique=True)):
         strategy = {
-            "int": st.integers(-10, 10**9),
+            "int": st.integers(-100, int(info.bounds.high) if info.bounds else 0),
             "float": st.floats(allow_nan=False, allow_infinity=False),
             "bool": st.booleans(),
             "str": st.text(st.characters(codec="ascii", exclude_categories=("Cc",)) | st.sampled_from("\né\t")),
