@@ -12,6 +12,7 @@ from pathlib import Path
 
 from petatron.base.errors import RunFolderError
 from petatron.base.terminal_escape import printable
+from petatron.history.draw.axes import compact
 from petatron.history.run_folder import Run, find_run_folders, open_run, open_runs
 from petatron.history.summary import (
     Difference,
@@ -24,6 +25,7 @@ from petatron.history.summary import (
 
 _HEADER = ("run", "state", "step", "loss", "best valid", "layout", "changed")
 _MIN_NAME, _MIN_VALUE = 12, 10
+_LONG_COUNT = 100_000
 
 
 def _list_parser() -> argparse.ArgumentParser:
@@ -83,9 +85,11 @@ def _label(folder: Path, root: Path) -> str:
 
 
 def _row(run: Run) -> tuple[str, ...]:
-    texts = summary_texts(summarize_run(run))
+    summary = summarize_run(run)
+    texts = summary_texts(summary)
     changed = time.strftime("%m-%d %H:%M", time.localtime(run.changed_s))
-    steps = texts["steps"].replace(" of ", "/")
+    done = (summary.iteration, summary.train_iters)
+    steps = "/".join(f"{n:,}" if n < _LONG_COUNT else compact(n) for n in done if n is not None)
     return run.label, run.state, steps, texts["last loss"], texts["best validation"].split(" (")[0], run.layout, changed
 
 

@@ -178,7 +178,8 @@ class _Reader:
             self._undecoded.append(line)
 
     def _add(self, record: Any) -> None:
-        kind, iteration = record["kind"], record.get("iteration", 0)
+        kind = record["kind"]
+        iteration = record["iteration"] if kind in ("train", "valid") else record.get("iteration", 0)
         if not isinstance(kind, str) or not is_count(iteration):
             raise ValueError("no record")
         time = _number(record.get("time"))

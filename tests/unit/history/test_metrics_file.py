@@ -33,6 +33,7 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path):
         b'"text"\n',
         b'{"kind": "train", "iteration": -3}\n',
         b'{"kind": 5, "iteration": 1}\n',
+        b'{"kind": "train", "lm_loss": 2.0}\n',
         b'{"kind": "valid", "iteration": 1, "split": "valid"}\n',
         b'{"kind": "event", "iteration": 1}\n',
         b'{"kind": "train", "iteration": ' + b"9" * 5000 + b"}\n",
