@@ -36,7 +36,7 @@ def weights(model: petatron.Model) -> torch.Tensor:
 
 
 def main() -> None:
-    run = petatron.load("tiny-llama", [*FLAGS.split(), *sys.argv[1:]])
+    run = petatron.load("tiny-llama", [*FLAGS.split(), *sys.argv[1:]]).config
     mesh = petatron.launch(run)
     model = petatron.build_model(run, mesh)
     optimizer = petatron.build_optimizer(run, model)

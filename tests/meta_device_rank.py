@@ -26,7 +26,7 @@ def fake_rank(run: RunConfig, rank: int) -> Iterator[ParallelModel]:
     """Yields this run's model as one of its ranks would hold it.
 
     >>> import petatron
-    >>> run = petatron.load("llama3-8b", ["--tp", "8", "--mock-data", "--lr", "1e-4", "--train-iters", "1"], world_size=64)
+    >>> run = petatron.load("llama3-8b", ["--tp", "8", "--mock-data", "--lr", "1e-4", "--train-iters", "1"], world_size=64).config
     >>> with fake_rank(run, 63) as model:
     ...     sum(parameter.numel() for parameter in model.module.parameters())
     1004802048

@@ -38,7 +38,7 @@ def secret(tmp_path: Path) -> Path:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A model's folder with a tokenizer."""
-    run = petatron.load("tiny-llama", FLAGS.split())
+    run = petatron.load("tiny-llama", FLAGS.split()).config
     built = petatron.build_model(run, ParallelMesh.single())
     built.save_pretrained(tmp_path / "model")
     train_bpe(["some text"], 300, tmp_path / "model" / "tokenizer.json")

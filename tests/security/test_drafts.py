@@ -44,7 +44,7 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 
 def built(folder: Path) -> Path:
     """A checkpoint of a small model."""
-    run = petatron.load("tiny-llama", FLAGS.split())
+    run = petatron.load("tiny-llama", FLAGS.split()).config
     petatron.save_checkpoint(str(folder), step=1, model=petatron.build_model(run, ParallelMesh.single()))
     return folder
 
@@ -106,7 +106,7 @@ def test_the_quickstart_follows_no_link(tmp_path: Path, victim: Path):
 
 def test_a_trace_follows_no_link(tmp_path: Path, victim: Path):
     words = f"{FLAGS} --save {tmp_path} --profile --profile-step-start 1 --profile-step-end 2".split()
-    run = petatron.load("tiny-llama", words)
+    run = petatron.load("tiny-llama", words).config
 
     def trace() -> None:
         with StepProfiler(

@@ -267,7 +267,9 @@ def llama(tmp_path: Path) -> Path:
     """The folder of a Llama, as transformers writes it."""
     words = "--vocab-size 32 --num-layers 1 --hidden-size 8 --ffn-hidden-size 8 --num-attention-heads 2".split()
     words += "--num-query-groups 2 --seq-length 8".split()
-    run = petatron.load("tiny-llama", [*words, "--mock-data", "--lr", "1e-3", "--train-iters", "1", "--device", "cpu"])
+    run = petatron.load(
+        "tiny-llama", [*words, "--mock-data", "--lr", "1e-3", "--train-iters", "1", "--device", "cpu"]
+    ).config
     petatron.save_checkpoint(str(tmp_path / "run"), step=1, model=petatron.build_model(run, petatron.launch(run)))
     folder = tmp_path / "run" / "step-00000001" / "model"
     return Path(shutil.copytree(folder, tmp_path / "llama"))

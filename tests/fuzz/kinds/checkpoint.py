@@ -122,5 +122,5 @@ def _diff(folder: Path, scratch: Path) -> Any:
 def _args(folder: Path, scratch: Path) -> Any:
     config = petatron.load(
         "tiny-llama", ["--mock-data", "--load", str(folder), "--lr", "1", "--train-iters", "1"]
-    ).checkpoint
+    ).config.checkpoint
     return json.dumps(read_checkpoint_args(config).sections, sort_keys=True, default=str)

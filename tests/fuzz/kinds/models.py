@@ -35,7 +35,7 @@ def tiny(*flags: str, moe: bool = False) -> tuple[Any, Model]:
     """A run and its model, with weights that follow from the seed."""
     torch.set_num_threads(1)
     words = [*_SHAPE.split(), *(_MOE.split() if moe else []), *flags]
-    run = petatron.load("tiny-llama", words)
+    run = petatron.load("tiny-llama", words).config
     return run, petatron.build_model(run, mesh())
 
 

@@ -55,7 +55,7 @@ MODELS = {
 def run_of(name: str, extra: str = "") -> petatron.RunConfig:
     return petatron.load(
         None, f"{SHAPE} {MODELS[name]} {extra} --mock-data --lr 1e-3 --train-iters 1".split(), world_size=1
-    )
+    ).config
 
 
 def saved(name: str, folder: Path, extra: str = "", step: int = 3) -> Path:

@@ -330,7 +330,7 @@ def test_a_small_network_learns_as_well_as_in_full_precision(recipe: str):
 def test_weights_that_change_between_two_uses_are_cast_again():
     """Training, then generating, then training: no product is done with what a weight was."""
     flags = "--mock-data --lr 1e-2 --train-iters 3 --bf16 --fp8-format hybrid --seq-length 32 --eval-iters 0".split()
-    run = petatron.load("tiny-llama", flags)
+    run = petatron.load("tiny-llama", flags).config
     model = petatron.build_model(run, petatron.launch(run))
     optimizer = petatron.build_optimizer(run, model)
     tokens = torch.arange(32).view(1, 32)

@@ -23,7 +23,7 @@ EXPERTS = "--num-experts 8 --moe-layer-freq 2 --moe-ffn-hidden-size 96 --moe-sha
 
 
 def run_of(flags: str, world_size: int = 1) -> RunConfig:
-    return petatron.load("tiny-llama", f"{BASE} {flags}".split(), world_size=world_size)
+    return petatron.load("tiny-llama", f"{BASE} {flags}".split(), world_size=world_size).config
 
 
 def held(model: ParallelModel) -> tuple[int, int]:

@@ -210,7 +210,7 @@ MOE = (
 
 
 def run_of(flags: str, world_size: int = 1) -> RunConfig:
-    return petatron.load("tiny-llama", flags.split(), world_size=world_size)
+    return petatron.load("tiny-llama", flags.split(), world_size=world_size).config
 
 
 def test_who_updates_what():

@@ -27,7 +27,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def rates_of(flags: str, *, steps: int = 1, group_rule=None) -> dict[str, float]:
     """The learning rate that each parameter's last step shows, by name."""
-    run = petatron.load("tiny-llama", f"{PLAIN} {flags}".split(), world_size=1)
+    run = petatron.load("tiny-llama", f"{PLAIN} {flags}".split(), world_size=1).config
     mesh = petatron.launch(run)
     state = TrainState.build(run, mesh, model=build_model(run, mesh, group_rule=group_rule))
     loader = build_loader(run, mesh)
@@ -70,7 +70,7 @@ def test_multiplier_of_a_group_from_python():
 
 def test_decoupled_rate_without_a_schedule_is_the_flag():
     """As in a loop of one's own, which calls step() with nothing."""
-    run = petatron.load("tiny-llama", f"{PLAIN} --decoupled-lr 0.125".split(), world_size=1)
+    run = petatron.load("tiny-llama", f"{PLAIN} --decoupled-lr 0.125".split(), world_size=1).config
     model = build_model(run, petatron.launch(run))
     before = weights_of(model.module)
     model.train_step(next(build_loader(run, model.mesh)))
@@ -84,7 +84,9 @@ def test_decoupled_rate_without_a_schedule_is_the_flag():
 @pytest.mark.parametrize(("optimizer", "rule"), [("adam", "adam"), ("sgd", "sgd"), ("muon", "adam")])
 def test_groups_of_every_optimizer_with_a_decoupled_rate(optimizer: str, rule: str):
     flags = "--position-embedding-type learned_absolute --untie-embeddings-and-output-weights"
-    run = petatron.load("tiny-llama", f"{RUN} {flags} --lr 1e-3 --decoupled-lr 1e-4 --optimizer {optimizer}".split())
+    run = petatron.load(
+        "tiny-llama", f"{RUN} {flags} --lr 1e-3 --decoupled-lr 1e-4 --optimizer {optimizer}".split()
+    ).config
     found = {name: optimizer_group(run.optim, name, param) for name, param in model_spec(run).params().items()}
     assert found["embedding.weight"] == found["head.weight"] == GroupSpec(rule=rule, decoupled_lr=True)
     assert not found["position.weight"].decoupled_lr

@@ -69,7 +69,7 @@ def test_fused_layers_learn_their_local_widths():
 
 def test_a_plain_model_is_built_without_a_word():
     """How many elements a rank updates, padding included, is for who looks for a bug."""
-    run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2", "--num-layers", "1"])
+    run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2", "--num-layers", "1"]).config
     for level, said in ((logging.INFO, False), (logging.DEBUG, True)):
         with heard("petatron", level=level) as messages:
             petatron.build_model(run, petatron.launch(run))

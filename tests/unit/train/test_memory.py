@@ -25,7 +25,7 @@ LLAMA = "--mock-data --lr 1e-4 --train-iters 1 --bf16 --vocab-size 128256 --seq-
 
 
 def run_of(flags: str = "", *, world_size: int = 1) -> RunConfig:
-    return petatron.load("llama3-8b", f"{LLAMA} {flags}".split(), world_size=world_size)
+    return petatron.load("llama3-8b", f"{LLAMA} {flags}".split(), world_size=world_size).config
 
 
 def test_one_rank():

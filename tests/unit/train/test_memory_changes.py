@@ -27,7 +27,7 @@ MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 
 def load(preset: str, flags: str, world_size: int = 1) -> RunConfig:
-    return petatron.load(preset, shlex.split(f"{BASE} {flags}"), world_size=world_size)
+    return petatron.load(preset, shlex.split(f"{BASE} {flags}"), world_size=world_size).config
 
 
 def needs(run: RunConfig) -> int:
@@ -123,7 +123,7 @@ def test_bf16_gradients_are_offered_where_they_are_allowed():
     sharded = load("llama3-8b", f"{flags} {FSDP}", 8)
     for share in (0.95, 0.8, 0.6, 0.5):
         assert GRADIENTS not in offered(sharded, int(share * needs(sharded))), "refused where all is fully sharded"
-    wide = petatron.load("llama3-8b", shlex.split(f"{BASE} {flags}".replace("--bf16", "")))
+    wide = petatron.load("llama3-8b", shlex.split(f"{BASE} {flags}".replace("--bf16", ""))).config
     assert all(change.flags.startswith("--bf16 ") for change in suggest_changes(wide, 78 * GB))
     assert GRADIENTS in offered(wide, 78 * GB)
 

@@ -20,7 +20,7 @@ STRATEGY = "--data-parallel-sharding-strategy"
 
 
 def load(flags: str, *, length: int = 8192, world_size: int = 8) -> RunConfig:
-    return petatron.load("llama3-8b", shlex.split(f"{FLAGS} {length} {flags}"), world_size=world_size)
+    return petatron.load("llama3-8b", shlex.split(f"{FLAGS} {length} {flags}"), world_size=world_size).config
 
 
 def extra(flags: str, beside: str = "", *, length: int = 8192, world_size: int = 8) -> float:

@@ -34,7 +34,7 @@ GB = 10**9
 
 
 def load(preset: str, flags: str, world_size: int = 1) -> RunConfig:
-    return petatron.load(preset, shlex.split(flags), world_size=world_size)
+    return petatron.load(preset, shlex.split(flags), world_size=world_size).config
 
 
 def again(preset: str, flags: str, change: str, world_size: int = 1) -> RunConfig:
