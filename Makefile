@@ -30,7 +30,8 @@ test: $(VENV)/dev  ## the whole default suite
 test-docs: $(VENV)/dev  ## every command of the README and the guides runs as it stands there
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m docs tests/docs tests/cli/test_mixtral_listing.py
 
-test-slow: $(VENV)/dev  ## the long forms
+test-slow: $(VENV)/dev  ## the long forms; installs what runs the example notebook
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebook]'
 	$(BIN)/python -m pytest -m slow
 
 test-matrix: $(VENV)/dev  ## the long forms of parity: the whole proof matrix, 20 steps in float32 and float64, and random models (an hour on 2 cores)
