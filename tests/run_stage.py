@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from petatron.models.batch import Batch
 from petatron.models.decoder import HIDDEN, LM_LOSS
-from petatron.models.stage_boundaries import StageOutput
+from petatron.models.stage_inputs_outputs import StageOutput
 
 
 def run_stage(

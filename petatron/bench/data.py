@@ -215,7 +215,7 @@ def measure_index(documents: int) -> dict[str, float]:
 def _index_worker(documents: int) -> dict[str, float]:
     import numpy as np
 
-    from petatron.data.sample_index import build_sample_indices, plan_epochs
+    from petatron.data.document_sample_shuffle_index import build_sample_indices, plan_epochs
 
     numbers = np.arange(documents)
     lengths = np.random.RandomState(0).randint(1, 1500, documents, dtype=np.int32)

@@ -27,8 +27,8 @@ import torch
 from numpy.typing import NDArray
 
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.data.document_sample_shuffle_index import legacy_random_state
 from petatron.data.sample_dataset import SampleDataset
-from petatron.data.sample_index import legacy_random_state
 from petatron.kernels.attention.documents import Documents
 from petatron.models.batch import Batch
 

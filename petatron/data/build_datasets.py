@@ -23,11 +23,11 @@ from petatron.data.blended_dataset import (
     samples_to_build,
 )
 from petatron.data.data_file_error import data_file_error
+from petatron.data.document_sample_shuffle_index import plan_epochs
 from petatron.data.gpt_dataset import GPTDataset, split_sequences
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.mock_dataset import MockDataset
 from petatron.data.sample_dataset import SampleDataset
-from petatron.data.sample_index import plan_epochs
 from petatron.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")

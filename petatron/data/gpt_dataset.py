@@ -1,4 +1,5 @@
-"""Language-model samples from one token file: sequences cut into windows of seq_length + 1 tokens (rules: sample_index.py).
+"""Language-model samples from one token file: sequences cut into windows of seq_length + 1 tokens (rules:
+document_sample_shuffle_index.py).
 
 The unit that is split and shuffled is the sequence, as in Megatron: mostly a whole document, a sentence in files made for that.
 """
@@ -16,9 +17,9 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
 from petatron.base.text import format_bytes
 from petatron.config.schema.data_blend import BlendError, parse_split
+from petatron.data.document_sample_shuffle_index import build_sample_indices, index_bytes, plan_epochs
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.sample_index import build_sample_indices, index_bytes, plan_epochs
 
 _ANNOUNCED_ENTRIES = 10_000_000
 _SECONDS_PER_ENTRY = 3e-7

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from petatron.data.document_sample_shuffle_index import legacy_random_state
 from petatron.data.index_cache import fingerprint
-from petatron.data.sample_index import legacy_random_state
 
 
 class MockDataset:

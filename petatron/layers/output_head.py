@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from petatron.kernels.linear_cross_entropy import (
+from petatron.kernels.vocab_parallel_cross_entropy import (
     REFERENCE,
     CrossEntropyKernels,
     GradRequest,

@@ -25,7 +25,7 @@ _PASS_THROUGH_FILES = (
     "layers/ops/linear_op.py",
     "layers/ops/recompute_output.py",
     "parallel/tensor_parallel.py",
-    "parallel/data/fsdp_collectives.py",
+    "parallel/data/fsdp_all_gather_reduce_scatter.py",
 )
 
 

@@ -17,7 +17,7 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.output_head import OutputHead
 from petatron.layers.rope import RotaryEmbedding
 from petatron.models.batch import Batch
-from petatron.models.stage_boundaries import StageOutput
+from petatron.models.stage_inputs_outputs import StageOutput
 from petatron.models.stage_module import StageModule, run_layers_sequentially
 
 if TYPE_CHECKING:

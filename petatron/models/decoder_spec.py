@@ -21,7 +21,7 @@ from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.decoder import HIDDEN, LM_LOSS, Decoder
 from petatron.models.model_spec import ModelSpec
-from petatron.models.stage_boundaries import BoundaryTensor, LossSpec, ModelIO
+from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
 

@@ -21,7 +21,7 @@ from petatron.layers.spec.branch import SequenceSharding
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.batch import Batch
-from petatron.models.stage_boundaries import ModelIO
+from petatron.models.stage_inputs_outputs import ModelIO
 from petatron.models.stage_module import StageModule
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, TensorShard, compute_placement
 

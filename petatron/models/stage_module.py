@@ -12,7 +12,7 @@ from petatron.config.pipeline_stages import PipelineStage
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.transformer_layer import Residual, TransformerLayer
 from petatron.models.batch import Batch
-from petatron.models.stage_boundaries import StageOutput
+from petatron.models.stage_inputs_outputs import StageOutput
 
 LayerRunner = Callable[[Sequence[nn.Module], Tensor, ForwardContext], Tensor]
 """Runs a stage's layers: the slot for recompute of groups of them, and for offload."""

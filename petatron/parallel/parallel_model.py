@@ -14,7 +14,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
 from petatron.models.model_spec import ModelSpec
-from petatron.models.stage_boundaries import ModelIO
+from petatron.models.stage_inputs_outputs import ModelIO
 from petatron.models.stage_module import StageModule
 from petatron.parallel.context import split_batch
 from petatron.parallel.data.gradient_reduction import GradientReducer

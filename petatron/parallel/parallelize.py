@@ -30,7 +30,7 @@ from petatron.parallel.activation_recompute import apply_recompute
 from petatron.parallel.context import apply_context_parallel
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.data.param_gather_wait import wait_for_params_before_use
-from petatron.parallel.expert_token_dispatch import apply_expert_parallel
+from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_parallel
 from petatron.parallel.fp8 import Fp8GemmSet, apply_fp8
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.linear_cross_entropy import AllReduce, VocabColumns, WriteWeightGrad
+from petatron.kernels.vocab_parallel_cross_entropy import AllReduce, VocabColumns, WriteWeightGrad
 
 Result = TypeVar("Result")
 

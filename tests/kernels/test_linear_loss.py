@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from petatron.kernels.gemm import PLAIN_GEMM, PlainGemm, WeightGrad
-from petatron.kernels.linear_cross_entropy import (
+from petatron.kernels.vocab_parallel_cross_entropy import (
     CHUNK_BYTES,
     LARGE_BATCH_CHUNK_BYTES,
     GradRequest,

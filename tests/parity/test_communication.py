@@ -251,7 +251,7 @@ def test_events_say_who_asked(ranks: RankPool):
     assert asked == {
         ("tp", "layers/linear.py"),
         ("tp", "layers/embedding.py"),
-        ("tp", "kernels/linear_cross_entropy.py"),
+        ("tp", "kernels/vocab_parallel_cross_entropy.py"),
         ("tp", "pipeline/executor.py"),  # backward: autograd has no frame of the layer
         ("world", "parallel/parallel_model.py"),
         ("dp_cp", "data/gradient_reduction.py"),

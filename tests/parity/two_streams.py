@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
-from petatron.models.stage_boundaries import BoundaryTensor, LossSpec, ModelIO, StageOutput
+from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO, StageOutput
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.schedule.pipeline_plan import PipelinePlan

@@ -26,14 +26,14 @@ from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, BenchContext, Kernel
 from petatron.bench.ops.qkv_split import qkv_split_cases
 from petatron.kernels import activation, norm
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, dequantise
-from petatron.kernels.linear_cross_entropy import (
+from petatron.kernels.matmul import matmul
+from petatron.kernels.vocab_parallel_cross_entropy import (
     GradRequest,
     VocabColumns,
     WriteWeightGrad,
     linear_cross_entropy,
     losses_and_gradient_,
 )
-from petatron.kernels.matmul import matmul
 from petatron.kernels.weight_grad_gemm import matmul_into
 
 _LOSS_TOKENS = 16384

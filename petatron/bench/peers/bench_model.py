@@ -11,7 +11,7 @@ from petatron.base.log import get_logger
 from petatron.bench.measure.arguments import resolve_device
 from petatron.bench.peers import BenchSpec
 from petatron.config import load_config, resolve_config
-from petatron.config.checks.layout import MESH_SIZES
+from petatron.config.checks.parallel_sizes import MESH_SIZES
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.models.batch import Batch

@@ -15,11 +15,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from petatron.base.untrusted_files import MAX_INT64, is_count
-from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile
+from petatron.checkpoint.files.disk import BLOCK_BYTES, Disk, StoredFile
 from petatron.checkpoint.files.safetensors_file import DTYPES, MAX_DIMS
+from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
+from petatron.checkpoint.files.step_list import MANIFEST_FILE
 from petatron.sharding.boxes import Box, Shape
 
 VERSION = 3
@@ -119,6 +122,23 @@ def manifest_to_json(
     # JSON changes tuples and integer keys in facts; the digest is of what will be read.
     body = json.loads(json.dumps(body))
     return json.dumps({**body, "digest": _digest(body)}, indent=1)
+
+
+def write_manifest(
+    draft: Path,
+    step: int,
+    *,
+    layout: str,
+    facts: Mapping[str, Any],
+    tables: Sequence[TableFile],
+    disk: Disk,
+    sign: SignFunction | None = None,
+) -> None:
+    """Writes manifest.json, and its signature where there is a key, into the temporary folder of a step: its last files."""
+    content = manifest_to_json(step, layout=layout, facts=facts, tables=tables).encode()
+    disk.write(draft / MANIFEST_FILE, [content])
+    if sign is not None:
+        disk.write(draft / SIGNATURE_FILE, [sign(content)])
 
 
 def manifest_from_json(text: str | bytes) -> Manifest:

@@ -35,11 +35,11 @@ from petatron.checkpoint.files.manifest import (
     TableFile,
     UnknownVersionError,
     manifest_from_json,
-    manifest_to_json,
     merge_tables,
     table_digest,
     table_from_json,
     table_to_json,
+    write_manifest,
 )
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
 from petatron.checkpoint.files.step_list import (
@@ -141,10 +141,7 @@ def publish_step(
     draft, replaced = folder / f"{final.name}.tmp", folder / f"{final.name}.replaced"
     for part in (MODEL_FOLDER, STATE_FOLDER):
         disk.sync_folder(draft / part)
-    manifest = manifest_to_json(step, layout=layout, facts=facts, tables=tables).encode()
-    disk.write(draft / MANIFEST_FILE, [manifest])
-    if sign is not None:
-        disk.write(draft / SIGNATURE_FILE, [sign(manifest)])
+    write_manifest(draft, step, layout=layout, facts=facts, tables=tables, disk=disk, sign=sign)
     disk.sync_folder(draft)
     if os.path.lexists(final):
         disk.rename(final, replaced)

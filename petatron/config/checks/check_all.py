@@ -15,10 +15,10 @@ from petatron.config.checks.cuda_graphs import check_cuda_graphs
 from petatron.config.checks.data_parallel import check_data_parallel
 from petatron.config.checks.files import check_files
 from petatron.config.checks.fp8 import check_fp8
-from petatron.config.checks.layout import check_layout
 from petatron.config.checks.model import check_model
 from petatron.config.checks.moe import check_moe
 from petatron.config.checks.moe_overlap import check_moe_overlap
+from petatron.config.checks.parallel_sizes import check_layout
 from petatron.config.checks.pipeline import check_pipeline
 from petatron.config.checks.run import check_run
 from petatron.config.flags.parse import PRESET_FLAG, unsupported_problem

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
-from petatron.config.checks.layout import MODEL_PARALLEL_SIZES
+from petatron.config.checks.parallel_sizes import MODEL_PARALLEL_SIZES
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
 

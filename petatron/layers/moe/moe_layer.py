@@ -2,10 +2,10 @@
 
     y = sum over the chosen experts of weight x expert(x)  [+ gate(x) x shared(x)]
 
-The slot `dispatcher` takes tokens to their experts: on one device it only permutes them, `parallel/expert_token_dispatch.py` fills it
-with communication and may overlap the two halves of the shared expert with it. All else here is per token, so it does not
-matter which tokens of the batch this rank has; the router's losses, which depend on all of them, are in `load_balancing.py`.
-With a latent size the routed experts work in a narrower space, which saves most of the communication.
+The slot `dispatcher` takes tokens to their experts: on one device it only permutes them; with expert parallelism it communicates
+(`parallel/expert_parallel_token_dispatcher.py`) and may overlap the two halves of the shared expert with that. All else here is
+per token, so it does not matter which tokens of the batch this rank has; the router's losses, which depend on all of them, are in
+`load_balancing.py`. With a latent size the routed experts work in a narrower space, which saves most of the communication.
 
 S sequence, B batch, D hidden, T = S x B tokens in memory order.
 """

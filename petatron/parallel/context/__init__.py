@@ -4,7 +4,7 @@
 chunks, and rank r has chunks r and 2c - 1 - r, in this order ("zigzag"): every rank then has the same work. If a block of
 adjacent ranks merges its chunks sorted by position, it has two runs again: those of one rank of a zigzag over the blocks. So
 one rule of positions serves every scheme below. A layer that scans the sequence needs one contiguous part per rank instead: the
-model says which order it wants (`models/stage_boundaries.py`).
+model says which order it wants (`models/stage_inputs_outputs.py`).
 
 **Communication**, with `kv` the elements of a rank's keys and values, q and o those of its queries and outputs, and c the ranks
 in the ring, in elements that a rank sends (or receives from a gather):
@@ -32,7 +32,7 @@ from petatron.kernels.attention.documents import Documents
 from petatron.layers.attention import CoreAttention
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.batch import Batch
-from petatron.models.stage_boundaries import SequenceOrder
+from petatron.models.stage_inputs_outputs import SequenceOrder
 from petatron.parallel.context.ring_attention import KvExchange, context_parallel_attention
 from petatron.parallel.context.ulysses import UlyssesAllToAll
 from petatron.parallel.context.zigzag import contiguous_positions, zigzag_positions

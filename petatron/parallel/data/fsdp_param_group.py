@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.parallel.data.fsdp_collectives import Fp8AllGather
+from petatron.parallel.data.fsdp_all_gather_reduce_scatter import Fp8AllGather
 from petatron.parallel.data.gradient_reduction import all_reduce_partial_grads
 from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParamRange, rank_share
 from petatron.sharding.group_spec import GroupSpec

@@ -4,7 +4,7 @@ A rank performs its list of actions in order. Transfers are started at their pos
 waited for where their result is used, so they overlap the computations between. An activation is freed once sent: backward needs
 its graph, not its values. A forward and a backward of one entry of the list run combined (`combined_forward_backward.py`).
 
-What moves between stages are bundles: the named tensors that a boundary declares (`models/stage_boundaries.py`), in this order, and
+What moves between stages are bundles: the named tensors that a boundary declares (`models/stage_inputs_outputs.py`), in this order, and
 on the way back the gradients of those that have one. An empty bundle is not sent, and not waited for.
 """
 
@@ -25,7 +25,7 @@ from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
 from petatron.models.batch import Batch
-from petatron.models.stage_boundaries import BoundaryTensor, ModelIO, StageOutput
+from petatron.models.stage_inputs_outputs import BoundaryTensor, ModelIO, StageOutput
 from petatron.models.stage_module import StageModule
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.data import sample_index
-from petatron.data.sample_index import SampleIndices, build_sample_indices, legacy_random_state, plan_epochs
+from petatron.data import document_sample_shuffle_index as sample_index
+from petatron.data.document_sample_shuffle_index import (
+    SampleIndices,
+    build_sample_indices,
+    legacy_random_state,
+    plan_epochs,
+)
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=15).filter(lambda lengths: sum(lengths) > 0)
 

@@ -24,7 +24,7 @@ from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 from petatron.models.registry import model_spec
 from petatron.parallel.activation_recompute import apply_recompute
-from petatron.parallel.expert_token_dispatch import apply_expert_parallel
+from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_parallel
 from petatron.parallel.fp8 import apply_fp8
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.tensor_parallel import (

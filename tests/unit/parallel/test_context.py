@@ -21,7 +21,7 @@ from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
-from petatron.models.stage_boundaries import SequenceOrder
+from petatron.models.stage_inputs_outputs import SequenceOrder
 from petatron.parallel.context import ContextParallelAttention, apply_context_parallel, ring_attention, split_batch
 from petatron.parallel.context.zigzag import contiguous_positions, sorted_by_position, sorted_by_rank, zigzag_positions
 from tests import reference_attention as reference

@@ -23,7 +23,7 @@ from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder_spec import moe_spec
-from petatron.parallel.expert_token_dispatch import (
+from petatron.parallel.expert_parallel_token_dispatcher import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     apply_expert_parallel,

@@ -26,7 +26,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.decoder_spec import moe_spec
 from petatron.parallel.activation_recompute import recomputed
-from petatron.parallel.expert_token_dispatch import apply_expert_parallel
+from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_parallel
 from tests.dist import RankPool
 
 S, B, D, F, E = 6, 2, 8, 4, 4

@@ -35,7 +35,7 @@ from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.data.fsdp import fully_shard_stages
 from petatron.parallel.data.fsdp_param_group import FsdpGradientReducer, FsdpParamGroup, owned_flat_shard, shard_dim
 from petatron.parallel.data.gradient_reduction import GradientReducer
-from petatron.parallel.expert_token_dispatch import apply_expert_parallel
+from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_parallel
 from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
 from petatron.sharding.flat_buffer import FlatBufferOptions, flatten_parameters
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards

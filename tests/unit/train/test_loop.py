@@ -21,7 +21,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
-from petatron.models.stage_boundaries import LossSpec, ModelIO, StageOutput
+from petatron.models.stage_inputs_outputs import LossSpec, ModelIO, StageOutput
 from petatron.train.build_run import RunLength, build_loaders
 from petatron.train.loop import EvaluatedLosses, TrainingResult, TrainLoop, evaluate
 from petatron.train.report.metrics import MetricRecord
