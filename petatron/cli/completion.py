@@ -10,10 +10,10 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from petatron.cli import bench, checkpoint, data, doctor, plan, quickstart, verify
+from petatron.cli import bench, checkpoint, data, doctor, plan, plot, quickstart, report, runs, verify
 from petatron.config.flags import megatron_flags
 from petatron.config.flags.parse import FILE_FLAG, PRESET_FLAG, known_flags
 from petatron.config.presets import preset_names
@@ -67,8 +67,13 @@ def completions() -> dict[str, Completion]:
         ("plan", plan.parser()),
         ("doctor", doctor.parser()),
         ("verify", verify.parser()),
+        ("plot", plot.parser()),
+        ("report", report.parser()),
+        ("runs", runs.parser()),
+        ("runs diff", runs.diff_parser()),
     ):
         found |= dict(_parser_completions(verb, parser))
+    found["runs"] = replace(found["runs"], words=("diff",))
     found["verify"] = Completion({**run, **found["verify"].flags}, presets=True)
     found["plan memory"] = Completion({**run, "--device-memory-gb": "text"}, presets=True)
     return found

@@ -22,15 +22,15 @@ _SUFFIXES = (".svg", ".png")
 _MIN_HEIGHT, _MAX_SIZE = 3, 1000
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
         prog="petatron plot",
         description="Draws loss, validation, learning rate, gradient norm, throughput and memory of one or several runs: in the "
         "terminal, or as a picture with --out.",
         epilog="For example: petatron plot runs/a runs/b --smooth 0.9 --x tokens --out compare.svg",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = root.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder that --save or --log-dir named")
     add("--metrics", metavar="A,B", default=",".join(DEFAULT_METRICS), help=f"of {', '.join(METRICS)} (the first six)")
     add("--x", choices=list(X_AXES), default="step", help="what the x axis counts (step)")
@@ -45,11 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--theme", choices=list(THEMES), default="light", help="colours of the picture (light)")
     add("--width", type=int, metavar="N", help="columns in the terminal (as wide as it is)")
     add("--height", type=int, default=8, metavar="N", help="rows of a panel in the terminal (8)")
-    return parser
+    return root
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     metrics = list(dict.fromkeys(name.strip() for name in options.metrics.split(",") if name.strip()))
     if problems := _problems(options):
         raise ConfigError(problems)

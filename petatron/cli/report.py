@@ -13,20 +13,20 @@ from petatron.history.run_folder import open_runs
 _REPORT_FILE = "report.html"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
         prog="petatron report",
         description="Writes a run as one HTML file to send to a colleague: curves, settings with their origins, environment, data, "
         "layout, checkpoints, evaluation and text samples. It needs nothing else and requests nothing.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder that --save or --log-dir named")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"where to write it (RUN/{_REPORT_FILE})")
-    return parser
+    root.add_argument("run", type=Path, metavar="RUN", help="folder that --save or --log-dir named")
+    root.add_argument("--out", type=Path, metavar="FILE", help=f"where to write it (RUN/{_REPORT_FILE})")
+    return root
 
 
 def main(argv: Sequence[str]) -> int:
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     run = open_runs([options.run])[0]
     out = options.run / _REPORT_FILE if options.out is None else options.out
     write_result(out, report_html(run))

@@ -28,35 +28,35 @@ _MIN_NAME, _MIN_VALUE = 12, 10
 _LONG_COUNT = 100_000
 
 
-def _list_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
         prog="petatron runs",
         usage="petatron runs [-h] [--json] [DIR]\n       petatron runs diff [-h] [--json] A B",
         description="Lists the runs below a folder: whether each is running, finished, stopped or failed, how far it came, its last "
         "and its best validation loss, its layout, and when it last changed. `petatron runs diff A B` compares two.",
         allow_abbrev=False,
     )
-    parser.add_argument("root", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="where to look (runs)")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    return parser
+    root.add_argument("root", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="where to look (runs)")
+    root.add_argument("--json", action="store_true", help="print everything as JSON")
+    return root
 
 
-def _diff_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def diff_parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
         prog="petatron runs diff",
         description="Shows the settings in which two runs differ, with the origin of each value, and their results side by side.",
         allow_abbrev=False,
     )
-    parser.add_argument("first", type=Path, metavar="A", help="folder that --save or --log-dir named")
-    parser.add_argument("second", type=Path, metavar="B")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    return parser
+    root.add_argument("first", type=Path, metavar="A", help="folder that --save or --log-dir named")
+    root.add_argument("second", type=Path, metavar="B")
+    root.add_argument("--json", action="store_true", help="print everything as JSON")
+    return root
 
 
 def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["diff"]:
-        return _diff(_diff_parser().parse_args(argv[1:]))
-    return _list(_list_parser().parse_args(argv))
+        return _diff(diff_parser().parse_args(argv[1:]))
+    return _list(parser().parse_args(argv))
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -176,7 +176,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     ),
     "rotary embedding": _triton_and_reference("rope"),
     "qk-norm and rotary embedding": _triton_and_reference("qk_norm_rope"),
-    "softmax and loss": _triton_and_reference("linear_cross_entropy", as_record=True),
+    "softmax and loss": _triton_and_reference("vocab_parallel_cross_entropy", as_record=True),
     "embedding gradient": _triton_and_reference("embedding_grad"),
     "adamw": (
         KernelImplementation("triton", _module("triton.optimizer.adam"), _triton_unsupported_reason),

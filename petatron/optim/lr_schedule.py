@@ -61,6 +61,7 @@ class LearningRateSchedule:
         warmup: float = schedule.lr_warmup_samples if in_samples else schedule.lr_warmup_iters
         if schedule.lr_warmup_fraction is not None:
             warmup = schedule.lr_warmup_fraction * decay
+        depends_on_batch = schedule.lr_decay_style == "inverse-square-root" and not in_samples and warmup == 0
         return cls(
             peak=required("lr", run.optim.lr),
             style=schedule.lr_decay_style,
@@ -71,7 +72,7 @@ class LearningRateSchedule:
             final_decay=final_decay or 0,
             final_style=schedule.lr_wsd_decay_style,
             in_samples=in_samples,
-            samples_per_iteration=1 if in_samples else run.train.global_batch_size,
+            samples_per_iteration=run.train.global_batch_size if depends_on_batch else 1,
         )
 
     @classmethod

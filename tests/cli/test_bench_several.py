@@ -71,7 +71,7 @@ def test_fp8_beside_our_own_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[s
     found = run(tmp_path, "--fp8-recipe rowwise --against bf16")
     ratio, shown = found["ratio"]["bf16"], capsys.readouterr().out
     assert len(ratio["pairs"]) == 2 and ratio["spread"] == [min(ratio["pairs"]), max(ratio["pairs"])]
-    assert re.search(r"speed / bf16 +\d+\.\d+x \(median of 2 pairs, ", shown) and "FP8 rowwise products" in shown
+    assert re.search(r"speed / bf16 +\d+\.\d+x \(median of 2 pairs, ", shown) and "FP8 rowwise GEMMs" in shown
     alone = run(tmp_path, "")["contenders"]["petatron"]["losses"]
     assert found["contenders"]["bf16"]["losses"] == alone, "bf16 is what the run is without FP8"
     assert found["contenders"]["petatron"]["losses"] != alone and ratio["largest_loss_difference"] < 5e-3
@@ -259,7 +259,7 @@ OTHERS = {
         "timed 3 of 4 rounds",
     ),
     "kernels --device cpu --repeat 1 --only norm attention": (
-        "measuring the device: a copy and a product",
+        "measuring the device: a copy and a GEMM",
         "measuring norm, 1 of 2",
         "measuring attention, 2 of 2",
         "attention, packed",
@@ -346,5 +346,5 @@ def test_units_have_something_before_the_point(amount: float, text: str):
 def test_kernels_on_a_cpu_are_given_in_units_that_say_something(capsys: pytest.CaptureFixture[str]):
     assert bench.main(["kernels", "--device", "cpu", "--repeat", "1", "--only", "norm"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"copies [1-9][\d.]* GB/s, multiplies [1-9][\d.]* [MG]FLOP/s", shown)
+    assert re.search(r"copies [1-9][\d.]* GB/s, GEMMs [1-9][\d.]* [MG]FLOP/s", shown)
     assert " 0.00 " not in shown and "/s, " in shown

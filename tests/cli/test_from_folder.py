@@ -19,7 +19,7 @@ from petatron.cli.train import read_checkpoint
 from petatron.config import CheckpointConfig, LoadedConfig, load_config, resolve_config
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.build_run import load, open_tokenizer
+from petatron.train.build_run import open_tokenizer
 from petatron.train.state.run_dirs import check_run_dirs
 
 RUN = "--mock-data --lr 1e-12 --eval-iters 0 --num-workers 0 --live off --log-interval 1 --train-iters 1 --device cpu".split()
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     words = (f"{first}{second}" for first in "abcdefgh" for second in "ijklmnop")
     assert train_bpe([" ".join(words)] * 2, IDS, folder / "tokenizer" / "tokenizer.json").vocab_size == IDS
-    model = petatron.build_model(load(None, [*LLAMA.split(), *RUN], world_size=1), ParallelMesh.single())
+    model = petatron.build_model(petatron.load(None, [*LLAMA.split(), *RUN], world_size=1), ParallelMesh.single())
     model.save_pretrained(folder / "base", tokenizer=folder / "tokenizer")
     assert main(["train", "--from", str(folder / "base"), *RUN, "--save", str(folder / "run")]) == 0
     return folder
@@ -113,7 +113,7 @@ def test_every_contradiction_names_both(folder: Path, tmp_path: Path):
 
 
 def test_learned_positions_cannot_get_longer(tmp_path: Path):
-    run = load(None, [*SHAPE.split(), *RUN], world_size=1)
+    run = petatron.load(None, [*SHAPE.split(), *RUN], world_size=1)
     petatron.build_model(run, ParallelMesh.single()).save_pretrained(tmp_path / "gpt")
     [problem] = problems("--from", str(tmp_path / "gpt"), "--max-position-embeddings", "16")
     assert "--max-position-embeddings 16 contradicts" in problem and "whose model has 8" in problem

@@ -46,7 +46,12 @@ def test_a_run_from_its_first_line_to_the_commands_after_it(tmp_path: Path, caps
 
     [summary] = records(tmp_path / "a run", "summary")
     assert (summary["steps"], summary["tokens"], summary["checkpoint"]) == (1, 16, f"{folder}/step-00000001")
-    [resume, verify, _] = [entry["command"] for entry in summary["next_commands"]]
+    commands = [entry["command"] for entry in summary["next_commands"]]
+    resume, verify = (
+        commands[0],
+        next(command for command in commands if command.startswith("petatron checkpoint verify")),
+    )
+    assert any(command.startswith("petatron plot") for command in commands)
     assert said.splitlines()[-1] == f"  {summary['next_commands'][-1]['command']}"
     assert main([*shlex.split(resume)[1:], "--exit-duration-in-mins", "9"]) == 0
     said = capsys.readouterr().out
@@ -64,7 +69,7 @@ def test_a_layout_and_its_recompute_are_said_in_words(tmp_path: Path, capsys: py
     assert run("--train-iters", "1", "--log-dir", str(tmp_path), *flags) == 0
     said = capsys.readouterr().out
     assert "precision: bf16, fp32 master weights" in said and "; recompute: all 1 layers whole\n" in said
-    assert "checkpoint  none was saved" in said and "\nnext\n" not in said
+    assert "checkpoint  none was saved" in said and "petatron plot" in said and "--load" not in said
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint, verify_checkpoint
 from petatron.config.schema.model_identity import identity_differences, model_identity
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.build_run import load
+from petatron.train.python_run import load
 from petatron.train.state.train_state import TrainState
 
 TINY = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --kv-channels 4 --seq-length 8 --max-position-embeddings 8 --vocab-size 32"

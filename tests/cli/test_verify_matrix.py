@@ -44,7 +44,7 @@ def test_a_failing_rank_costs_one_case(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Rank 1 finds its folder taken; rank 0 waits for it in vain; the next start goes on with the next case."""
-    monkeypatch.setattr(verify_matrix.tempfile, "TemporaryDirectory", lambda prefix: _Kept(tmp_path))
+    monkeypatch.setattr(verify_matrix.tempfile, "TemporaryDirectory", lambda **options: _Kept(tmp_path))
     (tmp_path / "case-00000" / "rank-00001").mkdir(parents=True)
     options = verify_matrix._parser().parse_args(["--dtype", "float32", "--steps", "1"])
     assert verify_matrix._run([_case("dense:dp2"), _case("dense:tp2")], options) == 1

@@ -69,7 +69,7 @@ def test_a_file_that_became_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     seen = os.stat(tmp_path / "file")
     (tmp_path / "file").unlink()
     os.mkfifo(tmp_path / "file")
-    monkeypatch.setattr("petatron.base.untrusted_files.os.stat", lambda path: seen)
+    monkeypatch.setattr("petatron.base.untrusted_files.os.stat", lambda path, **options: seen)
     with pytest.raises(OSError, match=", not a file"):
         open_regular_file(tmp_path / "file")
 

@@ -278,11 +278,11 @@ class LogConfig:
     """Name of the W&B run."""
     sample_prompts: FilePath | None = None
     """File of prompts, one per line, that the model continues every `--sample-interval` iterations, to see it learn."""
-    sample_interval: int | None = None
+    sample_interval: IterationCount | None = None
     """Iterations between text samples; needs `--sample-prompts`."""
-    sample_tokens: int = 40
+    sample_tokens: SmallCount = 40
     """New tokens per text sample."""
-    sample_temperature: float = 0.0
+    sample_temperature: Factor = 0.0
     """Temperature of text samples: 0 takes the likeliest token; above 0 tokens are drawn with the same seed every time."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live terminal view; auto shows it when stderr is a terminal and rich is installed."""

@@ -259,6 +259,9 @@ class TrainState:
         """Returns the settings that would change the course of a run on resume."""
         rates, decays = asdict(self.lr_schedule), asdict(self.weight_decay_schedule)
         decoupled = {} if self.decoupled_lr_schedule is None else asdict(self.decoupled_lr_schedule)
+        for values in (rates, decoupled):
+            if values.get("samples_per_iteration") == 1:  # checkpoints of earlier releases do not have it
+                del values["samples_per_iteration"]
         if (
             self.weight_decay_schedule.start == self.weight_decay_schedule.end
         ):  # without a ramp its length does not matter

@@ -341,7 +341,7 @@ def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(CheckpointError, match=r"other.tmp is in the way"):
         petatron.from_pretrained(tmp_path / "run").save_pretrained(tmp_path / "other")
     monkeypatch.setattr(convert_module, "free_bytes", lambda folder: 10)
-    with pytest.raises(CheckpointError, match=r"has 10 bytes left. Free space there"):
+    with pytest.raises(CheckpointError, match=r"has 10 B left. Free space there"):
         convert(source, tmp_path / "new", ConversionOptions(target_format="petatron"))
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.tmp").exists()
 

@@ -72,6 +72,6 @@ def test_every_trace_on_disk_is_announced(small_blocks, tmp_path):
 def test_room_is_asked_for_before_anything_is_written(tmp_path):
     check_free_space(tmp_path / "not" / "there" / "yet", 1000)
     with pytest.raises(
-        CheckpointError, match=r"needs 9,000 TB, and the disk of .* has [\d.]+ [KMGT]B left\. Free space"
+        CheckpointError, match=r"needs 9,[\d.,]+ TB, and the disk of .* has [\d.]+ [kMGT]B left\. Free space"
     ):
         check_free_space(tmp_path, 9 * 10**15)

@@ -24,7 +24,11 @@ def reloaded(folder: Path, argv: list[str]) -> RunConfig:
 def test_every_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.chdir(tmp_path)
     info = next(info for info in path_fields() if info.name == name)
-    more = {"vocab_file": "--merge-file m", "merge_file": "--vocab-file v"}.get(name, "").split()
+    more = {
+        "vocab_file": "--merge-file m",
+        "merge_file": "--vocab-file v",
+        "sample_prompts": "--sample-interval 2 --tokenizer-type ByteTokenizer",
+    }.get(name, "").split()
     source = [word for word in MOCK if word != "--mock-data"]
     run = reloaded(tmp_path, [*source, info.flag, "some/where", *more])
     value = getattr(getattr(run, info.section), name)

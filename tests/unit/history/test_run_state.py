@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from petatron.config.layout_text import layout_text
 from petatron.history.run_folder import open_run
-from petatron.history.run_settings import layout_text
 from petatron.history.run_state import is_locked, run_state
 from petatron.history.summary import common_step_losses, result_differences, setting_differences, summarize_run
 from tests.unit.history.run_files import START_S, event, finished_run, train, valid, write_run
