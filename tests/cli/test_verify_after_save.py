@@ -89,7 +89,7 @@ def test_a_small_model_of_a_preset_is_good(tmp_path: Path, preset: str):
 )
 def test_models_are_compared_by_what_they_use(kind: str, change: str, differing: list[str]):
     first, second = (
-        load(None, [*TINY.split(), *RUN.split(), *KINDS[kind].split(), *more.split()], world_size=1)
+        load(None, [*TINY.split(), *RUN.split(), *KINDS[kind].split(), *more.split()], world_size=1).config
         for more in ("--moe-ffn-hidden-size 24" if "num-experts" in KINDS[kind] else "", change)
     )
     a, b = (model_identity(run.model, run.moe) for run in (first, second))

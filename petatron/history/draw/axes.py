@@ -11,7 +11,7 @@ def ticks(low: float, high: float, most: int, *, x_axis: str = "") -> list[float
     """Returns up to `most` round numbers within an axis; whole ones for steps and tokens.
 
     >>> ticks(0, 10, 6), ticks(1, 7200, 4, x_axis="time"), ticks(0.9, 1.1, 3, x_axis="step")
-    ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [3600.0, 7200.0], [1.0])
+    ([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [1800.0, 3600.0, 5400.0, 7200.0], [1.0])
     """
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return []
