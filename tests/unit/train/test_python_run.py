@@ -83,4 +83,4 @@ def test_text_and_a_folder(tmp_path: Path):
         path.name for path in (tmp_path / "mine").iterdir()
     }
     with pytest.raises(ConfigError, match="knows token ids only"):
-        petatron.load(None, f"{FLAGS} --vocab-size 64".split()).generate("def ")
+        petatron.load(None, FLAGS.replace("--mock-data", "--data-path none --vocab-size 64").split()).generate("def ")
