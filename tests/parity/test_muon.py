@@ -147,7 +147,7 @@ def test_resume_is_bitwise(ranks: RankPool, tmp_path: Path, layout: str, world_s
     ("model", "saved_in", "loaded_in"),
     [
         later("dense", "dp2-zero1", "tp2"),
-        ("dense", "tp2.dp2-zero1", "dp4-fsdp"),
+        later("dense", "tp2.dp2-zero1", "dp4-fsdp"),
         later("dense", "dp2-fsdp", "dp1"),
         later("dense", "dp1", "tp2-sp.pp2"),
         ("moe", "dp4-zero1.ep2", "tp2.etp2"),

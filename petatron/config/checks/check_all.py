@@ -74,12 +74,12 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
 def _out_of_bounds(config: RawRunConfig, *, reported: set[str]) -> Iterator[Problem]:
     """Yields numbers outside the bounds of the schema that no rule has reported."""
     for info in all_fields():
-        if info.bounds is None or info.flag in reported:
+        if info.bounds is None:
             continue
         value = getattr(getattr(config, info.section), info.name)
         numbers = value if info.is_list else () if value is None else (value,)
         for number in numbers:
-            if (rule := info.bounds.violation(number)) is not None:
+            if (rule := info.bounds.violation(number)) is not None and info.flag not in reported:
                 yield Problem(info.flag, str(number), rule, f"It is: {info.doc}")
 
 

@@ -98,9 +98,9 @@ class LiveSink:
 
         self._console = console
         self._last: LogRecord | None = None
-        self._train: list[Point] = []
-        for point in history.train:
-            self._train = downsample([*self._train, point], _MAX_POINTS)
+        self._train: list[Point] = list(history.train)
+        while len(self._train) > _MAX_POINTS:
+            self._train = downsample(self._train, _MAX_POINTS)
         self._valid: list[Point] = list(history.valid)
         self._messages: deque[str] = deque(maxlen=4)
         self._summary: str | None = None
