@@ -203,7 +203,8 @@ def _check_options(options: PreprocessOptions) -> Tokenizer:
 
 def _missing_input(path: str) -> str:
     if Path(path).is_dir():
-        return f"input {path} is a folder; name the files in it, for instance {Path(path) / '*.jsonl'}"
+        files = f"{Path(path) / '*.jsonl'} (text files: --input-format text-file)"
+        return f"input {path} is a folder; name the files in it, for instance {files}"
     return f"input {path} is not a file" if Path(path).exists() else f"input {path} does not exist"
 
 

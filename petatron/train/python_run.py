@@ -32,13 +32,23 @@ from petatron.train.state.train_state import TrainState
 
 
 def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> Run:
-    """Returns a validated run of a preset and flags, for as many ranks as the launcher started; nothing is built yet.
+    """Returns a validated run of a preset, or of a run's config.yaml, and flags; nothing is built yet.
+
+    It is for as many ranks as the launcher started.
 
     >>> load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"]).config.model.hidden_size
     128
     """
     world_size = world_size if world_size is not None else read_environment().world_size
-    return Run(load_config(flags, preset=preset, world_size=world_size, read_checkpoint=read_checkpoint_args))
+    is_file = preset is not None and preset.endswith((".yaml", ".yml"))
+    source = ["--config", preset] if preset is not None and is_file else []
+    loaded = load_config(
+        [*source, *flags],
+        preset=None if is_file else preset,
+        world_size=world_size,
+        read_checkpoint=read_checkpoint_args,
+    )
+    return Run(loaded)
 
 
 class Run:

@@ -154,7 +154,7 @@ def _tokenizer(config: RawRunConfig, *, require_training: bool) -> Iterator[Prob
     elif kind == "NullTokenizer" and vocab_size is None:
         yield Problem("--vocab-size", "", "is not set, and NullTokenizer has no other way to know it", "Give it.")
     elif kind is None and vocab_size is None and require_training:
-        fix = "Give --tokenizer-model, or --vocab-file with --merge-file, or --vocab-size."
+        fix = "Give --tokenizer-model, --vocab-file with --merge-file, --tokenizer-type ByteTokenizer, or --vocab-size."
         yield Problem("--tokenizer-type", "", "is not set, and neither is --vocab-size", fix)
     if kind is None and vocab_size is not None:
         for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):

@@ -272,7 +272,7 @@ ONE_PROBLEM = [
     (
         "--no-mock-data --data-path a",
         "--tokenizer-type is not set, and neither is --vocab-size. "
-        "Give --tokenizer-model, or --vocab-file with --merge-file, or --vocab-size.",
+        "Give --tokenizer-model, --vocab-file with --merge-file, --tokenizer-type ByteTokenizer, or --vocab-size.",
     ),
     (
         "--tokenizer-type HuggingFaceTokenizer",

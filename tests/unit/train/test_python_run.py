@@ -84,3 +84,12 @@ def test_text_and_a_folder(tmp_path: Path):
     }
     with pytest.raises(ConfigError, match="knows token ids only"):
         petatron.load(None, FLAGS.replace("--mock-data", "--data-path none --vocab-size 64").split()).generate("def ")
+
+
+def test_a_trained_run_opens_by_its_settings(tmp_path: Path):
+    run = _load(f"--save {tmp_path / 'run'} --tokenizer-type ByteTokenizer --train-iters 2")
+    assert [m["iteration"] for m in run.train()] == [1, 2]
+    again = petatron.load(str(tmp_path / "run/config.yaml"), ["--load", str(tmp_path / "run")])
+    asked = {"max_new_tokens": 4, "temperature": 0}
+    assert again.generate("def ", **asked) == run.generate("def ", **asked)
+    assert again.state.progress.iteration == 2
