@@ -143,6 +143,15 @@ def test_no_folder_is_two_rooms():
     assert not crowded, f"which two rooms are these? {crowded}"
 
 
+def test_a_class_name_means_one_thing():
+    homes: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in _nodes(path):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
 def test_the_design_lists_the_files_that_exist():
     text = (ROOT / "docs" / "design.md").read_text()
     tree = text[text.index("```\npetatron/\n") :].split("```")[1]

@@ -16,7 +16,7 @@ from petatron.history.draw.png import figure_png
 from petatron.history.draw.svg import figure_svg
 from petatron.history.draw.terminal import MIN_WIDTH, can_color, print_panels
 from petatron.history.draw.theme import THEMES
-from petatron.history.run_folder import Run, open_runs
+from petatron.history.run_folder import RecordedRun, open_runs
 
 _SUFFIXES = (".svg", ".png")
 _MIN_HEIGHT, _MAX_SIZE = 3, 1000
@@ -88,7 +88,7 @@ def _problems(options: argparse.Namespace) -> list[Problem]:
     return found
 
 
-def _nothing_to_draw(runs: Sequence[Run], metrics: Sequence[str], x_axis: str) -> str:
+def _nothing_to_draw(runs: Sequence[RecordedRun], metrics: Sequence[str], x_axis: str) -> str:
     names = ", ".join(run.label for run in runs)
     recorded = any(run.metrics.column("iteration").size or run.metrics.evaluations for run in runs)
     if not recorded:
@@ -96,7 +96,7 @@ def _nothing_to_draw(runs: Sequence[Run], metrics: Sequence[str], x_axis: str) -
     return f"{names}: none of the metrics {', '.join(metrics)} was recorded by {x_axis}. Choose others with --metrics or --x."
 
 
-def _write_picture(options: argparse.Namespace, panels: Sequence[Panel], runs: Sequence[Run]) -> None:
+def _write_picture(options: argparse.Namespace, panels: Sequence[Panel], runs: Sequence[RecordedRun]) -> None:
     draw = figure_png if options.out.suffix.lower() == ".png" else figure_svg
     labels = [run.label for run in runs]
     title = labels[0] if len(labels) == 1 else f"{len(labels)} runs"

@@ -13,7 +13,7 @@ from pathlib import Path
 from petatron.base.errors import RunFolderError
 from petatron.base.terminal_escape import printable
 from petatron.history.draw.axes import compact
-from petatron.history.run_folder import Run, find_run_folders, open_run, open_runs
+from petatron.history.run_folder import RecordedRun, find_run_folders, open_run, open_runs
 from petatron.history.summary import (
     Difference,
     result_differences,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    runs: list[Run] = []
+    runs: list[RecordedRun] = []
     notes: list[str] = []
     for folder in find_run_folders(options.root):
         try:
@@ -84,7 +84,7 @@ def _label(folder: Path, root: Path) -> str:
     return printable(str(inside) if inside.parts else folder.resolve().name)
 
 
-def _row(run: Run) -> tuple[str, ...]:
+def _row(run: RecordedRun) -> tuple[str, ...]:
     summary = summarize_run(run)
     texts = summary_texts(summary)
     changed = time.strftime("%m-%d %H:%M", time.localtime(run.changed_s))
@@ -132,7 +132,7 @@ def _diff(options: argparse.Namespace) -> int:
     return 0
 
 
-def _side_by_side(title: str, rows: Sequence[Difference], first: Run, second: Run, width: int) -> str:
+def _side_by_side(title: str, rows: Sequence[Difference], first: RecordedRun, second: RecordedRun, width: int) -> str:
     """Prints a value with its origin in one column per run; long values go on in the next line."""
     cells = [(title, first.label, second.label)]
     cells += [

@@ -15,7 +15,7 @@ import numpy as np
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.fields import closest_matches
 from petatron.history.metrics_file import RunMetrics
-from petatron.history.run_folder import Run
+from petatron.history.run_folder import RecordedRun
 
 X_AXES = {"step": "step", "tokens": "tokens", "time": "training time"}
 MAX_RUNS = 16
@@ -88,7 +88,7 @@ def check_metrics(names: Sequence[str]) -> None:
 
 
 def build_panels(
-    runs: Sequence[Run],
+    runs: Sequence[RecordedRun],
     *,
     metrics: Sequence[str] = DEFAULT_METRICS,
     x_axis: str = "step",
@@ -113,7 +113,9 @@ def build_panels(
     ]
 
 
-def _run_curves(name: str, run: Run, x: np.ndarray, color: int, *, smooth: float, num_columns: int) -> list[Curve]:
+def _run_curves(
+    name: str, run: RecordedRun, x: np.ndarray, color: int, *, smooth: float, num_columns: int
+) -> list[Curve]:
     metric = METRICS[name]
     if name == "valid":
         return _evaluation_curves(run, x, color, as_marks=False)
@@ -139,7 +141,7 @@ def _curve(label: str, color: int, x: np.ndarray, y: np.ndarray, *, smooth: floa
     return Curve(label, color, x, y, raw, tuple(_spread(lost, num_columns).tolist()))
 
 
-def _evaluation_curves(run: Run, x: np.ndarray, color: int, *, as_marks: bool) -> list[Curve]:
+def _evaluation_curves(run: RecordedRun, x: np.ndarray, color: int, *, as_marks: bool) -> list[Curve]:
     """Evaluations have an iteration only; tokens and time between two log points are taken from a straight line."""
     steps = run.metrics.column("iteration")
     found = [evaluation for evaluation in run.metrics.evaluations if evaluation.split == "valid"]

@@ -37,7 +37,7 @@ class SavedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """Everything that is known of a run. `notes` tell what could not be read."""
 
     folder: Path
@@ -60,9 +60,9 @@ class Run:
         return None if found is None else int(found)
 
 
-def open_runs(folders: Sequence[Path]) -> list[Run]:
+def open_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     """Opens runs, each with a label that no other has; one error names all folders that are none."""
-    runs: list[Run] = []
+    runs: list[RecordedRun] = []
     problems: list[str] = []
     for folder, label in zip(folders, _labels(folders)):
         try:
@@ -74,7 +74,9 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def open_run(folder: Path, *, label: str | None = None, every_point: bool = True, checkpoints: bool = True) -> Run:
+def open_run(
+    folder: Path, *, label: str | None = None, every_point: bool = True, checkpoints: bool = True
+) -> RecordedRun:
     """Opens the folder that `--save` or `--log-dir` named."""
     path = folder / METRICS_FILE
     try:
@@ -92,7 +94,7 @@ def open_run(folder: Path, *, label: str | None = None, every_point: bool = True
     state, reason = run_state(metrics, locked=is_locked(folder), now_s=time.time())
     steps = tuple(_saved_steps(folder)) if checkpoints else ()
     name = label or printable(folder.resolve().name, max_chars=MAX_LABEL_CHARS)
-    return Run(folder, name, metrics, settings, steps, state, reason, changed_s, tuple(notes))
+    return RecordedRun(folder, name, metrics, settings, steps, state, reason, changed_s, tuple(notes))
 
 
 def _why_no_run(folder: Path, error: OSError) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from petatron.config.show import format_value
 from petatron.history.curves import x_values
 from petatron.history.draw.axes import compact, x_text
-from petatron.history.run_folder import Run
+from petatron.history.run_folder import RecordedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RunSummary:
     checkpoints: int
 
 
-def summarize_run(run: Run) -> RunSummary:
+def summarize_run(run: RecordedRun) -> RunSummary:
     metrics = run.metrics
     best = metrics.best_evaluation()
     losses = {split: _last_evaluation(run, split) for split in ("valid", "test")}
@@ -62,7 +62,7 @@ def summarize_run(run: Run) -> RunSummary:
     )
 
 
-def _last_evaluation(run: Run, split: str) -> float | None:
+def _last_evaluation(run: RecordedRun, split: str) -> float | None:
     found = [evaluation.loss for evaluation in run.metrics.evaluations if evaluation.split == split]
     return found[-1] if found and math.isfinite(found[-1]) else None
 
@@ -113,7 +113,7 @@ class Difference:
     second_origin: str = ""
 
 
-def setting_differences(first: Run, second: Run) -> list[Difference]:
+def setting_differences(first: RecordedRun, second: RecordedRun) -> list[Difference]:
     """Returns the settings that differ; where files and folders of a run are is told too, since it may be another dataset."""
     found: list[Difference] = []
     for path in dict.fromkeys((*first.settings.values, *second.settings.values)):
@@ -124,7 +124,7 @@ def setting_differences(first: Run, second: Run) -> list[Difference]:
     return found
 
 
-def result_differences(first: Run, second: Run) -> list[Difference]:
+def result_differences(first: RecordedRun, second: RecordedRun) -> list[Difference]:
     """Returns all results, and the loss at the last step that both have reached."""
     texts = [summary_texts(summarize_run(run)) for run in (first, second)]
     found = [Difference("layout", first.layout, second.layout)]
@@ -135,7 +135,7 @@ def result_differences(first: Run, second: Run) -> list[Difference]:
     return found
 
 
-def common_step_losses(runs: Sequence[Run]) -> tuple[int, list[float]] | None:
+def common_step_losses(runs: Sequence[RecordedRun]) -> tuple[int, list[float]] | None:
     """Returns the last step that all runs have logged a loss up to, and the loss of each there, from a line between log points."""
     curves = []
     for run in runs:
@@ -150,7 +150,7 @@ def common_step_losses(runs: Sequence[Run]) -> tuple[int, list[float]] | None:
     return int(step), [float(np.interp(step, *curve)) for curve in curves]
 
 
-def summary_values(run: Run) -> dict[str, Any]:
+def summary_values(run: RecordedRun) -> dict[str, Any]:
     """Returns a run as JSON can hold it."""
     values = asdict(summarize_run(run))
     return {

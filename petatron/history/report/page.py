@@ -21,7 +21,7 @@ from petatron.history.draw.svg import panel_svg
 from petatron.history.draw.theme import THEMES
 from petatron.history.metrics_file import Evaluation
 from petatron.history.report.style import report_script, report_style
-from petatron.history.run_folder import Run
+from petatron.history.run_folder import RecordedRun
 from petatron.history.run_settings import SettingWithOrigin
 from petatron.history.summary import summarize_run, summary_texts
 
@@ -48,7 +48,7 @@ _LAYOUT_FIELDS = "parallel."
 _DATA_FIELDS = "data."
 
 
-def report_html(run: Run) -> str:
+def report_html(run: RecordedRun) -> str:
     """Returns the whole page."""
     name = escape(run.label)
     sections = [
@@ -79,7 +79,7 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{title}</h2>{body}</section>" if body else ""
 
 
-def _lead(run: Run) -> str:
+def _lead(run: RecordedRun) -> str:
     first = run.metrics.events[0].message if run.metrics.events else ""
     reason = run.state_reason[:1].upper() + run.state_reason[1:]
     changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed_s))
@@ -87,7 +87,7 @@ def _lead(run: Run) -> str:
     return f"{described}{_text(reason)}. Last change {changed}."
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RecordedRun) -> str:
     texts = summary_texts(summarize_run(run))
     shown = [(name, texts[name]) for name in _TILES if texts[name] != "-"]
     return f'<div class="tiles">{"".join(_tile(name, text) for name, text in shown)}</div>'
@@ -103,7 +103,7 @@ def _notes(notes: Sequence[str]) -> str:
     return f'<div class="notes">{"".join(f"<p>{_text(note)}</p>" for note in notes)}</div>' if notes else ""
 
 
-def _plots(run: Run) -> str:
+def _plots(run: RecordedRun) -> str:
     smooth = _SMOOTH if run.metrics.column("iteration").size >= _SMOOTHED_FROM else 0.0
     panels = build_panels([run], metrics=[name for name in _METRICS if name in METRICS], smooth=smooth)
     plots = "".join(_plot(panel, f"clip{index}") for index, panel in enumerate(panels))
@@ -179,7 +179,7 @@ def _is_placed(setting: SettingWithOrigin) -> bool:
     return setting.path.startswith((_DATA_FIELDS, _LAYOUT_FIELDS))
 
 
-def _settings_of(run: Run, prefix: str) -> str:
+def _settings_of(run: RecordedRun, prefix: str) -> str:
     return _settings([one for path, one in run.settings.values.items() if path.startswith(prefix)])
 
 
@@ -203,7 +203,7 @@ def _facts(facts: Mapping[str, Any]) -> str:
     return _table((), rows, classes=("k", "v"))
 
 
-def _checkpoints(run: Run) -> str:
+def _checkpoints(run: RecordedRun) -> str:
     rows = [
         (f"{step.step:,}", f"{compact(step.num_bytes)}B", time.strftime("%Y-%m-%d %H:%M", time.localtime(step.time_s)))
         for step in reversed(run.checkpoints[-_MAX_ROWS:])
@@ -237,7 +237,7 @@ def _commands(found: Any) -> str:
     return f"<pre>{chr(10).join(lines)}</pre>" if lines else ""
 
 
-def _events(run: Run) -> str:
+def _events(run: RecordedRun) -> str:
     rows = [
         (time.strftime("%m-%d %H:%M:%S", time.localtime(event.time)) if abs(event.time) < 1e11 else "-",
          f"{event.iteration:,}", _text(event.message, 1000))

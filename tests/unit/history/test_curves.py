@@ -15,11 +15,11 @@ from petatron.history.curves import build_panels, check_metrics, moving_average,
 from petatron.history.draw.axes import compact, ticks
 from petatron.history.draw.braille import BrailleCanvas
 from petatron.history.draw.terminal import panel_lines
-from petatron.history.run_folder import Run, open_run
+from petatron.history.run_folder import RecordedRun, open_run
 from tests.unit.history.run_files import START_S, event, finished_run, train, valid, write_run
 
 
-def run_of(folder: Path, *records: dict) -> Run:
+def run_of(folder: Path, *records: dict) -> RecordedRun:
     return open_run(write_run(folder, records))
 
 
