@@ -10,7 +10,8 @@ It is the run that `petatron train` would start, in this process: the same check
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -24,7 +25,8 @@ from petatron.train.build_run import launch, open_tokenizer
 from petatron.train.loop import EvaluatedLosses, InterruptedEvaluation, TrainLoop, evaluate
 from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
 from petatron.train.report.metrics import MetricRecord, MetricSink
-from petatron.train.run_training import log_directory, open_sinks
+from petatron.train.report.out_of_memory import report_out_of_memory
+from petatron.train.run_training import close_sinks, log_directory, open_sinks
 from petatron.train.state.checkpoint_args import read_checkpoint_args
 from petatron.train.state.run_dirs import lock_save_dir
 from petatron.train.state.run_model import Model
@@ -65,6 +67,14 @@ class Run:
         self._loaded, self.tokenizer = open_tokenizer(loaded)
         self.records: list[MetricRecord] = []
         """Every record of training, validation and events so far."""
+        self.notices = loaded.notices
+        """What the command line would print before it starts: settings that have no effect, and the like."""
+        self._close: Callable[[], object] | None = None
+
+    def close(self) -> None:
+        """Closes the run's log, TensorBoard and W&B; deleting the run or leaving Python does it too."""
+        if self._close is not None:
+            self._close()
 
     @property
     def config(self) -> RunConfig:
@@ -86,9 +96,10 @@ class Run:
     @cached_property
     def _loop(self) -> TrainLoop:
         sinks: list[MetricSink] = [_RecordList(self.records)]
-        log_dir = self.config.log.log_dir or self.config.checkpoint.save
-        if log_dir is not None:
+        log = self.config.log
+        if log.log_dir or self.config.checkpoint.save or log.tensorboard_dir or log.wandb_project:
             sinks += open_sinks(self._start, self._opened, log_directory(self.config), console=False)
+        self._close = weakref.finalize(self, close_sinks, sinks)  # also when the process ends
         return self._opened.build_loop(sinks)
 
     def train(self, steps: int | None = None) -> Iterator[MetricRecord]:
@@ -103,10 +114,15 @@ class Run:
             )
         loop, progress = self._loop, self.state.progress
         end = loop.train_iters if steps is None else min(loop.train_iters, progress.iteration + steps)
+
+        def phase() -> str:
+            return f"iteration {progress.iteration + 1}"
+
         with lock_save_dir(self.config.checkpoint.save, rank=self.state.mesh.rank):
             while progress.iteration < end:
                 seen = len(self.records)
-                stopped = loop.train_interval(end)
+                with report_out_of_memory(self.config, self.state.mesh.device, phase=phase):
+                    stopped = loop.train_interval(end)
                 yield from (record for record in self.records[seen:] if record["kind"] == "train")
                 if stopped:
                     return

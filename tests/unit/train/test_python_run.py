@@ -93,3 +93,15 @@ def test_a_trained_run_opens_by_its_settings(tmp_path: Path):
     asked = {"max_new_tokens": 4, "temperature": 0}
     assert again.generate("def ", **asked) == run.generate("def ", **asked)
     assert again.state.progress.iteration == 2
+
+
+def test_every_sink_of_the_flags_gets_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    run = _load(f"--tensorboard-dir {tmp_path / 'tb'} --train-iters 2 --rotary-base 500 --position-embedding-type none")
+    assert any("--rotary-base" in notice for notice in run.notices)
+    list(run.train())
+    run.close()
+    [folder] = (tmp_path / "runs").iterdir()
+    assert [record["iteration"] for record in _records(folder, "train")] == [1, 2]
+    assert any(path.stat().st_size > 500 for path in (tmp_path / "tb").rglob("events.*"))
