@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petatron.mesh import gloo_collectives
 from petatron.mesh.diagnose.failure_report import communication_error
 from petatron.mesh.launch.environment import is_echo
 from petatron.mesh.mesh import Axis
@@ -112,6 +113,9 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: ReduceOpName = "sum") -> Hand
     if axis.size == 1:
         return Handle()
     with _RecordedCall(axis, "all_reduce", elements=x.numel(), dtype=x.dtype) as call:
+        if gloo_collectives.one_round(x, axis.group, copies=axis.size):
+            work, finish = gloo_collectives.start_all_reduce(x, axis.group, axis.size, op)
+            return Handle(work, call, on_complete=finish)
         return Handle(dist.all_reduce(x, op=_REDUCE_OPS[op], group=axis.group, async_op=True), call)
 
 
@@ -123,9 +127,11 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis, *, on_complete: Callabl
     if axis.size == 1:
         return _local_copy(out, x, on_complete=on_complete)
     with _RecordedCall(axis, "all_gather", elements=out.numel(), dtype=x.dtype) as call:
-        return Handle(
-            _all_gather(out, x, group=axis.group, async_op=True), call, keep_alive=(out, x), on_complete=on_complete
-        )
+        if gloo_collectives.one_round(x, axis.group, copies=axis.size):
+            work, finish = gloo_collectives.start_all_gather(out, x, axis.group, axis.size)
+            return Handle(work, call, on_complete=finish if on_complete is None else lambda: (finish(), on_complete()))
+        work = _all_gather(out, x, group=axis.group, async_op=True)
+        return Handle(work, call, keep_alive=(out, x), on_complete=on_complete)
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
@@ -133,6 +139,9 @@ def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
     if axis.size == 1:
         return _local_copy(out, x)
     with _RecordedCall(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype) as call:
+        if gloo_collectives.one_round(x, axis.group):
+            work, finish = gloo_collectives.start_reduce_scatter(out, x, axis.group, axis.size)
+            return Handle(work, call, on_complete=finish)
         return Handle(_reduce_scatter(out, x, group=axis.group, async_op=True), call)
 
 
@@ -240,6 +249,9 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return x
     out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    if x.device.type == "cpu":
+        start_all_gather(out, x.contiguous(), axis).wait()
+        return out
     with _RecordedCall(axis, "all_gather", elements=out.numel(), dtype=x.dtype):
         _all_gather(out, x.contiguous(), group=axis.group)
     return out
@@ -251,6 +263,9 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
         return x
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows cannot be scattered over {axis.size} ranks"
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    if x.device.type == "cpu":
+        start_reduce_scatter(out, x.contiguous(), axis).wait()
+        return out
     with _RecordedCall(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype):
         _reduce_scatter(out, x.contiguous(), group=axis.group)
     return out

@@ -32,7 +32,7 @@ BOUNDS = {
 
 def tiny_run(flags: str = "", *, world_size: int = 1, dtype: str = "float32") -> RunConfig:
     # In float64 a departure is either rounding or a bug, and a few steps tell which.
-    few = ["--fp64", "--train-iters", "3"] if dtype == "float64" else []
+    few = ["--fp64", "--train-iters", "2", "--lr-warmup-iters", "1"] if dtype == "float64" else []
     argv = [*TINY.split(), *few, *flags.split()]
     return load_config(argv, world_size=world_size).config
 

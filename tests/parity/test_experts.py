@@ -50,7 +50,7 @@ def test_gathered_tokens(ranks: RankPool, layout: str, world_size: int):
 
 
 def test_single_precision(ranks: RankPool):
-    check_layout(ranks, f"--tp 2 --dp 2 --ep 2 {A2A}", EXPERTS, world_size=4, dtype="float32")
+    check_layout(ranks, f"--tp 2 --dp 2 --ep 2 {A2A}", f"{EXPERTS} --train-iters 8", world_size=4, dtype="float32")
 
 
 EIGHT = [

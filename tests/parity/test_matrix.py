@@ -51,7 +51,16 @@ def _check(ranks: RankPool, found: MatrixEntry, *, steps: int, dtype: str, model
 
 @pytest.mark.parametrize("name", CORE)
 def test_core(ranks: RankPool, name: str):
-    _check(ranks, parse_entry(name), steps=2, dtype="float64")
+    found = parse_entry(name)
+    _check(ranks, found, steps=2, dtype="float64", model_flags=f"{found.model_flags} {_small_batch(found)}")
+
+
+def _small_batch(found: MatrixEntry) -> str:
+    """Two micro-batches on every rank, four in a pipeline: the matrix itself has 16 samples in every layout."""
+    words = f"{found.model_flags} {found.flags} --train-iters 2".split()
+    parallel = load_config(words, world_size=found.world_size).config.parallel
+    micro_batches = 4 if parallel.pipeline_model_parallel_size > 1 else 2
+    return f"--global-batch-size {parallel.data_parallel_size * 2 * micro_batches}"
 
 
 @pytest.mark.parametrize("name", SINGLE_PRECISION)

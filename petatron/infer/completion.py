@@ -1,0 +1,53 @@
+"""What the engine reports of a request: events while it runs, and the completion at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+"""A stop id or text was reached; the asked number of tokens, or the model's last position; the caller did not want more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token with its log-probability, and the most likely ids there, best first, with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Something new of a request.
+
+    token: the new id; None where a request ends without one. text: what of the answer became certain with it: whole characters, and
+    nothing that might become a stop text. logprob: if asked for. finish_reason: this is the last event of the request.
+    """
+
+    request: int
+    token: int | None
+    text: str = ""
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """One answer.
+
+    ids: the new tokens, with the stop id if one ended it. text: of them, without stop id and stop text. stop: the text or id that ended
+    it. prompt_logprobs: of every prompt token but the first. cached_tokens: of the prompt, not computed but found in the
+    prefix cache. pooled: the vector that `SamplingParams.pooling` asks for.
+    """
+
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop: str | int | None = None
+    cached_tokens: int = 0
+    pooled: list[float] | None = None

@@ -1,0 +1,24 @@
+"""Sizes of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Memory and batch of generation, for each data-parallel replica.
+
+    page_size: tokens of a page of the key/value cache. num_pages: None takes what memory allows, at most what `max_sequences` of
+    `max_length` need. max_sequences: that run at once. max_step_tokens: of one step; longer prompts are cut into chunks, which run
+    beside the tokens of others. max_length: tokens of prompt and answer together; None: the model's positions. prefix_caching: pages
+    of equal beginnings are computed once. cuda_graphs: decode steps are replayed on GPUs.
+    """
+
+    page_size: int = 16
+    num_pages: int | None = None
+    max_sequences: int = 64
+    max_step_tokens: int = 2048
+    max_length: int | None = None
+    prefix_caching: bool = True
+    cuda_graphs: bool = True

@@ -1,0 +1,101 @@
+"""How one request is continued: what may be drawn, when it ends, and what is reported of each token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from petatron.base.errors import ConfigError, Problem
+
+MAX_TOP_LOGPROBS = 100
+"""The most alternatives reported of one token."""
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """The text must be a word of a language: that of a JSON schema, a regular expression, or any JSON (`infer/constraint.py`)."""
+
+    kind: Literal["json_schema", "regex", "json"]
+    grammar: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Immutable, checked, and plain data: it is sent to every rank as JSON.
+
+    max_new_tokens: at most so many; 0 only reports on the prompt.
+    temperature: divides the logits; 0 is greedy.
+    top_k: the k most likely ids; then top_p: the smallest set of the most likely ones with at least this probability; then min_p:
+        those at least this probable relative to the most likely one. None keeps all.
+    top_p_decay, top_p_bound: top_p is multiplied by the first after each line break's worth of tokens, down to the second.
+    repetition_penalty: divides positive logits of ids in the prompt or answer, and multiplies negative ones.
+    presence_penalty, frequency_penalty: subtracted once, and once per use, for ids in the answer.
+    logit_bias: added to the logits of ids.
+    seed, sample: draws are a function of (seed, sample, position), whatever shares the batch.
+    stop_ids, stop_strings: the request ends after such an id, and before such a text, which is cut off.
+    min_new_tokens: no stop id may be drawn before.
+    logprobs, prompt_logprobs: how many alternatives to report beside each new or prompt token; 0: its own log-probability alone;
+        None: nothing. They are those of the model, before temperature, penalties and filters.
+    pooling: returns one vector of the prompt's last hidden states instead of new tokens.
+    """
+
+    max_new_tokens: int = 16
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    top_p_decay: float = 1.0
+    top_p_bound: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    sample: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    pooling: Literal["mean", "last"] | None = None
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise ConfigError(problems)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def _problems(self) -> list[Problem]:
+        checks = (
+            ("max_new_tokens", self.max_new_tokens >= 0, "is negative", "Ask for one token or more."),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "is not between 0 and max_new_tokens", "Use a number between."),
+            ("temperature", 0 <= self.temperature < math.inf, "is not 0 or above", "0 is greedy, 1 the model's own."),
+            ("top_k", self.top_k is None or self.top_k >= 1, "keeps no id", "Use 1 or more, or None for all."),
+            ("top_p", _is_share(self.top_p), "is not a share", "Use a number above 0 and up to 1, or None."),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "is not a share", "Use a number from 0 to 1, or None."),
+            ("top_p_decay", 0 < self.top_p_decay <= 1, "is not a factor", "Use a number above 0 and up to 1."),
+            ("top_p_bound", 0 <= self.top_p_bound <= 1, "is not a share", "Use a number from 0 to 1."),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "is not above 0", "1 changes nothing."),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "is not finite", "0 changes nothing."),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "is not finite", "0 changes nothing."),
+            ("logit_bias", all(math.isfinite(b) for b in self.logit_bias.values()), "is not finite", "Use finite numbers."),
+            ("seed", 0 <= self.seed <= MAX_SEED, "is not a seed", f"Use a number from 0 to {MAX_SEED}."),
+            ("logprobs", _is_count(self.logprobs), "is too many or negative", f"Use 0 to {MAX_TOP_LOGPROBS}, or None."),
+            ("prompt_logprobs", _is_count(self.prompt_logprobs), "is too many or negative", f"Use 0 to {MAX_TOP_LOGPROBS}, or None."),
+            ("stop_strings", all(self.stop_strings), "has an empty text", "Leave it out."),
+        )
+        return [Problem(name, str(getattr(self, name)), rule, fix) for name, holds, rule, fix in checks if not holds]
+
+
+def _is_share(value: float | None) -> bool:
+    return value is None or 0 < value <= 1
+
+
+def _is_count(value: int | None) -> bool:
+    return value is None or 0 <= value <= MAX_TOP_LOGPROBS
