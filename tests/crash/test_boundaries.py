@@ -111,7 +111,7 @@ def check_moments(nursery: Nursery, tmp_path: Path, scenario: Scenario, *, every
 
 @pytest.mark.parametrize("name", DEFAULT)
 def test_main_moments(nursery: Nursery, tmp_path: Path, name: str):
-    check_moments(nursery, tmp_path, SCENARIOS[name], every=40, every_life=16)
+    check_moments(nursery, tmp_path, SCENARIOS[name], every=80, every_life=24)
 
 
 @pytest.mark.crash
