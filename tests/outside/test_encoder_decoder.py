@@ -15,8 +15,8 @@ from petatron.train.build_run import build_loader, build_model
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
-from tests.outside import encoder_decoder  # noqa: F401  registers the model
 from tests.longform import later
+from tests.outside import encoder_decoder  # noqa: F401  registers the model
 from tests.parity.harness import check_order, tiny_run, train, train_recorded
 from tests.parity.resharding import END, STOP, Life, live, whole
 

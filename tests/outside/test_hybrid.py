@@ -19,8 +19,8 @@ from petatron.train.build_run import build_model
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
-from tests.outside.gated_linear_attention import GatedLinearAttentionSpec, decoder_spec
 from tests.longform import later
+from tests.outside.gated_linear_attention import GatedLinearAttentionSpec, decoder_spec
 from tests.parity.harness import check_order, tiny_run, train, train_recorded
 from tests.parity.resharding import END, STOP, Life, live, whole
 

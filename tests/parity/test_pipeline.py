@@ -21,7 +21,7 @@ from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import check_layout, tiny_run
 
-MODEL = "--num-layers 4 --train-iters 2"
+MODEL = "--num-layers 4 --train-iters 2 --lr-warmup-iters 1"
 SCHEDULES = {
     "gpipe": "--pipeline-schedule gpipe",
     "1f1b": "",

@@ -83,7 +83,7 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
             2,
         ),
         later(f"--bf16 {DELAYED}", 1),
-        (f"--bf16 {DELAYED} --tp 2 --sequence-parallel --async-save", 2),
+        (f"--bf16 {DELAYED} --tp 2 --sequence-parallel --async-save --micro-batch-size 4", 2),
         (f"--bf16 {DELAYED} --pp 2 --eval-interval 2 --eval-iters 1", 2),
     ],
 )
@@ -135,29 +135,25 @@ ANY = {
 }
 
 
+CHAIN = ("pp2-interleaved-zero1", "zero3", "cp2-zb-v-zero1", "hybrid", "tp2", "pp2-interleaved-zero1")
+"""Every layout loads what the one before it saved."""
+
+
 @pytest.mark.parametrize("tied", [later(""), "--no-untie-embeddings-and-output-weights"])
-@pytest.mark.parametrize(
-    ("saved_in", "loaded_in"),
-    [
-        ("pp2-interleaved-zero1", "zero3"),
-        ("zero3", "cp2-zb-v-zero1"),
-        ("cp2-zb-v-zero1", "hybrid"),
-        ("hybrid", "tp2"),
-        ("tp2", "pp2-interleaved-zero1"),
-    ],
-)
-def test_state_moves_between_any_two_ways_of_sharding(
-    ranks: RankPool, tmp_path: Path, saved_in: str, loaded_in: str, tied: str
-):
-    quiet = f"{QUIET} --num-layers 4 --train-iters 4 {tied}"
-    whole = _losses_of_one_process(quiet)
-    flags, world_size = ANY[saved_in]
-    trained(ranks, f"{quiet} {flags} --save {tmp_path} --exit-interval 2", world_size, "float64")
-    flags, world_size = ANY[loaded_in]
-    after, _ = trained(ranks, f"{quiet} {flags} --load {tmp_path}", world_size, "float64")[0]
-    assert sorted(after) == [3, 4]
-    for iteration, loss in after.items():
-        assert loss == pytest.approx(whole[iteration], rel=1e-9)
+def test_state_moves_from_one_way_of_sharding_to_the_next(ranks: RankPool, tmp_path: Path, tied: str):
+    """One step in each: wrong weights show in its loss, wrong moments in the next one's."""
+    end = len(CHAIN) + 2
+    quiet = f"{QUIET} --num-layers 4 --train-iters {end} --lr-decay-iters {end} {tied}"
+    whole, losses = _losses_of_one_process(quiet), {}
+    for stop, name in enumerate(CHAIN, start=2):
+        flags, world_size = ANY[name]
+        load = f"--load {tmp_path}" if losses else ""
+        last = f"--exit-interval {stop}" if stop < end - 1 else ""
+        found, _ = trained(ranks, f"{quiet} {flags} --save {tmp_path} {load} {last}", world_size, "float64")[0]
+        assert sorted(found) == [*range(len(losses) + 1, stop + 1 if last else end + 1)]
+        assert found == pytest.approx({step: whole[step] for step in found}, rel=1e-9), name
+        losses |= found
+    assert sorted(losses) == sorted(whole)
 
 
 @pytest.mark.parametrize(("saved_in", "loaded_in"), [("--bf16", ""), ("", "--bf16"), ("--bf16", "--fp16")])

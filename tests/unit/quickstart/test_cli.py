@@ -34,7 +34,7 @@ def options(tmp_path: Path) -> QuickstartOptions:
     return QuickstartOptions(
         out=str(tmp_path / "quick"),
         steps=12,
-        corpus_bytes=300_000,
+        corpus_bytes=700_000,
         min_files=10,
         vocab_size=400,
         batch_size=4,
