@@ -31,7 +31,12 @@ def parser() -> argparse.ArgumentParser:
     add = root.add_argument
     add("--task", metavar="NAME", help="one task, on the file --data")
     add("--data", metavar="FILE", type=Path, help="the task's file: JSON lines, or text")
-    add("--tasks", metavar="FILE", type=Path, help="YAML list of tasks: `- task: NAME` with data, name, limit, stride, strict")
+    add(
+        "--tasks",
+        metavar="FILE",
+        type=Path,
+        help="YAML list of tasks: `- task: NAME` with data, name, limit, stride, strict",
+    )
     add("--limit", metavar="N", type=int, help="examples, or documents, at most")
     add(
         "--stride",

@@ -100,7 +100,8 @@ def read_wikitext103(
     ids = tokenizer.encode(plain)
     if len(ids) < 2:
         raise DataError(f"{path} has {count_with_noun(len(ids), 'token')}. A loss needs at least two.")
-    task = WikiText103Task(num_words=len(text.strip().split(" ")), num_bytes=len(plain.encode()))
+    num_bytes = len(plain.encode()) - len(tokenizer.decode(ids[:1]).encode())  # the first token is not predicted
+    task = WikiText103Task(num_words=len(text.strip().split(" ")), num_bytes=num_bytes)
     stride = min(stride or limits.window, limits.window)
     task.add_document(ids, length=limits.window, stride=stride, extend_last=False)
     return task

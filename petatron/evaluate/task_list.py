@@ -137,14 +137,15 @@ def _build_task(settings: TaskSettings, tokenizer: Tokenizer, limits: ContextLim
 def _load_yaml(path: Path) -> Any:
     import yaml
 
-    try:
-        with reading_untrusted(path, lambda file, why: DataError(f"The list of tasks {file} {why}.")):
-            return yaml.load(read_limited_bytes(path, MAX_YAML_BYTES).decode(), Loader=depth_limited_loader())
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        what = getattr(error, "problem", None) or "it cannot be parsed"
-        raise ConfigError([Problem(where, "", f"is not valid YAML: {what}", "Correct that line.")]) from error
+    with reading_untrusted(path, lambda file, why: DataError(f"The list of tasks {file} {why}.")):
+        text = read_limited_bytes(path, MAX_YAML_BYTES).decode()
+        try:
+            return yaml.load(text, Loader=depth_limited_loader())
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f"{path}:{mark.line + 1}" if mark else str(path)
+            what = getattr(error, "problem", None) or "it cannot be parsed"
+            raise ConfigError([Problem(where, "", f"is not valid YAML: {what}", "Correct that line.")]) from error
 
 
 def _parse_task(item: Any, where: str, folder: Path) -> tuple[TaskSettings | None, list[Problem]]:

@@ -66,7 +66,9 @@ def report_results(
     found: Sequence[CheckpointResults], tasks: Sequence[TaskSettings], *, out: Path | None, megatron_lines: bool
 ) -> None:
     """Prints the table, and writes the JSON file."""
-    notes = {f"note: {label}: {note}" for one in found for label, result in one.results.items() for note in result.notes}
+    notes = {
+        f"note: {label}: {note}" for one in found for label, result in one.results.items() for note in result.notes
+    }
     for note in sorted(notes):
         print(note, file=sys.stderr)
     if megatron_lines:

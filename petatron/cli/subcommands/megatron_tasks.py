@@ -71,10 +71,10 @@ def from_megatron_flags(argv: Sequence[str]) -> list[str]:
         problems.append(Problem("--valid-data", " ".join(options.valid_data), rule, "Give one of them at a time."))
     if problems:
         raise ConfigError(problems)
-    folder = options.load
+    folder, data = options.load, (options.valid_data or [""])[0]
     if options.ckpt_step is not None:
         folder = os.path.join(folder, f"step-{options.ckpt_step:08d}")
-    words = [folder, "--task", options.task, "--data", options.valid_data[0], "--megatron-lines"]
+    words = [folder, "--task", options.task, "--data", data, "--megatron-lines"]
     words += ["--overlapping-eval", options.overlapping_eval] if options.overlapping_eval is not None else []
     words += ["--strict-lambada"] if options.strict_lambada else []
     return [*words, *_tokenizer_flags(options), *flags]

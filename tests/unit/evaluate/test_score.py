@@ -134,5 +134,7 @@ def test_what_cannot_be_scored_is_refused():
     for output in ("greedy_targets", "token_losses"):
         with pytest.raises(DataError, match="no array 'labels'"):
             model.forward([Batch(torch.zeros(1, 8, dtype=torch.int64))], collect=[output])
-    with pytest.raises(TrainError, match="no output 'nothing'. It has: logits, hidden_states, token_losses, greedy_targets"):
+    with pytest.raises(
+        TrainError, match=r"no output 'nothing'\. It has: logits, hidden_states, token_losses, greedy_targets"
+    ):
         model.forward([Batch(torch.zeros(1, 8, dtype=torch.int64))], collect=["nothing"])
