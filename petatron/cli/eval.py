@@ -90,11 +90,12 @@ def _check_options(checkpoints: list[str], options: argparse.Namespace) -> list[
     if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
         rule = "is a folder" if options.out.is_dir() else "is in a folder that does not exist"
         problems.append(Problem("--out", str(options.out), rule, "Give the path of a file in a folder that exists."))
-    one = options.task is not None or options.data is not None
-    if one == (options.tasks is not None) or (one and (options.task is None or options.data is None)):
-        rule = "and --data are one way to say what to measure, --tasks is the other"
-        problems.append(Problem("--task", options.task or "", rule, "Give --task and --data, or --tasks alone."))
-    elif one:
+    tasks: list[TaskSettings] = []
+    if options.tasks is not None and options.task is None and options.data is None:
+        alone = [name for name in ("limit", "stride", "strict_lambada") if getattr(options, name)]
+        flags = " ".join(f"--{name.replace('_', '-')}" for name in alone)
+        problems += [Problem(flags, "", "is for --task", f"Write it in {options.tasks}.")] if alone else []
+    elif options.tasks is None and options.task is not None and options.data is not None:
         settings = TaskSettings(
             task=options.task.lower(),
             data=options.data,
@@ -103,13 +104,13 @@ def _check_options(checkpoints: list[str], options: argparse.Namespace) -> list[
             strict=options.strict_lambada,
         )
         problems += setting_problems(settings, where="--task")
+        tasks.append(settings)
     else:
-        alone = [name for name in ("limit", "stride", "strict_lambada") if getattr(options, name)]
-        flags = " ".join(f"--{name.replace('_', '-')}" for name in alone)
-        problems += [Problem(flags, "", "is for --task", f"Write it in {options.tasks}.")] if alone else []
+        rule = "and --data are one way to say what to measure, --tasks is the other"
+        problems.append(Problem("--task", options.task or "", rule, "Give --task and --data, or --tasks alone."))
     if problems:
         raise ConfigError(problems)
-    return read_task_list(options.tasks) if options.tasks is not None else [settings]
+    return tasks if options.tasks is None else read_task_list(options.tasks)
 
 
 def _read_settings(checkpoint: str, flags: list[str]) -> LoadedConfig:
