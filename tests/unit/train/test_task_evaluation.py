@@ -116,7 +116,7 @@ def test_a_signal_ends_a_task(tasks: Path, tmp_path: Path, monkeypatch: pytest.M
 )
 def test_what_cannot_be_run_is_refused(flags: str, message: str):
     model = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"
-    problems = resolve_config(f"{model} --mock-data --lr 1e-3 --train-iters 4 {flags}".split())[1]
+    problems = resolve_config(f"{model} --data-path x --lr 1e-3 --train-iters 4 {flags}".split())[1]
     assert any(message in str(problem) for problem in problems), problems
 
 
