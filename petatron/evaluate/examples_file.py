@@ -82,6 +82,8 @@ def _numbered_lines(path: Path) -> Any:
 def _json_object(line: bytes) -> Mapping[str, Any]:
     try:
         record = json.loads(line)
+        if b"\\u" in line:
+            json.dumps(record, ensure_ascii=False).encode()  # half a surrogate is no text
     except (ValueError, RecursionError):
         raise ExampleError("not valid JSON") from None
     if not isinstance(record, dict):

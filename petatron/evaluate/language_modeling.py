@@ -35,8 +35,8 @@ def detokenize_wikitext(text: str) -> str:
     for mark in ":;.!?,":
         text = text.replace(f" {mark} ", f"{mark} ")
     for left, right in _PAIRS:
-        inside = rf"{re.escape(left)}\s*([^{re.escape(right)}]*?)\s*{re.escape(right)}"
-        text = re.sub(inside, lambda found, left=left, right=right: f"{left}{found[1]}{right}", text)
+        inside = f"{re.escape(left)}([^{re.escape(right)}]*){re.escape(right)}"
+        text = re.sub(inside, lambda found: found[0][0] + found[1].strip() + found[0][-1], text)
     for count in (4, 3, 2):
         text = text.replace(" ".join("=" * count), "=" * count)
     for spaced, tight in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):

@@ -161,7 +161,10 @@ def _parse_task(item: Any, where: str, folder: Path) -> tuple[TaskSettings | Non
         if kind is None:
             problems.append(Problem(where, str(key), "is not a setting of a task", f"Settings: {', '.join(kinds)}."))
         elif not _has_kind(value, kind):
-            problems.append(Problem(where, f"{key} {value!r}", "has the wrong type", f"It is {_KIND_TEXTS[kind]}."))
+            shown = (
+                repr(value) if isinstance(value, str | int | float | None) else "(a list or mapping)"
+            )  # may be endless
+            problems.append(Problem(where, f"{key} {shown}", "has the wrong type", f"It is {_KIND_TEXTS[kind]}."))
         else:
             values[key] = value
     problems += [

@@ -231,6 +231,7 @@ def test_intervals_are_those_of_the_binomial():
             '\n[1]\n{"text": 3}\nno\n',
             r'f:2: not a JSON object\.\n.*f:3: "text" is not a text.*\n.*f:4: not valid',
         ),
+        ("lambada", '{"text": "a \\ud800"}', "f:1: not valid JSON"),
         ("lambada", '{"text": "a"}', "nothing is left before the last word"),
         ("lambada strict", '{"text": "word"}', '"text" has only one word'),
         ("hellaswag", json.dumps({**HELLASWAG, "label": 4}), '"label" is 4, which is none of 0, 1, 2, 3'),
@@ -287,6 +288,10 @@ def test_a_list_of_tasks_has_paths_beside_it(tmp_path: Path):
         ),
         ("- {task: text, data: f, limit: many}", ["task 1: limit 'many' has the wrong type. It is a number."]),
         ("- {task: text, data: f, limit: true, strict: 1}", ["limit True has the wrong", "strict 1 has the wrong"]),
+        (
+            "- {task: text, data: f, name: &a [x, x], limit: &b [*a, *a], every: [*b, *b]}",
+            ["name (a list or mapping) has the wrong type", "every (a list or mapping)"],
+        ),
         ("- {task: textt, data: f}", ["task 1: textt is not a task. Use one of wikitext103, lambada"]),
         ("- {task: text, data: f, limit: 0, strict: true}", ["limit 0 is below 1", "strict has no effect on text"]),
         ("- {task: text, data: none}", ["none is not a file"]),
