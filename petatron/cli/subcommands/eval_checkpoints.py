@@ -59,6 +59,7 @@ def evaluate_checkpoints(
             with _progress(f"{checkpoint} {settings.label}" if shown else None) as on_progress:
                 results[settings.label] = task.run(model, batch_tokens=batch_tokens, on_progress=on_progress)
         found.append(CheckpointResults(checkpoint, tokenizer.name, results))
+        del model  # before the next one is built
     return found
 
 
