@@ -28,7 +28,7 @@ ROWS = (
     ("estimate",),
     ("parallel", "optim", "data", "checkpoint"),
     ("history",),
-    ("infer", "plan"),
+    ("infer", "plan", "evaluate"),
     ("train",),
     ("verify",),
     ("bench", "quickstart", "dashboard"),
