@@ -30,16 +30,16 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.infer.cache_size import choose_num_pages
 from petatron.infer.check_request import check_request
 from petatron.infer.completion import Completion, FinishReason, TokenEvent, TokenLogprob
-from petatron.infer.decode_graphs import StepOutputs
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.model_steps import ModelSteps, PackedStep, pack_step
-from petatron.infer.new_ids import PendingIds, draw_ids, needs_host
 from petatron.infer.pages import PagePool
 from petatron.infer.sampling import SampledRow
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
-from petatron.infer.step_result import SequenceResult, StepLayout, compute_result
+from petatron.infer.step.decode_graphs import StepOutputs
+from petatron.infer.step.model_steps import ModelSteps, PackedStep, pack_step
+from petatron.infer.step.new_ids import PendingIds, draw_ids, needs_host
+from petatron.infer.step.step_result import SequenceResult, StepLayout, compute_result
 from petatron.infer.text_stream import TextStream
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from petatron.infer.decode_graphs import DecodeGraphs, StepInputs, StepOutputs
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE
 from petatron.infer.scheduler import ScheduledSequence
+from petatron.infer.step.decode_graphs import DecodeGraphs, StepInputs, StepOutputs
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
 from petatron.layers.spec.generation_state import GenerationStep, PagedState, Pages
