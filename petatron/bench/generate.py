@@ -1,8 +1,12 @@
 """`petatron bench generate`: the first token and the tokens after it, ours against transformers' `generate`, in one run.
 
-One prompt, greedy, the same weights on both sides in the run's precision. The time of one new token is the prefill; the cost of
+A batch of prompts, greedy, the same weights on both sides in the run's precision. The time of one new token is the prefill; the cost of
 each further token is the difference to a longer continuation. Sides alternate in both orders, and medians count. Both ignore the
-end-of-document token, so both generate the same number of tokens.
+end-of-document token, so both generate the same number of tokens. `--ragged` prompts have lengths from a quarter of the longest on;
+transformers pads them on the left.
+
+The limit is what reading takes: every weight but the embedding table once a step, and the keys and values of every sequence, at the
+bandwidth that copying a large tensor reaches on the same device in the same run.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 TAKES_RUN_FLAGS = True
 _log = get_logger(__name__)
 GenerateFn = Callable[[int], Sequence[int]]
+_STEP_TOKENS = 8192
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeat", type=int, default=4, metavar="N", help="rounds, made even against a peer (default: 4)"
     )
-    parser.add_argument("--against", choices=("hf",), help="transformers, if it is installed")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts at once (default: 1)")
+    parser.add_argument("--ragged", action="store_true", help="prompts of several lengths")
+    parser.add_argument(
+        "--against", choices=("hf", "hf-compiled"), help="transformers, or with its static cache and torch.compile"
+    )
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
@@ -51,8 +60,8 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     _log.info("building %s", OURS)
     sides: dict[str, GenerateFn] = {OURS: _ours(args, spec)}
     if args.against:
-        _log.info("building hf")
-        sides["hf"] = _transformers(args, spec)
+        _log.info("building %s", args.against)
+        sides[args.against] = _transformers(args, spec)
     texts = {name: list(side(args.new_tokens)) for name, side in sides.items()}  # also warms up
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     rounds, news = list(alternating_orders(list(sides), rounds=args.repeat)), ProgressLog()
@@ -64,18 +73,30 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
             one, all_of_them = (elapsed_seconds(lambda n=n, name=name: sides[name](n)) for n in (1, args.new_tokens))
             times[name].append((one, (all_of_them - one) / (args.new_tokens - 1)))
     medians = {name: [statistics.median(column) for column in zip(*pairs)] for name, pairs in times.items()}
-    rows = [("prompt", f"{args.prompt_tokens} tokens, {args.new_tokens} new ones, greedy, one text at a time")]
+    prompts = _prompts(args, spec)
+    prompt_tokens, together = sum(map(len, prompts)), "one at a time" if args.batch == 1 else f"{args.batch} at once"
+    ragged = ", of several lengths" if args.ragged else ""
+    rows = [
+        ("prompt", f"{args.prompt_tokens} tokens{ragged}, {args.new_tokens} new ones, greedy, {together}"),
+    ]
     for name, (first, each) in medians.items():
-        rows.append(
-            (name, f"prompt {first * 1e3:.1f} ms ({args.prompt_tokens / first:,.0f} tok/s), then {1 / each:,.1f} tok/s")
-        )
+        speed = f"({prompt_tokens / first:,.0f} tok/s), then {args.batch / each:,.1f} tok/s"
+        rows.append((name, f"prompt {first * 1e3:.1f} ms {speed}"))
+    limit = _limit(args, spec, prompt_tokens)
+    share = args.batch / medians[OURS][1] / limit
+    rows.append(("limit", f"{limit:,.0f} tok/s by bytes of weights and cache; {OURS} reaches {share:.1%}"))
     values: dict[str, object] = {"seconds": times, "first_token_s": {}, "tokens_per_s": {}}
     values["first_token_s"] = {name: first for name, (first, _) in medians.items()}
-    values["tokens_per_s"] = {name: 1 / each for name, (_, each) in medians.items()}
+    values["tokens_per_s"] = {name: args.batch / each for name, (_, each) in medians.items()}
+    values |= {"limit_tokens_per_s": limit, "share_of_limit": share}
     if args.against:
-        ratio, same = medians["hf"][1] / medians[OURS][1], _common_prefix_length(texts[OURS], texts["hf"])
+        peer = args.against
+        ratio, same = medians[peer][1] / medians[OURS][1], _common_prefix_length(texts[OURS], texts[peer])
         rows.append(
-            ("speed / hf", f"{ratio:.2f}x after the prompt; the first {same} of {args.new_tokens} tokens are the same")
+            (
+                f"speed / {peer}",
+                f"{ratio:.2f}x after the prompt; the first {same} of {args.new_tokens} tokens are the same",
+            )
         )
         values |= {"ratio": ratio, "same_tokens": same}
     return BenchResult(tuple(rows), values)
@@ -88,29 +109,63 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
         "--prompt-tokens": (args.prompt_tokens, 1),
         "--new-tokens": (args.new_tokens, 2),
         "--repeat": (args.repeat, 1),
+        "--batch": (args.batch, 1),
     }
-    found = [*minimum_problems(least), *(problems(args.against, spec) if args.against else ())]
+    found = [*minimum_problems(least), *(problems("hf", spec) if args.against else ())]
     if found:
         raise ConfigError(found)
 
 
-def _prompt(args: argparse.Namespace, spec: BenchSpec) -> list[int]:
+def _prompts(args: argparse.Namespace, spec: BenchSpec) -> list[list[int]]:
+    """Returns random ids; of ragged prompts the first is the longest, and the others are spread evenly down to a quarter of it."""
     import torch
 
-    return torch.randint(
-        known_vocab_size(spec.run.model), (args.prompt_tokens,), generator=torch.Generator().manual_seed(0)
-    ).tolist()
+    generator = torch.Generator().manual_seed(0)
+    shortest = max(1, args.prompt_tokens // 4) if args.ragged else args.prompt_tokens
+    step = (args.prompt_tokens - shortest) / max(1, args.batch - 1)
+    lengths = [round(args.prompt_tokens - number * step) for number in range(args.batch)]
+    size = known_vocab_size(spec.run.model)
+    return [torch.randint(size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _limit(args: argparse.Namespace, spec: BenchSpec, prompt_tokens: int) -> float:
+    """Returns the tokens per second at which weights and cache are read at the speed of copying."""
+    from petatron.bench.measure.timing import copy_bandwidth
+    from petatron.models.registry import model_spec
+    from petatron.optim.loss_scaler import compute_dtype
+
+    model, bytes_each = model_spec(spec.run), compute_dtype(spec.run.precision).itemsize
+    params = model.params()
+    tables = [param.num_active_elements for param in params.values() if param.role == "vocabulary"]
+    # Of the vocabulary's tables only the head's is read.
+    read = sum(param.num_active_elements for param in params.values()) - sum(tables) + max(tables, default=0)
+    states = [branch.generation_state(1) for layer in model.layers for branch in layer.branches]
+    per_token = sum(state.elements_per_token for state in states if state is not None)
+    cached = per_token * (prompt_tokens + args.batch * args.new_tokens / 2)
+    return args.batch * copy_bandwidth(spec.device) / ((read + cached) * bytes_each)
 
 
 def _ours(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
     from petatron.bench.peers.ours import load_initial_weights
-    from petatron.infer.generate import generate
+    from petatron.infer.engine import Engine
+    from petatron.infer.engine_options import EngineOptions
+    from petatron.infer.sampling_params import SamplingParams
     from petatron.train.build_run import build_model, launch
 
-    model = build_model(spec.run, launch(spec.run), init_weights=False)
+    model = build_model(spec.run, launch(spec.run), init_weights=False, gradients=False)
     load_initial_weights(model)
-    prompt = _prompt(args, spec)
-    return lambda count: generate(model, prompt, max_new_tokens=count, temperature=0.0)
+    prompts = _prompts(args, spec)
+    length = args.prompt_tokens + args.new_tokens
+    options = EngineOptions(
+        max_sequences=args.batch, max_length=length, max_step_tokens=_STEP_TOKENS, prefix_caching=False
+    )
+    engine = Engine(model, options=options)
+
+    def more(count: int) -> list[int]:
+        answers = engine.complete(prompts, SamplingParams(max_new_tokens=count, temperature=0.0))
+        return answers[0][0].ids
+
+    return more
 
 
 def _transformers(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
@@ -120,12 +175,17 @@ def _transformers(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
     from petatron.optim.loss_scaler import compute_dtype
 
     model = build_model(spec.run, device=spec.device, dtype=compute_dtype(spec.run.precision)).eval()
-    prompt = torch.tensor([_prompt(args, spec)], device=spec.device)
+    prompts = _prompts(args, spec)
+    padded = [[0] * (args.prompt_tokens - len(ids)) + ids for ids in prompts]
+    prompt = torch.tensor(padded, device=spec.device)
+    mask = torch.tensor([[0] * (args.prompt_tokens - len(ids)) + [1] * len(ids) for ids in prompts], device=spec.device)
+    static = {"cache_implementation": "static"} if args.against == "hf-compiled" else {}
 
     def more(count: int) -> list[int]:
         made = model.generate(  # pyright: ignore[reportCallIssue]
             prompt,
-            attention_mask=torch.ones_like(prompt),
+            attention_mask=mask,
+            **static,
             max_new_tokens=count,
             min_new_tokens=count,
             do_sample=False,

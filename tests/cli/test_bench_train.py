@@ -355,6 +355,14 @@ def test_generation_says_what_transformers_says(tmp_path: Path):
     assert main(["generate", *flags, *SMALL, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["same_tokens"] == 4 and found["tokens_per_s"].keys() == {"petatron", "hf"}
+    assert 0 < found["share_of_limit"] == pytest.approx(found["tokens_per_s"]["petatron"] / found["limit_tokens_per_s"])
+
+
+def test_a_ragged_batch_says_what_transformers_says(tmp_path: Path):
+    path = tmp_path / "found.json"
+    flags = "--prompt-tokens 6 --new-tokens 4 --repeat 1 --batch 3 --ragged --against hf".split()
+    assert main(["generate", *flags, *SMALL, "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["same_tokens"] == 4
 
 
 def test_generation_takes_turns_in_both_orders_equally_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -108,3 +108,11 @@ def gc_disabled() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Returns the bytes per second, read and written, of copying a tensor far larger than any cache."""
+    size = 2**31 if device.type == "cuda" else 2**27
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / (median_ms([lambda: target.copy_(source)], device, repeat=5, warmup_s=0.05)[0] / 1e3)
