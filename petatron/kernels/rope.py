@@ -37,7 +37,8 @@ def split_qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin
 def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns views q [S, B, H, E], k and v [S, B, K, E] of [S, B, (H + 2K) E]."""
     width = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
-    q, k, v = qkv.unflatten(-1, (-1, width)).split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+    heads = qkv.view(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, width)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     return q, k, v
 
 

@@ -28,8 +28,8 @@ def from_rows(rows: Tensor, like: Tensor, *, batch_first: bool) -> Tensor:
         return rows
     first, second, *rest = like.shape[:-1]
     if batch_first:
-        return rows.unflatten(0, (second, first, *rest)).transpose(0, 1)
-    return rows.unflatten(0, (first, second, *rest))
+        return rows.view(second, first, *rest, rows.shape[-1]).transpose(0, 1)
+    return rows.view(first, second, *rest, rows.shape[-1])
 
 
 def to_row_order(x_SB: Tensor, *, batch_first: bool) -> Tensor:

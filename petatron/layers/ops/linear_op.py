@@ -146,6 +146,8 @@ class GemmOp:
     ) -> Tensor:
         """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
         gemm_forward = GatherThenGemm(input_comm) if gemm_forward is None else gemm_forward
+        if not torch.is_grad_enabled():  # a node costs more than a small GEMM
+            return gemm_forward.forward(x.value, weight, self.gemm).y
         return _GemmFunction.apply(x.value, weight, self, x.handle, input_comm, gemm_forward)  # pyright: ignore[reportReturnType]
 
 

@@ -141,6 +141,8 @@ def apply_recomputable(
     function: RecomputableFunction, *inputs: Tensor | None
 ) -> tuple[Tensors, RecomputeHandle | None]:
     """Applies the function; returns its outputs, the recomputable one last. Handle None: nothing requires grad, so no backward."""
+    if not torch.is_grad_enabled():
+        return function.forward(*inputs)[0], None
     handle = RecomputeHandle(function)
     outputs: Tensors = _RecomputableOp.apply(handle, *inputs)  # pyright: ignore[reportAssignmentType]
     return outputs, handle if outputs[-1].requires_grad else None
