@@ -18,10 +18,10 @@ def split_qkv_rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, batch_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q [S, B, H, E], k and v [S, B, K, E]; cos and sin are [S, 1 or B, 1, n]."""
-    q, k, v = split_qkv(qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    q, k, v = (
-        make_contiguous(part, batch_first=batch_first) for part in (apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-    )
+    heads = _heads(qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    turned = num_heads + num_kv_heads
+    qk, v = apply_rope(heads[:, :, :turned], cos, sin), heads[:, :, turned:]
+    q, k, v = (make_contiguous(x, batch_first=batch_first) for x in (qk[:, :, :num_heads], qk[:, :, num_heads:], v))
     return q, k, v
 
 
@@ -36,10 +36,14 @@ def split_qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin
 
 def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns views q [S, B, H, E], k and v [S, B, K, E] of [S, B, (H + 2K) E]."""
-    width = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
-    heads = qkv.view(*qkv.shape[:-1], num_heads + 2 * num_kv_heads, width)
+    heads = _heads(qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
     return q, k, v
+
+
+def _heads(qkv: Tensor, *, num_heads: int, num_kv_heads: int) -> Tensor:
+    count = num_heads + 2 * num_kv_heads
+    return qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
 
 
 def apply_rope(x_SBHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ T tokens, N sequences, H query heads, K kv heads, E head dim, P pages of a seque
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -55,6 +55,8 @@ class PagedBatch:
     num_decodes: int
     chunks: tuple[PromptChunk, ...] = ()
     documents: Documents | None = None
+    computed: dict[str, Tensor] = field(default_factory=dict)
+    """What the reference computes once for all layers."""
 
 
 class PagedAttentionKernels(Protocol):
@@ -126,20 +128,31 @@ def decode_attention(
 ) -> Tensor:
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
     count, size = batch.num_decodes, k_pages.shape[1]
-    table = batch.page_table_NP[:count, : -(-batch.max_length // size)]
+    read, visible = _read_pages(batch, size), _visible(batch, size, window)
     k, v = (
-        pages.index_select(0, table.flatten()).view(count, -1, *pages.shape[2:]).transpose(1, 2)
-        for pages in (k_pages, v_pages)
+        pages.index_select(0, read).view(count, -1, *pages.shape[2:]).transpose(1, 2) for pages in (k_pages, v_pages)
     )  # [N, K, L, E]
-    position = torch.arange(k.shape[2], device=q_NHE.device)
-    lengths = batch.lengths_N[:count, None]
-    visible = position < lengths
-    if window is not None:
-        visible &= position >= lengths - window
-    q = q_NHE.unflatten(
-        1, (k.shape[1], -1)
-    )  # the query heads of one kv head are rows of one sequence: nothing is repeated
+    # The query heads of one kv head are rows of one sequence: nothing is repeated.
+    q = q_NHE.reshape(count, k.shape[1], -1, q_NHE.shape[-1])
     if widens(q):
         q, k, v = map(to_compute_dtype, (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None, None])
-    return out.flatten(1, 2).to(q_NHE.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).flatten(1, 2).to(q_NHE.dtype)
+
+
+def _read_pages(batch: PagedBatch, page_size: int) -> Tensor:
+    """Returns the pages that the longest sequence needs, of every sequence."""
+    if "pages" not in batch.computed:
+        table = batch.page_table_NP[: batch.num_decodes, : -(-batch.max_length // page_size)]
+        batch.computed["pages"] = table.flatten()
+    return batch.computed["pages"]
+
+
+def _visible(batch: PagedBatch, page_size: int, window: int | None) -> Tensor:
+    """Returns the mask of the rows that each sequence sees, [N, 1, 1, L]."""
+    name = f"visible {window}"
+    if name not in batch.computed:
+        position = torch.arange(-(-batch.max_length // page_size) * page_size, device=batch.lengths_N.device)
+        lengths = batch.lengths_N[: batch.num_decodes, None, None, None]
+        visible = position < lengths
+        batch.computed[name] = visible if window is None else visible & (position >= lengths - window)
+    return batch.computed[name]
