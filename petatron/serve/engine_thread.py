@@ -45,12 +45,15 @@ class EngineThread:
         *,
         max_open: int,
         on_finish: Callable[[Generation, Completion], None] | None = None,
+        idle_step_s: float = 20.0,
     ) -> None:
+        """idle_step_s: how often an idle engine makes a step without work, so that its other ranks do not give up waiting."""
         self.stats: ServedEngineStats = engine.stats
         self.failure: str | None = None
         self._engine = engine
         self._max_open = max_open
         self._on_finish = on_finish
+        self._idle_step_s = idle_step_s
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Generation] = set()
         self._draining = self._swapping = False
@@ -100,8 +103,8 @@ class EngineThread:
     async def swap(self, load: Callable[[], ServedEngine]) -> ServedEngine:
         """Replaces the engine by what `load` returns, after open sequences have finished.
 
-        `load` runs in the thread, and the former engine is closed before, for two rarely fit in memory. Its failure is raised here,
-        and is the end of this thread's service.
+        `load` runs in the thread, and also closes the former engine, for two rarely fit in memory. Its failure is raised here, and is
+        the end of service.
         """
         if self._swapping:
             raise NotServingError("The server is loading another model already.")
@@ -157,12 +160,17 @@ class EngineThread:
     def _take_commands(self) -> None:
         idle = self.failure is not None or (not self._engine.has_work and self._swap is None)
         try:
-            command = self._commands.get(block=idle)
-            while True:
-                command()
-                command = self._commands.get_nowait()
+            command = self._commands.get(block=idle, timeout=self._idle_step_s)
         except queue.Empty:
-            pass
+            if idle and self.failure is None:
+                self._step()
+            return
+        while True:
+            command()
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
 
     def _submit(self, generations: Sequence[Generation]) -> None:
         if self.failure is not None:
@@ -217,7 +225,6 @@ class EngineThread:
     def _replace_engine(self, swap: _Swap) -> None:
         assert self._loop is not None
         self._swap = None
-        self._engine.close()
         try:
             self._engine = swap.load()
         except Exception as error:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.mesh.launch.environment import API_KEY_VARIABLE
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-API_KEY_VARIABLE = "PETATRON_API_KEY"
 MIN_KEY_LENGTH = 16
 
 
