@@ -32,7 +32,7 @@ FlagValue = Literal["none", "text", "path"] | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class ShellCompletion:
     """What may follow a command: further words, flags with their values, presets."""
 
     flags: Mapping[str, FlagValue] = field(default_factory=dict)
@@ -51,15 +51,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def completions() -> dict[str, Completion]:
+def completions() -> dict[str, ShellCompletion]:
     """Maps commands, as `train` or `data preprocess`, to what may follow them."""
     run = run_flags()
-    found = {"train": Completion(run, presets=True), "completion": Completion(words=SHELLS)}
-    found["config"] = Completion(words=("show", "diff", "presets", "reference"))
-    found["config show"] = Completion({**run, "--changed": "none", "--yaml": "none"}, presets=True)
-    found["config diff"] = Completion(presets=True)
-    found["config presets"], found["config reference"] = Completion(), Completion({"--out": "path"})
-    found["bench"] = Completion(words=tuple(bench.BENCHES))
+    found = {"train": ShellCompletion(run, presets=True), "completion": ShellCompletion(words=SHELLS)}
+    found["config"] = ShellCompletion(words=("show", "diff", "presets", "reference"))
+    found["config show"] = ShellCompletion({**run, "--changed": "none", "--yaml": "none"}, presets=True)
+    found["config diff"] = ShellCompletion(presets=True)
+    found["config presets"], found["config reference"] = ShellCompletion(), ShellCompletion({"--out": "path"})
+    found["bench"] = ShellCompletion(words=tuple(bench.BENCHES))
     for verb, parser in (
         ("quickstart", quickstart.parser()),
         ("data", data.parser()),
@@ -75,9 +75,9 @@ def completions() -> dict[str, Completion]:
     ):
         found |= dict(_parser_completions(verb, parser))
     found["runs"] = replace(found["runs"], words=("diff",))
-    found["serve"] = Completion({**run, **found["serve"].flags})
-    found["verify"] = Completion({**run, **found["verify"].flags}, presets=True)
-    found["plan memory"] = Completion({**run, "--device-memory-gb": "text"}, presets=True)
+    found["serve"] = ShellCompletion({**run, **found["serve"].flags})
+    found["verify"] = ShellCompletion({**run, **found["verify"].flags}, presets=True)
+    found["plan memory"] = ShellCompletion({**run, "--device-memory-gb": "text"}, presets=True)
     return found
 
 
@@ -97,7 +97,7 @@ def _field_value(info: FieldInfo) -> FlagValue:
     return "none" if info.kind == "bool" else "path" if "path" in info.marks else "text"
 
 
-def _parser_completions(command: str, parser: argparse.ArgumentParser) -> Iterable[tuple[str, Completion]]:
+def _parser_completions(command: str, parser: argparse.ArgumentParser) -> Iterable[tuple[str, ShellCompletion]]:
     flags: dict[str, FlagValue] = {}
     words: tuple[str, ...] = ()
     for action in parser._actions:  # argparse has no public way to list them
@@ -107,7 +107,7 @@ def _parser_completions(command: str, parser: argparse.ArgumentParser) -> Iterab
                 yield from _parser_completions(f"{command} {name}", inner)
         elif action.help != argparse.SUPPRESS:
             flags |= {flag: _action_value(action) for flag in action.option_strings if flag.startswith("--")}
-    yield command, Completion(flags, words)
+    yield command, ShellCompletion(flags, words)
 
 
 _PATH_NAMES = ("FILE", "PATH", "PREFIX", "DIR", "KEY", "FOLDER")
@@ -159,7 +159,7 @@ complete -o filenames -F _petatron petatron
 """
 
 
-def _bash_case(command: str, found: Completion) -> str:
+def _bash_case(command: str, found: ShellCompletion) -> str:
     # `train --tp 2`: the second word is no subcommand, so a verb without any matches with whatever follows.
     pattern = f'"{command}"' if found.words or " " in command else f'"{command}" | "{command} "*'
     return (
@@ -175,7 +175,7 @@ def _bash_value(flag: str, value: FlagValue) -> str:
     return f'    {flag}) COMPREPLY=( $(compgen -W {shlex.quote(words)} -- "$cur") ); return ;;'
 
 
-def _all_values(commands: Mapping[str, Completion]) -> dict[str, FlagValue]:
+def _all_values(commands: Mapping[str, ShellCompletion]) -> dict[str, FlagValue]:
     """Returns the values of flags that have any; where verbs differ, a path wins."""
     found: dict[str, FlagValue] = {}
     for completion in commands.values():

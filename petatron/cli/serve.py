@@ -18,7 +18,7 @@ from petatron.serve.serve_options import ServeLimits, ServeOptions, flag_of
 
 if TYPE_CHECKING:
     from petatron.serve.checkpoint_engine import CheckpointEngine
-    from petatron.serve.served_model import ServedModel
+    from petatron.serve.model_card import ModelCard
 
 _MAX_FILE_BYTES = 1 << 20
 _LIMITS = {
@@ -113,7 +113,9 @@ def _serve(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, fl
 
     rank = read_environment().rank
     configure_logging(rank=rank)
-    engine_options = EngineOptions(**{name: getattr(args, name) for name in _ENGINE}, prefix_caching=not args.no_prefix_caching)
+    engine_options = EngineOptions(
+        **{name: getattr(args, name) for name in _ENGINE}, prefix_caching=not args.no_prefix_caching
+    )
     if rank:
         for number in (signal.SIGTERM, signal.SIGINT):  # the first rank drains, and then ends this one
             signal.signal(number, signal.SIG_IGN)
@@ -141,7 +143,7 @@ def _listen(
     engine = CheckpointEngine(checkpoint, flags=flags, options=engine_options)
     name = options.served_model_name or checkpoint.resolve().name
 
-    def describe() -> ServedModel:
+    def describe() -> ModelCard:
         return _describe(engine, name, template)
 
     watch = follow_run(checkpoint, engine, describe, interval_s=args.watch_interval) if args.watch else None
@@ -151,10 +153,10 @@ def _listen(
     run_server(app, listener, on_ready=lambda: print(ready, flush=True))
 
 
-def _describe(engine: CheckpointEngine, name: str, template: str | None) -> ServedModel:
-    from petatron.serve.served_model import ServedModel
+def _describe(engine: CheckpointEngine, name: str, template: str | None) -> ModelCard:
+    from petatron.serve.model_card import ModelCard
 
-    return ServedModel.of_engine(
+    return ModelCard.of_engine(
         engine,
         name=name,
         created_s=int(time.time()),

@@ -30,7 +30,7 @@ class SamplingParams:
     temperature: divides the logits; 0 is greedy.
     top_k: the k most likely ids; then top_p: the smallest set of the most likely ones with at least this probability; then min_p:
         those at least this probable relative to the most likely one. None keeps all.
-    top_p_decay, top_p_bound: top_p is multiplied by the first after each line break's worth of tokens, down to the second.
+    top_p_decay, top_p_bound: top_p is multiplied by the first after every new token, down to the second.
     repetition_penalty: divides positive logits of ids in the prompt or answer, and multiplies negative ones.
     presence_penalty, frequency_penalty: subtracted once, and once per use, for ids in the answer.
     logit_bias: added to the logits of ids.
@@ -74,20 +74,40 @@ class SamplingParams:
     def _problems(self) -> list[Problem]:
         checks = (
             ("max_new_tokens", self.max_new_tokens >= 0, "is negative", "Ask for one token or more."),
-            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "is not between 0 and max_new_tokens", "Use a number between."),
+            (
+                "min_new_tokens",
+                0 <= self.min_new_tokens <= max(0, self.max_new_tokens),
+                "is not between 0 and max_new_tokens",
+                "Use a number between.",
+            ),
             ("temperature", 0 <= self.temperature < math.inf, "is not 0 or above", "0 is greedy, 1 the model's own."),
             ("top_k", self.top_k is None or self.top_k >= 1, "keeps no id", "Use 1 or more, or None for all."),
             ("top_p", _is_share(self.top_p), "is not a share", "Use a number above 0 and up to 1, or None."),
-            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "is not a share", "Use a number from 0 to 1, or None."),
+            (
+                "min_p",
+                self.min_p is None or 0 <= self.min_p <= 1,
+                "is not a share",
+                "Use a number from 0 to 1, or None.",
+            ),
             ("top_p_decay", 0 < self.top_p_decay <= 1, "is not a factor", "Use a number above 0 and up to 1."),
             ("top_p_bound", 0 <= self.top_p_bound <= 1, "is not a share", "Use a number from 0 to 1."),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "is not above 0", "1 changes nothing."),
             ("presence_penalty", math.isfinite(self.presence_penalty), "is not finite", "0 changes nothing."),
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "is not finite", "0 changes nothing."),
-            ("logit_bias", all(math.isfinite(b) for b in self.logit_bias.values()), "is not finite", "Use finite numbers."),
+            (
+                "logit_bias",
+                all(math.isfinite(b) for b in self.logit_bias.values()),
+                "is not finite",
+                "Use finite numbers.",
+            ),
             ("seed", 0 <= self.seed <= MAX_SEED, "is not a seed", f"Use a number from 0 to {MAX_SEED}."),
             ("logprobs", _is_count(self.logprobs), "is too many or negative", f"Use 0 to {MAX_TOP_LOGPROBS}, or None."),
-            ("prompt_logprobs", _is_count(self.prompt_logprobs), "is too many or negative", f"Use 0 to {MAX_TOP_LOGPROBS}, or None."),
+            (
+                "prompt_logprobs",
+                _is_count(self.prompt_logprobs),
+                "is too many or negative",
+                f"Use 0 to {MAX_TOP_LOGPROBS}, or None.",
+            ),
             ("stop_strings", all(self.stop_strings), "has an empty text", "Leave it out."),
         )
         return [Problem(name, str(getattr(self, name)), rule, fix) for name, holds, rule, fix in checks if not holds]

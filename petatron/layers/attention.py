@@ -12,9 +12,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from petatron.kernels import qk_norm_rope, rope
-from petatron.kernels.attention import causal_attention, full_attention, rows
+from petatron.kernels.attention import causal_attention, full_attention, paged, rows
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import PackingKernels
+from petatron.kernels.attention.paged import PagedAttentionKernels
 from petatron.kernels.rope import apply_rope, split_qkv
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
@@ -24,6 +25,7 @@ from petatron.layers.ops.recompute_output import Recomputable
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -65,8 +67,16 @@ class AttentionSpec(BranchSpec):
     def separates_documents(self) -> bool:
         return self.mask == "causal"
 
+    @property
+    def can_generate(self) -> bool:
+        return self.mask == "causal"
+
+    def generation_state(self, tp: int) -> PagedState | None:
+        row = (self.kv_dim(tp) // self.head_dim, self.head_dim)
+        return PagedState((("key", row), ("value", row)))
+
     def build(self, layer_index: int) -> Attention:
-        return Attention(self)
+        return Attention(self, layer_index)
 
     def params(self) -> Mapping[str, ParamSpec]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -175,8 +185,9 @@ class Attention(BranchModule):
 
     fp8_linears = ("qkv", "out")
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, layer_index: int) -> None:
         super().__init__()
+        self.layer_index, self.window = layer_index, spec.window
         self.head_dim, self.rope = spec.head_dim, spec.rope
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = Linear(spec.hidden_size, (q_width, kv_width, kv_width), bias=spec.qkv_bias)
@@ -188,19 +199,31 @@ class Attention(BranchModule):
             self.core = BidirectionalCoreAttention(dropout=spec.dropout)
         self.kernels: RopeKernels = rope
         self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
+        self.paged_kernels: PagedAttentionKernels = paged
         self.out = Linear(q_width, (spec.hidden_size,), bias=spec.out_bias)
 
     def kernel_slots(self) -> Mapping[str, str]:
         if self.qk_rms_norms is None:
-            return {"kernels": "rotary embedding"}
-        return {"qk_norm_rope_kernels": "qk-norm and rotary embedding"}
+            return {"kernels": "rotary embedding", "paged_kernels": "paged attention"}
+        return {"qk_norm_rope_kernels": "qk-norm and rotary embedding", "paged_kernels": "paged attention"}
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"core_attn": self.core, "attention": self}
 
     def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
         q, k, v = self._split_qkv(self.qkv(x_SBD), context)
-        return self.out(self.core(q, k, v, context.documents).flatten(-2))
+        if context.generation is None:
+            return self.out(self.core(q, k, v, context.documents).flatten(-2))
+        return self.out(self._cached_attention(q, k, v, context.generation).flatten(-2))
+
+    def _cached_attention(self, q_T1HE: Tensor, k_T1KE: Tensor, v_T1KE: Tensor, step: GenerationStep) -> Tensor:
+        """Attends to the tokens before through the pages of this layer; the packed tokens of a step are one row of the batch."""
+        pages = step.pages[self.layer_index]
+        q, k, v = (x.squeeze(1) for x in (q_T1HE, k_T1KE, v_T1KE))
+        out = paged.paged_attention(
+            q, k, v, pages["key"], pages["value"], step.batch, window=self.window, kernels=self.paged_kernels
+        )
+        return out.unsqueeze(1)
 
     def _split_qkv(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         heads, groups, _ = (width // self.head_dim for width in self.qkv.sections)

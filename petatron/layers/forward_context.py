@@ -9,6 +9,7 @@ from torch import Tensor
 
 from petatron.kernels.attention.documents import Documents
 from petatron.layers.rope import RopeSpec
+from petatron.layers.spec.generation_state import GenerationStep
 
 RopeCosSin = tuple[Tensor, Tensor]
 
@@ -24,6 +25,7 @@ class ForwardContext:
     tensors: others that layers of a kind share, by name: an encoder's output, for one.
     router_statistics: one vector per layer index, summed over micro-batches and ranks later. Recompute in backward writes
         the same values again.
+    generation: the step of generation that this pass is, with what layers keep of the tokens before; None: a whole sequence.
     """
 
     rope_cos_sin: Mapping[RopeSpec, RopeCosSin] = field(default_factory=dict)
@@ -31,3 +33,4 @@ class ForwardContext:
     aux_loss_scale: Tensor | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     router_statistics: dict[int, Tensor] = field(default_factory=dict)
+    generation: GenerationStep | None = None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from petatron.kernels.matmul import matmul
 from petatron.kernels.vocab_parallel_cross_entropy import (
     REFERENCE,
     CrossEntropyKernels,
@@ -85,6 +86,14 @@ class OutputHead(nn.Module):
     def forward(self, x_SBD: Tensor, embedding_weight: Tensor | None) -> Tensor:
         """Returns logits [S, B, V]."""
         return self.linear_op(x_SBD, self._weight(embedding_weight))
+
+    def gathered_input(self, x_SBD: Tensor) -> Tensor:
+        """Gathers what sequence parallelism has sharded."""
+        return self.input_comm(x_SBD)
+
+    def logits_of_rows(self, x_RD: Tensor, embedding_weight: Tensor | None) -> Tensor:
+        """Returns logits [R, vocabulary] of some rows of the gathered input, whole on every rank."""
+        return self.vocab_shard.full_logits(matmul(x_RD, self._weight(embedding_weight).t()))
 
     def losses(
         self,

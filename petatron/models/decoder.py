@@ -16,6 +16,7 @@ from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.output_head import OutputHead
 from petatron.layers.rope import RotaryEmbedding
+from petatron.layers.spec.generation_state import GenerationStep
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import StageOutput
 from petatron.models.stage_module import StageModule, run_layers_sequentially
@@ -88,19 +89,34 @@ class Decoder(StageModule):
         assert self.embedding is not None and self.head is not None and self.norm is not None
         return self._logits(self.norm(self._run_stage(Batch(tokens_BS, positions=positions), None, None, {})))
 
+    def generation_step(
+        self, tokens_T: Tensor, positions_T: Tensor, x_SBD: Tensor | None, step: GenerationStep, rows_R: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        x_SBD = self._run_stage(Batch(tokens_T.unsqueeze(0), positions=positions_T), x_SBD, None, {}, generation=step)
+        if self.head is None or self.norm is None:
+            return x_SBD
+        x_TD = self.head.gathered_input(self.norm(x_SBD)).squeeze(1)
+        return self.head.logits_of_rows(x_TD.index_select(0, rows_R), self._embedding_weight()), x_TD
+
     def _logits(self, x_SBD: Tensor) -> Tensor:
         assert self.head is not None
         return self.head.vocab_shard.full_logits(self.head(x_SBD, self._embedding_weight())).transpose(0, 1)
 
     def _hidden_states(self, x_SBD: Tensor) -> Tensor:
         assert self.head is not None
-        return self.head.input_comm(x_SBD).transpose(0, 1)  # gathers what sequence parallelism has sharded
+        return self.head.gathered_input(x_SBD).transpose(0, 1)
 
     def _embedding_weight(self) -> Tensor | None:
         return None if self.embedding is None else self.embedding.weight
 
     def _run_stage(
-        self, batch: Batch, x_SBD: Tensor | None, aux_loss_scale: Tensor | None, router_statistics: dict[int, Tensor]
+        self,
+        batch: Batch,
+        x_SBD: Tensor | None,
+        aux_loss_scale: Tensor | None,
+        router_statistics: dict[int, Tensor],
+        *,
+        generation: GenerationStep | None = None,
     ) -> Tensor:
         """Returns the activations after the last layer."""
         positions = batch.positions
@@ -110,7 +126,13 @@ class Decoder(StageModule):
             x_SBD = self._embed(batch.tokens, positions)
         assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
         rope_cos_sin = {rotary.spec: rotary(positions, x_SBD.dtype) for rotary in self._rotary_embeddings}
-        context = ForwardContext(rope_cos_sin, batch.documents, aux_loss_scale, router_statistics=router_statistics)
+        context = ForwardContext(
+            rope_cos_sin,
+            batch.documents,
+            aux_loss_scale,
+            router_statistics=router_statistics,
+            generation=generation,
+        )
         return self.run_layers(list(self.layers.values()), x_SBD, context)
 
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:

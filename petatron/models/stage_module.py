@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from petatron.base.errors import TrainError
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.layers.forward_context import ForwardContext
+from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.transformer_layer import Residual, TransformerLayer
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import StageOutput
@@ -54,6 +55,16 @@ class StageModule(nn.Module, ABC):
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns logits [B, S, vocabulary] after each token, whole on every rank, where one stage is the whole model."""
+        raise TrainError(f"{type(self).__name__} does not continue text: it has no logits of the next token.")
+
+    def generation_step(
+        self, tokens_T: Tensor, positions_T: Tensor, x_SBD: Tensor | None, step: GenerationStep, rows_R: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the stage on the packed tokens of several sequences.
+
+        The first stage takes no activations. The last returns logits [R, vocabulary] after the tokens of some rows, and the final
+        hidden states of all [T, hidden], both whole on every tensor-parallel rank; the others return the activations of all.
+        """
         raise TrainError(f"{type(self).__name__} does not continue text: it has no logits of the next token.")
 
     def transformer_layers(self) -> list[TransformerLayer]:

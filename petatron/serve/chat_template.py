@@ -32,7 +32,9 @@ class ChatTemplate:
     '<user>Hi'
     """
 
-    def __init__(self, source: str, *, tool_use: str | None = None, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, *, tool_use: str | None = None, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -52,7 +54,9 @@ class ChatTemplate:
     ) -> str:
         """Returns the prompt; raises `DataError` where the template refuses the messages."""
         if taken := _RESERVED & set(values or ()):
-            raise DataError(f"chat_template_kwargs may not set {', '.join(sorted(taken))}. Use the request's own fields.")
+            raise DataError(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))}. Use the request's own fields."
+            )
         template = self._tool_use if tools else self._plain
         try:
             return template.render(
@@ -109,7 +113,9 @@ def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
         return environment.from_string(source)
     except (jinja2.TemplateError, RecursionError) as error:
         why = printable(str(error), max_chars=_MAX_SHOWN_CHARS)
-        raise DataError(f"The chat template cannot be read: {why}. Give another one with --chat-template FILE.") from error
+        raise DataError(
+            f"The chat template cannot be read: {why}. Give another one with --chat-template FILE."
+        ) from error
 
 
 def _to_json(value: object, indent: int | None = None) -> str:

@@ -91,7 +91,9 @@ class EngineThread:
         if len(self._open) + len(generations) > self._max_open:
             if self._swapping:
                 raise NotServingError("The server is loading a newer model, and its queue is full.")
-            raise QueueFullError(f"The server has {len(self._open)} of {self._max_open} sequences open. Try again later.")
+            raise QueueFullError(
+                f"The server has {len(self._open)} of {self._max_open} sequences open. Try again later."
+            )
         self._open.update(generations)
         self._commands.put(lambda: self._submit(generations))
 

@@ -19,7 +19,17 @@ class Generation:
     share it. Times are of the engine's thread, in seconds of the monotonic clock.
     """
 
-    __slots__ = ("cancelled", "done", "finished_s", "first_token_s", "inbox", "index", "params", "prompt_ids", "submitted_s")
+    __slots__ = (
+        "cancelled",
+        "done",
+        "finished_s",
+        "first_token_s",
+        "inbox",
+        "index",
+        "params",
+        "prompt_ids",
+        "submitted_s",
+    )
 
     def __init__(
         self,

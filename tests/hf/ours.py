@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig, load_config
+from petatron.infer.engine import Engine
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
@@ -21,6 +24,7 @@ from petatron.models.hf import fill_model, parse_config_json
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.sharding.shard_spec import TensorShard
 from petatron.train.build_run import build_model
+from petatron.train.state.run_model import Model
 
 _FLAGS = "--mock-data --train-iters 1 --lr 1e-3 --num-workers 0 --make-vocab-size-divisible-by 4"
 
@@ -54,12 +58,9 @@ def compute(run: RunConfig, logical: dict[str, Tensor], tokens: Tensor, counted:
     fill_model(model.module, model.placements, logical)
     assert isinstance(model.module, Decoder)
     model.module.eval()
-    sequence = run.parallel.sequence_parallel
     with torch.no_grad():
         logits = model.module.logits(tokens)
-        grown = tokens[:, :8]
-        for _ in range(0 if sequence else new_tokens):  # a split sequence must be a multiple of tp
-            grown = torch.cat((grown, model.module.logits(grown)[:, -1].argmax(-1, keepdim=True)), dim=1)
+    grown = _continue(model, tokens[:, :8], new_tokens)
     loss = model.train_step([Batch(tokens, tokens.roll(-1, dims=1), counted.float())])
     grads = [
         (piece, view.clone())
@@ -67,6 +68,26 @@ def compute(run: RunConfig, logical: dict[str, Tensor], tokens: Tensor, counted:
         for piece, view in group_tensor_shards(group, group.grads())
     ]
     return Computed(logits, grown, loss.item(), grads)
+
+
+def _continue(model: Model, prompts: Tensor, new_tokens: int) -> Tensor:
+    """Greedy continuations by the engine, with pages and chunks shorter than the prompt."""
+    engine = Engine(model, options=EngineOptions(page_size=4, max_step_tokens=6))
+    answers = engine.complete_on_all_ranks(prompts.tolist(), SamplingParams(max_new_tokens=new_tokens, temperature=0.0))
+    return torch.cat((prompts, torch.tensor([answer.ids for [answer] in answers])), dim=1)
+
+
+def continue_all(cases: list[tuple[RunConfig, dict[str, Tensor], Tensor]], new_tokens: int) -> list[Tensor]:
+    """Build and fill this rank's part of each model, and continue its prompts; in any layout."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = []
+    for run, logical, tokens in cases:
+        model = build_model(run, ParallelMesh(Layout.from_config(run.parallel), rank))
+        for stage in model.stages.values():
+            fill_model(stage, model.placements, logical)
+        found.append(_continue(model, tokens[:, :8], new_tokens))
+    return found
 
 
 def assemble(parts: list[Computed]) -> dict[str, Tensor]:

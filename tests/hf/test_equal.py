@@ -31,8 +31,7 @@ def check(ranks: RankPool, name: str, layout: str, world_size: int, folder: Path
         assert part.logits.shape == true.logits.shape
         torch.testing.assert_close(part.logits, true.logits, rtol=0, atol=5e-5)
         assert torch.equal(part.logits.argmax(-1), true.logits.argmax(-1))
-        if not run.parallel.sequence_parallel:
-            assert torch.equal(part.greedy, true.greedy)
+        assert torch.equal(part.greedy, true.greedy)
         assert part.loss == pytest.approx(true.loss, rel=1e-6)
     grads = assemble(parts)
     wanted = to_logical(family, true.grads, model_spec(run))

@@ -77,8 +77,8 @@ class FakeEngine:
         )
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        if len(prompt_ids) > self.max_length:
-            raise DataError("too long")
+        if len(prompt_ids) + max(params.max_new_tokens, 1) > self.max_length:
+            raise DataError("The request is too long.")
         if params.constraint is not None and params.constraint.grammar == "unreadable":
             raise DataError("The grammar cannot be read.")
         self._next += 1
@@ -142,7 +142,7 @@ class FakeEngine:
             if stop in request.text:
                 request.text, done.stop = request.text[: request.text.index(stop)], stop
                 return self._finish(number, request, token, entry, "stop")
-        if len(done.ids) == params.max_new_tokens or len(request.ids) > self.max_length:
+        if len(done.ids) == params.max_new_tokens:
             return self._finish(number, request, token, entry, "length")
         hold = max((len(stop) - 1 for stop in params.stop_strings), default=0)
         return TokenEvent(number, token, self._new_text(request, hold), entry)
@@ -155,7 +155,9 @@ class FakeEngine:
             values[list(params.stop_ids)] = -np.inf
         if params.greedy:
             return int(values.argmax())
-        noise = np.random.default_rng([params.seed, params.sample, len(request.completion.ids)]).gumbel(size=len(values))
+        noise = np.random.default_rng([params.seed, params.sample, len(request.completion.ids)]).gumbel(
+            size=len(values)
+        )
         return int((values / params.temperature + noise).argmax())
 
     def _new_text(self, request: _Request, hold: int) -> str:

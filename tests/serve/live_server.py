@@ -18,7 +18,7 @@ from petatron.serve.engine_thread import EngineThread
 from petatron.serve.http.app import build_app
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.serve_options import ServeLimits, ServeOptions
-from petatron.serve.served_model import ServedModel
+from petatron.serve.model_card import ModelCard
 
 TEMPLATE = (
     "{% if tools %}[{{ tools | length }} tools]{% endif %}"
@@ -55,9 +55,11 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(engine: ServedEngine, *, template: str | None = TEMPLATE, background=None, **options) -> Iterator[LiveServer]:
+def live_server(
+    engine: ServedEngine, *, template: str | None = TEMPLATE, background=None, **options
+) -> Iterator[LiveServer]:
     options.setdefault("limits", ServeLimits())
-    model = ServedModel.of_engine(engine, name="fake", created_s=1, chat_template=template)
+    model = ModelCard.of_engine(engine, name="fake", created_s=1, chat_template=template)
     app = build_app(engine, model, ServeOptions(**options), background=background)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on such
     listener.bind(("127.0.0.1", 0))

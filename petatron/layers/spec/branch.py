@@ -20,6 +20,7 @@ from torch import nn
 
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.generation_state import PagedState
 from petatron.layers.spec.param_spec import ParamSpec
 
 FULL = "full"
@@ -72,6 +73,15 @@ class BranchSpec(ABC):
     def separates_documents(self) -> bool:
         """Whether tokens of one packed document do not see those of another."""
         return False
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether a token can be computed from its own input and what `generation_state` keeps of those before."""
+        return False
+
+    def generation_state(self, tp: int) -> PagedState | None:
+        """Returns what one rank keeps of every token while text is generated; None: nothing."""
+        return None
 
     @abstractmethod
     def build(self, layer_index: int) -> BranchModule: ...
@@ -135,6 +145,10 @@ class ChannelMixerSpec(BranchSpec):
 
     @property
     def separates_documents(self) -> bool:
+        return True
+
+    @property
+    def can_generate(self) -> bool:
         return True
 
     @property

@@ -37,7 +37,7 @@ from petatron.serve.http.openai_requests import (
 )
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.serve_options import ServeOptions
-from petatron.serve.served_model import ServedModel
+from petatron.serve.model_card import ModelCard
 
 PLAYGROUND = Path(__file__).parent.parent / "playground.html"
 _PLACEHOLDER = "<!doctype html><title>petatron serve</title><p>This server answers at /v1/completions, /v1/chat/completions and /api."
@@ -60,7 +60,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 def build_app(
     engine: ServedEngine,
-    model: ServedModel,
+    model: ModelCard,
     options: ServeOptions,
     *,
     background: Callable[[ServerState], AsyncIterator[None]] | None = None,

@@ -21,7 +21,7 @@ from petatron.serve.http.run_generations import TokenStream, complete
 from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples, sampling_params
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.logprob_formats import chat_logprobs
-from petatron.serve.served_model import ServedModel
+from petatron.serve.model_card import ModelCard
 
 
 async def post_chat_completion(request: Request) -> Response:
@@ -38,12 +38,13 @@ async def post_chat_completion(request: Request) -> Response:
         body,
         model,
         limits,
-        max_new_tokens=new_tokens(asked, model.max_length, limits),
+        max_new_tokens=new_tokens(asked, model.max_length, [ids], model, limits),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     inbox: Inbox | None = asyncio.Queue() if body.stream else None
     generations = [
-        Generation(prompt, one, index=index, inbox=inbox) for index, (prompt, one) in enumerate(samples([ids], params, n))
+        Generation(prompt, one, index=index, inbox=inbox)
+        for index, (prompt, one) in enumerate(samples([ids], params, n, model))
     ]
     answer = _ChatAnswer(body, model, len(ids))
     if inbox is not None:
@@ -51,7 +52,7 @@ async def post_chat_completion(request: Request) -> Response:
     return JSONResponse(answer.whole(await complete(request, state, generations)))
 
 
-async def chat_prompt(body: ChatCompletionRequest, model: ServedModel) -> str:
+async def chat_prompt(body: ChatCompletionRequest, model: ModelCard) -> str:
     """Returns the text of the messages."""
     tools = None if body.tool_choice == "none" or not body.tools else [one.model_dump() for one in body.tools]
     return await render_messages(
@@ -65,7 +66,7 @@ async def chat_prompt(body: ChatCompletionRequest, model: ServedModel) -> str:
 
 async def render_messages(
     messages: Sequence[ChatMessage],
-    model: ServedModel,
+    model: ModelCard,
     *,
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
@@ -74,7 +75,9 @@ async def render_messages(
     """Renders beside the event loop: a template is a program of others."""
     template = model.chat_template
     if template is None:
-        text = "The served model has no chat template. Use /v1/completions, or start the server with --chat-template FILE."
+        text = (
+            "The served model has no chat template. Use /v1/completions, or start the server with --chat-template FILE."
+        )
         raise ApiError(400, text, param="messages", code="no_chat_template")
     plain = [_plain(message) for message in messages]
     return await asyncio.to_thread(
@@ -99,7 +102,7 @@ def _check(body: ChatCompletionRequest) -> None:
 class _ChatAnswer:
     """Formats one request's answer."""
 
-    def __init__(self, body: ChatCompletionRequest, model: ServedModel, prompt_tokens: int) -> None:
+    def __init__(self, body: ChatCompletionRequest, model: ModelCard, prompt_tokens: int) -> None:
         self._body, self._model, self._prompt_tokens = body, model, prompt_tokens
         self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
 

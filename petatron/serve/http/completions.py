@@ -20,7 +20,7 @@ from petatron.serve.http.run_generations import TokenStream, complete
 from petatron.serve.http.sampling import EncodedPrompt, encode_prompts, new_tokens, samples, sampling_params
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.logprob_formats import completion_logprobs, prompt_logprobs
-from petatron.serve.served_model import ServedModel
+from petatron.serve.model_card import ModelCard
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -32,21 +32,26 @@ async def post_completion(request: Request) -> Response:
     _check(body)
     limits = state.options.limits
     prompts = await encode_prompts(body.prompt, model, limits, param="prompt")
+    ids = [prompt.ids for prompt in prompts]
     n = body.n or 1
     check_batch(len(prompts) * n, state)
-    scored = body.prompt_logprobs if not (body.echo and body.logprobs is not None) else max(body.logprobs, body.prompt_logprobs or 0)
+    scored = (
+        body.prompt_logprobs
+        if not (body.echo and body.logprobs is not None)
+        else max(body.logprobs, body.prompt_logprobs or 0)
+    )
     params = sampling_params(
         body,
         model,
         limits,
-        max_new_tokens=new_tokens(body.max_tokens, _DEFAULT_MAX_TOKENS, limits),
+        max_new_tokens=new_tokens(body.max_tokens, _DEFAULT_MAX_TOKENS, ids, model, limits),
         logprobs=body.logprobs,
         prompt_logprobs=scored,
     )
     inbox: Inbox | None = asyncio.Queue() if body.stream else None
     generations = [
-        Generation(ids, one, index=index, inbox=inbox)
-        for index, (ids, one) in enumerate(samples([prompt.ids for prompt in prompts], params, n))
+        Generation(prompt, one, index=index, inbox=inbox)
+        for index, (prompt, one) in enumerate(samples(ids, params, n, model))
     ]
     answer = _Answer(body, model, prompts, n)
     if inbox is not None:
@@ -65,7 +70,9 @@ def _check(body: CompletionRequest) -> None:
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, "best_of must be equal to n: answers are not ranked here.", param="best_of")
     if body.suffix:
-        raise ApiError(400, "suffix is not supported: the model continues a text, and does not fill a gap.", param="suffix")
+        raise ApiError(
+            400, "suffix is not supported: the model continues a text, and does not fill a gap.", param="suffix"
+        )
     if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
         text = "Log-probabilities of the prompt are not streamed. Leave out stream, or echo with logprobs."
         raise ApiError(400, text, param="stream")
@@ -84,7 +91,7 @@ def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, An
 class _Answer:
     """Formats one request's answer."""
 
-    def __init__(self, body: CompletionRequest, model: ServedModel, prompts: Sequence[EncodedPrompt], n: int) -> None:
+    def __init__(self, body: CompletionRequest, model: ModelCard, prompts: Sequence[EncodedPrompt], n: int) -> None:
         self._body, self._model, self._prompts, self._n = body, model, prompts, n
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",

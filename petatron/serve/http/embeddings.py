@@ -38,7 +38,11 @@ async def post_embedding(request: Request) -> Response:
             "object": "list",
             "model": model.name,
             "data": [
-                {"object": "embedding", "index": index, "embedding": _encoded(unit(one.pooled or []), body.encoding_format)}
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": _encoded(unit(one.pooled or []), body.encoding_format),
+                }
                 for index, one in enumerate(completions)
             ],
             "usage": {"prompt_tokens": count, "total_tokens": count},

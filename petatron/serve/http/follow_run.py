@@ -12,7 +12,7 @@ from petatron.base.log import get_logger
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.newest_step import newest_sound_step
-from petatron.serve.served_model import ServedModel
+from petatron.serve.model_card import ModelCard
 
 DEFAULT_INTERVAL_S = 5.0
 _log = get_logger(__name__)
@@ -29,7 +29,7 @@ class ReloadableEngine(ServedEngine, Protocol):
 def follow_run(
     folder: Path,
     engine: ReloadableEngine,
-    describe: Callable[[], ServedModel],
+    describe: Callable[[], ModelCard],
     *,
     interval_s: float = DEFAULT_INTERVAL_S,
 ) -> Callable[[ServerState], AsyncIterator[None]]:

@@ -15,12 +15,12 @@ from petatron.serve.generation import Generation
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.completions import check_batch
 from petatron.serve.http.json_body import read_body
-from petatron.serve.http.megatron_requests import MegatronRequest
+from petatron.serve.http.megatron_requests import DEFAULT_TOKENS, MegatronRequest
 from petatron.serve.http.run_generations import complete
 from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.logprob_formats import own_logprob
-from petatron.serve.served_model import ServedModel
+from petatron.serve.model_card import ModelCard
 
 _NO_BREAK = r"(?:[^:]|:+[^:\n])*:*"
 _NO_BREAK_AFTER_COLON = rf":*(?:[^:\n]{_NO_BREAK})?"
@@ -34,9 +34,9 @@ async def put_api(request: Request) -> Response:
     prompts = [await _encode(text, body, model) for text in body.prompts]
     for ids in prompts:
         check_prompt(ids, model, state.options.limits, param="prompts")
-    params = _params(body, state)
+    params = _params(body, prompts, state)
     generations = []
-    for index, ((ids, one), text) in enumerate(zip(samples(prompts, params, 1), body.prompts)):
+    for index, ((ids, one), text) in enumerate(zip(samples(prompts, params, 1, model), body.prompts)):
         generations.append(Generation(ids, _with_constraint(one, body, text), index=index))
     completions = await complete(request, state, generations)
     return JSONResponse(_answer(body, model, completions))
@@ -55,18 +55,19 @@ def _check(body: MegatronRequest, state: ServerState) -> None:
         raise ApiError(400, "The model's tokenizer has no token that begins a text.", param="add_BOS")
 
 
-async def _encode(text: str, body: MegatronRequest, model: ServedModel) -> list[int]:
+async def _encode(text: str, body: MegatronRequest, model: ModelCard) -> list[int]:
     model.needed_tokenizer()
     ids = await encode_text(text, model) if text else []
     return [model.bos_id, *ids] if body.add_BOS and model.bos_id is not None else ids
 
 
-def _params(body: MegatronRequest, state: ServerState) -> SamplingParams:
+def _params(body: MegatronRequest, prompts: list[list[int]], state: ServerState) -> SamplingParams:
     model = state.model
+    asked = body.tokens_to_generate if "tokens_to_generate" in body.model_fields_set else None
     stops = [text for wanted, text in ((body.stop_on_double_eol, "\n\n"), (body.stop_on_eol, "\n")) if wanted]
     return SamplingParams(
         max_new_tokens=new_tokens(
-            body.tokens_to_generate, body.tokens_to_generate, state.options.limits, param="tokens_to_generate"
+            asked, DEFAULT_TOKENS, prompts, model, state.options.limits, param="tokens_to_generate"
         ),
         temperature=0.0 if body.top_k == 1 else body.temperature,
         top_k=body.top_k if body.top_k > 1 else None,
@@ -89,7 +90,7 @@ def _with_constraint(params: SamplingParams, body: MegatronRequest, prompt: str)
     return replace(params, constraint=Constraint(kind="regex", grammar=grammar))
 
 
-def _answer(body: MegatronRequest, model: ServedModel, completions: list[Completion]) -> dict[str, Any]:
+def _answer(body: MegatronRequest, model: ModelCard, completions: list[Completion]) -> dict[str, Any]:
     tokens = [[*one.prompt_ids, *one.ids] for one in completions]
     answer: dict[str, Any] = {
         "text": [prompt + one.text for prompt, one in zip(body.prompts, completions)],
@@ -97,5 +98,7 @@ def _answer(body: MegatronRequest, model: ServedModel, completions: list[Complet
         "tokens": tokens,
     }
     if body.logprobs:
-        answer["logprobs"] = [[own_logprob(entry) for entry in (*one.prompt_logprobs, *one.logprobs)] for one in completions]
+        answer["logprobs"] = [
+            [own_logprob(entry) for entry in (*one.prompt_logprobs, *one.logprobs)] for one in completions
+        ]
     return answer

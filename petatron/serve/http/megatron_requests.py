@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MAX_PROMPTS = 128
+MAX_PROMPTS, DEFAULT_TOKENS = 128, 64
 _REFUSED = {
     "max_len": "max_len is no longer used. Use tokens_to_generate.",
     "sentences": "sentences is no longer used. Use prompts.",
@@ -20,7 +20,7 @@ class MegatronRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     prompts: Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-    tokens_to_generate: Annotated[int, Field(ge=0)] = 64
+    tokens_to_generate: Annotated[int, Field(ge=0)] = DEFAULT_TOKENS
     logprobs: bool = False
     temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=1000)] = 0

@@ -13,7 +13,7 @@ from petatron.serve.http.json_body import read_body
 from petatron.serve.http.openai_requests import DetokenizeRequest, TokenizeRequest
 from petatron.serve.http.sampling import encode_text
 from petatron.serve.http.server_state import state_of
-from petatron.serve.served_model import ServedModel
+from petatron.serve.model_card import ModelCard
 
 
 async def get_models(request: Request) -> JSONResponse:
@@ -24,7 +24,7 @@ async def get_model(request: Request) -> JSONResponse:
     return JSONResponse(_card(state_of(request).check_model(request.path_params["model"])))
 
 
-def _card(model: ServedModel) -> dict[str, Any]:
+def _card(model: ModelCard) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",

@@ -14,7 +14,7 @@ from petatron.infer.sampling_params import MAX_SEED, Constraint, SamplingParams
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.openai_requests import MAX_GRAMMAR_CHARS, ResponseFormat, SamplingFields
 from petatron.serve.serve_options import ServeLimits
-from petatron.serve.served_model import ServedModel
+from petatron.serve.model_card import ModelCard
 
 _LONG_TEXT_CHARS = 4096
 """Longer texts are encoded beside the event loop."""
@@ -29,13 +29,19 @@ class EncodedPrompt:
 
 
 async def encode_prompts(
-    given: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]], model: ServedModel, limits: ServeLimits, *, param: str
+    given: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+    model: ModelCard,
+    limits: ServeLimits,
+    *,
+    param: str,
 ) -> list[EncodedPrompt]:
     """Returns one or several prompts of text or of token ids."""
     many = not isinstance(given, str) and not isinstance(given[0], int)
     prompts: Sequence[str | Sequence[int]] = given if many else [given]  # type: ignore[assignment]
     if len(prompts) > limits.max_batch:
-        raise ApiError(400, f"{len(prompts)} prompts are more than the {limits.max_batch} that one request may have.", param=param)
+        raise ApiError(
+            400, f"{len(prompts)} prompts are more than the {limits.max_batch} that one request may have.", param=param
+        )
     found = []
     for prompt in prompts:
         ids = await encode_text(prompt, model) if isinstance(prompt, str) else prompt
@@ -44,16 +50,19 @@ async def encode_prompts(
     return found
 
 
-async def encode_text(text: str, model: ServedModel) -> list[int]:
+async def encode_text(text: str, model: ModelCard) -> list[int]:
     if len(text) > _LONG_TEXT_CHARS:
         return await asyncio.to_thread(model.encode, text)
     return model.encode(text)
 
 
-def check_prompt(ids: Sequence[int], model: ServedModel, limits: ServeLimits, *, param: str) -> None:
+def check_prompt(ids: Sequence[int], model: ModelCard, limits: ServeLimits, *, param: str) -> None:
     if not ids:
-        raise ApiError(400, "The prompt is empty, and there is nothing to continue. Send at least one token.", param=param)
-    most = min(model.max_length, limits.max_prompt_tokens or model.max_length)
+        raise ApiError(
+            400, "The prompt is empty, and there is nothing to continue. Send at least one token.", param=param
+        )
+    # Positions: of prompt and answer the last token is never an input.
+    most = min(model.max_length - 1, limits.max_prompt_tokens or model.max_length)
     if len(ids) > most:
         text = f"The prompt has {len(ids)} tokens, and this server takes {most}. Shorten the prompt."
         raise ApiError(400, text, param=param, code="context_length_exceeded")
@@ -61,17 +70,31 @@ def check_prompt(ids: Sequence[int], model: ServedModel, limits: ServeLimits, *,
         raise ApiError(400, f"Token id {max(ids)} is outside the vocabulary of {model.vocab_size} ids.", param=param)
 
 
-def new_tokens(asked: int | None, default: int, limits: ServeLimits, *, param: str = "max_tokens") -> int:
-    """Returns how many tokens may be generated; the engine ends at the model's last position in any case."""
-    if asked is not None and limits.max_tokens is not None and asked > limits.max_tokens:
-        raise ApiError(400, f"{asked} tokens are more than the {limits.max_tokens} that this server generates.", param=param)
-    wanted = default if asked is None else asked
-    return wanted if limits.max_tokens is None else min(wanted, limits.max_tokens)
+def new_tokens(
+    asked: int | None,
+    default: int,
+    prompts: Sequence[Sequence[int]],
+    model: ModelCard,
+    limits: ServeLimits,
+    *,
+    param: str = "max_tokens",
+) -> int:
+    """Returns how many tokens may be generated; what is not asked for is cut to what there is room for (`samples`)."""
+    most = limits.max_tokens
+    if asked is None:
+        return default if most is None else min(default, most)
+    if most is not None and asked > most:
+        raise ApiError(400, f"{asked} tokens are more than the {most} that this server generates.", param=param)
+    longest = max(len(ids) for ids in prompts)
+    if asked > model.max_length - longest:
+        text = f"A prompt of {longest} tokens leaves room for {model.max_length - longest} new ones, not {asked}."
+        raise ApiError(400, text, param=param, code="context_length_exceeded")
+    return asked
 
 
 def sampling_params(
     body: SamplingFields,
-    model: ServedModel,
+    model: ModelCard,
     limits: ServeLimits,
     *,
     max_new_tokens: int,
@@ -109,15 +132,21 @@ def sampling_params(
     )
 
 
-def samples(prompts: Sequence[Sequence[int]], params: SamplingParams, n: int) -> Iterator[tuple[Sequence[int], SamplingParams]]:
+def samples(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, model: ModelCard
+) -> Iterator[tuple[Sequence[int], SamplingParams]]:
     """Yields n sequences for each prompt. Draws depend on the seed and the sample's number, which goes on where prompts are equal:
     a prompt gets the answers that it would get alone, and the same prompt twice does not get the same answers twice."""
     seen: Counter[tuple[int, ...]] = Counter()
     for ids in prompts:
         before = seen[tuple(ids)]
         seen[tuple(ids)] += n
+        room = min(params.max_new_tokens, model.max_length - len(ids))
         for number in range(before, before + n):
-            yield ids, replace(params, sample=number)
+            yield (
+                ids,
+                replace(params, sample=number, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room)),
+            )
 
 
 def _constraint(wanted: ResponseFormat) -> Constraint | None:

@@ -30,7 +30,9 @@ def open_listener(options: ServeOptions) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         why = error.strerror or error
-        raise LaunchError(f"Cannot listen on --host {host} --port {port}: {why}. Choose another port or address.") from error
+        raise LaunchError(
+            f"Cannot listen on --host {host} --port {port}: {why}. Choose another port or address."
+        ) from error
     return listener
 
 

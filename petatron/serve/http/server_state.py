@@ -10,7 +10,7 @@ from petatron.serve.engine_thread import EngineThread
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.metrics import ServerMetrics
 from petatron.serve.serve_options import ServeOptions
-from petatron.serve.served_model import ServedModel
+from petatron.serve.model_card import ModelCard
 
 
 @dataclass(slots=True)
@@ -18,15 +18,18 @@ class ServerState:
     """One for each app; `model` is replaced when the engine is."""
 
     thread: EngineThread
-    model: ServedModel
+    model: ModelCard
     options: ServeOptions
     metrics: ServerMetrics
 
-    def check_model(self, name: str | None) -> ServedModel:
+    def check_model(self, name: str | None) -> ModelCard:
         """Returns the served model; raises 404 for the name of another."""
         if name not in (None, "", self.model.name):
             raise ApiError(
-                404, f"This server serves {self.model.name!r} and no other model.", param="model", code="model_not_found"
+                404,
+                f"This server serves {self.model.name!r} and no other model.",
+                param="model",
+                code="model_not_found",
             )
         return self.model
 

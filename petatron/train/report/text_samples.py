@@ -13,7 +13,8 @@ from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.training import LogConfig
 from petatron.data.data_file_error import data_file_error
 from petatron.data.tokenizer import Tokenizer
-from petatron.infer.generate import check_prompt, generate
+from petatron.infer.check_request import check_prompt
+from petatron.infer.generate import generate
 from petatron.models.stage_module import StageModule
 from petatron.parallel.parallel_model import ParallelModel
 

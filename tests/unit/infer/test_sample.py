@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.config import load_config
-from petatron.infer.generate import filter_top_k_top_p, generate
+from petatron.infer.engine import Engine
+from petatron.infer.generate import generate
+from petatron.infer.sampling import filter_logits
+from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
@@ -92,9 +95,8 @@ def test_draws_follow_the_models_probabilities(model: ParallelModel) -> None:
     assert isinstance(decoder, Decoder)
     with torch.no_grad():
         expected = (decoder.logits(torch.tensor([PROMPT]))[0, -1] / 1.5).softmax(-1)
-    counts = Counter(
-        generate(model, PROMPT, max_new_tokens=1, temperature=1.5, top_k=None, seed=seed)[0] for seed in range(300)
-    )
+    params = [SamplingParams(max_new_tokens=1, temperature=1.5, seed=seed) for seed in range(300)]
+    counts = Counter(answer.ids[0] for answer in Engine(model).complete([PROMPT], params)[0])
     likeliest = int(expected.argmax())
     share = float(expected[likeliest])
     assert 0.1 < share < 0.9, "the model is no test of drawing"
@@ -108,7 +110,7 @@ def test_the_end_of_document_stops(model: ParallelModel) -> None:
     assert stopped == free[: free.index(eod) + 1]
 
 
-@pytest.mark.parametrize("layout", ["--tp 2", "--tp 2 --sequence-parallel"])
+@pytest.mark.parametrize("layout", ["--tp 2", "--tp 2 --sequence-parallel", "--pp 2", "--dp 2"])
 def test_every_layout_draws_the_same(ranks: RankPool, layout: str) -> None:
     alone = continuations("", 1)
     assert ranks.run(continuations, 2, layout, 2) == [alone, alone]
@@ -120,10 +122,9 @@ def _refused(layout: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("flag", ["--pipeline-model-parallel-size", "--context-parallel-size"])
-def test_a_model_that_is_split_otherwise_is_refused(ranks: RankPool, flag: str) -> None:
-    for message in ranks.run(_refused, 2, f"{flag} 2"):
-        assert f"{flag} 2 splits what generation needs whole" in message
+def test_a_split_sequence_is_refused(ranks: RankPool) -> None:
+    for message in ranks.run(_refused, 2, "--context-parallel-size 2"):
+        assert "--context-parallel-size 2 splits sequences, which generation keeps whole" in message
 
 
 @settings(max_examples=60, deadline=None)
@@ -133,7 +134,8 @@ def test_a_model_that_is_split_otherwise_is_refused(ranks: RankPool, flag: str) 
     top_p=st.one_of(st.none(), st.floats(0.01, 1.0)),
 )
 def test_what_may_be_drawn(logits: list[int], top_k: int | None, top_p: float | None) -> None:
-    kept = filter_top_k_top_p(torch.tensor(logits, dtype=torch.float64), top_k=top_k, top_p=top_p)
+    rows = torch.tensor([logits], dtype=torch.float64)
+    [kept] = filter_logits(rows, top_k=[top_k or len(logits)], top_p=[top_p or 1.0], min_p=[0.0])
     allowed = {number for number, value in enumerate(kept.tolist()) if value != -math.inf}
     assert allowed == set(allowed_by_definition(logits, top_k, top_p))
     assert all(kept[number] == logits[number] for number in allowed)
@@ -171,7 +173,7 @@ def test_the_last_position_is_used(model: ParallelModel) -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens 0 is less than 1"),
+        ({"max_new_tokens": -1}, "max_new_tokens -1 is negative"),
         ({"temperature": -1.0}, "temperature -1.0 is not 0 or above"),
         ({"temperature": math.nan}, "temperature nan is not 0 or above"),
         ({"top_k": 0}, "top_k 0 keeps no id"),
@@ -186,5 +188,5 @@ def test_choices_that_make_no_sense(model: ParallelModel, choice: dict[str, Any]
 
 def test_all_bad_choices_are_named_at_once(model: ParallelModel) -> None:
     with pytest.raises(ConfigError, match="3 problems") as raised:
-        generate(model, PROMPT, max_new_tokens=0, temperature=-2.0, top_k=0)
+        generate(model, PROMPT, max_new_tokens=-1, temperature=-2.0, top_k=0)
     assert [problem.where for problem in raised.value.problems] == ["max_new_tokens", "temperature", "top_k"]

@@ -13,7 +13,7 @@ from petatron.serve.token_texts import TokenTexts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
+class ModelCard:
     """Replaced as a whole when the engine is.
 
     stop_ids: that end an answer unless a request says otherwise. step: of the training run, where it follows one.
@@ -41,7 +41,7 @@ class ServedModel:
         stop_ids: Sequence[int] = (),
         chat_template: str | None = None,
         step: int | None = None,
-    ) -> ServedModel:
+    ) -> ModelCard:
         """`stop_ids` are added to the tokenizer's end of document; `chat_template` replaces the tokenizer's."""
         tokenizer = engine.tokenizer
         settings = tokenizer_settings(tokenizer)

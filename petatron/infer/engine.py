@@ -1,0 +1,336 @@
+"""The generation engine: requests go in, steps are run, events come out.
+
+Every rank has an engine with the same requests and the same schedule; only what enters (requests and cancellations, at rank 0) and what the
+last pipeline stages sample is communicated, once per step each. A data-parallel replica has its own pages and serves every dp-th
+request; replicas step together.
+
+    engine = Engine(model, tokenizer)
+    request = engine.submit(tokenizer.encode("Once"), SamplingParams(max_new_tokens=20))
+    while engine.has_work:
+        for event in engine.step():
+            print(event.text, end="")
+    answer = engine.take(request)
+
+Rank 0 does that; the other ranks call `follow`, which returns when rank 0 closes its engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.config.required_settings import known_vocab_size
+from petatron.data.tokenizer import Tokenizer
+from petatron.infer.cache_size import choose_num_pages
+from petatron.infer.check_request import check_request
+from petatron.infer.completion import Completion, FinishReason, TokenEvent, TokenLogprob
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.model_steps import ModelSteps, pack_step
+from petatron.infer.pages import PagePool
+from petatron.infer.sampling_params import Constraint, SamplingParams
+from petatron.infer.scheduler import Scheduler
+from petatron.infer.sequence import Sequence as RunningSequence
+from petatron.infer.step_result import SequenceResult, StepLayout, compute_result
+from petatron.infer.text_stream import TextStream
+from petatron.mesh import collectives
+from petatron.parallel.parallel_model import ParallelModel
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts since the start, and the present state, of all replicas."""
+
+    waiting: int
+    running: int
+    pages_used: int
+    pages_total: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+
+
+class Engine:
+    """Continues any number of prompts at once. Not thread-safe: one thread drives it.
+
+    >>> import petatron
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> engine = Engine(petatron.build_model(run, petatron.launch(run)))
+    >>> [[answer]] = engine.complete([[1, 2, 3]], SamplingParams(max_new_tokens=5, temperature=0.0))
+    >>> len(answer.ids), answer.finish_reason
+    (5, 'length')
+    """
+
+    def __init__(
+        self, model: ParallelModel, tokenizer: Tokenizer | None = None, options: EngineOptions | None = None
+    ) -> None:
+        _check_model(model)
+        self.options = options or EngineOptions()
+        self.tokenizer = tokenizer
+        self.vocab_size = known_vocab_size(model.spec.config)
+        positions = model.spec.config.max_position_embeddings
+        self.max_length = min(self.options.max_length or positions + 1, positions + 1)
+        """The last new token is never an input, so it needs no position."""
+        self._mesh = model.mesh
+        num_pages = choose_num_pages(model, self.options, max_length=self.max_length)
+        page_size = self.options.page_size
+        self._steps = ModelSteps(model, num_pages=num_pages, page_size=page_size)
+        self._schedulers = [
+            Scheduler(self.options, PagePool(num_pages, page_size, prefix_caching=self.options.prefix_caching))
+            for _ in range(model.mesh.dp.size)
+        ]
+        self._row_multiple = model.mesh.tp.size if model.sequence_parallel else 1
+        self._hidden_size = model.spec.config.hidden_size
+        self._inbox: list[dict[str, Any]] = []
+        self._sequences: dict[int, RunningSequence] = {}
+        self._next_request = 0
+        self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
+        self._closed = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._inbox) or any(scheduler.has_work for scheduler in self._schedulers)
+
+    @property
+    def stats(self) -> EngineStats:
+        schedulers = self._schedulers
+        return EngineStats(
+            waiting=sum(len(scheduler.waiting) for scheduler in schedulers)
+            + sum(message["kind"] == "submit" for message in self._inbox),
+            running=sum(len(scheduler.running) for scheduler in schedulers),
+            pages_used=sum(scheduler.pool.num_used for scheduler in schedulers),
+            pages_total=sum(scheduler.pool.num_pages for scheduler in schedulers),
+            preemptions=sum(scheduler.num_preemptions for scheduler in schedulers),
+            **self._counts,
+        )
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Takes a request at rank 0 and returns its number; `DataError` if the model cannot serve it."""
+        check_request(prompt_ids, params, self)
+        request = self._next_request
+        self._next_request += 1
+        self._inbox.append({"kind": "submit", "request": request, "prompt": list(prompt_ids), "params": asdict(params)})
+        return request
+
+    def cancel(self, request: int) -> None:
+        """Ends a request with the next step; nothing happens if it has ended."""
+        self._inbox.append({"kind": "cancel", "request": request})
+
+    def take(self, request: int) -> Completion:
+        """Returns the answer of a request that has ended, and forgets it."""
+        sequence = self._sequences.pop(request)
+        assert sequence.completion.finish_reason is not None, f"request {request} has not ended"
+        return sequence.completion
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        on_event: Callable[[TokenEvent], None] | None = None,
+    ) -> list[list[Completion]]:
+        """Returns the answers of each prompt: one for each of the parameters, which may be one. At rank 0."""
+        several = [params] if isinstance(params, SamplingParams) else list(params)
+        requests = [[self.submit(prompt, each) for each in several] for prompt in prompts]
+        while self.has_work:
+            for event in self.step():
+                if on_event is not None:
+                    on_event(event)
+        return [[self.take(request) for request in row] for row in requests]
+
+    def complete_on_all_ranks(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[Completion]]:
+        """`complete`, called by every rank with the same arguments, and with the same answers on each."""
+        if self._mesh.world.rank == 0:
+            return self.complete(prompts, params)
+        several = 1 if isinstance(params, SamplingParams) else len(params)
+        left, first = len(prompts) * several, self._next_request
+        self._next_request += left
+        while left:
+            left -= sum(event.finish_reason is not None for event in self.step())
+        numbers = range(first, self._next_request)
+        answers = [self.take(number) for number in numbers]
+        return [answers[at : at + several] for at in range(0, len(answers), several)]
+
+    def follow(self) -> None:
+        """Takes part in the steps of rank 0 until it closes its engine."""
+        while not self._closed:
+            for event in self.step():
+                if event.finish_reason is not None:
+                    self._sequences.pop(event.request)
+
+    def close(self) -> None:
+        """Ends the engines of all ranks; at rank 0."""
+        if not self._closed and self._mesh.world.size > 1:
+            self._inbox.append({"kind": "close"})
+            self._exchange_inbox()
+        self._closed = True
+
+    def forget_prefixes(self) -> None:
+        """Forgets all cached prefixes: the weights have changed. At every rank, while nothing runs."""
+        for scheduler in self._schedulers:
+            scheduler.pool.forget_prefixes()
+
+    def step(self) -> list[TokenEvent]:
+        """Runs one step of all requests; returns what became known."""
+        events = self._exchange_inbox()
+        if self._closed or not any(scheduler.has_work for scheduler in self._schedulers):
+            return events
+        scheduled = [scheduler.schedule() for scheduler in self._schedulers]
+        layouts = [StepLayout.of(work, hidden_size=self._hidden_size) for work in scheduled]
+        own = layouts[self._mesh.dp.rank]
+        packed = pack_step(own.scheduled, own.logit_rows, page_size=self.options.page_size, multiple=self._row_multiple)
+        outputs = self._steps.run(packed)
+        result = None if outputs is None else compute_result(own, *outputs)
+        for replica, values in enumerate(self._exchange_results(layouts, result)):
+            for work in scheduled[replica]:
+                self._schedulers[replica].advance(work)
+            for step_result in values:
+                events += self._apply(replica, step_result)
+        return events
+
+    def _exchange_inbox(self) -> list[TokenEvent]:
+        """Takes what entered at rank 0 since the last step; the bytes' number first, since mostly there are none."""
+        control, messages = self._mesh.control, self._inbox
+        self._inbox = []
+        if control.size > 1:
+            text = json.dumps(messages).encode() if messages else b""
+            size = collectives.broadcast(torch.tensor([len(text)]), control)
+            if int(size):
+                content = torch.empty(int(size), dtype=torch.uint8)
+                if control.rank == 0:
+                    content.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+                messages = json.loads(collectives.broadcast(content, control).numpy().tobytes())
+        events: list[TokenEvent] = []
+        for message in messages:
+            if message["kind"] == "submit":
+                self._start(message["request"], message["prompt"], _read_params(message["params"]))
+            elif message["kind"] == "cancel":
+                events += self._cancel(message["request"])
+            else:
+                self._closed = True
+        return events
+
+    def _start(self, request: int, prompt: list[int], params: SamplingParams) -> None:
+        sequence = RunningSequence(
+            request,
+            list(prompt),
+            params,
+            max_length=min(self.max_length, len(prompt) + params.max_new_tokens),
+            stream=TextStream(self.tokenizer, stop_strings=params.stop_strings),
+            completion=Completion(list(prompt)),
+        )
+        self._sequences[request] = sequence
+        self._counts["prompt_tokens"] += len(prompt)
+        self._schedulers[request % len(self._schedulers)].add(sequence)
+
+    def _cancel(self, request: int) -> list[TokenEvent]:
+        sequence = self._sequences.get(request)
+        if sequence is None or sequence.completion.finish_reason is not None:
+            return []
+        self._schedulers[request % len(self._schedulers)].remove(sequence)
+        return [self._finish(sequence, None, "", None, "cancelled")]
+
+    def _exchange_results(
+        self, layouts: Sequence[StepLayout], own: list[SequenceResult] | None
+    ) -> list[list[SequenceResult]]:
+        """Returns the results of all replicas on every rank."""
+        mesh = self._mesh
+        if mesh.pp.size == 1 and mesh.dp.size == 1:  # tensor-parallel ranks have the same logits, so the same result
+            assert own is not None
+            return [own]
+        sizes = [layout.num_values for layout in layouts]
+        values = torch.zeros(sum(sizes), dtype=torch.float64)
+        begin = sum(sizes[: mesh.dp.rank])
+        if own is not None and mesh.tp.rank == 0:
+            packed = np.array([number for result in own for number in result.pack()], dtype=np.float64)
+            values[begin : begin + sizes[mesh.dp.rank]] = torch.from_numpy(packed)
+        # Every value is zero on all ranks but one, so the sum has its bits.
+        parts = collectives.all_reduce(values, mesh.control).split(sizes)
+        return [layout.unpack(part.tolist()) for layout, part in zip(layouts, parts)]
+
+    def _apply(self, replica: int, result: SequenceResult) -> list[TokenEvent]:
+        """Adds what a step found of a sequence; an event if it has a new token or ends."""
+        sequence = result.work.sequence
+        sequence.completion.prompt_logprobs += result.prompt_logprobs
+        if result.pooled is not None:
+            sequence.add_pooled(result.pooled)
+        if not result.work.reaches_end:
+            return []
+        if result.token is None:
+            self._schedulers[replica].remove(sequence)
+            return [self._finish(sequence, None, "", None, "length")]
+        sequence.tokens.append(result.token)
+        sequence.completion.ids.append(result.token)
+        self._counts["generated_tokens"] += 1
+        if result.logprob is not None:
+            sequence.completion.logprobs.append(result.logprob)
+        reason, text = self._find_end(sequence, result.token)
+        if reason is None:
+            return [TokenEvent(sequence.request, result.token, text, result.logprob)]
+        self._schedulers[replica].remove(sequence)
+        return [self._finish(sequence, result.token, text, result.logprob, reason)]
+
+    def _find_end(self, sequence: RunningSequence, token: int) -> tuple[FinishReason | None, str]:
+        """Returns whether a sequence ends with a token, and the text that became certain."""
+        stream, completion = sequence.stream, sequence.completion
+        if token in sequence.params.stop_ids:
+            completion.stop = token
+            return "stop", stream.finish()
+        text = stream.add(token)
+        if stream.stop is not None:
+            completion.stop = stream.stop
+            return "stop", text
+        if len(sequence.tokens) >= sequence.max_length:
+            return "length", text + stream.finish()
+        return None, text
+
+    def _finish(
+        self,
+        sequence: RunningSequence,
+        token: int | None,
+        text: str,
+        logprob: TokenLogprob | None,
+        reason: FinishReason,
+    ) -> TokenEvent:
+        sequence.completion.text = sequence.stream.text
+        sequence.completion.finish_reason = reason
+        self._counts["cached_prompt_tokens"] += sequence.completion.cached_tokens
+        return TokenEvent(sequence.request, token, text, logprob, reason)
+
+
+def _read_params(values: dict[str, Any]) -> SamplingParams:
+    """Returns the parameters that `asdict` and JSON made of some: keys of objects became texts, and tuples lists."""
+    constraint = values["constraint"]
+    return SamplingParams(
+        **{
+            **values,
+            "logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()},
+            "stop_ids": tuple(values["stop_ids"]),
+            "stop_strings": tuple(values["stop_strings"]),
+            "constraint": None if constraint is None else Constraint(**constraint),
+        }
+    )
+
+
+def _check_model(model: ParallelModel) -> None:
+    problems: list[Problem] = []
+    if model.mesh.cp.size > 1:
+        rule = "splits sequences, which generation keeps whole"
+        problems.append(Problem("--context-parallel-size", str(model.mesh.cp.size), rule, "Load the model with 1."))
+    if model.plan.virtual > 1:
+        rule = "cuts a rank's layers into several stages, which only training needs"
+        fix = "Load the model without it; --pp may stay."
+        problems.append(Problem("--num-virtual-stages-per-pipeline-rank", str(model.plan.virtual), rule, fix))
+    if problems:
+        raise ConfigError(problems)
+    mixed = sorted({b.name for layer in set(model.spec.layers) for b in layer.branches if not b.can_generate})
+    if mixed:
+        raise DataError(f"This model does not continue text: its {', '.join(mixed)} layers see tokens that come later.")

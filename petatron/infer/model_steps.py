@@ -1,0 +1,164 @@
+"""Runs one step of generation on this rank: packs the tokens, runs this rank's stages, and returns logits on the last.
+
+A step is the same sequence of calls on every rank, whichever sequences are in it: a replica without work computes a padding token, since
+its ranks may have experts that others need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from petatron.infer.pages import SCRATCH_PAGE
+from petatron.infer.scheduler import ScheduledSequence
+from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.paged import PagedBatch, PromptChunk
+from petatron.layers.spec.generation_state import GenerationStep, PagedState, Pages
+from petatron.mesh import collectives
+from petatron.models.decoder import HIDDEN
+from petatron.parallel.parallel_model import ParallelModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedStep:
+    """The host's side of a step: ids and positions of all rows, where they are stored, and the rows whose logits are wanted."""
+
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    page_tables: list[list[int]]
+    lengths: list[int]
+    num_decodes: int
+    chunks: tuple[PromptChunk, ...]
+    logit_rows: list[int]
+
+    @property
+    def is_decode(self) -> bool:
+        return not self.chunks
+
+
+def pack_step(
+    scheduled: Many[ScheduledSequence], logit_rows: Many[Many[int]], *, page_size: int, multiple: int
+) -> PackedStep:
+    """Packs the scheduled tokens, padded to a multiple of so many rows; `logit_rows` count from each sequence's first row."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    chunks: list[PromptChunk] = []
+    wanted: list[int] = []
+    num_decodes = 0
+    for number, (work, rows) in enumerate(zip(scheduled, logit_rows)):
+        begin, sequence = len(tokens), work.sequence
+        span = range(work.start, work.start + work.count)
+        tokens += sequence.tokens[work.start : work.start + work.count]
+        positions += span
+        slots += [sequence.pages[at // page_size] * page_size + at % page_size for at in span]
+        wanted += [begin + row for row in rows]
+        if work.decodes:
+            num_decodes += 1
+        else:
+            chunks.append(PromptChunk(begin, len(tokens), number, work.start))
+    padding = -len(tokens) % multiple or (multiple if not tokens else 0)
+    return PackedStep(
+        tokens + [0] * padding,
+        positions + [0] * padding,
+        slots + [SCRATCH_PAGE * page_size] * padding,
+        [work.sequence.pages for work in scheduled],
+        [work.start + work.count for work in scheduled],
+        num_decodes,
+        tuple(chunks),
+        wanted,
+    )
+
+
+class ModelSteps:
+    """This rank's stages with the pages of their layers."""
+
+    def __init__(self, model: ParallelModel, *, num_pages: int, page_size: int) -> None:
+        self._model = model
+        self._stages = [model.stages[number] for number in sorted(model.stages)]
+        self.device = model.mesh.device
+        states = layer_states(model)
+        self._pages: dict[int, Pages] = {
+            index: {
+                name: torch.zeros((num_pages, page_size, *shape), dtype=model.dtype, device=self.device)
+                for name, shape in state.rows
+            }
+            for index, state in states.items()
+        }
+        [boundary] = model.io.boundaries[1] if len(model.io.boundaries) > 1 else [None]
+        self._width = None if boundary is None else boundary.width
+        self._shards = model.mesh.tp.size if model.sequence_parallel else 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank's stage has the logits."""
+        return self._model.mesh.pp.rank == self._model.mesh.pp.size - 1
+
+    @torch.no_grad()
+    def run(self, packed: PackedStep) -> tuple[Tensor, Tensor] | None:
+        """Returns logits [R, V] of the wanted rows and the final hidden states [T, D]; None before the last stage."""
+        pp = self._model.mesh.pp
+        tokens, positions, step, rows = self._to_device(packed)
+        x = self._receive(len(packed.tokens)) if pp.rank > 0 else None
+        for stage in self._stages:
+            if stage.training:
+                stage.eval()
+        [stage] = self._stages
+        out = stage.generation_step(tokens, positions, x, step, rows)
+        if isinstance(out, tuple):
+            return out
+        sent, _ = collectives.start_send_recv(pp, sends=[(out, pp.rank + 1)], receives=[])
+        sent[0].wait()
+        return None
+
+    def _receive(self, rows: int) -> Tensor:
+        pp = self._model.mesh.pp
+        assert self._width is not None, f"a stage before this one gives {HIDDEN}"
+        x = torch.empty((rows // self._shards, 1, self._width), dtype=self._model.dtype, device=self.device)
+        _, received = collectives.start_send_recv(pp, sends=[], receives=[(x, pp.rank - 1)])
+        received[0].wait()
+        return x
+
+    def _to_device(self, packed: PackedStep) -> tuple[Tensor, Tensor, GenerationStep, Tensor]:
+        columns = max((len(pages) for pages in packed.page_tables), default=1)
+        table = np.full((len(packed.page_tables), columns), SCRATCH_PAGE, dtype=np.int32)
+        for row, pages in zip(table, packed.page_tables):
+            row[: len(pages)] = pages
+        rows = torch.tensor([packed.tokens, packed.positions, packed.slots], device=self.device)
+        batch = PagedBatch(
+            rows[2],
+            torch.from_numpy(table).to(self.device),
+            torch.tensor(packed.lengths, dtype=torch.int32, device=self.device),
+            max(packed.lengths[: packed.num_decodes], default=0),
+            packed.num_decodes,
+            packed.chunks,
+            self._documents(packed.chunks),
+        )
+        wanted = torch.tensor(packed.logit_rows, dtype=torch.int64, device=self.device)
+        return rows[0], rows[1], GenerationStep(batch, self._pages), wanted
+
+    def _documents(self, chunks: Many[PromptChunk]) -> Documents | None:
+        fresh = [chunk for chunk in chunks if chunk.context == 0]
+        if len(fresh) < 2:
+            return None
+        first = fresh[0].start
+        starts = np.concatenate([np.full(chunk.stop - chunk.start, chunk.start - first) for chunk in fresh])
+        return Documents.build(starts[None].astype(np.int64)).to(self.device)
+
+
+def layer_states(model: ParallelModel) -> dict[int, PagedState]:
+    """Returns what this rank's layers keep of every token, by the index of the layer."""
+    found: dict[int, PagedState] = {}
+    for stage in model.stages.values():
+        for name in stage.layers:
+            for branch in model.spec.layers[int(name)].branches:
+                state = branch.generation_state(model.mesh.tp.size)
+                if state is not None:
+                    assert int(name) not in found, "a layer has one branch with a state"
+                    found[int(name)] = state
+    return found

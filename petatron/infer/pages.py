@@ -1,0 +1,111 @@
+"""The pages of the key/value cache of one replica, as numbers: which are free, shared, or hold a prefix that may come again.
+
+A full page whose tokens are known is a *prefix page*: it is found again by its tokens and the prefix page before it. When its last
+sequence ends it stays findable, and is handed out for other tokens only when no other page is free, the longest unused first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SCRATCH_PAGE = 0
+"""Padding is stored here; no sequence has it."""
+
+_ROOT = 0
+
+
+class _PrefixKey(NamedTuple):
+    parent: int
+    tokens: tuple[int, ...]
+
+
+class PagePool:
+    """Hands out pages, counts their users, and finds prefixes."""
+
+    def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True) -> None:
+        """Page 0 is the scratch page, so one less can be had."""
+        assert num_pages >= 2
+        self.page_size = page_size
+        self.num_pages = num_pages - 1
+        self._prefix_caching = prefix_caching
+        self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))
+        self._users = [0] * num_pages
+        self._unused_prefixes: OrderedDict[int, None] = OrderedDict()
+        self._pages_by_prefix: dict[_PrefixKey, int] = {}
+        self._prefixes: dict[int, tuple[_PrefixKey, int]] = {}  # of a page: its key, and its own number as a parent
+        self._last_number = _ROOT
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be had now."""
+        return len(self._free) + len(self._unused_prefixes)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Returns so many pages, or None, and then changes nothing."""
+        if count > self.num_free:
+            return None
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self._users[page] = 1
+        return pages
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Gives pages back, the last ones of a sequence to be reused first: the beginnings of prompts come again."""
+        for page in reversed(pages):
+            self._users[page] -= 1
+            assert self._users[page] >= 0, f"page {page} is given back twice"
+            if self._users[page] == 0:
+                if page in self._prefixes:
+                    self._unused_prefixes[page] = None
+                else:
+                    self._free.append(page)
+
+    def find_prefix(self, tokens: Sequence[int], *, at_most: int) -> list[int]:
+        """Returns the pages of the longest known prefix, of `at_most` tokens, now used once more."""
+        pages: list[int] = []
+        parent, size = _ROOT, self.page_size
+        while self._prefix_caching and (len(pages) + 1) * size <= at_most:
+            begin = len(pages) * size
+            page = self._pages_by_prefix.get(_PrefixKey(parent, tuple(tokens[begin : begin + size])))
+            if page is None:
+                break
+            self._unused_prefixes.pop(page, None)
+            self._users[page] += 1
+            pages.append(page)
+            parent = self._prefixes[page][1]
+        return pages
+
+    def add_prefix(self, pages: Sequence[int], tokens: Sequence[int], *, computed: int) -> None:
+        """Makes the full pages of a sequence, whose first tokens have been computed, findable."""
+        if not self._prefix_caching:
+            return
+        parent, size = _ROOT, self.page_size
+        for number, page in enumerate(pages[: computed // size]):
+            if page not in self._prefixes:
+                key = _PrefixKey(parent, tuple(tokens[number * size : (number + 1) * size]))
+                if key in self._pages_by_prefix:  # another sequence computed the same; its page is found
+                    parent = self._prefixes[self._pages_by_prefix[key]][1]
+                    continue
+                self._last_number += 1
+                self._pages_by_prefix[key] = page
+                self._prefixes[page] = key, self._last_number
+            parent = self._prefixes[page][1]
+
+    def forget_prefixes(self) -> None:
+        """Makes nothing findable any more: the weights have changed."""
+        self._free.extend(self._unused_prefixes)
+        self._unused_prefixes.clear()
+        self._pages_by_prefix.clear()
+        self._prefixes.clear()
+
+    def _evict(self) -> int:
+        page, _ = self._unused_prefixes.popitem(last=False)
+        key, _ = self._prefixes.pop(page)
+        del self._pages_by_prefix[key]
+        return page

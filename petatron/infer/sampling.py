@@ -1,0 +1,154 @@
+"""Draws the next token of many sequences at once, each by its own parameters.
+
+A draw is a function of (seed, sample, position): one uniform number, and the first id at which the cumulative probability exceeds it.
+So neither the other rows of the batch nor the number of draws before change it.
+
+R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from petatron.infer.completion import TokenLogprob
+from petatron.infer.sampling_params import SamplingParams
+
+_MASK = 2**64 - 1
+
+
+def uniform_draw(seed: int, sample: int, position: int) -> float:
+    """Returns a number in [0, 1): 53 bits of a hash (SplitMix64's finaliser) of the three.
+
+    >>> uniform_draw(1, 0, 5) == uniform_draw(1, 0, 5) != uniform_draw(1, 1, 5)
+    True
+    """
+    state = 0
+    for value in (seed, sample, position):
+        state = (state + value * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return (state >> 11) / 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """What one row's draw depends on, besides its logits: the prompt and answer so far, and the ids a constraint allows."""
+
+    params: SamplingParams
+    tokens: Rows[int]
+    num_prompt: int
+    allowed_V: Tensor | None = None
+
+    @property
+    def top_p(self) -> float:
+        """Returns top_p with its decay: it starts anew with every sequence."""
+        params = self.params
+        if params.top_p is None:
+            return 1.0
+        decayed = params.top_p * params.top_p_decay ** (len(self.tokens) - self.num_prompt)
+        return max(decayed, params.top_p_bound, 1e-12)
+
+    @property
+    def changes_logits(self) -> bool:
+        params = self.params
+        return (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+            or bool(params.logit_bias)
+            or self.allowed_V is not None
+            or len(self.tokens) - self.num_prompt < params.min_new_tokens
+        )
+
+
+def sample_tokens(logits_RV: Tensor, rows: Rows[SampledRow]) -> Tensor:
+    """Returns one id per row."""
+    if any(row.changes_logits for row in rows):
+        logits_RV = torch.stack([_change_logits(logits, row) for logits, row in zip(logits_RV, rows)])
+    likeliest = logits_RV.argmax(dim=-1)
+    if all(row.params.greedy for row in rows):
+        return likeliest
+    device = logits_RV.device
+    dtype = torch.promote_types(logits_RV.dtype, torch.float32)
+    temperature = torch.tensor([row.params.temperature or 1.0 for row in rows], dtype=dtype, device=device)
+    scaled = logits_RV / temperature.unsqueeze(1)
+    scaled = filter_logits(
+        scaled,
+        top_k=[row.params.top_k or logits_RV.shape[1] for row in rows],
+        top_p=[row.top_p for row in rows],
+        min_p=[row.params.min_p or 0.0 for row in rows],
+    )
+    draws = [uniform_draw(row.params.seed, row.params.sample, len(row.tokens)) for row in rows]
+    cumulative = scaled.double().softmax(dim=-1).cumsum(dim=-1)
+    threshold = torch.tensor(draws, dtype=torch.float64, device=device).unsqueeze(1) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=logits_RV.shape[1] - 1)
+    greedy = torch.tensor([row.params.greedy for row in rows], device=device)
+    return torch.where(greedy, likeliest, drawn)
+
+
+def filter_logits(logits_RV: Tensor, *, top_k: Rows[int], top_p: Rows[float], min_p: Rows[float]) -> Tensor:
+    """Masks ids that must not be drawn with minus infinity; of equally likely ids the smaller is kept.
+
+    >>> filter_logits(torch.tensor([[1.0, 3.0, 2.0]]), top_k=[2], top_p=[1.0], min_p=[0.0]).tolist()
+    [[-inf, 3.0, 2.0]]
+    """
+    size = logits_RV.shape[1]
+    if all(k >= size for k in top_k) and all(p >= 1.0 for p in top_p) and not any(min_p):
+        return logits_RV
+
+    def column(values: Rows[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits_RV.device).unsqueeze(1)
+
+    values, order = logits_RV.sort(dim=-1, descending=True, stable=True)
+    allowed = torch.arange(size, device=logits_RV.device) < column(top_k)
+    shares = values.masked_fill(~allowed, -torch.inf).double().softmax(dim=-1)
+    # An id stays while those before it have not reached p yet, so the most likely one always does.
+    allowed &= shares.cumsum(dim=-1) - shares < column(top_p)
+    allowed &= shares >= shares[:, :1] * column(min_p)
+    return torch.full_like(logits_RV, -torch.inf).scatter(1, order, values.masked_fill(~allowed, -torch.inf))
+
+
+def _change_logits(logits_V: Tensor, row: SampledRow) -> Tensor:
+    if not row.changes_logits:
+        return logits_V
+    params, device = row.params, logits_V.device
+    logits_V = logits_V.clone()
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(row.tokens)), device=device)
+        values = logits_V[seen]
+        penalty = params.repetition_penalty
+        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    counts = Counter(row.tokens[row.num_prompt :])
+    if counts and (params.presence_penalty or params.frequency_penalty):
+        penalties = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
+        logits_V[torch.tensor(list(counts), device=device)] -= torch.tensor(
+            penalties, dtype=logits_V.dtype, device=device
+        )
+    if params.logit_bias:
+        biases = torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype, device=device)
+        logits_V[torch.tensor(list(params.logit_bias), device=device)] += biases
+    if params.stop_ids and len(row.tokens) - row.num_prompt < params.min_new_tokens:
+        logits_V[torch.tensor(params.stop_ids, device=device)] = -torch.inf
+    if row.allowed_V is not None:
+        logits_V.masked_fill_(~row.allowed_V, -torch.inf)
+    return logits_V
+
+
+def token_logprobs(logits_RV: Tensor, targets: Rows[int], num_top: Rows[int]) -> list[TokenLogprob]:
+    """Returns the log-probability of each row's target with its most likely ids; a target's is the same number in both."""
+    if not targets:
+        return []
+    logprobs = torch.log_softmax(logits_RV, dim=-1, dtype=torch.promote_types(logits_RV.dtype, torch.float32))
+    chosen = logprobs.gather(1, torch.tensor(targets, device=logits_RV.device).unsqueeze(1)).squeeze(1).tolist()
+    most = max(num_top)
+    if most == 0:
+        return [TokenLogprob(token, logprob) for token, logprob in zip(targets, chosen)]
+    values, ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+    tops = [tuple(zip(row_ids, row)) for row_ids, row in zip(ids.tolist(), values.tolist())]
+    return [TokenLogprob(token, logprob, top[:n]) for token, logprob, top, n in zip(targets, chosen, tops, num_top)]

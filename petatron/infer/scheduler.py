@@ -1,0 +1,132 @@
+"""Chooses what one step computes: one token of every running sequence, and chunks of waiting prompts beside them.
+
+Requests are served in the order in which they came. When pages run out, the sequence that came last gives its pages back and waits
+in front of the queue: what it had is computed again, so its tokens are the same. Everything is a function of the requests and
+their tokens, so every rank decides the same without asking.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.pages import PagePool
+from petatron.infer.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """`count` tokens of a sequence, from `start` on, are computed in a step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is one token after others."""
+        return self.count == 1 and self.start > 0
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the step computes the last token known, and so what comes after it."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """The requests of one replica: waiting, then running until they end or are preempted."""
+
+    def __init__(self, options: EngineOptions, pool: PagePool) -> None:
+        self._options = options
+        self.pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Ends a sequence, wherever it is."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.pool.release(sequence.pages)
+            sequence.pages = []
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def schedule(self) -> list[ScheduledSequence]:
+        """Returns the next step's work: sequences that decode first, then chunks, those that begin a sequence first."""
+        budget = self._options.max_step_tokens
+        scheduled: list[ScheduledSequence] = []
+        for sequence in list(self.running):
+            if sequence not in self.running or budget == 0:  # preempted for an earlier one
+                continue
+            count = min(sequence.uncomputed, budget)
+            if self._reserve(sequence, sequence.computed + count):
+                scheduled.append(ScheduledSequence(sequence, sequence.computed, count))
+                budget -= count
+        scheduled = [work for work in scheduled if work.sequence in self.running]
+        while self.waiting and budget and len(self.running) < self._options.max_sequences:
+            sequence = self.waiting[0]
+            if not self._admit(sequence, budget):
+                break
+            self.waiting.popleft()
+            self.running.append(sequence)
+            count = min(sequence.uncomputed, budget)
+            scheduled.append(ScheduledSequence(sequence, sequence.computed, count))
+            budget -= count
+        return sorted(scheduled, key=lambda work: (not work.decodes, work.start > 0))
+
+    def advance(self, work: ScheduledSequence) -> None:
+        """Notes that the step has run."""
+        sequence = work.sequence
+        sequence.computed = work.start + work.count
+        self.pool.add_prefix(sequence.pages, sequence.tokens, computed=sequence.computed)
+
+    def _admit(self, sequence: Sequence, budget: int) -> bool:
+        """Gives a waiting sequence its first pages; another one's prefix if there is one."""
+        # Every token whose prediction is reported has to be computed.
+        reports_prompt = sequence.params.prompt_logprobs is not None or sequence.params.pooling is not None
+        known = 0 if reports_prompt else len(sequence.tokens) - 1
+        sequence.pages = self.pool.find_prefix(sequence.tokens, at_most=known)
+        sequence.computed = len(sequence.pages) * self.pool.page_size
+        needed = sequence.computed + min(sequence.uncomputed, budget)
+        pages = self.pool.allocate(self._pages_for(needed) - len(sequence.pages))
+        if pages is None:
+            self.pool.release(sequence.pages)
+            sequence.pages, sequence.computed = [], 0
+            return False
+        sequence.pages += pages
+        if sequence.num_new == 0:
+            sequence.completion.cached_tokens = sequence.computed
+        return True
+
+    def _reserve(self, sequence: Sequence, tokens: int) -> bool:
+        """Makes room for so many tokens; may preempt the sequences after it, or itself."""
+        missing = self._pages_for(tokens) - len(sequence.pages)
+        while missing > 0:
+            pages = self.pool.allocate(missing)
+            if pages is not None:
+                sequence.pages += pages
+                break
+            last = self.running[-1]
+            self._preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pool.release(sequence.pages)
+        sequence.start_again()
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.page_size)

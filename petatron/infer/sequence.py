@@ -1,0 +1,51 @@
+"""One request inside the engine: its tokens, pages and progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from petatron.infer.completion import Completion
+from petatron.infer.sampling_params import SamplingParams
+from petatron.infer.text_stream import TextStream
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and its continuation so far.
+
+    tokens: of both. computed: so many first tokens have their rows in pages. max_length: tokens at which it ends.
+    """
+
+    request: int
+    tokens: list[int]
+    params: SamplingParams
+    max_length: int
+    stream: TextStream
+    completion: Completion
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    cancelled: bool = False
+
+    def start_again(self) -> None:
+        """Forgets what is computed anew, and so reported anew: pages, and what is known of the prompt; its tokens stay."""
+        self.pages, self.computed = [], 0
+        self.completion.prompt_logprobs.clear()
+        self.completion.pooled = None
+
+    def add_pooled(self, values: list[float]) -> None:
+        """Adds a step's part of the vector that `SamplingParams.pooling` asks for."""
+        share = len(self.completion.prompt_ids) if self.params.pooling == "mean" else 1
+        before = self.completion.pooled or [0.0] * len(values)
+        self.completion.pooled = [old + new / share for old, new in zip(before, values)]
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.completion.prompt_ids)
+
+    @property
+    def num_new(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def uncomputed(self) -> int:
+        return len(self.tokens) - self.computed

@@ -1,0 +1,78 @@
+"""The text of a growing list of ids: whole characters as soon as they are certain, and nothing of a stop text.
+
+A character may be several tokens, and a token's text may depend on the one before it (a leading space). So the text of a token is what
+decoding a few ids before it together with it adds. Text that may be the beginning of a stop text is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from petatron.data.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_MAX_HELD_IDS = 16
+"""An id that is no part of a character leaves a replacement character for good; after so many ids it is taken as that."""
+
+
+class TextStream:
+    """Without a tokenizer the text stays empty.
+
+    >>> from petatron.data.tokenizer import ByteTokenizer
+    >>> stream = TextStream(ByteTokenizer(), stop_strings=("end",))
+    >>> [stream.add(byte) for byte in "hé e".encode()]
+    ['h', '', 'é', ' ', '']
+    >>> [stream.add(byte) for byte in b"nd"], stream.stop
+    (['', ''], 'end')
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, stop_strings: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop_strings = tuple(stop_strings)
+        self._ids: list[int] = []
+        self._context, self._read = 0, 0  # ids from the first on are decoded; before the second their text is known
+        self._held = ""
+        self.text = ""
+        self.stop: str | None = None
+
+    def add(self, token: int) -> str:
+        """Takes an id and returns the text that became certain; `stop` is set if a stop text is complete, which is cut off."""
+        self._ids.append(token)
+        return self._release(self._decode_new(final=False), final=False)
+
+    def finish(self) -> str:
+        """Returns what was held back; no id comes after it."""
+        return self._release(self._decode_new(final=True), final=True)
+
+    def _decode_new(self, *, final: bool) -> str:
+        if self._tokenizer is None:
+            return ""
+        before = self._tokenizer.decode(self._ids[self._context : self._read])
+        whole = self._tokenizer.decode(self._ids[self._context :])
+        waits = whole.endswith(_REPLACEMENT) and len(self._ids) - self._read < _MAX_HELD_IDS
+        if len(whole) <= len(before) or (waits and not final):
+            return ""
+        self._context, self._read = self._read, len(self._ids)
+        return whole[len(before) :]
+
+    def _release(self, new: str, *, final: bool) -> str:
+        if self.stop is not None:
+            return ""
+        pending = self._held + new
+        found = [(pending.index(stop), stop) for stop in self._stop_strings if stop in pending]
+        if found:
+            position, self.stop = min(found, key=lambda each: each[0])
+            certain, self._held = pending[:position], ""
+        else:
+            kept = 0 if final else self._longest_beginning_of_a_stop(pending)
+            certain, self._held = pending[: len(pending) - kept], pending[len(pending) - kept :]
+        self.text += certain
+        return certain
+
+    def _longest_beginning_of_a_stop(self, text: str) -> int:
+        longest = max((len(stop) for stop in self._stop_strings), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            ending = text[len(text) - length :]
+            if any(stop.startswith(ending) for stop in self._stop_strings):
+                return length
+        return 0
