@@ -187,12 +187,12 @@ def _options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
     options = ServeOptions(
         host=args.host,
         port=args.port,
-        api_keys=tuple([*keys, *([own] if own else [])]),
+        api_keys=(*keys, *([own] if own else [])),
         served_model_name=args.served_model_name,
         limits=limits,
     )
     options.check()
-    if args.watch and (not 0 < args.watch_interval or not _is_run(checkpoint)):
+    if args.watch and (not args.watch_interval > 0 or not _is_run(checkpoint)):
         rule = "needs the folder of a run with at least one step, and an interval above 0"
         raise ConfigError([Problem("--watch", str(checkpoint), rule, "Give the folder that --save wrote to.")])
     return options

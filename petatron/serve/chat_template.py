@@ -1,7 +1,7 @@
 """A tokenizer's chat template: turns messages into the text that a chat model was trained on.
 
-The template came with the model's files and is a program: it runs in jinja2's sandbox, which cannot reach Python's internals, change what it
-is given, or name files. Requests supply values alone, never a template.
+The template came with the model's files and is a program: it runs in jinja2's sandbox, which cannot reach Python's internals, change what
+it is given, or name files. Requests supply values alone, never a template.
 """
 
 from __future__ import annotations

@@ -161,4 +161,4 @@ def _stop_ids(model: Model) -> tuple[int, ...]:
         content = json.loads(held.files["generation_config.json"])
         named.append(content.get("eos_token_id") if isinstance(content, Mapping) else None)
     flat = [one for value in named for one in (value if isinstance(value, list) else [value])]
-    return tuple(sorted({one for one in flat if isinstance(one, int) and 0 <= one}))
+    return tuple(sorted({one for one in flat if isinstance(one, int) and one >= 0}))

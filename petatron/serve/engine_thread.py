@@ -231,7 +231,8 @@ class EngineThread:
             self._engine = swap.load()
         except Exception as error:
             self._fail(error)
-            self._call_loop(lambda: swap.done.done() or swap.done.set_exception(error))
+            failed = NotServingError("The engine could not be replaced.")
+            self._call_loop(lambda: swap.done.done() or swap.done.set_exception(failed))
             return
         engine, held, self._held = self._engine, self._held, []
         self._call_loop(lambda: swap.done.done() or swap.done.set_result(engine))

@@ -55,7 +55,7 @@ class FakeEngine:
         self.step_s, self.salt = step_s, salt
         self.requests: dict[int, _Request] = {}
         self.finished: dict[int, Completion] = {}
-        self.most_running = 0
+        self.seen: list[tuple[list[int], SamplingParams]] = []
         self.fail_with: Exception | None = None
         self.closed = False
         self._next = 0
@@ -81,6 +81,7 @@ class FakeEngine:
             raise DataError("The request is too long.")
         if params.constraint is not None and params.constraint.grammar == "unreadable":
             raise DataError("The grammar cannot be read.")
+        self.seen.append((list(prompt_ids), params))
         self._next += 1
         self.requests[self._next] = _Request(params, Completion(list(prompt_ids)), list(prompt_ids))
         self._counts.prompt_tokens += len(prompt_ids)
@@ -92,6 +93,13 @@ class FakeEngine:
     def take(self, request: int) -> Completion:
         return self.finished.pop(request)
 
+    def greedy(self, prompt: str | Sequence[int], count: int) -> str:
+        """What it answers at temperature 0."""
+        ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+        for _ in range(count):
+            ids.append(int(self.logprobs(ids).argmax()))
+        return bytes(ids[-count:]).decode()
+
     def close(self) -> None:
         self.closed = True
 
@@ -101,13 +109,12 @@ class FakeEngine:
         if self.step_s:
             time.sleep(self.step_s)
         batch = list(self.requests.items())[: self.max_sequences]
-        self.most_running = max(self.most_running, len(batch))
         return [self._advance(number, request) for number, request in batch]
 
     def logprobs(self, context: Sequence[int]) -> np.ndarray:
         seed = [self.salt, *(list(context)[-3:])]
         logits = np.random.default_rng(seed).normal(size=self.vocab_size) * 3
-        logits[ord("a") : ord("z") + 1] += 6
+        logits[ord("a") : ord("z") + 1] += 12
         return logits - math.log(np.exp(logits).sum())
 
     def _entry(self, context: Sequence[int], token: int, count: int) -> TokenLogprob:
@@ -165,7 +172,7 @@ class FakeEngine:
         new, request.sent = request.text[request.sent : until], until
         return new
 
-    def _finish(self, number, request, token, entry, reason) -> TokenEvent:  # noqa: ANN001
+    def _finish(self, number, request, token, entry, reason) -> TokenEvent:
         done = request.completion
         done.text, done.finish_reason = request.text, reason
         del self.requests[number]

@@ -17,8 +17,8 @@ from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.engine_thread import EngineThread
 from petatron.serve.http.app import build_app
 from petatron.serve.http.server_state import ServerState
-from petatron.serve.serve_options import ServeLimits, ServeOptions
 from petatron.serve.model_card import ModelCard
+from petatron.serve.serve_options import ServeLimits, ServeOptions
 
 TEMPLATE = (
     "{% if tools %}[{{ tools | length }} tools]{% endif %}"

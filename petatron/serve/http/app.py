@@ -36,8 +36,8 @@ from petatron.serve.http.openai_requests import (
     TokenizeRequest,
 )
 from petatron.serve.http.server_state import ServerState, state_of
-from petatron.serve.serve_options import ServeOptions
 from petatron.serve.model_card import ModelCard
+from petatron.serve.serve_options import ServeOptions
 
 PLAYGROUND = Path(__file__).parent.parent / "playground.html"
 _PLACEHOLDER = "<!doctype html><title>petatron serve</title><p>This server answers at /v1/completions, /v1/chat/completions and /api."
@@ -86,7 +86,8 @@ def build_app(
     app = FastAPI(title="petatron", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.petatron = state
     app.add_middleware(RequestGuard, options=options, metrics=metrics)
-    for kind in (HTTPException, ValidationError, ApiError, PetatronError, TimeoutError):
+    app.add_exception_handler(HTTPException, _answer_framework_error)
+    for kind in (ValidationError, ApiError, PetatronError, TimeoutError):
         app.add_exception_handler(kind, _answer_error)
     _add_routes(app, page=PLAYGROUND.read_text(encoding="utf-8") if PLAYGROUND.is_file() else _PLACEHOLDER)
     _describe_bodies(app)
@@ -127,12 +128,16 @@ def _describe_bodies(app: FastAPI) -> None:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        headers = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
-        response = ApiError(error.status_code, _framework_text(error.status_code, request), code=None).response()
-        response.headers.update(headers)
-        return response
     return to_api_error(error).response()
+
+
+async def _answer_framework_error(request: Request, error: HTTPException) -> Response:
+    """An address or method that does not exist."""
+    response = ApiError(error.status_code, _framework_text(error.status_code, request)).response()
+    allowed = (error.headers or {}).get("Allow")
+    if allowed is not None:
+        response.headers["Allow"] = allowed
+    return response
 
 
 def _framework_text(status: int, request: Request) -> str:

@@ -11,8 +11,8 @@ from petatron.base.errors import PetatronError
 from petatron.base.log import get_logger
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.http.server_state import ServerState
-from petatron.serve.newest_step import newest_sound_step
 from petatron.serve.model_card import ModelCard
+from petatron.serve.newest_step import newest_sound_step
 
 DEFAULT_INTERVAL_S = 5.0
 _log = get_logger(__name__)

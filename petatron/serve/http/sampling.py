@@ -13,8 +13,8 @@ from petatron.base.errors import DataError
 from petatron.infer.sampling_params import MAX_SEED, Constraint, SamplingParams
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.openai_requests import MAX_GRAMMAR_CHARS, ResponseFormat, SamplingFields
-from petatron.serve.serve_options import ServeLimits
 from petatron.serve.model_card import ModelCard
+from petatron.serve.serve_options import ServeLimits
 
 _LONG_TEXT_CHARS = 4096
 """Longer texts are encoded beside the event loop."""

@@ -9,8 +9,8 @@ from fastapi import Request
 from petatron.serve.engine_thread import EngineThread
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.metrics import ServerMetrics
-from petatron.serve.serve_options import ServeOptions
 from petatron.serve.model_card import ModelCard
+from petatron.serve.serve_options import ServeOptions
 
 
 @dataclass(slots=True)
