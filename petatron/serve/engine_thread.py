@@ -145,6 +145,11 @@ class EngineThread:
             if self._on_finish is not None and isinstance(outcome, Completion):
                 self._on_finish(generation, outcome)
 
+    def _fail_open(self) -> None:
+        """All, also those that the engine has never seen."""
+        failed = NotServingError("The engine has failed.")
+        self._deliver([(generation, None, failed) for generation in tuple(self._open)])
+
     # In the thread.
 
     def _run(self) -> None:
@@ -242,12 +247,10 @@ class EngineThread:
         """A step that raised leaves the engine's memory in an unknown state: nothing is served any more, and health says so."""
         _log.error("the engine has failed; the server must be restarted", exc_info=error)
         self.failure = f"{type(error).__name__}"
-        failed = NotServingError("The engine has failed.")
-        lost = [*self._requests.values(), *self._held]
         self._requests.clear()
         self._ids.clear()
         self._held = []
-        self._hand_over([(generation, None, failed) for generation in lost])
+        self._call_loop(self._fail_open)
 
     def _stop(self) -> None:
         self._stopped = True

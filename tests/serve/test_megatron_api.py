@@ -152,14 +152,14 @@ ANY_BODY = BODIES.map(_written) | st.binary(max_size=40)
 IN_ANY_TIME = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
-@settings(max_examples=60, **IN_ANY_TIME)
+@settings(max_examples=40, **IN_ANY_TIME)
 @given(body=ANY_BODY)
 def test_any_body_is_answered_with_json(server: LiveServer, body: bytes):
     _check_answer(server, body)
 
 
 @pytest.mark.slow
-@settings(max_examples=5000, **IN_ANY_TIME)
+@settings(max_examples=2000, **IN_ANY_TIME)
 @given(body=ANY_BODY)
 def test_any_body_is_answered_with_json_long(server: LiveServer, body: bytes):
     _check_answer(server, body)

@@ -44,14 +44,17 @@ async def complete(request: Request, state: ServerState, generations: Sequence[G
     try:
         async with asyncio.timeout_at(request.scope[DEADLINE]):
             with _submitted(state, generations):
-                waiting = asyncio.gather(*(asyncio.shield(generation.done) for generation in generations))
+                futures = [generation.done for generation in generations]
+                # `wait` leaves the futures alone when it is cancelled; `gather` would cancel them.
+                waiting = asyncio.ensure_future(asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION))
                 try:
                     await asyncio.wait((waiting, left), return_when=asyncio.FIRST_COMPLETED)
                     if not waiting.done():
                         raise ClientLeft
-                    return list(waiting.result())
                 finally:
                     waiting.cancel()
+                failed = [one for one in futures if one.done() and one.exception() is not None]
+                return [one.result() for one in failed or futures]
     finally:
         left.cancel()
 
