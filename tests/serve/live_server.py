@@ -57,10 +57,10 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    engine: ServedEngine, *, template: str | None = TEMPLATE, background=None, **options
+    engine: ServedEngine, *, card: ModelCard | None = None, background=None, **options
 ) -> Iterator[LiveServer]:
     options.setdefault("limits", ServeLimits())
-    model = ModelCard.of_engine(engine, name="fake", created_s=1, chat_template=template)
+    model = card or ModelCard.of_engine(engine, name="fake", created_s=1, chat_template=TEMPLATE)
     app = build_app(engine, model, ServeOptions(**options), background=background)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on such
     listener.bind(("127.0.0.1", 0))

@@ -77,7 +77,10 @@ def test_an_engine_that_fails_is_reported_and_served_no_more():
                 next(lines)
                 engine.fail_with = RuntimeError("secret: CUDA is gone")
                 rest = [line for line in lines if line]
-            assert rest[-1] == "data: [DONE]" and json.loads(rest[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+            assert (
+                rest[-1] == "data: [DONE]"
+                and json.loads(rest[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+            )
             waiting.join()
             assert answers[0].status_code == 503 and "secret" not in answers[0].text + "".join(rest)
             assert http.get("/healthz").status_code == 503 and http.get("/readyz").json()["status"] == "failed"

@@ -37,13 +37,22 @@ def _post(server: LiveServer, body: dict | bytes, path: str = "/v1/completions",
 
 def _is_error(answer, status: int, code: str | None = None) -> bool:
     error = answer.json()["error"]
-    return answer.status_code == status and set(error) == {"message", "type", "param", "code"} and code in (None, error["code"])
+    return (
+        answer.status_code == status
+        and set(error) == {"message", "type", "param", "code"}
+        and code in (None, error["code"])
+    )
 
 
 def test_a_key_is_needed_for_everything_but_health_and_the_page(server: LiveServer):
     with server.client() as http:
         for path in ("/v1/models", "/metrics", "/openapi.json", "/tokenizer_info", "/nothing"):
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
+            for headers in (
+                {},
+                {"Authorization": "Bearer wrong"},
+                {"Authorization": KEY},
+                {"Authorization": f"Basic {KEY}"},
+            ):
                 answer = http.get(path, headers=headers)
                 assert _is_error(answer, 401, "invalid_api_key") and answer.headers["www-authenticate"] == "Bearer"
         assert http.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
@@ -155,11 +164,15 @@ def test_off_loopback_a_key_is_required():
 
 
 def test_too_many_connections_answer_503():
-    with live_server(FakeEngine(step_s=0.05), limits=ServeLimits(max_connections=1)) as server:
-        with server.client() as http, http.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 60, "stream": True}) as held:
-            assert held.status_code == 200
-            refused = _post(server, {"prompt": "a", "max_tokens": 1})
-            assert _is_error(refused, 503) and "retry-after" in refused.headers
+    body = {"prompt": "a", "max_tokens": 60, "stream": True}
+    with (
+        live_server(FakeEngine(step_s=0.05), limits=ServeLimits(max_connections=1)) as server,
+        server.client() as http,
+        http.stream("POST", "/v1/completions", json=body) as held,
+    ):
+        assert held.status_code == 200
+        refused = _post(server, {"prompt": "a", "max_tokens": 1})
+        assert _is_error(refused, 503) and "retry-after" in refused.headers
 
 
 def test_an_unexpected_failure_tells_nothing(caplog: pytest.LogCaptureFixture):

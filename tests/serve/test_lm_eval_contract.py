@@ -99,4 +99,7 @@ def test_prompt_logprobs_as_vllm_gives_them(server: LiveServer):
         [choice] = http.post("/v1/completions", json=body).json()["choices"]
     found = choice["prompt_logprobs"]
     assert len(found) == 3 and found[0] is None and choice["logprobs"] is None
-    assert found[1]["98"]["decoded_token"] == "b" and sorted(one["rank"] or 9 for one in found[1].values())[:2] == [1, 2]
+    assert found[1]["98"]["decoded_token"] == "b" and sorted(one["rank"] or 9 for one in found[1].values())[:2] == [
+        1,
+        2,
+    ]

@@ -41,7 +41,9 @@ def test_the_answer_has_text_segments_tokens_and_logprobs(server: LiveServer):
     assert isinstance(engine, FakeEngine)
     answer = _put(server, prompts=["Hello world", "x"], tokens_to_generate=3, top_k=1, logprobs=True).json()
     assert answer["text"] == [text + engine.greedy(text, 3) for text in ("Hello world", "x")]
-    for text, segments, tokens, logprobs in zip(*(answer[name] for name in ("text", "segments", "tokens", "logprobs")), strict=True):
+    for text, segments, tokens, logprobs in zip(
+        *(answer[name] for name in ("text", "segments", "tokens", "logprobs")), strict=True
+    ):
         assert "".join(segments) == text == bytes(tokens).decode() and len(logprobs) == len(tokens) - 1
     assert "logprobs" not in _put(server, prompts=["x"], tokens_to_generate=1).json()
     assert _put(server, prompts=["xy"], tokens_to_generate=0, logprobs=True).json()["tokens"] == [[120, 121]]
@@ -125,7 +127,9 @@ FIELDS = (
     "prevent_newline_after_colon random_seed stop_token length_penalty beam_width max_len sentences no_log"
 ).split()
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3))
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+)
 NEARLY_RIGHT = st.fixed_dictionaries(
     {"prompts": st.lists(st.text(max_size=12), min_size=1, max_size=3)},
     optional={

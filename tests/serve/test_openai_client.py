@@ -78,7 +78,11 @@ def test_a_seed_repeats_its_samples_and_samples_differ(client: openai.OpenAI):
 def test_stop_texts_and_biases(client: openai.OpenAI, engine: FakeEngine):
     whole = engine.greedy("stop", 12)
     answer = client.completions.create(
-        model="fake", prompt="stop", max_tokens=12, temperature=0, stop=["\x00", "\x01", "\x02", "\x03", "\x04", whole[4:6]]
+        model="fake",
+        prompt="stop",
+        max_tokens=12,
+        temperature=0,
+        stop=["\x00", "\x01", "\x02", "\x03", "\x04", whole[4:6]],
     )
     assert answer.choices[0].text == whole[:4] and answer.choices[0].finish_reason == "stop"
     streamed = client.completions.create(
@@ -218,7 +222,11 @@ def test_models(client: openai.OpenAI):
         ({"prompt": "a", "stream": True, "echo": True, "logprobs": 1}, "stream", "not streamed"),
         ({"prompt": "a", "response_format": {"type": "regex"}}, "response_format", "needs regex"),
         ({"prompt": "a", "response_format": {"type": "regex", "regex": "unreadable"}}, None, "cannot be read"),
-        ({"prompt": "a", "stream": True, "response_format": {"type": "regex", "regex": "unreadable"}}, None, "cannot be"),
+        (
+            {"prompt": "a", "stream": True, "response_format": {"type": "regex", "regex": "unreadable"}},
+            None,
+            "cannot be",
+        ),
         ({"prompt": "a", "model": "gpt-4"}, "model", "serves 'fake'"),
     ],
 )
@@ -237,7 +245,10 @@ def test_a_wrong_request_is_an_error_object(server: LiveServer, body: dict, para
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text"),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "needs logprobs"),
         ({"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, "none or auto"),
-        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"messages": 1}}, "may not set messages"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"messages": 1}},
+            "may not set messages",
+        ),
     ],
 )
 def test_a_wrong_chat_is_an_error_object(server: LiveServer, body: dict, said: str):

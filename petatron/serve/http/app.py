@@ -19,21 +19,27 @@ from petatron.base.errors import PetatronError
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.engine_thread import EngineThread
 from petatron.serve.http.api_error import ApiError, ErrorAnswer, to_api_error
-from petatron.serve.http.chat import post_chat_completion
-from petatron.serve.http.completions import post_completion
-from petatron.serve.http.embeddings import post_embedding
 from petatron.serve.http.guard import RequestGuard
 from petatron.serve.http.json_body import body_components, body_schema
-from petatron.serve.http.megatron import put_api
 from petatron.serve.http.megatron_requests import MegatronRequest
 from petatron.serve.http.metrics import ServerMetrics
-from petatron.serve.http.model_routes import get_model, get_models, get_tokenizer_info, post_detokenize, post_tokenize
 from petatron.serve.http.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
+)
+from petatron.serve.http.routes.chat import post_chat_completion
+from petatron.serve.http.routes.completions import post_completion
+from petatron.serve.http.routes.embeddings import post_embedding
+from petatron.serve.http.routes.megatron import put_api
+from petatron.serve.http.routes.model_info import (
+    get_model,
+    get_models,
+    get_tokenizer_info,
+    post_detokenize,
+    post_tokenize,
 )
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.model_card import ModelCard

@@ -13,9 +13,9 @@ from fastapi.responses import JSONResponse
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation import Generation
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.completions import check_batch
 from petatron.serve.http.json_body import read_body
 from petatron.serve.http.openai_requests import EmbeddingRequest
+from petatron.serve.http.routes.completions import check_batch
 from petatron.serve.http.run_generations import complete
 from petatron.serve.http.sampling import encode_prompts
 from petatron.serve.http.server_state import state_of

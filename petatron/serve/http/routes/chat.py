@@ -14,9 +14,9 @@ from fastapi.responses import JSONResponse
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.completions import check_batch, usage
 from petatron.serve.http.json_body import read_body
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage
+from petatron.serve.http.routes.completions import check_batch, usage
 from petatron.serve.http.run_generations import TokenStream, complete
 from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples, sampling_params
 from petatron.serve.http.server_state import ServerState, state_of

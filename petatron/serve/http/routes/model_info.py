@@ -8,9 +8,9 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.chat import render_messages
 from petatron.serve.http.json_body import read_body
 from petatron.serve.http.openai_requests import DetokenizeRequest, TokenizeRequest
+from petatron.serve.http.routes.chat import render_messages
 from petatron.serve.http.sampling import encode_text
 from petatron.serve.http.server_state import state_of
 from petatron.serve.model_card import ModelCard

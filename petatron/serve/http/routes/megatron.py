@@ -13,9 +13,9 @@ from petatron.infer.completion import Completion
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.serve.generation import Generation
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.completions import check_batch
 from petatron.serve.http.json_body import read_body
 from petatron.serve.http.megatron_requests import DEFAULT_TOKENS, MegatronRequest
+from petatron.serve.http.routes.completions import check_batch
 from petatron.serve.http.run_generations import complete
 from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples
 from petatron.serve.http.server_state import ServerState, state_of
