@@ -153,16 +153,23 @@ class EngineThread:
     # In the thread.
 
     def _run(self) -> None:
-        while not self._stopped:
+        while True:
             try:
                 self._take_commands()
-                if self._swap is not None and not self._requests and not self._engine.has_work:
-                    self._replace_engine(self._swap)
-                elif self.failure is None and self._engine.has_work:
-                    self._step()
-                self.stats = self._engine.stats
+                if self._stopped:
+                    return
+                if self.failure is None:
+                    self._advance()
             except Exception as error:
                 self._fail(error)
+
+    def _advance(self) -> None:
+        if self._swap is not None and not self._requests and not self._engine.has_work:
+            self._replace_engine(self._swap)
+        elif self._engine.has_work:
+            self._step()
+        if self.failure is None:
+            self.stats = self._engine.stats
 
     def _take_commands(self) -> None:
         idle = self.failure is not None or (not self._engine.has_work and self._swap is None)
