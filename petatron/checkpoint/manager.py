@@ -40,8 +40,9 @@ from petatron.checkpoint.save.gather_weights import WeightGather
 from petatron.checkpoint.save.rank_writer import RankWriteJob, build_write_job, check_free_space, write_rank_files
 from petatron.checkpoint.save.save_plan import SavePlan, SavePlanKey, SavePlanner, save_plan_key
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
-from petatron.mesh.collectives import all_gather, all_reduce, broadcast_object, recursive_doubling_max
+from petatron.mesh.collectives import all_gather, all_reduce, recursive_doubling_max
 from petatron.mesh.mesh import Axis
+from petatron.mesh.object_collectives import broadcast_object
 
 _MIN_ROUND_BYTES = 1 << 20
 _log = get_logger(__name__)

@@ -14,8 +14,9 @@ import torch
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.step_list import DamagedCheckpointError
-from petatron.mesh.collectives import all_gather_objects, recursive_doubling_max
+from petatron.mesh.collectives import recursive_doubling_max
 from petatron.mesh.mesh import Axis
+from petatron.mesh.object_collectives import all_gather_objects
 
 Result = TypeVar("Result")
 

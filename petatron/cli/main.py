@@ -21,6 +21,7 @@ VERBS: Mapping[str, str] = {
     "train": "train a model",
     "data": "fetch, preprocess and inspect datasets",
     "serve": "answer requests over HTTP with the model of a checkpoint",
+    "eval": "measure checkpoints on tasks: perplexity, LAMBADA, multiple choice, side by side",
     "checkpoint": "inspect, verify, compare, prune and convert checkpoints",
     "plot": "draw the curves of runs, in the terminal or as a picture",
     "runs": "list runs, and compare two of them",

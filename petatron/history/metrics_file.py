@@ -55,6 +55,15 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskMetrics:
+    """The metrics of one task of `--eval-tasks`; a value is infinite where it was not finite."""
+
+    task: str
+    iteration: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """A message of a run, with further facts of its record."""
 
@@ -71,6 +80,7 @@ class RunMetrics:
     columns: dict[str, np.ndarray]
     named_losses: tuple[str, ...] = ()
     evaluations: list[Evaluation] = field(default_factory=list)
+    tasks: list[TaskMetrics] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     samples: list[Mapping[str, Any]] = field(default_factory=list)
     summary: Mapping[str, Any] | None = None
@@ -155,6 +165,7 @@ class _Reader:
         self._starts = 0
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._tasks: dict[tuple[str, int], TaskMetrics] = {}
         self._found = RunMetrics({})
 
     def add_line(self, line: bytes | None) -> None:
@@ -189,6 +200,8 @@ class _Reader:
             self._add_train(record, iteration)
         elif kind == "valid":
             self._add_evaluation(record, iteration, time)
+        elif kind == "eval":
+            self._add_task(record, iteration)
         elif kind == "event":
             self._add_event(record, iteration, time)
         elif kind == "summary":
@@ -243,6 +256,16 @@ class _Reader:
                 self._found.evaluations.remove(found)
         self._found.evaluations.append(Evaluation(split, iteration, time, loss, losses))
 
+    def _add_task(self, record: Mapping[str, Any], iteration: int) -> None:
+        task, metrics = record["task"], record["metrics"]
+        if not isinstance(task, str) or not isinstance(metrics, Mapping):
+            raise ValueError("no result of a task")
+        values = {name: _number(metrics[name]["value"]) for name in list(metrics)[:MAX_NAMES]}
+        self._tasks.pop((task, iteration), None)  # a resumed run repeats it
+        if len(self._tasks) >= MAX_EVENTS:
+            del self._tasks[next(iter(self._tasks))]
+        self._tasks[task, iteration] = TaskMetrics(task[:_MAX_TEXT_CHARS], iteration, values)
+
     def _add_event(self, record: Mapping[str, Any], iteration: int, time: float) -> None:
         message = record.get("message")
         if not isinstance(message, str):
@@ -270,6 +293,7 @@ class _Reader:
         }
         found.named_losses = tuple(self._named)
         found.events, found.samples = list(self._events), list(self._samples)
+        found.tasks = list(self._tasks.values())
         return found
 
 

@@ -7,7 +7,7 @@ import torch
 from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, Problem
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.model_steps import layer_states
+from petatron.infer.step.model_steps import layer_states
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
 

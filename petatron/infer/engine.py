@@ -31,12 +31,15 @@ from petatron.infer.cache_size import choose_num_pages
 from petatron.infer.check_request import check_request
 from petatron.infer.completion import Completion, FinishReason, TokenEvent, TokenLogprob
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.model_steps import ModelSteps, pack_step
 from petatron.infer.pages import PagePool
+from petatron.infer.sampling import SampledRow
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
-from petatron.infer.step_result import SequenceResult, StepLayout, compute_result
+from petatron.infer.step.decode_graphs import StepOutputs
+from petatron.infer.step.model_steps import ModelSteps, PackedStep, pack_step
+from petatron.infer.step.new_ids import PendingIds, draw_ids, needs_host
+from petatron.infer.step.step_result import SequenceResult, StepLayout, compute_result
 from petatron.infer.text_stream import TextStream
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
@@ -54,6 +57,15 @@ class EngineStats:
     cached_prompt_tokens: int
     generated_tokens: int
     preemptions: int
+
+
+@dataclass(slots=True, eq=False)
+class _InFlightStep:
+    """A step that has been started. ids: if the new ids are all it is about, and come from the device."""
+
+    layouts: Sequence[StepLayout]
+    outputs: StepOutputs | None
+    ids: PendingIds | None = None
 
 
 class Engine:
@@ -92,6 +104,7 @@ class Engine:
         self._next_request = 0
         self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
         self._closed = False
+        self._in_flight: _InFlightStep | None = None
 
     @property
     def has_work(self) -> bool:
@@ -179,21 +192,68 @@ class Engine:
             scheduler.pool.forget_prefixes()
 
     def step(self) -> list[TokenEvent]:
-        """Runs one step of all requests; returns what became known."""
+        """Runs one step of all requests; returns what became known.
+
+        On a GPU the step after it is already started where its tokens do not matter for that.
+        """
         events = self._exchange_inbox()
         if self._closed or not any(scheduler.has_work for scheduler in self._schedulers):
+            self._in_flight = None
             return events
+        step = self._in_flight or self._start_step()
+        self._in_flight = self._start_ahead(step)
+        return events + self._finish_step(step)
+
+    def _start_step(self) -> _InFlightStep:
         scheduled = [scheduler.schedule() for scheduler in self._schedulers]
         layouts = [StepLayout.of(work, hidden_size=self._hidden_size) for work in scheduled]
         own = layouts[self._mesh.dp.rank]
-        packed = pack_step(own.scheduled, own.logit_rows, page_size=self.options.page_size, multiple=self._row_multiple)
+        packed = self._pack(own)
         outputs = self._steps.run(packed)
-        result = None if outputs is None else compute_result(own, *outputs)
-        for replica, values in enumerate(self._exchange_results(layouts, result)):
-            for work in scheduled[replica]:
-                self._schedulers[replica].advance(work)
-            for step_result in values:
-                events += self._apply(replica, step_result)
+        step = _InFlightStep(layouts, outputs)
+        rows = own.sampled_rows()
+        alone = self._mesh.pp.size == 1 and self._mesh.dp.size == 1
+        if alone and self._steps.runs_as_graph(packed) and not any(map(needs_host, rows)):
+            self._draw(step, rows)
+        return step
+
+    def _start_ahead(self, step: _InFlightStep) -> _InFlightStep | None:
+        """Starts the step after one whose new ids are still on the device."""
+        if step.ids is None:
+            return None
+        [layout], [scheduler] = step.layouts, self._schedulers
+        before = [work for work in layout.scheduled if work.sequence.completion.finish_reason is None]
+        ahead = scheduler.schedule_ahead(before)
+        if ahead is None:
+            return None
+        next_layout = StepLayout(ahead, [[0]] * len(ahead), [True] * len(ahead), self._hidden_size)
+        rows = {work.sequence.request: row for row, work in enumerate(layout.scheduled)}
+        sources = [rows[work.sequence.request] for work in ahead]
+        started = _InFlightStep([next_layout], self._steps.run_graph(self._pack(next_layout), sources))
+        self._draw(started, next_layout.sampled_rows(pending=1))
+        return started
+
+    def _draw(self, step: _InFlightStep, rows: Sequence[SampledRow]) -> None:
+        assert step.outputs is not None and self._steps.graphs is not None
+        step.ids = draw_ids(self._steps.graphs.ids, step.outputs[0], rows)
+
+    def _pack(self, layout: StepLayout) -> PackedStep:
+        size = self.options.page_size
+        return pack_step(layout.scheduled, layout.logit_rows, page_size=size, multiple=self._row_multiple)
+
+    def _finish_step(self, step: _InFlightStep) -> list[TokenEvent]:
+        """Waits for what a step found, and adds it to its sequences."""
+        own, events = step.layouts[self._mesh.dp.rank], []
+        if step.ids is not None:
+            found = [[SequenceResult(work, token) for work, token in zip(own.scheduled, step.ids.wait())]]
+        else:
+            result = None if step.outputs is None else compute_result(own, *step.outputs)
+            found = self._exchange_results(step.layouts, result)
+        for scheduler, results in zip(self._schedulers, found):
+            for result in results:
+                if result.work.sequence.completion.finish_reason is None:  # else it ended while this step ran
+                    scheduler.advance(result.work)
+                    events += self._apply(scheduler, result)
         return events
 
     def _exchange_inbox(self) -> list[TokenEvent]:
@@ -256,7 +316,7 @@ class Engine:
         parts = collectives.all_reduce(values, mesh.control).split(sizes)
         return [layout.unpack(part.tolist()) for layout, part in zip(layouts, parts)]
 
-    def _apply(self, replica: int, result: SequenceResult) -> list[TokenEvent]:
+    def _apply(self, scheduler: Scheduler, result: SequenceResult) -> list[TokenEvent]:
         """Adds what a step found of a sequence; an event if it has a new token or ends."""
         sequence = result.work.sequence
         sequence.completion.prompt_logprobs += result.prompt_logprobs
@@ -265,7 +325,7 @@ class Engine:
         if not result.work.reaches_end:
             return []
         if result.token is None:
-            self._schedulers[replica].remove(sequence)
+            scheduler.remove(sequence)
             return [self._finish(sequence, None, "", None, "length")]
         sequence.tokens.append(result.token)
         sequence.completion.ids.append(result.token)
@@ -275,7 +335,7 @@ class Engine:
         reason, text = self._find_end(sequence, result.token)
         if reason is None:
             return [TokenEvent(sequence.request, result.token, text, result.logprob)]
-        self._schedulers[replica].remove(sequence)
+        scheduler.remove(sequence)
         return [self._finish(sequence, result.token, text, result.logprob, reason)]
 
     def _find_end(self, sequence: RunningSequence, token: int) -> tuple[FinishReason | None, str]:

@@ -38,12 +38,21 @@ def uniform_draw(seed: int, sample: int, position: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """What one row's draw depends on, besides its logits: the prompt and answer so far, and the ids a constraint allows."""
+    """What one row's draw depends on, besides its logits: the prompt and answer so far, and the ids a constraint allows.
+
+    pending: so many tokens of the answer are not known yet; only their number matters then.
+    """
 
     params: SamplingParams
     tokens: Rows[int]
     num_prompt: int
     allowed_V: Tensor | None = None
+    pending: int = 0
+
+    @property
+    def position(self) -> int:
+        """Of the token that is drawn."""
+        return len(self.tokens) + self.pending
 
     @property
     def top_p(self) -> float:
@@ -51,7 +60,7 @@ class SampledRow:
         params = self.params
         if params.top_p is None:
             return 1.0
-        decayed = params.top_p * params.top_p_decay ** (len(self.tokens) - self.num_prompt)
+        decayed = params.top_p * params.top_p_decay ** (self.position - self.num_prompt)
         return max(decayed, params.top_p_bound, 1e-12)
 
     @property
@@ -76,7 +85,7 @@ def sample_tokens(logits_RV: Tensor, rows: Rows[SampledRow]) -> Tensor:
         return likeliest
     device = logits_RV.device
     dtype = torch.promote_types(logits_RV.dtype, torch.float32)
-    temperature = torch.tensor([row.params.temperature or 1.0 for row in rows], dtype=dtype, device=device)
+    temperature = _to_device([row.params.temperature or 1.0 for row in rows], dtype, device)
     scaled = logits_RV / temperature.unsqueeze(1)
     scaled = filter_logits(
         scaled,
@@ -84,12 +93,18 @@ def sample_tokens(logits_RV: Tensor, rows: Rows[SampledRow]) -> Tensor:
         top_p=[row.top_p for row in rows],
         min_p=[row.params.min_p or 0.0 for row in rows],
     )
-    draws = [uniform_draw(row.params.seed, row.params.sample, len(row.tokens)) for row in rows]
+    draws = [uniform_draw(row.params.seed, row.params.sample, row.position) for row in rows]
     cumulative = scaled.double().softmax(dim=-1).cumsum(dim=-1)
-    threshold = torch.tensor(draws, dtype=torch.float64, device=device).unsqueeze(1) * cumulative[:, -1:]
+    threshold = _to_device(draws, torch.float64, device).unsqueeze(1) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=logits_RV.shape[1] - 1)
-    greedy = torch.tensor([row.params.greedy for row in rows], device=device)
+    greedy = _to_device([row.params.greedy for row in rows], torch.bool, device)
     return torch.where(greedy, likeliest, drawn)
+
+
+def _to_device(values: Rows[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copies numbers without waiting for what the device has still to do."""
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def filter_logits(logits_RV: Tensor, *, top_k: Rows[int], top_p: Rows[float], min_p: Rows[float]) -> Tensor:
@@ -103,7 +118,7 @@ def filter_logits(logits_RV: Tensor, *, top_k: Rows[int], top_p: Rows[float], mi
         return logits_RV
 
     def column(values: Rows[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits_RV.device).unsqueeze(1)
+        return _to_device(values, torch.float64, logits_RV.device).unsqueeze(1)
 
     values, order = logits_RV.sort(dim=-1, descending=True, stable=True)
     allowed = torch.arange(size, device=logits_RV.device) < column(top_k)

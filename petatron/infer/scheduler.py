@@ -83,6 +83,26 @@ class Scheduler:
             budget -= count
         return sorted(scheduled, key=lambda work: (not work.decodes, work.start > 0))
 
+    def schedule_ahead(self, step: list[ScheduledSequence]) -> list[ScheduledSequence] | None:
+        """Returns the step after one of which no token is known yet; None if the tokens decide what it is.
+
+        A sequence that turns out to end is in it for nothing. It has room for one more token in its pages, as others may have
+        them only in later steps.
+        """
+        if self.waiting or len(step) != len(self.running) or not all(work.decodes for work in step):
+            return None
+        ahead = [
+            ScheduledSequence(work.sequence, work.start + 1, 1)
+            for work in step
+            if work.start + 2 < work.sequence.max_length
+        ]
+        missing = sum(self._pages_for(each.start + 1) > len(each.sequence.pages) for each in ahead)
+        if not ahead or missing > self.pool.num_free:
+            return None
+        for each in ahead:
+            self._reserve(each.sequence, each.start + 1)
+        return ahead
+
     def advance(self, work: ScheduledSequence) -> None:
         """Notes that the step has run."""
         sequence = work.sequence

@@ -225,3 +225,46 @@ def linear_cross_entropy(
     if not x_TD.shape[0] and grad_request is not None and grad_request.weight_grad_sink is not None:
         grad_request.weight_grad_sink(_write_zero_grad)
     return losses_T, grad_x_TD
+
+
+@torch.no_grad()
+def linear_losses_and_greedy(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    columns: VocabColumns,
+    *,
+    gemm: Gemm = PLAIN_GEMM,
+    kernels: CrossEntropyKernels = REFERENCE,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns each token's loss, and whether its target is the most likely id; of equal logits the smallest id is.
+
+    For evaluation: chunk by chunk like `linear_cross_entropy`, without gradients.
+    """
+    tokens = chunk_size or chunk_tokens(x_TD.shape[0], weight_VD.shape[0], x_TD.element_size())
+    targets_T = targets_T - columns.first_id
+    losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.promote_types(x_TD.dtype, torch.float32))
+    greedy_T = torch.empty_like(targets_T, dtype=torch.bool)
+
+    def run_chunk(part: slice) -> None:
+        logits_CV, _ = gemm.forward(x_TD[part], weight_VD)
+        values = kernels.statistics(logits_CV, targets_T[part], columns.num_columns)
+        losses_T[part], _ = _reduce_over_ranks(values, targets_T[part], columns)
+        greedy_T[part] = _argmax_over_ranks(logits_CV, values[0], columns) == targets_T[part]
+
+    for start in range(0, x_TD.shape[0], tokens):
+        run_chunk(slice(start, start + tokens))
+    return losses_T, greedy_T
+
+
+def _argmax_over_ranks(logits_CV: Tensor, max_logit_C: Tensor, columns: VocabColumns) -> Tensor:
+    """Returns the first of the most likely columns over the whole vocabulary, counted from this rank's first one."""
+    width = columns.num_columns
+    here = logits_CV[:, :width].argmax(dim=1) if width else torch.zeros_like(max_logit_C, dtype=torch.int64)
+    if columns.all_reduce_max is None:
+        return here
+    has_max = max_logit_C == columns.all_reduce_max(max_logit_C.clone())
+    # As floating-point numbers, which every backend reduces; ids are exact in them.
+    first = torch.where(has_max, -(here + columns.first_id).to(torch.float64), -float("inf"))
+    return -columns.all_reduce_max(first).long() - columns.first_id

@@ -25,6 +25,7 @@ from petatron.kernels.vocab_parallel_cross_entropy import (
     GradRequest,
     VocabColumns,
     linear_cross_entropy,
+    linear_losses_and_greedy,
 )
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.linear import LinearOp
@@ -107,13 +108,23 @@ class OutputHead(nn.Module):
         args = (self.input_comm(x_SBD), self._weight(embedding_weight), targets_SB, loss_weights_SB, self)
         return _LinearCrossEntropy.apply(*args)  # pyright: ignore[reportReturnType]
 
+    def losses_and_greedy(
+        self, x_SBD: Tensor, embedding_weight: Tensor | None, targets_SB: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns token losses [S, B], and whether each target is the most likely id; without gradients."""
+        x_SBD = self.input_comm(x_SBD)
+        batch_first = is_batch_first(x_SBD)
+        rows, targets = to_rows(x_SBD, batch_first=batch_first), to_row_order(targets_SB, batch_first=batch_first)
+        weight = self._weight(embedding_weight)
+        found = linear_losses_and_greedy(rows, weight, targets, self._columns(), kernels=self.kernels)
+        losses, greedy = (from_row_order(x, targets_SB, batch_first=batch_first) for x in found)
+        return losses, greedy
+
     def losses_and_grads(
         self, x_TD: Tensor, weight: Tensor, targets_T: Tensor, loss_weights_T: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the losses; with weights also the gradients of the rows and, without a gradient sink, of the weight."""
-        reductions = self.vocab_shard.all_reduce_max_sum
-        columns = VocabColumns(self.vocab_shard.num_ids, self.vocab_shard.first_id, *(reductions or ()))
-        compute = partial(linear_cross_entropy, x_TD, weight, targets_T, columns, kernels=self.kernels)
+        compute = partial(linear_cross_entropy, x_TD, weight, targets_T, self._columns(), kernels=self.kernels)
         if loss_weights_T is None:
             return *compute(), None
         loss_weights_T = loss_weights_T.to(torch.promote_types(x_TD.dtype, torch.float32))
@@ -137,6 +148,11 @@ class OutputHead(nn.Module):
         else:
             self.weight_grad_sink.submit(weight, write, now=True)
         return *results[0], weight_grad
+
+    def _columns(self) -> VocabColumns:
+        return VocabColumns(
+            self.vocab_shard.num_ids, self.vocab_shard.first_id, *(self.vocab_shard.all_reduce_max_sum or ())
+        )
 
     def _weight(self, embedding_weight: Tensor | None) -> Tensor:
         weight = self.weight if self.weight is not None else embedding_weight

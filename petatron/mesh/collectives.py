@@ -1,4 +1,4 @@
-"""All communication of the package: every collective is called here and recorded.
+"""All communication of tensors: every collective is called here and recorded; `object_collectives.py` has those of JSON values.
 
 Plain functions come first; over an axis of size 1 each is the identity and leaves no record. Gathers and scatters work on
 dimension 0, where activations `[sequence, batch, hidden]` are contiguous. After them are the four differentiable pairs of tensor
@@ -18,7 +18,6 @@ the same order. gloo sends only host memory, so a device tensor is staged throug
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -37,11 +36,11 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 # torch 2.13 renamed these two; 2.11 has only the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _RecordedCall:
+class RecordedCall:
     """One communication call as a context, entered while the host starts it, waits for it, or both.
 
     It is recorded, and a backend's error is raised as ours, with what the record knows.
@@ -62,7 +61,7 @@ class _RecordedCall:
         self._record = axis.record
         self._event = axis.record.add(axis, op, elements=elements, dtype=dtype, peer=peer, batch=batch)
 
-    def __enter__(self) -> _RecordedCall:
+    def __enter__(self) -> RecordedCall:
         self._event.host_in_call = True
         return self
 
@@ -80,7 +79,7 @@ class Handle:
     def __init__(
         self,
         work: dist.Work | None = None,
-        call: _RecordedCall | None = None,
+        call: RecordedCall | None = None,
         *,
         keep_alive: object = None,
         on_complete: Callable[[], object] | None = None,
@@ -112,7 +111,7 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: ReduceOpName = "sum") -> Hand
     """Starts an in-place reduction; the caller may compute until it waits."""
     if axis.size == 1:
         return Handle()
-    with _RecordedCall(axis, "all_reduce", elements=x.numel(), dtype=x.dtype) as call:
+    with RecordedCall(axis, "all_reduce", elements=x.numel(), dtype=x.dtype) as call:
         if gloo_collectives.one_round(x, axis.group, copies=axis.size):
             work, finish = gloo_collectives.start_all_reduce(x, axis.group, axis.size, op)
             return Handle(work, call, on_complete=finish)
@@ -126,11 +125,11 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis, *, on_complete: Callabl
     """
     if axis.size == 1:
         return _local_copy(out, x, on_complete=on_complete)
-    with _RecordedCall(axis, "all_gather", elements=out.numel(), dtype=x.dtype) as call:
+    with RecordedCall(axis, "all_gather", elements=out.numel(), dtype=x.dtype) as call:
         if gloo_collectives.one_round(x, axis.group, copies=axis.size):
             work, finish = gloo_collectives.start_all_gather(out, x, axis.group, axis.size)
             return Handle(work, call, on_complete=finish if on_complete is None else lambda: (finish(), on_complete()))
-        work = _all_gather(out, x, group=axis.group, async_op=True)
+        work = all_gather_into(out, x, group=axis.group, async_op=True)
         return Handle(work, call, keep_alive=(out, x), on_complete=on_complete)
 
 
@@ -138,7 +137,7 @@ def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Handle:
     """Starts to fill `out` with this rank's part of the sum of the ranks' tensors."""
     if axis.size == 1:
         return _local_copy(out, x)
-    with _RecordedCall(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype) as call:
+    with RecordedCall(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype) as call:
         if gloo_collectives.one_round(x, axis.group):
             work, finish = gloo_collectives.start_reduce_scatter(out, x, axis.group, axis.size)
             return Handle(work, call, on_complete=finish)
@@ -158,7 +157,7 @@ def all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Sequence[
         return x
     assert sum(send) == x.shape[0], f"{x.shape[0]} rows, but {sum(send)} are to be sent"
     out = x.new_empty((sum(receive), *x.shape[1:]))
-    with _RecordedCall(axis, "all_to_all", elements=x.numel(), dtype=x.dtype):
+    with RecordedCall(axis, "all_to_all", elements=x.numel(), dtype=x.dtype):
         dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=axis.group)
     return out
 
@@ -169,7 +168,7 @@ def start_all_to_all(x: Tensor, axis: Axis, *, send: Sequence[int], receive: Seq
         return x, Handle()
     assert sum(send) == x.shape[0], f"{x.shape[0]} rows, but {sum(send)} are to be sent"
     x, out = x.contiguous(), x.new_empty((sum(receive), *x.shape[1:]))
-    with _RecordedCall(axis, "all_to_all", elements=x.numel(), dtype=x.dtype) as call:
+    with RecordedCall(axis, "all_to_all", elements=x.numel(), dtype=x.dtype) as call:
         work = dist.all_to_all_single(out, x, list(receive), list(send), group=axis.group, async_op=True)
     return out, Handle(work, call, keep_alive=(out, x))
 
@@ -215,11 +214,11 @@ def _start_send_recv_batch(
     calls, operations, receive_buffers = [], [], []
     for x, to in sends:
         peer = axis.ranks[to]
-        calls.append(_RecordedCall(axis, "send", elements=x.numel(), dtype=x.dtype, peer=peer, batch=batch))
+        calls.append(RecordedCall(axis, "send", elements=x.numel(), dtype=x.dtype, peer=peer, batch=batch))
         operations.append(dist.P2POp(dist.isend, _host_buffer(x.contiguous(), group), peer, group=group))
     for out, source in receives:
         peer = axis.ranks[source]
-        calls.append(_RecordedCall(axis, "receive", elements=out.numel(), dtype=out.dtype, peer=peer, batch=batch))
+        calls.append(RecordedCall(axis, "receive", elements=out.numel(), dtype=out.dtype, peer=peer, batch=batch))
         receive_buffers.append(_host_buffer(out, group, copy=False))
         operations.append(dist.P2POp(dist.irecv, receive_buffers[-1], peer, group=group))
     with calls[0]:
@@ -252,8 +251,8 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     if x.device.type == "cpu":
         start_all_gather(out, x.contiguous(), axis).wait()
         return out
-    with _RecordedCall(axis, "all_gather", elements=out.numel(), dtype=x.dtype):
-        _all_gather(out, x.contiguous(), group=axis.group)
+    with RecordedCall(axis, "all_gather", elements=out.numel(), dtype=x.dtype):
+        all_gather_into(out, x.contiguous(), group=axis.group)
     return out
 
 
@@ -266,7 +265,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     if x.device.type == "cpu":
         start_reduce_scatter(out, x.contiguous(), axis).wait()
         return out
-    with _RecordedCall(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype):
+    with RecordedCall(axis, "reduce_scatter", elements=x.numel(), dtype=x.dtype):
         _reduce_scatter(out, x.contiguous(), group=axis.group)
     return out
 
@@ -275,7 +274,7 @@ def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
     """Overwrites the tensor on every rank with that of the axis's rank `source`."""
     if axis.size == 1:
         return x
-    with _RecordedCall(axis, "broadcast", elements=x.numel(), dtype=x.dtype):
+    with RecordedCall(axis, "broadcast", elements=x.numel(), dtype=x.dtype):
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
@@ -294,66 +293,9 @@ def recursive_doubling_max(x: Tensor, axis: Axis) -> Tensor:
     return x
 
 
-def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Returns every rank's JSON value, in axis order; for control, not for tensors. Tuples become lists."""
-    if axis.size == 1:
-        return [value]
-    with _RecordedCall(axis, "gather_objects"):
-        packed = _pack_json(value, axis)
-        out = packed.new_empty(packed.numel() * axis.size)
-        _all_gather(out, packed, group=axis.group)
-    return [_unpack_json(part) for part in out.cpu().chunk(axis.size)]
-
-
-def broadcast_object(value: Any, axis: Axis) -> Any:
-    """Returns the first rank's JSON value on every rank: for a large value that only one has."""
-    if axis.size == 1:
-        return value
-    with _RecordedCall(axis, "broadcast_object"):
-        text = json.dumps(value).encode() if axis.rank == 0 else b""
-        size = torch.tensor([len(text)], device=_control_device(axis))
-        dist.broadcast(size, axis.ranks[0], group=axis.group)
-        data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
-        if axis.rank == 0:
-            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(data, axis.ranks[0], group=axis.group)
-    return json.loads(data.cpu().numpy().tobytes())
-
-
-def gather_objects_to_first(value: Any, axis: Axis) -> list[Any] | None:
-    """Returns every rank's JSON value on the axis's first rank, None on the others: for large values that only one needs."""
-    if axis.size == 1:
-        return [value]
-    with _RecordedCall(axis, "gather_objects_to_first"):
-        packed = _pack_json(value, axis)
-        out = [torch.empty_like(packed) for _ in range(axis.size)] if axis.rank == 0 else None
-        dist.gather(packed, out, dst=axis.ranks[0], group=axis.group)
-    return None if out is None else [_unpack_json(part.cpu()) for part in out]
-
-
-def _pack_json(value: Any, axis: Axis) -> Tensor:
-    """Packs a value as bytes after its length, padded to the longest of all ranks. JSON, since a pickle runs code."""
-    text = json.dumps(value).encode()
-    content = len(text).to_bytes(8, "little") + text
-    longest = torch.tensor([len(content)], device=_control_device(axis))
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=axis.group)
-    padded = content.ljust(int(longest), b"\0")
-    return torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(longest.device)
-
-
-def _unpack_json(packed: Tensor) -> Any:
-    content = packed.numpy().tobytes()
-    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-
-
-def _control_device(axis: Axis) -> torch.device:
-    """Returns the device of control messages: NCCL sends only from the current GPU."""
-    return torch.device("cuda" if dist.get_backend(axis.group) == "nccl" else "cpu")
-
-
 def barrier(axis: Axis) -> None:
     if axis.size > 1:
-        with _RecordedCall(axis, "barrier"):
+        with RecordedCall(axis, "barrier"):
             dist.barrier(group=axis.group)
 
 

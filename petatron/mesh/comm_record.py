@@ -20,6 +20,7 @@ _TORCH_FOLDER = torch.__path__[0]
 # Files that only pass a call on: its caller is above them.
 _PASS_THROUGH_FILES = (
     "mesh/collectives.py",
+    "mesh/object_collectives.py",
     "mesh/overlapped_all_to_all.py",
     "mesh/comm_record.py",
     "layers/ops/linear_op.py",

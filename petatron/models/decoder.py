@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 HIDDEN = "hidden"
 """The tensor between two stages."""
 LM_LOSS = "lm loss"
+TOKEN_LOSSES, GREEDY_TARGETS = "token_losses", "greedy_targets"
+"""Outputs for evaluation, of a batch with labels."""
 
 
 class Decoder(StageModule):
@@ -69,20 +71,27 @@ class Decoder(StageModule):
         """Runs the stage as `StageModule` says. Knowing the loss weights beforehand saves a GEMM.
 
         The last stage computes the loss if the batch has labels. It can collect "logits" [B, S, vocabulary] and "hidden_states"
-        [B, S, hidden], the input of the output head: of this rank's part of the sequence, and else whole on every rank.
+        [B, S, hidden], the input of the output head: of this rank's part of the sequence, and else whole on every rank; with
+        labels also "token_losses" [B, S] and "greedy_targets" [B, S], whether a label is the most likely id.
         """
         statistics = {} if router_statistics is None else router_statistics
         x_SBD = self._run_stage(batch, inputs.get(HIDDEN), aux_loss_scale, statistics)
         if self.head is None or self.norm is None:
             return StageOutput({HIDDEN: x_SBD}, {}, {})
         x_SBD, losses = self.norm(x_SBD), {}
-        if "labels" in batch:
+        compute = {"logits": self._logits, "hidden_states": self._hidden_states}
+        collected = {name: compute[name](x_SBD) for name in collect if name in compute}
+        if GREEDY_TARGETS in collect:
+            losses[LM_LOSS], greedy = self.head.losses_and_greedy(x_SBD, self._embedding_weight(), batch.labels.t())
+            collected[GREEDY_TARGETS] = greedy.t()
+        elif "labels" in batch or TOKEN_LOSSES in collect:
             weights = None if loss_weights is None else loss_weights[LM_LOSS]
             losses[LM_LOSS] = self.head.losses(
                 x_SBD, self._embedding_weight(), batch.labels.t(), loss_weights_SB=weights
             )
-        compute = {"logits": self._logits, "hidden_states": self._hidden_states}
-        return StageOutput({}, losses, {name: compute[name](x_SBD) for name in collect})
+        if TOKEN_LOSSES in collect:
+            collected[TOKEN_LOSSES] = losses[LM_LOSS].t()
+        return StageOutput({}, losses, collected)
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns logits [B, S, vocabulary], whole on every rank; needs embedding and head on one stage."""

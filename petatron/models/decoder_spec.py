@@ -19,7 +19,7 @@ from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchSpec, residual_std
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
-from petatron.models.decoder import HIDDEN, LM_LOSS, Decoder
+from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, LM_LOSS, TOKEN_LOSSES, Decoder
 from petatron.models.model_spec import ModelSpec
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
@@ -56,7 +56,7 @@ class DecoderSpec(ModelSpec):
         return ModelIO(
             boundaries=((), *(hidden,) * (len(stages) - 1)),
             losses=(LossSpec(LM_LOSS),),
-            outputs=("logits", "hidden_states"),
+            outputs=("logits", "hidden_states", TOKEN_LOSSES, GREEDY_TARGETS),
             sequence_order="contiguous" if self.sequence_sharding == "contiguous" else "zigzag",
         )
 

@@ -295,11 +295,16 @@ def _materialise(stages: Mapping[int, StageModule], mesh: ParallelMesh) -> None:
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and parameter.device != mesh.device:
                     if parameter not in materialised:
-                        materialised[parameter] = nn.Parameter(torch.zeros_like(parameter, device=mesh.device))
+                        materialised[parameter] = nn.Parameter(_zeros(parameter, mesh.device))
                     module._parameters[name] = materialised[parameter]
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    module._buffers[name] = torch.zeros_like(buffer, device=mesh.device)
+                    module._buffers[name] = _zeros(buffer, mesh.device)
+
+
+def _zeros(x: Tensor, device: torch.device) -> Tensor:
+    """Returns zeros of a tensor's shape. `zeros_like` of a meta tensor imports sympy, which takes a second in every rank."""
+    return torch.zeros(x.shape, dtype=x.dtype, device=device)
 
 
 def _param_tensor_shards(

@@ -23,7 +23,7 @@ from petatron.infer.completion import Completion, TokenEvent
 from petatron.infer.engine import Engine, EngineStats
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.mesh.collectives import broadcast_object
+from petatron.mesh.object_collectives import broadcast_object
 from petatron.train.state.pretrained import from_pretrained
 from petatron.train.state.run_model import Model
 from petatron.train.state.save_and_load import load_checkpoint
@@ -38,7 +38,7 @@ class CheckpointEngine:
         """`checkpoint` is the folder of a Hugging Face model, of a step, or of a run, of which the newest step is taken."""
         self.path = _one_step(checkpoint)
         self._options = options
-        self._model: Model = from_pretrained(self.path, flags=flags)
+        self._model: Model = from_pretrained(self.path, flags=flags, gradients=False)
         self.tokenizer: Tokenizer | None = _open_tokenizer(self.path, flags)
         self.stop_ids = _stop_ids(self._model)
         self._engine: Engine | None = self._build()

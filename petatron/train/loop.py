@@ -26,9 +26,11 @@ from petatron.train.report.metrics import (
     StepMetrics,
     event_record,
     sample_record,
+    task_record,
     validation_record,
 )
 from petatron.train.report.profiler import StepProfiler
+from petatron.train.report.task_evaluation import TaskEvaluator
 from petatron.train.report.text_samples import TextSampler
 from petatron.train.signals import EvaluationStopCheck, StopMonitor, time_limit_left_s
 from petatron.train.state.train_state import TrainState
@@ -58,6 +60,7 @@ class TrainLoop:
         *,
         started_s: float | None = None,
         sampler: TextSampler | None = None,
+        task_evaluator: TaskEvaluator | None = None,
     ) -> None:
         """`started_s` is the process's start on the monotonic clock, from which a time limit counts."""
         self._state = state
@@ -66,7 +69,7 @@ class TrainLoop:
         self._sinks = sinks
         self._run_length = state.run_length()
         self._started_s = time.monotonic() if started_s is None else started_s
-        self._sampler = sampler
+        self._sampler, self._task_evaluator = sampler, task_evaluator
         self.totals = RunTotals(first_iteration=state.progress.iteration, first_tokens=state.progress.consumed_tokens)
         self._last_saved_iteration: int | None = None
         self._pending_save_iteration: int | None = None
@@ -150,9 +153,10 @@ class TrainLoop:
         iteration, stopped = metrics.iteration, None
         if iteration == 1 or iteration % config.log.log_interval == 0 or iteration == self._run_length.iterations:
             self._log_metrics()
+        saves = state.checkpoint_manager is not None
         if config.train.eval_interval and iteration % config.train.eval_interval == 0:
-            saves = state.checkpoint_manager is not None
             stopped = self._evaluate(self._loaders.valid, "valid", stopping, will_save=saves)
+        stopped = stopped or self._evaluate_tasks(stopping, will_save=saves)
         if self._sampler is not None and self._sampler.is_due(iteration):
             self._write_samples(self._sampler)
         if config.checkpoint.save_interval and iteration % config.checkpoint.save_interval == 0:
@@ -181,6 +185,9 @@ class TrainLoop:
                 if stopped is None:
                     stopped = self._evaluate(loader, split, stopping, will_save=False)
                     self._log_stop(stopped)
+            if stopped is None:
+                stopped = self._evaluate_tasks(stopping, will_save=False, last=True)
+                self._log_stop(stopped)
         return TrainingResult(
             state.progress.iteration, stopped, self._last_validation[1] if self._last_validation else None
         )
@@ -262,6 +269,19 @@ class TrainLoop:
             )
         )
         return None
+
+    def _evaluate_tasks(self, stopping: StopMonitor, *, will_save: bool, last: bool = False) -> str | None:
+        """Reports the tasks that are due; returns why to stop, if a stop came first."""
+        iteration, evaluator = self._state.progress.iteration, self._task_evaluator
+        if evaluator is None or not evaluator.due(iteration, last=last):
+            return None
+        with self._not_training("evaluation"), stopping.evaluation_stop_check(will_save=will_save) as watch:
+            found = evaluator.evaluate(iteration, watch, last=last)
+        for task, result in found.results.items():
+            self._write_record(task_record(task, result, iteration=iteration))
+        if found.interrupted is not None:
+            self._log_event(f"the task {found.interrupted} was interrupted and reports nothing")
+        return found.stop_reason
 
     def _write_samples(self, sampler: TextSampler) -> None:
         with self._not_training("sampling"):

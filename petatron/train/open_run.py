@@ -14,15 +14,17 @@ from petatron.config import LoadedConfig, RunConfig
 from petatron.config.checks.preflight import preflight
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
-from petatron.mesh import collectives
+from petatron.evaluate.task_list import TaskSettings
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.mesh.object_collectives import all_gather_objects
 from petatron.train.build_run import DataLoaders, build_loaders, open_tokenizer
 from petatron.train.loop import TrainLoop
 from petatron.train.report.memory_capacity import check_memory_capacity
 from petatron.train.report.metrics import MetricSink
 from petatron.train.report.out_of_memory import report_out_of_memory
 from petatron.train.report.run_header import RunHeader
+from petatron.train.report.task_evaluation import TaskEvaluator, read_eval_tasks
 from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_prompts
 from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
@@ -38,6 +40,7 @@ class RunStart:
     loaded: LoadedConfig
     tokenizer: Tokenizer | None
     prompts: list[SamplePrompt]
+    eval_tasks: list[TaskSettings]
     header: RunHeader
     started_s: float
     """The process's start on the monotonic clock."""
@@ -51,10 +54,19 @@ class OpenedRun:
     loaders: DataLoaders
     device: DeviceInfo
     sampler: TextSampler | None
+    task_evaluator: TaskEvaluator | None
     header_lines: list[str]
 
     def build_loop(self, sinks: Sequence[MetricSink], *, started_s: float | None = None) -> TrainLoop:
-        return TrainLoop(self.state, self.loaders, sinks, self.device, started_s=started_s, sampler=self.sampler)
+        return TrainLoop(
+            self.state,
+            self.loaders,
+            sinks,
+            self.device,
+            started_s=started_s,
+            sampler=self.sampler,
+            task_evaluator=self.task_evaluator,
+        )
 
 
 def check_start(loaded: LoadedConfig) -> RunStart:
@@ -66,12 +78,12 @@ def check_start(loaded: LoadedConfig) -> RunStart:
     check_run_dirs(loaded.config.checkpoint)
     loaded, tokenizer = open_tokenizer(loaded)
     run = loaded.config
-    prompts = read_prompts(run, tokenizer)
+    prompts, eval_tasks = read_prompts(run, tokenizer), read_eval_tasks(run)
     device = detect_device(run.train.device)
     check_memory_capacity(run, device, local_ranks=read_environment().local_world_size)
     header = RunHeader(run, device, recompute_plans(run, device=device.kind))
     _check_shared_device(run)
-    return RunStart(loaded, tokenizer, prompts, header, started_s)
+    return RunStart(loaded, tokenizer, prompts, eval_tasks, header, started_s)
 
 
 def open_run(start: RunStart, mesh: ParallelMesh) -> OpenedRun:
@@ -99,13 +111,22 @@ def open_run(start: RunStart, mesh: ParallelMesh) -> OpenedRun:
         headline.append(f"first weights from {pretrained}")
     headline += state.record_data_fingerprint(loaders.train.dataset.fingerprint)
     device = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
-    return OpenedRun(state, loaders, device, _build_sampler(start, state), headline)
+    return OpenedRun(
+        state, loaders, device, _build_sampler(start, state), _build_task_evaluator(start, state), headline
+    )
 
 
 def _build_sampler(start: RunStart, state: TrainState) -> TextSampler | None:
     if not start.prompts or start.tokenizer is None:
         return None
     return TextSampler(state.model, start.tokenizer, start.prompts, state.run.log, seed=state.run.train.seed)
+
+
+def _build_task_evaluator(start: RunStart, state: TrainState) -> TaskEvaluator | None:
+    interval = state.run.train.eval_tasks_interval or state.run.train.eval_interval
+    if not start.eval_tasks or start.tokenizer is None or interval is None:
+        return None
+    return TaskEvaluator(state.model, start.tokenizer, start.eval_tasks, interval=interval)
 
 
 def _check_shared_device(run: RunConfig) -> None:
@@ -133,7 +154,7 @@ def _build_on_rank_zero_first(world: Axis, build: Callable[[], Result], *, local
                 result = build()
             except PetatronError as error:
                 failure = error
-        texts = collectives.all_gather_objects(str(failure) if failure else None, world)
+        texts = all_gather_objects(str(failure) if failure else None, world)
         if failure is not None:
             raise failure
         text = next((text for text in texts if text is not None), None)

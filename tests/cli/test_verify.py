@@ -14,28 +14,31 @@ from petatron.verify.verify import parse_injection, plan_verification
 TINY = "tiny-llama --num-layers 1 --hidden-size 32 --seq-length 16 --vocab-size 61 --global-batch-size 4 --num-workers 0".split()
 
 
-def test_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_same_as_another_layout(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     layout = [
         "--tp",
         "2",
         "--sequence-parallel",
         "--steps",
-        "3",
+        "2",
         "--dtype",
         "float64",
+        "--reference",
+        "--tp 1 --dp 2 --no-sequence-parallel",
         "--json",
         str(tmp_path / "out.json"),
     ]
     assert main(["verify", *TINY, *layout]) == 0
     out = capfd.readouterr().out
-    assert "SAME: 3 steps in float64" in out and "tp 2 with sequence parallel" in out
+    assert "SAME: 2 steps in float64" in out and "tp 2 with sequence parallel" in out
+    assert "reference: tp 1, dp 2" in out
     report = json.loads((tmp_path / "out.json").read_text())
-    assert report["agrees"] and len(report["steps"]) == 3
+    assert report["agrees"] and len(report["steps"]) == 2
     assert all(step["loss_difference"] <= 1e-9 for step in report["steps"])
 
 
 def test_planted_fault_is_named(capfd: pytest.CaptureFixture[str]):
-    fault = ["--tp", "2", "--steps", "3", "--dtype", "float64", "--inject", "layers.0.mlp.up.weight@2"]
+    fault = ["--tp", "2", "--steps", "2", "--dtype", "float64", "--inject", "layers.0.mlp.up.weight@2"]
     assert main(["verify", *TINY, *fault]) == 1
     out = capfd.readouterr().out
     assert "DIFFERENT: first departure at step 2: gradient layers.0.mlp.up.weight" in out
@@ -110,11 +113,6 @@ def test_the_layout_names_recompute_of_one_side(monkeypatch: pytest.MonkeyPatch,
     full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     assert main(["verify", *TINY, *full]) == 3
     assert capsys.readouterr().out.count(", recompute of layers, 1 rank") == 2
-
-
-def test_reference_may_be_another_layout(capfd: pytest.CaptureFixture[str]):
-    assert main(["verify", *TINY, "--dp", "2", "--steps", "2", "--reference", "--tp 2 --dp 1"]) == 0
-    assert "reference: tp 2, dp 1" in capfd.readouterr().out
 
 
 def test_without_a_layout_it_says_that_nothing_was_compared(

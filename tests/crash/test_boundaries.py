@@ -86,8 +86,10 @@ def _chosen(moments: list[Moment], every: int) -> list[int]:
     return sorted({*range(len(moments))} - {*many} | {*many[::every]})
 
 
-def check_moments(nursery: Nursery, tmp_path: Path, scenario: Scenario, *, every: int = 1, every_life: int = 1) -> None:
-    """Die at the moments of a save, and after every so many deaths live on to the end of the run."""
+def check_moments(
+    nursery: Nursery, tmp_path: Path, scenario: Scenario, *, every: int = 1, stride: int = 1, every_life: int = 1
+) -> None:
+    """Die at the moments of a save, one in `stride` and the last, and after every so many deaths live on to the end of the run."""
     base, copy = tmp_path / "base", tmp_path / "copy"
     expected = _prepare(nursery, scenario, tmp_path, base)
     before = step_folder.latest_step(base)
@@ -95,8 +97,8 @@ def check_moments(nursery: Nursery, tmp_path: Path, scenario: Scenario, *, every
     shutil.copytree(base, copy)
     moments: list[Moment] = nursery.run(_watched, scenario.run_to(step, copy)).lived()
     assert {"renamed", "synced", "folder synced", "written", "opened"} <= {what for what, _ in moments}
-    newest = []
-    for number, kill_at in enumerate(_chosen(moments, every)):
+    newest, chosen = [], _chosen(moments, every)
+    for number, kill_at in enumerate(sorted({*chosen[::stride], chosen[-1]})):
         shutil.rmtree(copy)
         shutil.copytree(base, copy)
         assert nursery.run(_deadly, scenario.run_to(step, copy), kill_at).killed, moments[kill_at]
@@ -111,7 +113,7 @@ def check_moments(nursery: Nursery, tmp_path: Path, scenario: Scenario, *, every
 
 @pytest.mark.parametrize("name", DEFAULT)
 def test_main_moments(nursery: Nursery, tmp_path: Path, name: str):
-    check_moments(nursery, tmp_path, SCENARIOS[name], every=40, every_life=16)
+    check_moments(nursery, tmp_path, SCENARIOS[name], every=40, stride=3, every_life=8)
 
 
 @pytest.mark.crash

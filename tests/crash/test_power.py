@@ -95,9 +95,8 @@ def test_power_cut(tmp_path: Path, saved: int):
     assert {"renamed step-00000003", "renamed step-00000001.pruned", "renamed latest"} <= set(moments)
 
 
-@pytest.mark.parametrize(
-    "moment", ["renamed step-00000003", pytest.param("renamed step-00000001.pruned", marks=pytest.mark.crash)]
-)
+@pytest.mark.crash
+@pytest.mark.parametrize("moment", ["renamed step-00000003", "renamed step-00000001.pruned"])
 def test_power_cut_after_a_kill(tmp_path: Path, moment: str):
     """What the dead process renamed was not synced when the next one removes what is left."""
     _check_cuts(tmp_path, saved=3, seed=3, every_life=100, kill_after=[moment])

@@ -69,7 +69,7 @@ def _killed_until_done(
 
 @pytest.mark.parametrize("flags", ["", "--async-save --bf16 --save-total-limit 2"])
 def test_killed_again_and_again(nursery: Nursery, tmp_path: Path, flags: str):
-    _check_kills(nursery, tmp_path, flags, iterations=15, seed=1)
+    _check_kills(nursery, tmp_path, flags, iterations=10, seed=1)
 
 
 @pytest.mark.crash

@@ -25,7 +25,9 @@ from petatron.train.state.train_state import TrainState
 from petatron.verify.matrix import MatrixEntry, parse_entry
 from petatron.verify.trace import TracedShard, assemble_tensors
 
-STOP, END = 2, 4
+STOP, END = 2, 3
+SMALL_BATCH = "--global-batch-size 8"
+"""Half of what the matrix has: for up to four ranks it is two micro-batches or more in every pipeline."""
 _MORE = {
     "dense": "",
     "deep": "",

@@ -17,7 +17,7 @@ def test_alone(ranks: RankPool, kind: str, cp: int):
 @pytest.mark.parametrize(("kind", "cp"), [("p2p", 4), later("all_gather", 2), later("a2a", 2), later("a2a+p2p", 4)])
 def test_single_precision(ranks: RankPool, kind: str, cp: int):
     sizes = "--hierarchical-context-parallel-sizes 2 2" if kind == "a2a+p2p" else ""
-    check_layout(ranks, f"--cp {cp} --cp-comm-type {kind} {sizes}", "--train-iters 5", world_size=cp, dtype="float32")
+    check_layout(ranks, f"--cp {cp} --cp-comm-type {kind} {sizes}", "--train-iters 3", world_size=cp, dtype="float32")
 
 
 MODELS = {
@@ -31,21 +31,21 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("kind", "cp"), [("p2p", 4), later("all_gather", 4), later("a2a", 2), ("a2a+p2p", 4)])
 def test_masks(ranks: RankPool, kind: str, cp: int, model: str):
-    check_layout(ranks, f"--cp {cp} --cp-comm-type {kind}", MODELS[model] + " --train-iters 3", world_size=cp)
+    check_layout(ranks, f"--cp {cp} --cp-comm-type {kind}", MODELS[model], world_size=cp)
 
 
 @pytest.mark.parametrize("kind", ["p2p", later("all_gather")])
 def test_one_key_value_head(ranks: RankPool, kind: str):
-    model = "--num-query-groups 1 --reset-attention-mask --train-iters 3"
+    model = "--num-query-groups 1 --reset-attention-mask"
     check_layout(ranks, f"--cp 2 --cp-comm-type {kind}", model, world_size=2)
 
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
 def test_with_tensor_and_sequence_parallel(ranks: RankPool, kind: str):
     layout = f"--tp 2 --sequence-parallel --cp 2 --cp-comm-type {kind} --micro-batch-size 4"
-    check_layout(ranks, layout, "--reset-attention-mask --train-iters 3", world_size=4)
+    check_layout(ranks, layout, "--reset-attention-mask", world_size=4)
 
 
 @pytest.mark.parametrize("kind", [later("p2p"), "a2a"])
 def test_with_data_parallel(ranks: RankPool, kind: str):
-    check_layout(ranks, f"--cp 2 --dp 2 --cp-comm-type {kind} --micro-batch-size 1", "--train-iters 3", world_size=4)
+    check_layout(ranks, f"--cp 2 --dp 2 --cp-comm-type {kind} --micro-batch-size 1", world_size=4)

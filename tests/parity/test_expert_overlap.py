@@ -34,7 +34,7 @@ CASES = [("pp2", 5) if (name, count) == ("pp2", 5) else later(name, count) for n
 def test_layout(ranks: RankPool, layout: str, micro_batches: int):
     flags, world_size = LAYOUTS[layout]
     dp = int(flags.partition("--dp ")[2][:1] or 1)
-    batch = f"--train-iters 3 --micro-batch-size 1 --global-batch-size {dp * micro_batches}"
+    batch = f"--train-iters 2 --micro-batch-size 1 --global-batch-size {dp * micro_batches}"
     check_layout(ranks, f"{flags} {OVERLAP}", f"{EXPERTS} {batch}", world_size=world_size)
 
 
@@ -67,7 +67,7 @@ def test_overlap_changes_no_bit(ranks: RankPool, form: str):
     """Forwards and backwards keep their order, so sums and random numbers do."""
     layout, flags = FORMS[form]
     where, world_size = LAYOUTS[layout]
-    words = f"{EXPERTS} --train-iters 3 --micro-batch-size 1 --global-batch-size 8 {where} {flags}"
+    words = f"{EXPERTS} --train-iters 2 --lr-warmup-iters 1 --micro-batch-size 1 --global-batch-size 8 {where} {flags}"
     without, overlapped = (
         ranks.run(train, world_size, tiny_run(f"{words} {overlap}", world_size=world_size)) for overlap in ("", OVERLAP)
     )

@@ -65,12 +65,14 @@ def _small_batch(found: MatrixEntry) -> str:
 
 @pytest.mark.parametrize("name", SINGLE_PRECISION)
 def test_single_precision(ranks: RankPool, name: str):
-    _check(ranks, parse_entry(name), steps=3, dtype="float32")
+    found = parse_entry(name)
+    _check(ranks, found, steps=3, dtype="float32", model_flags=f"{found.model_flags} {_small_batch(found)}")
 
 
 def test_twenty_steps_in_single_precision(ranks: RankPool):
-    layout = "--dp 2 --use-distributed-optimizer --overlap-param-gather"
-    assert len(check_layout(ranks, layout, world_size=2, dtype="float32").steps) == 20
+    layout = "--dp 2 --use-distributed-optimizer --overlap-param-gather --micro-batch-size 1"
+    small = "--num-layers 1 --seq-length 8 --global-batch-size 4"
+    assert len(check_layout(ranks, layout, small, world_size=2, dtype="float32").steps) == 20
 
 
 @pytest.mark.matrix

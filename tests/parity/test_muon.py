@@ -19,27 +19,27 @@ from petatron.verify.matrix import parse_entry
 from petatron.verify.trace import StepTrace
 from tests.dist import RankFailure, RankPool
 from tests.longform import later
-from tests.parity.harness import check_order, reference, tiny_run, train, train_recorded
-from tests.parity.resharding import STOP, Life, configured, live, whole
+from tests.parity.harness import check_order, layout_run, reference, tiny_run, train, train_recorded
+from tests.parity.resharding import SMALL_BATCH, STOP, Life, configured, live, whole
 from tests.parity.test_resume import ITERATIONS, trained
 
-MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --train-iters 3 --num-query-groups 2"
+MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --train-iters 2 --num-query-groups 2"
 EXPERTS = (
     f"{MUON} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16"
 )
 ZERO1 = "--use-distributed-optimizer"
 ZERO2 = "--data-parallel-sharding-strategy optim_grads"
 ZERO3 = "--data-parallel-sharding-strategy optim_grads_params"
-STOPPED_AT = 4
+STOPPED_AT = 2
 BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
 
 
 def check(ranks: RankPool, layout: str, model: str, world_size: int) -> list[list[CommEvent]]:
-    run = tiny_run(f"{model} {layout}", world_size=world_size, dtype="float64")
+    run = layout_run(layout, model, world_size=world_size, dtype="float64")
     traces, records = map(list, zip(*ranks.run(train_recorded, world_size, run)))
     check_order(records)
     verdict = compare_traces([reference(model, "float64")], traces, BOUNDS)
-    assert len(verdict.steps) == 3
+    assert len(verdict.steps) == 2
     assert verdict.agrees, verdict.first_departure
     return records
 
@@ -159,7 +159,7 @@ def test_reshard(ranks: RankPool, tmp_path: Path, model: str, saved_in: str, loa
 
     def lives(layout: str, flags: str) -> list[Life]:
         entry = parse_entry(f"{model}:{layout}")
-        return ranks.run(live, entry.world_size, configured(entry, f"--optimizer muon --fp64 {flags}"))
+        return ranks.run(live, entry.world_size, configured(entry, f"--optimizer muon --fp64 {SMALL_BATCH} {flags}"))
 
     first = lives(saved_in, f"--save {tmp_path} --save-interval {STOP}")
     second = lives(loaded_in, f"--load {tmp_path} --ckpt-step {STOP}")

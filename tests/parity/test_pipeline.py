@@ -21,7 +21,7 @@ from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import check_layout, tiny_run
 
-MODEL = "--num-layers 4 --train-iters 3"
+MODEL = "--num-layers 4 --train-iters 2 --lr-warmup-iters 1"
 SCHEDULES = {
     "gpipe": "--pipeline-schedule gpipe",
     "1f1b": "",
@@ -46,7 +46,7 @@ def test_four_ranks(ranks: RankPool, name: str, tied: str):
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
 def test_four_ranks_with_two_stages_each(ranks: RankPool, name: str):
-    flags = "--num-layers 8 --train-iters 3 --no-untie-embeddings-and-output-weights --position-embedding-type learned_absolute"
+    flags = "--num-layers 8 --train-iters 2 --no-untie-embeddings-and-output-weights --position-embedding-type learned_absolute"
     check_layout(ranks, f"--pp 4 {SCHEDULES[name]}", flags, world_size=4)
 
 
@@ -75,7 +75,7 @@ CUTS = {
 @pytest.mark.parametrize("name", CUTS)
 def test_stages_of_any_size(ranks: RankPool, name: str):
     model, layout = CUTS[name]
-    check_layout(ranks, layout, f"{model} --train-iters 3", world_size=int(layout.split()[1]))
+    check_layout(ranks, layout, f"{model} --train-iters 2", world_size=int(layout.split()[1]))
 
 
 def _walk(run: RunConfig) -> tuple[list[Action], list[Action], bool]:

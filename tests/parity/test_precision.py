@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -74,12 +75,12 @@ def test_masters_begin_with_the_same_numbers_however_state_is_shared(ranks: Rank
 )
 def test_layouts_stay_close(ranks: RankPool, dtype: torch.dtype, layout: str, world_size: int):
     flag = "--bf16" if dtype == torch.bfloat16 else "--fp16 --loss-scale 128"
-    flags = f"{SMALL} --train-iters 5 --num-query-groups 1 {flag}"
-    reference, dtypes = _steps(tiny_run(flags))
+    flags = f"{SMALL} --train-iters 3 --num-query-groups 1 {flag}"
+    reference, dtypes = _of_one_process(flags)
     assert dtypes == {"weights": dtype, "grads": torch.float32, "masters": torch.float32}
-    exact, _ = _full_precision(flags)
+    exact = _full_precision(flags)
     for steps, _ in ranks.run(_steps, world_size, tiny_run(f"{flags} {layout}", world_size=world_size)):
-        assert len(steps) == 5 and not any(step.skipped for step in steps)
+        assert len(steps) == 3 and not any(step.skipped for step in steps)
         for ours, theirs, wide in zip(steps, reference, exact):
             assert ours.loss == pytest.approx(theirs.loss, rel=2e-2)
             assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-1)
@@ -89,7 +90,7 @@ def test_layouts_stay_close(ranks: RankPool, dtype: torch.dtype, layout: str, wo
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_eight_bits_with_a_split_sequence(ranks: RankPool, recipe: str):
     """The same products as with a whole one; sums over ranks may be rounded otherwise."""
-    sizes = "--ffn-hidden-size 64 --seq-length 32 --train-iters 4"
+    sizes = "--ffn-hidden-size 64 --seq-length 32 --train-iters 3"
     flags = f"{SMALL} {sizes} --bf16 --fp8-format hybrid --fp8-recipe {recipe} --tp 2"
     whole = ranks.run(_steps, 2, tiny_run(flags, world_size=2))
     split = ranks.run(_steps, 2, tiny_run(f"{flags} --sequence-parallel", world_size=2))
@@ -98,13 +99,19 @@ def test_eight_bits_with_a_split_sequence(ranks: RankPool, recipe: str):
         assert [step.grad_norm for step in ours] == pytest.approx([step.grad_norm for step in theirs], rel=3e-2)
 
 
-def _full_precision(flags: str) -> tuple[list[Step], None]:
+@cache
+def _of_one_process(flags: str) -> tuple[list[Step], dict[str, torch.dtype]]:
+    return _steps(tiny_run(flags))
+
+
+@cache
+def _full_precision(flags: str) -> list[Step]:
     run = tiny_run(flags)
     wide = dataclasses.replace(run, precision=dataclasses.replace(run.precision, bf16=False, fp16=False))
     mesh = ParallelMesh.single()
     state = TrainState.build(wide, mesh)
     steps = [train_step(state, batches) for batches in build_loader(wide, mesh)]
-    return [Step(float(s.loss), 0.0, False, 1.0, s.lr, 0.0, 0) for s in steps], None
+    return [Step(float(s.loss), 0.0, False, 1.0, s.lr, 0.0, 0) for s in steps]
 
 
 def expected_scales(overflows: list[bool], run: RunConfig) -> list[float]:

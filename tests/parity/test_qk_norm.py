@@ -5,7 +5,7 @@ import pytest
 from tests.dist import RankPool
 from tests.parity.harness import check_layout
 
-MODEL = "--qk-layernorm --num-query-groups 2 --train-iters 3"
+MODEL = "--qk-layernorm --num-query-groups 2"
 PARTLY = f"{MODEL} --rotary-percent 0.5 --apply-layernorm-1p --reset-position-ids"
 CASES = {
     "heads": (MODEL, "--tp 2"),
@@ -23,4 +23,4 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_layout(ranks: RankPool, case: str):
     model, layout = CASES[case]
-    check_layout(ranks, f"{layout} --micro-batch-size 2", model, world_size=2)
+    check_layout(ranks, layout, model, world_size=2)

@@ -8,7 +8,7 @@ from tests.dist import RankPool
 from tests.longform import every_second
 from tests.parity.harness import check_layout
 
-DENSE = "--num-layers 4 --num-query-groups 2 --train-iters 4"
+DENSE = "--num-layers 4 --num-query-groups 2"
 MIXED = f"{DENSE} --num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 40"
 WHOLE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
 CHOSEN = "--recompute-granularity selective --recompute-modules"

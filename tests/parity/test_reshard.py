@@ -15,7 +15,7 @@ from petatron.verify.matrix import MatrixEntry, parse_entry
 from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import tiny_run
-from tests.parity.resharding import END, STOP, Life, configured, layouts, live, whole
+from tests.parity.resharding import END, SMALL_BATCH, STOP, Life, configured, layouts, live, whole
 
 LOSS = {"--fp64": 1e-9, "": 1e-5}
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -26,12 +26,19 @@ def _live(ranks: RankPool, found: MatrixEntry, flags: str) -> list[Life]:
 
 
 def _move(
-    ranks: RankPool, folder: str | Path, saved_in: str, loaded_in: str, *, then: str = "--fp64", now: str = "--fp64"
+    ranks: RankPool,
+    folder: str | Path,
+    saved_in: str,
+    loaded_in: str,
+    *,
+    then: str = "--fp64",
+    now: str = "--fp64",
+    batch: str = SMALL_BATCH,
 ) -> tuple[list[Life], list[Life]]:
     """The life in the first layout, which saves on its way, and the life in the second one that begins there."""
-    saving = f"--save {folder} --save-interval {STOP} {then}"
+    saving = f"--save {folder} --save-interval {STOP} {then} {batch}"
     first = _live(ranks, parse_entry(saved_in), saving)
-    second = _live(ranks, parse_entry(loaded_in), f"--load {folder} --ckpt-step {STOP} {now}")
+    second = _live(ranks, parse_entry(loaded_in), f"--load {folder} --ckpt-step {STOP} {now} {batch}")
     assert [sorted(life.losses) for life in second] == [[*range(STOP + 1, END + 1)]] * len(second)
     return first, second
 
@@ -54,9 +61,9 @@ def _check_same_state(first: list[Life], second: list[Life], *, moments: bool = 
         assert kind not in kinds or any(values.any() for values in held), f"{kind} says nothing"
 
 
-def _check_pair(ranks: RankPool, saved_in: str, loaded_in: str, *, precision: str) -> None:
+def _check_pair(ranks: RankPool, saved_in: str, loaded_in: str, *, precision: str, batch: str = SMALL_BATCH) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        first, second = _move(ranks, folder, saved_in, loaded_in, then=precision, now=precision)
+        first, second = _move(ranks, folder, saved_in, loaded_in, then=precision, now=precision, batch=batch)
     _check_same_state(first, second)
     for life in second:
         for iteration, loss in life.losses.items():
@@ -113,7 +120,7 @@ def test_many_pairs(ranks: RankPool, model: str, precision: str):
     @given(pair=_pairs(model, 8))
     def check(pair: tuple[str, str]) -> None:
         assume(pair[0] != pair[1])
-        _check_pair(ranks, *pair, precision=precision)
+        _check_pair(ranks, *pair, precision=precision, batch="")
 
     check()
 
@@ -156,11 +163,13 @@ def test_another_precision_in_another_layout(ranks: RankPool, tmp_path: Path, th
 
 
 def test_there_and_back(ranks: RankPool, tmp_path: Path):
-    """A stretch in full precision, between two in a reduced one."""
-    first = _live(ranks, parse_entry("dense:dp2-zero1"), f"--save {tmp_path} --exit-interval 1 --bf16")
-    second = _live(ranks, parse_entry("dense:pp2"), f"--save {tmp_path} --load {tmp_path} --exit-interval 2")
-    third = _live(ranks, parse_entry("dense:tp2"), f"--load {tmp_path} --bf16")
-    assert [sorted(lives[0].losses) for lives in (first, second, third)] == [[1], [2], [3, 4]]
+    """A part of the run in full precision, between two in a reduced one."""
+    first = _live(ranks, parse_entry("dense:dp2-zero1"), f"--save {tmp_path} --exit-interval 1 --bf16 {SMALL_BATCH}")
+    second = _live(
+        ranks, parse_entry("dense:pp2"), f"--save {tmp_path} --load {tmp_path} --exit-interval 2 {SMALL_BATCH}"
+    )
+    third = _live(ranks, parse_entry("dense:tp2"), f"--load {tmp_path} --bf16 {SMALL_BATCH}")
+    assert [sorted(lives[0].losses) for lives in (first, second, third)] == [[1], [2], [3]]
     for before, after in ((first, second), (second, third)):
         saved, found = whole([life.ended for life in before]), whole([life.began for life in after])
         for key, values in saved.items():

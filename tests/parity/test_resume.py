@@ -25,7 +25,7 @@ from tests.dist import RankFailure, RankPool
 from tests.longform import later
 from tests.parity.harness import tiny_run
 
-ITERATIONS = 7
+ITERATIONS, STOP = 4, 2
 MODEL = f"--train-iters {ITERATIONS} --hidden-dropout 0.1 --attention-dropout 0.1 --lr-decay-iters {ITERATIONS}"
 DELAYED = "--fp8-hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 
@@ -70,7 +70,7 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
         ("", 1),
         ("--tp 2 --dp 2 --sequence-parallel", 4),
         later("--tp 2 --bf16", 2),
-        ("--fp16 --initial-loss-scale 65536 --loss-scale-window 3", 1),
+        ("--fp16 --initial-loss-scale 65536 --loss-scale-window 3 --global-batch-size 4", 1),
         ("--pp 2 --dp 2 --use-distributed-optimizer --overlap-param-gather --bf16", 4),
         (
             "--pp 2 --pipeline-schedule zb-h1 --cp 2 --recompute-granularity full --recompute-method uniform "
@@ -83,13 +83,13 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
             2,
         ),
         later(f"--bf16 {DELAYED}", 1),
-        (f"--bf16 {DELAYED} --tp 2 --sequence-parallel --async-save", 2),
+        (f"--bf16 {DELAYED} --tp 2 --sequence-parallel --async-save --micro-batch-size 4", 2),
         (f"--bf16 {DELAYED} --pp 2 --eval-interval 2 --eval-iters 1", 2),
     ],
 )
 def test_bitwise_after_a_stop_at_any_step(ranks: RankPool, tmp_path: Path, layout: str, world_size: int):
     whole = trained(ranks, layout, world_size)
-    for stop in (4,) if layout else range(1, ITERATIONS):
+    for stop in (STOP,) if layout else range(1, ITERATIONS):
         folder = tmp_path / str(stop)
         save = f"{layout} --save {folder}"
         before = trained(ranks, f"{save} --exit-interval {stop}", world_size)
@@ -112,7 +112,7 @@ QUIET = "--hidden-dropout 0 --attention-dropout 0"
 @pytest.fixture(scope="module")
 def saved_by_two_ranks(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
-    trained(ranks, f"{QUIET} --save {folder} --exit-interval 3 --tp 2", 2, "float64")
+    trained(ranks, f"{QUIET} --save {folder} --exit-interval {STOP} --tp 2", 2, "float64")
     return folder
 
 
@@ -121,7 +121,7 @@ def test_another_layout_continues_on_the_same_batches(ranks: RankPool, saved_by_
     whole = _losses_of_one_process(QUIET)
     world_size = 4 if "--tp" in layout else 2 if "--dp" in layout else 1
     after, _ = trained(ranks, f"{QUIET} {layout} --load {saved_by_two_ranks}", world_size, "float64")[0]
-    assert sorted(after) == list(range(4, ITERATIONS + 1))
+    assert sorted(after) == list(range(STOP + 1, ITERATIONS + 1))
     for iteration, loss in after.items():
         assert loss == pytest.approx(whole[iteration], rel=1e-9)
 
@@ -135,39 +135,35 @@ ANY = {
 }
 
 
+CHAIN = ("pp2-interleaved-zero1", "zero3", "cp2-zb-v-zero1", "hybrid", "tp2", "pp2-interleaved-zero1")
+"""Every layout loads what the one before it saved."""
+
+
 @pytest.mark.parametrize("tied", [later(""), "--no-untie-embeddings-and-output-weights"])
-@pytest.mark.parametrize(
-    ("saved_in", "loaded_in"),
-    [
-        ("pp2-interleaved-zero1", "zero3"),
-        ("zero3", "cp2-zb-v-zero1"),
-        ("cp2-zb-v-zero1", "hybrid"),
-        ("hybrid", "tp2"),
-        ("tp2", "pp2-interleaved-zero1"),
-    ],
-)
-def test_state_moves_between_any_two_ways_of_sharding(
-    ranks: RankPool, tmp_path: Path, saved_in: str, loaded_in: str, tied: str
-):
-    quiet = f"{QUIET} --num-layers 4 --train-iters 4 {tied}"
-    whole = _losses_of_one_process(quiet)
-    flags, world_size = ANY[saved_in]
-    trained(ranks, f"{quiet} {flags} --save {tmp_path} --exit-interval 2", world_size, "float64")
-    flags, world_size = ANY[loaded_in]
-    after, _ = trained(ranks, f"{quiet} {flags} --load {tmp_path}", world_size, "float64")[0]
-    assert sorted(after) == [3, 4]
-    for iteration, loss in after.items():
-        assert loss == pytest.approx(whole[iteration], rel=1e-9)
+def test_state_moves_from_one_way_of_sharding_to_the_next(ranks: RankPool, tmp_path: Path, tied: str):
+    """One step in each: wrong weights show in its loss, wrong moments in the next one's."""
+    end = len(CHAIN) + 2
+    quiet = f"{QUIET} --num-layers 4 --train-iters {end} --lr-decay-iters {end} {tied}"
+    whole, losses = _losses_of_one_process(quiet), {}
+    for stop, name in enumerate(CHAIN, start=2):
+        flags, world_size = ANY[name]
+        load = f"--load {tmp_path}" if losses else ""
+        last = f"--exit-interval {stop}" if stop < end - 1 else ""
+        found, _ = trained(ranks, f"{quiet} {flags} --save {tmp_path} {load} {last}", world_size, "float64")[0]
+        assert sorted(found) == [*range(len(losses) + 1, stop + 1 if last else end + 1)]
+        assert found == pytest.approx({step: whole[step] for step in found}, rel=1e-9), name
+        losses |= found
+    assert sorted(losses) == sorted(whole)
 
 
 @pytest.mark.parametrize(("saved_in", "loaded_in"), [("--bf16", ""), ("", "--bf16"), ("--bf16", "--fp16")])
 def test_another_precision_continues_from_the_master_weights(
     ranks: RankPool, tmp_path: Path, saved_in: str, loaded_in: str
 ):
-    [(_, saved)] = trained(ranks, f"{QUIET} {saved_in} --save {tmp_path} --exit-interval 3", 1)
+    [(_, saved)] = trained(ranks, f"{QUIET} {saved_in} --save {tmp_path} --exit-interval {STOP}", 1)
     run = tiny_run(f"{MODEL} {QUIET} {loaded_in} --load {tmp_path}")
     state = TrainState.build(run, ParallelMesh.single())
-    assert state.load(str(tmp_path)) and state.progress.iteration == 3
+    assert state.load(str(tmp_path)) and state.progress.iteration == STOP
     for chunk in checkpoint_chunks(state.model, state.optimizer):
         kind, name = chunk.key.split("/")
         if kind == "model" and state.optimizer.has_master_weights:
@@ -280,7 +276,7 @@ def test_fp8_histories_that_start_anew_are_announced(
 def test_fp8_histories_stay_behind_in_another_layout(ranks: RankPool, tmp_path: Path):
     quiet = f"--bf16 {QUIET} {DELAYED}"
     whole, _ = trained(ranks, quiet, 1)[0]
-    trained(ranks, f"{quiet} --tp 2 --save {tmp_path} --exit-interval 3", 2)
+    trained(ranks, f"{quiet} --tp 2 --save {tmp_path} --exit-interval {STOP}", 2)
     state = TrainState.build(tiny_run(f"{MODEL} {quiet} --load {tmp_path}"), ParallelMesh.single())
     assert state.load(str(tmp_path)) and f"{_ANEW}{_LAYOUT}" in state.resume_changes
     after, _ = trained(ranks, f"{quiet} --load {tmp_path}", 1)[0]

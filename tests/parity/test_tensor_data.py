@@ -37,7 +37,7 @@ def test_layout(ranks: RankPool, layout: str, world_size: int):
 
 @pytest.mark.parametrize(("layout", "world_size"), every_second(of_four for _, of_four in LAYOUTS))
 def test_layout_in_single_precision(ranks: RankPool, layout: str, world_size: int):
-    check_layout(ranks, layout, "--train-iters 6", world_size=world_size, dtype="float32")
+    check_layout(ranks, layout, "--train-iters 4", world_size=world_size, dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_layout_in_single_precision(ranks: RankPool, layout: str, world_size: in
     ],
 )
 def test_eight_ranks(ranks: RankPool, layout: str, dtype: str):
-    check_layout(ranks, layout, "--train-iters 3", world_size=8, dtype=dtype)
+    check_layout(ranks, layout, "--train-iters 2", world_size=8, dtype=dtype)
 
 
 MODELS = {
@@ -71,4 +71,4 @@ MODELS = {
     _in_turn([(model, layout) for layout in ("--tp 4 --sequence-parallel", "--tp 2 --dp 2")] for model in MODELS),
 )
 def test_model(ranks: RankPool, model: str, layout: str):
-    check_layout(ranks, layout, MODELS[model] + " --train-iters 3", world_size=4)
+    check_layout(ranks, layout, MODELS[model], world_size=4)

@@ -17,8 +17,8 @@ from petatron.checkpoint.load.box_directory import BoxDirectory, MessageRow, box
 from petatron.checkpoint.message_exchange import exchange_messages
 from petatron.checkpoint.run_on_all_ranks import AllRanks
 from petatron.checkpoint.state import Chunk
-from petatron.mesh.collectives import all_gather_objects, broadcast_object
 from petatron.mesh.mesh import Axis
+from petatron.mesh.object_collectives import all_gather_objects, broadcast_object
 
 
 class RankReader:

@@ -25,6 +25,7 @@ def check_files(config: RawRunConfig, *, require_training: bool) -> Iterator[Pro
     yield from _timeline(config)
     yield from _profile(config)
     yield from _text_samples(config)
+    yield from _eval_tasks(config)
     if config.log.wandb_exp_name is not None and config.log.wandb_project is None:
         yield Problem("--wandb-exp-name", config.log.wandb_exp_name, "needs --wandb-project", "Give the project too.")
 
@@ -83,6 +84,24 @@ def _text_samples(config: RawRunConfig) -> Iterator[Problem]:
         if (size := getattr(parallel, name)) > 1:
             rule = f"needs whole sequences and all layers on every rank, but {flag_name(name)} is {size}"
             yield Problem(where, path, rule, "Leave it out, and generate from a checkpoint in another layout.")
+    if config.tokenizer.tokenizer_type is None and config.model.vocab_size is not None:
+        yield Problem(where, path, "needs a tokenizer", "Give --tokenizer-model.")
+
+
+def _eval_tasks(config: RawRunConfig) -> Iterator[Problem]:
+    train = config.train
+    yield from at_least("eval_tasks_interval", train.eval_tasks_interval, 1)
+    if train.eval_tasks is None:
+        if train.eval_tasks_interval is not None:
+            rule = "needs --eval-tasks, the list of tasks"
+            yield Problem(
+                "--eval-tasks-interval", str(train.eval_tasks_interval), rule, "Give both, or leave this out."
+            )
+        return
+    where, path = "--eval-tasks", train.eval_tasks
+    if train.eval_tasks_interval is None and train.eval_interval is None:
+        rule = "needs --eval-tasks-interval or --eval-interval, the iterations between two runs of the tasks"
+        yield Problem(where, path, rule, "Give one of them.")
     if config.tokenizer.tokenizer_type is None and config.model.vocab_size is not None:
         yield Problem(where, path, "needs a tokenizer", "Give --tokenizer-model.")
 

@@ -102,6 +102,7 @@ def _write_error(folder: Path) -> str | None:
 def _missing_files(config: RunConfig) -> Iterator[Problem]:
     named = [(name, getattr(config.tokenizer, name)) for name in _FILES]
     named += [("data_args_path", config.data.data_args_path), ("sample_prompts", config.log.sample_prompts)]
+    named += [("eval_tasks", config.train.eval_tasks)]
     for name, path in named:
         if path is not None and not Path(path).exists():
             yield Problem(flag_name(name), path, "does not exist", "Give the path of a file that is there.")

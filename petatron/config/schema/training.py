@@ -138,6 +138,10 @@ class RawTrainConfig:
     """Iterations between evaluations on the validation split; unset means none until the end."""
     eval_iters: IterationCount = 100
     """Batches per evaluation; 0 means no evaluation."""
+    eval_tasks: FilePath | None = None
+    """YAML list of tasks (see evaluation.md) that measure the model every `--eval-tasks-interval` iterations, and at the end."""
+    eval_tasks_interval: IterationCount | None = None
+    """Iterations between runs of `--eval-tasks`; unset means `--eval-interval`."""
     exit_interval: IterationCount | None = None
     """Save and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: Minutes | None = None

@@ -19,7 +19,7 @@ from petatron.history.curves import METRICS, Panel, build_panels
 from petatron.history.draw.axes import compact, x_text
 from petatron.history.draw.svg import panel_svg
 from petatron.history.draw.theme import THEMES
-from petatron.history.metrics_file import Evaluation
+from petatron.history.metrics_file import Evaluation, TaskMetrics
 from petatron.history.report.style import report_script, report_style
 from petatron.history.run_folder import RecordedRun
 from petatron.history.run_settings import SettingWithOrigin
@@ -54,6 +54,7 @@ def report_html(run: RecordedRun) -> str:
     sections = [
         _section("Curves", _plots(run)),
         _section("Evaluation", _evaluations(run.metrics.evaluations)),
+        _section("Tasks", _tasks(run.metrics.tasks)),
         _section("Text samples", _samples(run.metrics.samples)),
         _section("Settings", _settings([one for one in run.settings.values.values() if not _is_placed(one)])),
         _section("Data", _settings_of(run, _DATA_FIELDS)),
@@ -143,6 +144,11 @@ def _evaluations(found: Sequence[Evaluation]) -> str:
     if not any(row[4] for row in rows):
         rows, head = [row[:4] for row in rows], head[:4]
     return _folded(_table(head, rows, numbers=(1, 2, 3)), "all evaluations", len(rows))
+
+
+def _tasks(found: Sequence[TaskMetrics]) -> str:
+    rows = [(_text(one.task, 60), f"{one.iteration:,}", _named(one.values)) for one in reversed(found[-_MAX_ROWS:])]
+    return _folded(_table(("task", "step", "metrics"), rows, numbers=(1,)), "all results", len(rows))
 
 
 def _perplexity(loss: float) -> str:

@@ -130,6 +130,8 @@ class LiveSink:
             if record["split"] == "valid":
                 self._valid = [*self._valid, (record["iteration"], record["lm_loss"])]
             self._messages.append(f"iteration {record['iteration']}: {record['split']} loss {record['lm_loss']:.4f}")
+        elif record["kind"] == "eval":
+            self._messages.append(printable(format_record(record).strip()))
         elif record["kind"] == "summary":
             self._summary = format_record(record)
         elif record["kind"] == "sample":

@@ -20,13 +20,15 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from petatron.evaluate.estimate import perplexity
+from petatron.evaluate.task import TaskResult
 from petatron.layers.moe.load_balancing import router_health
 
 MetricRecord = Mapping[str, Any]
 
 
 class MetricSink(Protocol):
-    """Receives records (`kind` is train, valid, sample, event or summary) and cannot call back."""
+    """Receives records (`kind` is train, valid, eval, sample, event or summary) and cannot call back."""
 
     def write(self, record: MetricRecord) -> None: ...
 
@@ -260,11 +262,6 @@ def format_duration(seconds: float | None) -> str:
     return "n/a" if seconds is None or not math.isfinite(seconds) else str(timedelta(seconds=round(seconds)))
 
 
-def perplexity(loss: float) -> float:
-    """exp(loss), capped at exp(20) as Megatron does, so that an untrained model prints a number."""
-    return math.exp(min(20.0, loss))
-
-
 def validation_record(
     *,
     iteration: int,
@@ -289,6 +286,11 @@ def validation_record(
 def sample_record(samples: Sequence[Mapping[str, str]], *, iteration: int) -> dict[str, Any]:
     """Returns the record of text samples: for each its `prompt` and the model's `text` after it."""
     return {"kind": "sample", "time": time.time(), "iteration": iteration, "samples": [dict(each) for each in samples]}
+
+
+def task_record(task: str, result: TaskResult, *, iteration: int) -> dict[str, Any]:
+    """Returns the record of a task of `--eval-tasks`: its metrics with intervals, and counts."""
+    return {"kind": "eval", "time": time.time(), "iteration": iteration, "task": task, **result.as_json()}
 
 
 def event_record(message: str, *, iteration: int, **facts: Any) -> dict[str, Any]:

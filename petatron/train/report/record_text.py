@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
+from petatron.evaluate.comparison_table import format_estimate
+from petatron.evaluate.estimate import Estimate, perplexity
 from petatron.train.report.closing_summary import summary_lines
-from petatron.train.report.metrics import LogRecord, MetricRecord, format_duration, format_percent, perplexity
+from petatron.train.report.metrics import LogRecord, MetricRecord, format_duration, format_percent
 
 TIME_LIMIT = "--exit-duration-in-mins"
 _CONTINUED = " => "
@@ -86,6 +90,19 @@ def sample_lines(record: MetricRecord) -> str:
     return "\n".join(lines)
 
 
+def task_line(record: MetricRecord) -> str:
+    """Formats the metrics of a task of `--eval-tasks`, with their intervals."""
+    fields = [f"{name}: {_with_interval(metric)}" for name, metric in record["metrics"].items()]
+    return f" {record['task']} at iteration {record['iteration']} | " + "".join(f"{each} | " for each in fields)
+
+
+def _with_interval(metric: Mapping[str, Any]) -> str:
+    value, low, high = (
+        None if each is None else float(each) for each in (metric[key] for key in ("value", "low", "high"))
+    )
+    return format_estimate(Estimate(math.nan if value is None else value, low, high))
+
+
 def format_record(record: MetricRecord, *, throughput: bool = True) -> str:
     """Formats a record for a console."""
     if record["kind"] == "train":
@@ -99,6 +116,8 @@ def format_record(record: MetricRecord, *, throughput: bool = True) -> str:
         )
     if record["kind"] == "sample":
         return sample_lines(record)
+    if record["kind"] == "eval":
+        return task_line(record)
     return summary_lines(record) if record["kind"] == "summary" else str(record["message"])
 
 

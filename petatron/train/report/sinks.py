@@ -150,6 +150,8 @@ def tagged_scalars(record: MetricRecord) -> dict[str, float]:
         if named:
             return {f"{name} {split}": float(loss) for name, loss in {"total loss": record["lm_loss"], **named}.items()}
         return {f"lm loss {split}": float(record["lm_loss"]), f"lm loss {split} ppl": float(record["lm_loss_ppl"])}
+    if record["kind"] == "eval":
+        return {f"eval/{record['task']}/{name}": float(each["value"]) for name, each in record["metrics"].items()}
     return {}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from petatron.base.errors import DataError
 from petatron.base.log import get_logger
-from petatron.mesh import collectives
+from petatron.mesh.object_collectives import gather_objects_to_first
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.actions import COMPUTE_KINDS, TimedAction
 from petatron.schedule.measured_timeline import timed_action_from_json, timed_action_to_json, write_measured
@@ -18,7 +18,7 @@ _log = get_logger(__name__)
 def write_timeline(path: Path, model: ParallelModel, timed_actions: Sequence[TimedAction]) -> None:
     """Writes the timeline of the pipeline of rank 0; every rank calls it."""
     computed = [timed_action_to_json(t) for t in timed_actions if t.action.kind in COMPUTE_KINDS]
-    found = collectives.gather_objects_to_first(computed, model.mesh.control)
+    found = gather_objects_to_first(computed, model.mesh.control)
     if found is not None:
         ranks = [[timed_action_from_json(record) for record in found[rank]] for rank in model.mesh.pp.ranks]
         start = min(t.start for rank in ranks for t in rank)

@@ -13,8 +13,8 @@ from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
-from petatron.mesh.collectives import all_gather_objects
 from petatron.mesh.mesh import Axis
+from petatron.mesh.object_collectives import all_gather_objects
 from petatron.models.model_spec import ModelSpec
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.state.export_hf_folder import CompanionFiles

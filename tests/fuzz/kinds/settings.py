@@ -1,4 +1,5 @@
-"""Configurations: a file for --config, settings of communicators, a list of datasets for --data-args-path. No digest covers them."""
+"""Configurations: a file for --config, settings of communicators, a list of datasets for --data-args-path, one of tasks with their
+files for --eval-tasks. No digest covers them."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ from petatron.config.nccl_communicators import communicator_options
 from petatron.config.yaml_file import dump_yaml
 from petatron.data.build_datasets import build_datasets
 from petatron.data.indexed_writer import IndexedWriter
+from petatron.data.tokenizer import ByteTokenizer
+from petatron.evaluate.task import ContextLimits
+from petatron.evaluate.task_list import build_tasks, read_task_list
 from tests.fuzz.kind import Files, Kind
 from tests.fuzz.kinds.commands import petatron_says
 from tests.fuzz.kinds.files import files_of
@@ -50,18 +54,34 @@ dp:
   max_ctas: 16
   net_name: IB
 """
+_TASKS = b"""\
+- {task: text, data: tasks.txt, stride: 4}
+- task: lambada
+  data: lambada.jsonl
+  strict: true
+- {task: arc_easy, data: arc.jsonl, name: questions, limit: 2, every: 2}
+"""
+_LAMBADA = b'{"text": "a cat is a cat"}\n{"text": "one \\u0074wo three"}\n'
+_ARC = b'{"question": {"stem": "Why?", "choices": [{"text": "so", "label": "A"}, {"text": "no", "label": "B"}]}, "answerKey": "B"}\n'
 _FLAGS = "--lr 1e-3 --train-iters 2 --vocab-size 100 --tokenizer-type NullTokenizer"
 
 
 def make(name: str) -> Kind:
     files = {"config.yaml": _CONFIG, "nccl.yaml": _NCCL, "list.txt": b"0.3 one\n0.7 two\n", **_data()}
+    tasks = {"tasks.yaml": _TASKS, "tasks.txt": b"(some) text", "lambada.jsonl": _LAMBADA, "arc.jsonl": _ARC}
     return Kind(
         name,
-        files,
-        doors={"load": _load, "show": _show, "nccl": _nccl, "list": _list},
-        shares={"load": 2, "show": 2, "nccl": 2},
-        reads={"load": ("config.yaml",), "show": ("config.yaml",), "nccl": ("nccl.yaml",), "list": ("list.txt",)},
-        formats={".yaml": "yaml", ".txt": "text"},
+        files | tasks,
+        doors={"load": _load, "show": _show, "nccl": _nccl, "list": _list, "tasks": _tasks},
+        shares={"load": 2, "show": 2, "nccl": 2, "tasks": 2},
+        reads={
+            "load": ("config.yaml",),
+            "show": ("config.yaml",),
+            "nccl": ("nccl.yaml",),
+            "list": ("list.txt",),
+            "tasks": tuple(tasks),
+        },
+        formats={".yaml": "yaml", ".txt": "text", ".jsonl": "jsonl"},
     )
 
 
@@ -98,6 +118,12 @@ def _list(folder: Path, scratch: Path) -> Any:
         ).config
         build_datasets(config, None, (4, 0, 0))
         return with_absolute_paths(config).data.data_path
+
+
+def _tasks(folder: Path, scratch: Path) -> Any:
+    settings = read_task_list(folder / "tasks.yaml")
+    tasks = build_tasks(settings, ByteTokenizer(), ContextLimits(max_tokens=32, window=8))
+    return [(each.label, task.sequences, task.notes) for each, task in zip(settings, tasks, strict=True)]
 
 
 def _data() -> Files:

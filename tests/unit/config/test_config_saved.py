@@ -28,6 +28,7 @@ def test_every_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         "vocab_file": "--merge-file m",
         "merge_file": "--vocab-file v",
         "sample_prompts": "--sample-interval 2 --tokenizer-type ByteTokenizer",
+        "eval_tasks": "--eval-tasks-interval 2 --tokenizer-type ByteTokenizer",
     }.get(name, "").split()
     source = [word for word in MOCK if word != "--mock-data"]
     run = reloaded(tmp_path, [*source, info.flag, "some/where", *more])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -106,6 +107,18 @@ def test_several_losses_are_columns(tmp_path: Path):
     metrics = read(tmp_path, lines(records))
     assert metrics.named_losses == ("lm", "aux")
     assert metrics.column("lm").tolist()[1:] == [1.0, 0.5] and math.isnan(metrics.column("aux")[2])
+
+
+def test_tasks_are_read_and_the_later_result_wins(tmp_path: Path):
+    def task(iteration: int, value: float | str, name: str = "piqa") -> dict[str, Any]:
+        return {"kind": "eval", "iteration": iteration, "task": name, "metrics": {"accuracy": {"value": value}}}
+
+    wrong = [{**task(1, 0), "task": 3}, {**task(1, 0), "metrics": 3}, {**task(1, 0), "metrics": {"a": 1}}]
+    metrics = read(
+        tmp_path, lines([train(1), task(1, 0.5), task(2, 0.25), task(2, "nan", "arc"), task(2, 0.75), *wrong])
+    )
+    found = [(one.iteration, one.task, one.values["accuracy"]) for one in metrics.tasks]
+    assert found == [(1, "piqa", 0.5), (2, "arc", math.inf), (2, "piqa", 0.75)] and metrics.damaged_lines == 3
 
 
 def test_unknown_kinds_are_counted_and_told(tmp_path: Path):

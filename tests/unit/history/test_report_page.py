@@ -69,6 +69,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
         train(100, named_losses={EVIL: 2.0}),
         valid(100, 2.25, split="test"),
         valid(100, 2.75, split=EVIL),
+        {"kind": "eval", "iteration": 90, "task": EVIL, "metrics": {EVIL: {"value": 0.75}, "loss": {"value": "nan"}}},
         {"kind": "sample", "iteration": 50, "samples": [{"prompt": "early", "text": " bird"}]},
         {"kind": "sample", "iteration": 100, "samples": samples},
         event(EVIL, 100),
@@ -86,12 +87,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_everything_known_of_the_run_is_on_the_page(text: str):
     shown = Page(text).text
     assert "100 of 100" in shown["b"] and "2.25" in shown["b"]
-    headings = (
-        "Curves,Evaluation,Text samples,Settings,Data,Layout,Environment,Checkpoints,Summary of the last start,Events"
-    )
+    headings = "Curves,Evaluation,Tasks,Text samples,Settings,Data,Layout,Environment,Checkpoints,Summary of the last start,Events"
     assert shown["h2"] == headings.replace(",", "")
     assert " upon\na time" in shown["pre"] and "Once" in shown["i"] and " bird" in shown["pre"]
-    assert "9.9.9" in shown["td"] and "2MB" in shown["td"] and "1:02 h" in shown["td"]
+    assert "0.75" in shown["td"] and "9.9.9" in shown["td"] and "2MB" in shown["td"] and "1:02 h" in shown["td"]
     assert "1 line could not be read" in shown["p"]
 
 

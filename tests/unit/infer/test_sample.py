@@ -35,10 +35,14 @@ MODEL = (
 )
 
 
-def model_in(layout: str = "", *, world_size: int = 1) -> ParallelModel:
+def model_in(layout: str = "", *, world_size: int = 1, device: str = "cpu") -> ParallelModel:
     run = load_config([*MODEL.split(), *layout.split()], world_size=world_size).config
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return build_model(run, ParallelMesh(Layout.from_config(run.parallel), rank))
+    place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    mesh = ParallelMesh(
+        Layout.from_config(run.parallel), rank, device=place, backend="nccl" if device == "cuda" else "gloo"
+    )
+    return build_model(run, mesh)
 
 
 def continuations(layout: str, world_size: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petatron.mesh import collectives
+from petatron.mesh import collectives, object_collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool
@@ -42,7 +42,7 @@ def _plain() -> dict[str, Any]:
         "gathered": collectives.all_gather(turned, tp),
         "scattered": collectives.reduce_scatter(turned, tp),
         "sent": collectives.broadcast(x.clone(), tp, source=1),
-        "objects": collectives.all_gather_objects({"rank": rank}, tp),
+        "objects": object_collectives.all_gather_objects({"rank": rank}, tp),
         "barrier": collectives.barrier(tp),
         "part": collectives.local_slice(x, tp),
         "untouched": torch.equal(x, values(rank)) and torch.equal(turned, x),
@@ -163,7 +163,7 @@ def test_one_rank_is_the_identity_and_leaves_no_record():
     assert collectives.all_reduce(x, axis, op="max") is x
     assert collectives.broadcast(x, axis) is x
     assert torch.equal(collectives.local_slice(x, axis), x)
-    assert collectives.all_gather_objects("only me", axis) == ["only me"]
+    assert object_collectives.all_gather_objects("only me", axis) == ["only me"]
     collectives.start_all_reduce(x, axis).wait()
     collectives.barrier(axis)
     assert mesh.record.count == 0

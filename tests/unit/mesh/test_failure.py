@@ -63,7 +63,7 @@ def test_waiting_for_what_was_started_breaks_the_same_way():
             raise RuntimeError(GLOO)
 
     axis = axis_of()
-    with collectives._RecordedCall(axis, "all_reduce", elements=4, dtype=torch.float32) as call:
+    with collectives.RecordedCall(axis, "all_reduce", elements=4, dtype=torch.float32) as call:
         handle = collectives.Handle(Work(), call)  # type: ignore[arg-type]
     with pytest.raises(CommunicationError, match="in all_reduce over dp_cp"):
         handle.wait()
@@ -152,7 +152,7 @@ def test_a_hang_is_reported_before_the_limit_and_withdrawn_when_it_ends(tmp_path
     path, axis = tmp_path / "error.json", axis_of(timeout_s=0.5)
     with Watchdog(axis.record, timeout_s=0.5, error_path=str(path)):
         started = time.monotonic()
-        with collectives._RecordedCall(axis, "all_reduce", elements=4, dtype=torch.float32):
+        with collectives.RecordedCall(axis, "all_reduce", elements=4, dtype=torch.float32):
             until(path)
         assert time.monotonic() - started > 0.3, "a wait that is still in order is no hang"
         found = details(path)
@@ -176,7 +176,7 @@ def test_a_patient_axis_is_given_its_time(tmp_path: Path):
     path, axis = tmp_path / "error.json", axis_of(timeout_s=3600.0)
     with (
         Watchdog(axis.record, timeout_s=0.2, error_path=str(path)),
-        collectives._RecordedCall(axis, "gather_objects"),
+        collectives.RecordedCall(axis, "gather_objects"),
     ):
         time.sleep(0.5)
         assert not path.exists()
@@ -263,7 +263,7 @@ def test_a_store_that_is_gone_ends_only_who_waits(monkeypatch: pytest.MonkeyPatc
     ):
         time.sleep(0.4)
         assert not codes, "it writes its last files, perhaps"
-        with collectives._RecordedCall(axis, "all_reduce", elements=4, dtype=torch.float32):
+        with collectives.RecordedCall(axis, "all_reduce", elements=4, dtype=torch.float32):
             wait_for(lambda: codes)
             assert "The store of rank 0 is gone" in details(path)["py_callstack"]
 

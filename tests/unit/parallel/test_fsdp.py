@@ -43,6 +43,7 @@ from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, compute_placement
 from tests.dist import RankPool
+from tests.longform import later
 from tests.run_stage import run_stage
 
 MODEL = (
@@ -260,8 +261,16 @@ def check(ranks: RankPool, case: Case, *, gradient: float = 1e-11, weight: float
             assert float((seen.logits - reference.logits).abs().max()) < 100 * weight
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-@pytest.mark.parametrize("flags", [UNTIED, LEARNED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [
+        ("optim_grads", UNTIED),
+        ("optim_grads_params", LEARNED),
+        later("optim_grads", LEARNED),
+        later("optim_grads_params", UNTIED),
+    ],
+    ids=["zero2 untied", "zero3 tied", "zero2 tied", "zero3 untied"],
+)
 def test_four_ranks_equal_one_process(ranks: RankPool, strategy: str, flags: str):
     check(ranks, Case(Layout(dp_shard=4), strategy, flags))
 
@@ -271,13 +280,16 @@ def test_hybrid_replicas_of_shards_equal_one_process(ranks: RankPool, strategy: 
     check(ranks, Case(Layout(dp_outer=2, dp_shard=2), strategy))
 
 
-@pytest.mark.parametrize("flags", [UNTIED, LEARNED], ids=["untied", "tied"])
+@pytest.mark.parametrize("flags", [later(UNTIED), LEARNED], ids=["untied", "tied"])
 def test_parts_of_tensor_parallel_parts_equal_one_process(ranks: RankPool, flags: str):
     check(ranks, Case(Layout(dp_shard=2, tp=2), flags=flags))
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-@pytest.mark.parametrize("cut", [False, True], ids=["one stage", "two stages"])
+@pytest.mark.parametrize(
+    ("strategy", "cut"),
+    [("optim_grads", True), ("optim_grads_params", False), later("optim_grads", False), ("optim_grads_params", True)],
+    ids=["zero2 two stages", "zero3 one stage", "zero2 one stage", "zero3 two stages"],
+)
 def test_micro_batches_in_flight(ranks: RankPool, strategy: str, cut: bool):
     check(ranks, Case(Layout(dp_shard=4), strategy, order=IN_FLIGHT, cut=cut))
 
@@ -298,7 +310,12 @@ def test_nobody_to_share_with(ranks: RankPool, layout: Layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp_shard=4), Layout(dp_shard=4, ep=2), Layout(dp_shard=2, ep=2), Layout(dp_outer=2, dp_shard=2, ep=2)],
+    [
+        later(Layout(dp_shard=4)),
+        Layout(dp_shard=4, ep=2),
+        later(Layout(dp_shard=2, ep=2)),
+        Layout(dp_outer=2, dp_shard=2, ep=2),
+    ],
     ids=["dp4", "dp4 ep2", "dp2 ep2", "hybrid ep2"],
 )
 def test_experts_are_shared_over_their_own_ranks(ranks: RankPool, layout: Layout):

@@ -38,7 +38,7 @@ EXPERTS = Shard(ep=0, tp=1, sections=(Section("gate", 6, 6), Section("up", 6, 6)
 
 @settings(max_examples=100, deadline=None)
 @given(cut=st.lists(st.integers(0, 200), max_size=4), tp=st.sampled_from([1, 2]), ep=st.sampled_from([1, 2]))
-def test_pieces_of_all_stretches_and_ranks_tile_the_logical_tensors(cut: list[int], tp: int, ep: int):
+def test_pieces_of_all_flat_shards_and_ranks_tile_the_logical_tensors(cut: list[int], tp: int, ep: int):
     """A stack of 4 experts' fused matrices, split over ep and etp, each part cut again at arbitrary elements."""
     gate, up = torch.full((4, 6, 3), -1.0), torch.full((4, 6, 3), -1.0)
     for ep_rank in range(ep):
@@ -48,9 +48,9 @@ def test_pieces_of_all_stretches_and_ranks_tile_the_logical_tensors(cut: list[in
             size = math.prod(placement.shape)
             bounds = sorted({0, size, *(c for c in cut if c < size)})
             for begin, end in itertools.pairwise(bounds):
-                stretch = FlatShard(end - begin, (ParamRange(placement, begin, end, 0),), (0, end - begin))
+                shard = FlatShard(end - begin, (ParamRange(placement, begin, end, 0),), (0, end - begin))
                 values = torch.arange(begin, end, dtype=torch.float32)
-                for piece, view in stretch.tensor_shards(values):
+                for piece, view in shard.tensor_shards(values):
                     target = {"gate": gate, "up": up}[piece.name.split(".")[-2]][piece.logical_slices()]
                     assert (target == -1.0).all(), "no element twice"
                     target.copy_(view)
@@ -58,7 +58,7 @@ def test_pieces_of_all_stretches_and_ranks_tile_the_logical_tensors(cut: list[in
     assert (gate >= 0).all() and (up >= 0).all(), "no element missing"
 
 
-def test_spoken_for_leaves_out_copies_padding_and_other_ranks_shares():
+def test_primary_ranges_leave_out_replicas_padding_and_other_ranks_shares():
     vocabulary = Shard(tp=0, pad_to=4)
     placement = compute_placement("embedding.weight", (6, 2), vocabulary, ModelParallelCoordinate(tp_size=2, tp_rank=1))
     assert placement.shape == (4, 2)
@@ -68,13 +68,13 @@ def test_spoken_for_leaves_out_copies_padding_and_other_ranks_shares():
     norm = compute_placement(
         "norm.weight", (3,), Shard(partial_grad="sequence"), ModelParallelCoordinate(tp_size=2, tp_rank=1)
     )
-    assert FlatShard(3, (ParamRange(norm, 0, 3, 0),), (0, 3)).primary_ranges() == [], "rank 0 speaks for it"
+    assert FlatShard(3, (ParamRange(norm, 0, 3, 0),), (0, 3)).primary_ranges() == [], "rank 0 has the primary replica"
 
 
 def test_neighbouring_parameters_are_one_range():
     placement = compute_placement("a.weight", (2, 3), Shard(), ModelParallelCoordinate())
-    stretch = FlatShard(12, (ParamRange(placement, 0, 6, 0), ParamRange(placement, 0, 6, 6)), (0, 12))
-    assert stretch.primary_ranges() == [(0, 12)]
+    shard = FlatShard(12, (ParamRange(placement, 0, 6, 0), ParamRange(placement, 0, 6, 6)), (0, 12))
+    assert shard.primary_ranges() == [(0, 12)]
 
 
 @given(length=st.integers(0, 1000), size=st.integers(1, 9))

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from petatron.infer.decode_graphs import DecodeGraphs, StepInputs, StepOutputs
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE
 from petatron.infer.scheduler import ScheduledSequence
+from petatron.infer.step.decode_graphs import DecodeGraphs, StepInputs, StepOutputs
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
 from petatron.layers.spec.generation_state import GenerationStep, PagedState, Pages
@@ -56,7 +56,7 @@ def pack_step(
     for number, (work, rows) in enumerate(zip(scheduled, logit_rows)):
         begin, sequence = len(tokens), work.sequence
         span = range(work.start, work.start + work.count)
-        tokens += sequence.tokens[work.start : work.start + work.count]
+        tokens += sequence.tokens[work.start : work.start + work.count] or [0]  # not known yet: it is on the device
         positions += span
         slots += [sequence.pages[at // page_size] * page_size + at % page_size for at in span]
         wanted += [begin + row for row in rows]
@@ -96,9 +96,9 @@ class ModelSteps:
         [boundary] = model.io.boundaries[1] if len(model.io.boundaries) > 1 else [None]
         self._width = None if boundary is None else boundary.width
         self._shards = model.mesh.tp.size if model.sequence_parallel else 1
-        self._graphs = None
+        self.graphs = None
         if options.cuda_graphs and can_capture(model):
-            self._graphs = DecodeGraphs(
+            self.graphs = DecodeGraphs(
                 self._run_last,
                 self.device,
                 most=options.max_sequences,
@@ -119,10 +119,8 @@ class ModelSteps:
         for stage in self._stages:
             if stage.training:
                 stage.eval()
-        count = packed.num_decodes
-        if self._graphs is not None and not packed.chunks and packed.logit_rows == list(range(count)):
-            columns = (packed.tokens, packed.positions, packed.slots, packed.lengths)
-            return self._graphs.run(np.array([column[:count] for column in columns], np.int32), packed.page_tables)
+        if self.runs_as_graph(packed):
+            return self.run_graph(packed)
         tokens, positions, batch, rows = self._to_device(packed)
         x = self._receive(len(packed.tokens)) if pp.rank > 0 else None
         [stage] = self._stages
@@ -132,6 +130,19 @@ class ModelSteps:
         sent, _ = collectives.start_send_recv(pp, sends=[(out, pp.rank + 1)], receives=[])
         sent[0].wait()
         return None
+
+    def runs_as_graph(self, packed: PackedStep) -> bool:
+        """Whether a step is a CUDA graph: one token of each sequence, and the next of each wanted."""
+        count = packed.num_decodes
+        return self.graphs is not None and not packed.chunks and packed.logit_rows == list(range(count))
+
+    @torch.no_grad()
+    def run_graph(self, packed: PackedStep, sources: Many[int] | None = None) -> StepOutputs:
+        """Starts such a step; `sources` are rows of the step before, whose new ids are the tokens of this one."""
+        assert self.graphs is not None
+        count = packed.num_decodes
+        columns = (packed.tokens, sources or [-1] * count, packed.positions, packed.slots, packed.lengths)
+        return self.graphs.run(np.array([column[:count] for column in columns], np.int32), packed.page_tables)
 
     def _run_last(self, inputs: StepInputs) -> StepOutputs:
         """A step of the only stage."""

@@ -62,6 +62,14 @@ class StepLayout:
             samples.append(sampled)
         return cls(scheduled, rows, samples, hidden_size)
 
+    def sampled_rows(self, *, pending: int = 0) -> list[SampledRow]:
+        """Returns what the draws depend on; `pending` tokens before each are not known yet."""
+        return [
+            SampledRow(work.sequence.params, work.sequence.tokens, work.sequence.num_prompt, pending=pending)
+            for work, samples in zip(self.scheduled, self.samples)
+            if samples
+        ]
+
     @property
     def num_values(self) -> int:
         return sum(self._sizes(number)[0] for number in range(len(self.scheduled)))
@@ -143,10 +151,7 @@ def _sample(layout: StepLayout, results: Sequence[SequenceResult], logits_RV: Te
         return
     logits = logits_RV if len(rows) == logits_RV.shape[0] else logits_RV[list(rows)]
     chosen = [result for result, samples in zip(results, layout.samples) if samples]
-    inputs = [
-        SampledRow(each.work.sequence.params, each.work.sequence.tokens, each.work.sequence.num_prompt)
-        for each in chosen
-    ]
+    inputs = layout.sampled_rows()
     for result, token in zip(chosen, sample_tokens(logits, inputs).tolist()):
         result.token = token
     wanting = [number for number, each in enumerate(inputs) if each.params.logprobs is not None]

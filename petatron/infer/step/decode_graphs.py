@@ -3,11 +3,16 @@
 A decode step of a small batch is hundreds of kernels of a few microseconds, more than a host can launch in time. Batches are padded to
 the next captured size; padding is stored in the scratch page. What changes from step to step (ids, positions, slots, lengths and page
 tables) is one tensor of integers, copied in one transfer.
+
+The most likely ids stay on the device, and the next step may take its inputs from there: it is started before the host has seen them, and
+the host's work of one step overlaps the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +26,9 @@ StepInputs = tuple[Tensor, Tensor, PagedBatch, Tensor]
 StepOutputs = tuple[Tensor, Tensor]
 
 _WARM_UP_STEPS = 2
-_NUM_COLUMNS = 4
-"""Ids, positions, slots, lengths; after them the page table."""
+_NUM_COLUMNS = 5
+"""Ids, rows of the step before whose new ids to take instead (-1: none), positions, slots, lengths; after them the page table."""
+_LENGTHS = 4
 
 
 def captured_sizes(most: int, multiple: int) -> list[int]:
@@ -68,9 +74,11 @@ class DecodeGraphs:
         self._captured: dict[int, _CapturedStep] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self.ids = torch.zeros(self._sizes[-1], dtype=torch.int32, device=device)
+        """The new ids of the last step: the most likely ones, unless others were drawn and written here."""
 
     def run(self, columns: np.ndarray, page_tables: list[list[int]]) -> StepOutputs:
-        """Runs a step of [ids, positions, slots, lengths] x sequences; the outputs are valid until the next step."""
+        """Starts a step of `_NUM_COLUMNS` integers x sequences; the outputs are valid until the next step."""
         count = columns.shape[1]
         size = next(each for each in self._sizes if each >= count)
         if size not in self._captured:
@@ -79,7 +87,8 @@ class DecodeGraphs:
         host = step.host.numpy()
         host[:] = 0
         host[:_NUM_COLUMNS, :count] = columns
-        host[_NUM_COLUMNS - 1, count:] = 1
+        host[1, count:] = -1
+        host[_LENGTHS, count:] = 1
         table = host[_NUM_COLUMNS:].reshape(size, -1)
         for row, pages in zip(table, page_tables):
             row[: len(pages)] = pages
@@ -90,20 +99,54 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> _CapturedStep:
         host = torch.zeros((_NUM_COLUMNS + self._pages, size), dtype=torch.int32, pin_memory=True)
-        host[_NUM_COLUMNS - 1] = 1
+        host[1], host[_LENGTHS] = -1, 1
         inputs = host.to(self._device)
+        ids = self.ids.clone()  # the step before may have left them for this one, and warm-up steps write theirs
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UP_STEPS):
-                self._run(self._views(inputs, size))
+                self._step(inputs, size)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self.ids.copy_(ids)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            outputs = self._run(self._views(inputs, size))
+        with (
+            _without_garbage_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            outputs = self._step(inputs, size)
         return _CapturedStep(host, inputs, graph, outputs)
 
-    def _views(self, inputs: Tensor, size: int) -> StepInputs:
-        tokens, positions, slots, lengths = inputs[:_NUM_COLUMNS]
+    def _step(self, inputs: Tensor, size: int) -> StepOutputs:
+        typed, sources, positions, slots, lengths = inputs[:_NUM_COLUMNS]
+        tokens = torch.where(sources < 0, typed, self.ids[sources.clamp(min=0).long()])
         table = inputs[_NUM_COLUMNS:].view(size, -1)
         batch = PagedBatch(slots, table, lengths, self._max_length, size)
-        return tokens, positions, batch, torch.arange(size, device=self._device)
+        logits, hidden = self._run((tokens, positions, batch, torch.arange(size, device=self._device)))
+        self.ids[:size] = most_likely(logits)
+        return logits, hidden
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Garbage collected during a capture might free what must not be freed then, such as another graph."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def most_likely(logits_RV: Tensor) -> Tensor:
+    """Returns the most likely id of each row, the smaller of two; in two passes, since one block a row is slow for few rows.
+
+    >>> most_likely(torch.tensor([[1.0, 3.0, 3.0, 2.0]])).tolist()
+    [1]
+    """
+    size = logits_RV.shape[1]
+    width = next((each for each in range(512, 1, -1) if size % each == 0), 1)
+    values, columns = logits_RV.unflatten(1, (-1, width)).max(dim=2)
+    chunk = values.argmax(dim=1, keepdim=True)
+    return (chunk * width + columns.gather(1, chunk)).squeeze(1)

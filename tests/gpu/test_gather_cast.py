@@ -1,4 +1,4 @@
-"""Weights to eight bits and back on a CUDA device: bit for bit as the reference does it, without waiting for the device."""
+"""Weights to FP8 and back on a CUDA device: bit for bit as the reference does it, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from petatron.kernels.fp8 import cast_and_gemm
 from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, power_of_two_scale
 from petatron.kernels.fp8.gather_cast import REFERENCE, RUN_LENGTH
-from tests.kernels.test_wire import assert_same_operands, draw, same, travelled
+from tests.kernels.test_gather_cast import assert_same_operands, draw, gathered, same
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CAPABLE, reason="needs a CUDA device of capability 9.0")]
@@ -29,7 +29,7 @@ def kernels() -> Any:
 def test_as_the_reference(kernels: Any, shape: tuple[int, int], squares: bool, top: float):
     w = draw(shape, seed=1, spread=30.0, top=top, dtype=torch.bfloat16).cuda()
     cuts = [RUN_LENGTH * 7, RUN_LENGTH * 80]
-    ours, wanted = (travelled(w, squares=squares, cuts=cuts, kernels=way) for way in (kernels, REFERENCE))
+    ours, wanted = (gathered(w, squares=squares, cuts=cuts, kernels=way) for way in (kernels, REFERENCE))
     assert torch.equal(ours.view(torch.int16), wanted.view(torch.int16))
     cast = cast_and_gemm.cast_blocks_2d if squares else cast_and_gemm.cast_tensor
     assert_same_operands(cast(ours, E4M3), cast(w, E4M3))
@@ -39,7 +39,7 @@ def test_as_the_reference(kernels: Any, shape: tuple[int, int], squares: bool, t
 def test_what_is_not_finite(kernels: Any, shape: tuple[int, int], squares: bool):
     w = draw(shape, seed=2, spread=4.0, top=100.0, dtype=torch.bfloat16).cuda()
     w[3, 3], w[-1, -1] = math.inf, math.nan
-    ours, wanted = (travelled(w, squares=squares, cuts=[RUN_LENGTH * 9], kernels=way) for way in (kernels, REFERENCE))
+    ours, wanted = (gathered(w, squares=squares, cuts=[RUN_LENGTH * 9], kernels=way) for way in (kernels, REFERENCE))
     assert same(ours, wanted) and int(ours.isnan().sum()) == 2
 
 
@@ -63,5 +63,5 @@ def test_parts_that_lie_apart_without_waiting(kernels: Any, squares: bool):
         kernels.dequantise_shards(messages[:, 16 : 16 + length].view(E4M3), scale, out[:, 32:], columns=columns)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(out[:, 32:].reshape(shape), travelled(w, squares=squares, cuts=[]))
+    assert torch.equal(out[:, 32:].reshape(shape), gathered(w, squares=squares, cuts=[]))
     assert not out[:, :32].any() and not messages[:, :16].any() and not messages[:, 16 + length :].any()

@@ -1,4 +1,4 @@
-"""Weights in eight bits between ranks: what arrives is cast to the same numbers as what was sent, whoever owned which stretch."""
+"""FP8 weights between ranks: what is all-gathered is cast to the same numbers as what was sent, whichever rank owned which range."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TENSORS = [(16, 16), (48, 144), (112, 32)]
 SQUARES = [(128, 128), (256, 384)]
 
 
-def travelled(w: Tensor, *, squares: bool, cuts: Sequence[int], kernels: GatherCastKernels = REFERENCE) -> Tensor:
+def gathered(w: Tensor, *, squares: bool, cuts: Sequence[int], kernels: GatherCastKernels = REFERENCE) -> Tensor:
     """A weight whose elements up to each cut belong to one rank each, as all of them get it."""
     flat, columns = w.flatten(), w.shape[1] if squares else None
     amax = torch.zeros(w.numel() // BLOCK**2 if squares else 1, device=w.device)
@@ -80,12 +80,12 @@ def test_what_arrives_is_cast_to_the_same_numbers(data: st.DataObject):
     step = RUN_LENGTH if squares else 1
     cuts = [step * at for at in data.draw(st.lists(st.integers(0, w.numel() // step), max_size=4), "cuts")]
     back, cast = (
-        travelled(w, squares=squares, cuts=cuts),
+        gathered(w, squares=squares, cuts=cuts),
         cast_and_gemm.cast_blocks_2d if squares else cast_and_gemm.cast_tensor,
     )
     assert back.isfinite().all()
     assert_same_operands(cast(back, E4M3), cast(w, E4M3))
-    assert same(travelled(back, squares=squares, cuts=[]), back)
+    assert same(gathered(back, squares=squares, cuts=[]), back)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -93,7 +93,7 @@ def test_the_largest_of_all(dtype: torch.dtype):
     """Rounded up, it would be infinite."""
     w = torch.full((16, 16), torch.finfo(dtype).max, dtype=dtype)
     w[0, 0] = 1.0
-    back = travelled(w, squares=False, cuts=[])
+    back = gathered(w, squares=False, cuts=[])
     assert back.isfinite().all()
     assert_same_operands(cast_and_gemm.cast_tensor(back, E4M3), cast_and_gemm.cast_tensor(w, E4M3))
 
@@ -105,7 +105,7 @@ def test_every_scale_at_its_ends(largest: float):
     for power in (-120, -20, 0, 20, 110):
         w = (small.view(16, 16) * 2.0**power).to(torch.bfloat16)
         w[3, 3] = largest * 2.0**power
-        back = travelled(w, squares=False, cuts=[100])
+        back = gathered(w, squares=False, cuts=[100])
         assert_same_operands(cast_and_gemm.cast_tensor(back, E4M3), cast_and_gemm.cast_tensor(w, E4M3))
         scale, again = (cast_and_gemm.cast_tensor(x, E4M3).rows.scale for x in (w, back))
         assert float(again / scale) == (0.5 if 224 < largest <= 232 else 1.0)
@@ -117,7 +117,7 @@ def test_what_is_not_finite_is_not_lost(squares: bool, spoiled: float):
     w = draw((256, 128), seed=1, spread=4.0, top=100.0, dtype=torch.bfloat16)
     w[200, 7] = spoiled
     cast = cast_and_gemm.cast_blocks_2d if squares else cast_and_gemm.cast_tensor
-    back = travelled(w, squares=squares, cuts=[64 * 100])
+    back = gathered(w, squares=squares, cuts=[64 * 100])
     assert back[200, 7].isnan() and int(back.isnan().sum()) == 1
     assert_same_operands(cast(back, E4M3), cast(w, E4M3))
 
@@ -125,12 +125,12 @@ def test_what_is_not_finite_is_not_lost(squares: bool, spoiled: float):
 @pytest.mark.parametrize("squares", [False, True])
 def test_zeros(squares: bool):
     w = torch.zeros(128, 256, dtype=torch.bfloat16)
-    assert torch.equal(travelled(w, squares=squares, cuts=[64]), w)
+    assert torch.equal(gathered(w, squares=squares, cuts=[64]), w)
 
 
 def test_products_are_the_same_to_the_bit():
     w = draw((64, 96), seed=5, spread=20.0, top=225.0, dtype=torch.bfloat16)
-    back = travelled(w, squares=False, cuts=[1000])
+    back = gathered(w, squares=False, cuts=[1000])
     assert not torch.equal(back, w)
     x = cast_and_gemm.cast_tensor(torch.randn(32, 96).to(torch.bfloat16), E4M3)
     ours, wanted = (
@@ -195,7 +195,7 @@ def test_triton_does_the_same(shape: tuple[int, int], squares: bool):
     """With numbers that are not rounded, as its interpreter rounds in a way of its own."""
     kernels, w = _triton(), exact(shape, seed=3)
     cuts = [RUN_LENGTH * 3, RUN_LENGTH * 80]
-    assert torch.equal(travelled(w, squares=squares, cuts=cuts, kernels=kernels), w)
+    assert torch.equal(gathered(w, squares=squares, cuts=cuts, kernels=kernels), w)
     columns, flat = shape[1] if squares else None, w.flatten()
     flat[-3] = math.nan
     for begin in (0, RUN_LENGTH * 80):

@@ -1,0 +1,71 @@
+"""LAMBADA: the last word of a passage, which only the whole passage tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from petatron.base.errors import DataError
+from petatron.base.text import count_with_noun
+from petatron.data.tokenizer import Tokenizer
+from petatron.evaluate.estimate import Estimate, accuracy_estimate, perplexity, ratio_estimate
+from petatron.evaluate.examples_file import ExampleError, read_examples, text_field
+from petatron.evaluate.score import SequenceScore
+from petatron.evaluate.task import ContextLimits, EvalTask, truncate_left
+
+
+@dataclass(slots=True)
+class LambadaTask(EvalTask):
+    """An example is correct if each token of its last word is the most likely one."""
+
+    num_targets: list[int] = field(default_factory=list)
+
+    def metrics(self, scores: Sequence[SequenceScore]) -> tuple[dict[str, Estimate], dict[str, int]]:
+        lasts = [-count for count in self.num_targets]
+        correct = [bool(score.greedy[last:].all()) for score, last in zip(scores, lasts, strict=True)]
+        losses = [-float(score.logprobs[last:].sum()) for score, last in zip(scores, lasts, strict=True)]
+        found = {
+            "accuracy": accuracy_estimate(correct),
+            "perplexity": ratio_estimate(losses, [1.0] * len(losses), perplexity),
+        }
+        return found, {"examples": len(correct), "correct": sum(correct)}
+
+
+def read_lambada(
+    path: Path, tokenizer: Tokenizer, limits: ContextLimits, *, strict: bool = False, limit: int | None = None
+) -> LambadaTask:
+    """Reads JSON lines with a "text". Strict predicts the whole last word; else its last token, as the text is tokenized."""
+    pairs = read_examples(path, _split_strict if strict else _whole_text, limit=limit)
+    contexts = tokenizer.encode_batch([context for context, _ in pairs])
+    words = tokenizer.encode_batch([word for _, word in pairs])
+    task, truncated = LambadaTask(), 0
+    for number, (context, word) in enumerate(zip(contexts, words, strict=True), start=1):
+        num_targets = len(word) if strict else 1
+        ids, cut = truncate_left([*context, *word], limits.max_tokens)
+        if len(ids) <= num_targets:
+            raise DataError(
+                f"{path}, example {number}: nothing is left before the last word. Give passages of two tokens or more."
+            )
+        truncated += cut
+        task.sequences.append(ids)
+        task.num_targets.append(num_targets)
+    if truncated:
+        count = count_with_noun(truncated, "passage")
+        task.notes.append(f"{count} cut from the left to {limits.max_tokens:,} tokens")
+    return task
+
+
+def _whole_text(record: Mapping[str, Any]) -> tuple[str, str]:
+    return text_field(record, "text"), ""
+
+
+def _split_strict(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the text before the last word, and that word after a space."""
+    text = text_field(record, "text")
+    word = text.split()[-1]
+    before = text[: text.rindex(word)].strip()
+    if not before:
+        raise ExampleError('"text" has only one word')
+    return before, f" {word}"

@@ -1,0 +1,210 @@
+"""Multiple choice: of several continuations, the one with the highest log-probability is the model's answer.
+
+Prompts and tokenization are those of lm-evaluation-harness without examples in the prompt, so that numbers can be compared. Accuracy
+takes sums of log-probabilities; normalised accuracy divides each by the bytes of its choice, which does not favour short ones.
+WinoGrande is scored the other way round (partial evaluation): the choice is part of the context, and the rest of the sentence, which
+is the same for both, is scored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from petatron.base.errors import DataError
+from petatron.base.text import count_with_noun
+from petatron.data.tokenizer import Tokenizer
+from petatron.evaluate.estimate import Estimate, accuracy_estimate
+from petatron.evaluate.examples_file import ExampleError, field_of, read_examples, text_field
+from petatron.evaluate.score import SequenceScore
+from petatron.evaluate.task import ContextLimits, EvalTask, truncate_left
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceExample:
+    """A context and a continuation for each choice, the bytes that normalise each, and the index of the right one."""
+
+    pairs: tuple[tuple[str, str], ...]
+    num_bytes: tuple[int, ...]
+    answer: int
+
+
+def _example(context: str, choices: Sequence[str], answer: int) -> ChoiceExample:
+    return ChoiceExample(
+        tuple((context, _after(context, choice)) for choice in choices),
+        tuple(len(choice.encode()) for choice in choices),
+        answer,
+    )
+
+
+def _after(context: str, choice: str) -> str:
+    """Puts one space before a continuation, unless there is space already."""
+    return choice if choice[:1].isspace() or context[-1:].isspace() or not context else f" {choice}"
+
+
+def _choice_texts(value: Any, name: str) -> list[str]:
+    texts = value if isinstance(value, list) else []
+    if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ExampleError(f'"{name}" is not a list of two or more texts')
+    return texts
+
+
+def _answer_index(value: Any, labels: Sequence[str], name: str) -> int:
+    """Returns the index of an answer's label; numbers may be written as text."""
+    text = str(value).strip() if isinstance(value, str | int) and not isinstance(value, bool) else None
+    if text is None or text not in labels:
+        raise ExampleError(f'"{name}" is {value!r}, which is none of {", ".join(labels)}')
+    return list(labels).index(text)
+
+
+def _indices(choices: Sequence[str]) -> list[str]:
+    return [str(index) for index in range(len(choices))]
+
+
+def _hellaswag(record: Mapping[str, Any]) -> ChoiceExample:
+    before, after = text_field(record, "ctx_a"), str(field_of(record, "ctx_b"))
+    context = f"{text_field(record, 'activity_label')}: {before} {after.capitalize()}"
+    endings = _choice_texts(field_of(record, "endings"), "endings")
+    answer = _answer_index(field_of(record, "label"), _indices(endings), "label")
+    return _example(_clean_wikihow(context), [_clean_wikihow(ending) for ending in endings], answer)
+
+
+def _clean_wikihow(text: str) -> str:
+    """Removes the marks of wikiHow texts: "[title]", "[step]" and "[substeps]"."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _arc(record: Mapping[str, Any]) -> ChoiceExample:
+    """The published file nests {"question": {"stem", "choices"}}; the datasets library has {"choices": {"text", "label"}} beside it."""
+    question = field_of(record, "question")
+    if isinstance(question, dict):
+        stem, listed = text_field(question, "stem"), field_of(question, "choices")
+    else:
+        stem, listed = text_field(record, "question"), field_of(record, "choices")
+    if isinstance(listed, dict):
+        texts, labels = field_of(listed, "text"), field_of(listed, "label")
+    elif isinstance(listed, list) and all(isinstance(one, dict) for one in listed):
+        texts, labels = [field_of(one, "text") for one in listed], [field_of(one, "label") for one in listed]
+    else:
+        raise ExampleError('"choices" has no texts and labels')
+    choices = _choice_texts(texts, "choices")
+    answer = _answer_index(field_of(record, "answerKey"), [str(label) for label in labels], "answerKey")
+    return _example(f"Question: {stem}\nAnswer:", choices, answer)
+
+
+def _piqa(record: Mapping[str, Any]) -> ChoiceExample:
+    solutions = [text_field(record, "sol1"), text_field(record, "sol2")]
+    answer = _answer_index(field_of(record, "label"), ("0", "1"), "label")
+    return _example(f"Question: {text_field(record, 'goal')}\nAnswer:", solutions, answer)
+
+
+def _winogrande(record: Mapping[str, Any]) -> ChoiceExample:
+    before, blank, after = text_field(record, "sentence").partition("_")
+    if not blank or not after.strip():
+        raise ExampleError('"sentence" has no "_" with text after it')
+    options = [text_field(record, "option1"), text_field(record, "option2")]
+    answer = _answer_index(field_of(record, "answer"), ("1", "2"), "answer")
+    rest = f" {after.strip()}"
+    return ChoiceExample(tuple((before + option, rest) for option in options), (len(rest.encode()),) * 2, answer)
+
+
+def _mmlu(record: Mapping[str, Any]) -> ChoiceExample:
+    choices = _choice_texts(field_of(record, "choices"), "choices")
+    letters = [chr(ord("A") + index) for index in range(len(choices))]
+    given = field_of(record, "answer")
+    by_letter = isinstance(given, str) and not given.strip().isdigit()
+    answer = _answer_index(given, letters if by_letter else _indices(choices), "answer")
+    subject = str(record.get("subject") or "").replace("_", " ")
+    about = f" about {subject}" if subject else ""
+    listed = "".join(f"{letter}. {choice}\n" for letter, choice in zip(letters, choices))
+    head = f"The following are multiple choice questions (with answers){about}.\n\n"
+    return _example(f"{head}{text_field(record, 'question').strip()}\n{listed}Answer:", letters, answer)
+
+
+def _general(record: Mapping[str, Any]) -> ChoiceExample:
+    context = field_of(record, "context")
+    if not isinstance(context, str):
+        raise ExampleError('"context" is not a text')
+    choices, given = _choice_texts(field_of(record, "choices"), "choices"), field_of(record, "answer")
+    by_text = isinstance(given, str) and given in choices
+    return _example(
+        context, choices, choices.index(given) if by_text else _answer_index(given, _indices(choices), "answer")
+    )
+
+
+FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ChoiceExample]] = {
+    "hellaswag": _hellaswag,
+    "arc": _arc,
+    "arc_easy": _arc,
+    "arc_challenge": _arc,
+    "piqa": _piqa,
+    "winogrande": _winogrande,
+    "mmlu": _mmlu,
+    "multiple_choice": _general,
+}
+
+
+@dataclass(slots=True)
+class MultipleChoiceTask(EvalTask):
+    """One sequence for each choice of each example."""
+
+    examples: list[ChoiceExample] = field(default_factory=list)
+    num_targets: list[int] = field(default_factory=list)
+
+    def metrics(self, scores: Sequence[SequenceScore]) -> tuple[dict[str, Estimate], dict[str, int]]:
+        sums = [float(score.logprobs[-count:].sum()) for score, count in zip(scores, self.num_targets, strict=True)]
+        plain, normalised, start = [], [], 0
+        for example in self.examples:
+            of_choices = np.array(sums[start : start + len(example.pairs)])
+            start += len(of_choices)
+            plain.append(int(of_choices.argmax()) == example.answer)
+            normalised.append(int((of_choices / np.array(example.num_bytes)).argmax()) == example.answer)
+        found = {"accuracy": accuracy_estimate(plain), "accuracy_norm": accuracy_estimate(normalised)}
+        return found, {"examples": len(plain), "correct": sum(plain), "correct_norm": sum(normalised)}
+
+
+def read_multiple_choice(
+    path: Path, tokenizer: Tokenizer, limits: ContextLimits, *, format_name: str, limit: int | None = None
+) -> MultipleChoiceTask:
+    """Reads JSON lines in one of `FORMATS`."""
+    task = MultipleChoiceTask(examples=read_examples(path, FORMATS[format_name], limit=limit))
+    pairs = [pair for example in task.examples for pair in example.pairs]
+    truncated = 0
+    for ids, num_targets in encode_pairs(tokenizer, pairs, path=path):
+        kept, cut = truncate_left(ids, limits.max_tokens)
+        truncated += cut
+        task.sequences.append(kept)
+        task.num_targets.append(min(num_targets, len(kept) - 1))
+    if truncated:
+        count = count_with_noun(truncated, "choice")
+        task.notes.append(f"{count} cut from the left to {limits.max_tokens:,} tokens, with the context")
+    return task
+
+
+def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, path: Path) -> list[tuple[list[int], int]]:
+    """Returns the ids of each context and continuation together, and how many are the continuation's.
+
+    Both are tokenized as one text, and cut where the context's own tokens end: spaces at the end of the context belong to the
+    continuation, as tokenizers put them there. An empty context is the end of a document.
+    """
+    contexts = [context.rstrip() for context, _ in pairs]
+    whole = tokenizer.encode_batch([context + continuation for context, continuation in pairs])
+    alone = tokenizer.encode_batch(contexts)
+    found: list[tuple[list[int], int]] = []
+    for ids, before in zip(whole, alone, strict=True):
+        num_targets = max(len(ids) - len(before), 1)
+        if not before or num_targets >= len(ids):
+            if tokenizer.eod is None:
+                raise DataError(
+                    f"{path} has an empty context, and the tokenizer {tokenizer.name} has no end-of-document id to start from. "
+                    "Give every example a context."
+                )
+            ids, num_targets = [tokenizer.eod, *ids], len(ids)
+        found.append((ids, num_targets))
+    return found

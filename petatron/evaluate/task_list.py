@@ -1,0 +1,196 @@
+"""Which tasks to run on which files: one of a command line, or a list in a YAML file.
+
+    - task: lambada
+      data: lambada.jsonl
+      strict: true
+    - task: text
+      data: held-out.txt
+      name: held out
+      limit: 100
+      every: 2
+
+Paths are relative to the file. In training, `every: 2` runs a task at every second evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
+from petatron.config.yaml_depth_limit import depth_limited_loader
+from petatron.config.yaml_file import MAX_YAML_BYTES
+from petatron.data.tokenizer import Tokenizer
+from petatron.evaluate import multiple_choice
+from petatron.evaluate.lambada import read_lambada
+from petatron.evaluate.language_modeling import read_text_task, read_wikitext103
+from petatron.evaluate.score import default_window, max_scored_tokens
+from petatron.evaluate.task import ContextLimits, EvalTask
+from petatron.parallel.parallel_model import ParallelModel
+
+WIKITEXT103, LAMBADA, TEXT = "wikitext103", "lambada", "text"
+TASK_NAMES = (WIKITEXT103, LAMBADA, *multiple_choice.FORMATS, TEXT)
+_MAX_TASKS = 100
+# Which settings have an effect on which tasks; the others on all.
+_SETTINGS_OF = {
+    "stride": (WIKITEXT103, TEXT),
+    "strict": (LAMBADA,),
+    "limit": tuple(n for n in TASK_NAMES if n != WIKITEXT103),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSettings:
+    """One task.
+
+    task: one of `TASK_NAMES`. data: its file. name: in results, by default that of the task. limit: examples at most. stride: tokens
+    that each window counts, by default all. strict: LAMBADA's whole last word. every: runs at every so many evaluations of training.
+    """
+
+    task: str
+    data: Path
+    name: str = ""
+    limit: int | None = None
+    stride: int | None = None
+    strict: bool = False
+    every: int = 1
+
+    @property
+    def label(self) -> str:
+        return self.name or self.task
+
+
+def setting_problems(settings: TaskSettings, *, where: str) -> list[Problem]:
+    """Returns everything that is wrong with a task's settings, before its file is opened."""
+    found: list[Problem] = []
+    if settings.task not in TASK_NAMES:
+        found.append(Problem(where, settings.task, "is not a task", f"Use one of {', '.join(TASK_NAMES)}."))
+        return found
+    for name in ("limit", "stride", "every"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            found.append(Problem(where, f"{name} {value}", "is below 1", "Use a positive number, or leave it out."))
+    for name, tasks in _SETTINGS_OF.items():
+        if settings.task not in tasks and getattr(settings, name):
+            rule = f"has no effect on {settings.task}"
+            found.append(Problem(where, name, rule, f"Leave it out; it is for {', '.join(tasks)}."))
+    if not settings.data.is_file():
+        found.append(Problem(where, str(settings.data), "is not a file", "Give the path of the task's data."))
+    return found
+
+
+def read_task_list(path: Path) -> list[TaskSettings]:
+    """Reads a YAML list of tasks, which may be untrusted; raises `ConfigError` with every problem."""
+    content = _load_yaml(path)
+    if not isinstance(content, list) or not 1 <= len(content) <= _MAX_TASKS:
+        rule = f"is not a list of 1 to {_MAX_TASKS} tasks"
+        raise ConfigError([Problem("tasks", str(path), rule, "Write `- task: NAME` and `  data: FILE` for each.")])
+    found: list[TaskSettings] = []
+    problems: list[Problem] = []
+    for number, item in enumerate(content, start=1):
+        where = f"{path}, task {number}:"
+        settings, wrong = _parse_task(item, where, path.parent)
+        problems += wrong
+        if settings is not None:
+            problems += setting_problems(settings, where=where)
+            found.append(settings)
+    if not problems:
+        problems = _repeated_names(found, path)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def build_tasks(settings: Sequence[TaskSettings], tokenizer: Tokenizer, limits: ContextLimits) -> list[EvalTask]:
+    """Reads and tokenizes the files of tasks; raises `DataError` with the problems of all of them."""
+    tasks: list[EvalTask] = []
+    problems: list[str] = []
+    for each in settings:
+        try:
+            tasks.append(_build_task(each, tokenizer, limits))
+        except DataError as error:
+            problems.append(f"task {each.label}: {error}")
+    if problems:
+        raise DataError("\n".join(problems))
+    return tasks
+
+
+def context_limits(model: ParallelModel) -> ContextLimits:
+    """Returns what a model reads at once in its layout."""
+    return ContextLimits(max_scored_tokens(model), default_window(model))
+
+
+def _build_task(settings: TaskSettings, tokenizer: Tokenizer, limits: ContextLimits) -> EvalTask:
+    path, limit = settings.data, settings.limit
+    if settings.task == WIKITEXT103:
+        return read_wikitext103(path, tokenizer, limits, stride=settings.stride)
+    if settings.task == LAMBADA:
+        return read_lambada(path, tokenizer, limits, strict=settings.strict, limit=limit)
+    if settings.task == TEXT:
+        return read_text_task(path, tokenizer, limits, stride=settings.stride, limit=limit)
+    return multiple_choice.read_multiple_choice(path, tokenizer, limits, format_name=settings.task, limit=limit)
+
+
+def _load_yaml(path: Path) -> Any:
+    import yaml
+
+    with reading_untrusted(path, lambda file, why: DataError(f"The list of tasks {file} {why}.")):
+        text = read_limited_bytes(path, MAX_YAML_BYTES).decode()
+        try:
+            return yaml.load(text, Loader=depth_limited_loader())
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f"{path}:{mark.line + 1}" if mark else str(path)
+            what = getattr(error, "problem", None) or "it cannot be parsed"
+            raise ConfigError([Problem(where, "", f"is not valid YAML: {what}", "Correct that line.")]) from error
+
+
+def _parse_task(item: Any, where: str, folder: Path) -> tuple[TaskSettings | None, list[Problem]]:
+    if not isinstance(item, Mapping):
+        return None, [
+            Problem(where, "", "is not `task: NAME` with further settings", "Write one setting on each line.")
+        ]
+    kinds = {each.name: str(each.type) for each in fields(TaskSettings)}
+    problems: list[Problem] = []
+    values: dict[str, Any] = {}
+    for key, value in item.items():
+        kind = kinds.get(key) if isinstance(key, str) else None
+        if kind is None:
+            problems.append(Problem(where, str(key), "is not a setting of a task", f"Settings: {', '.join(kinds)}."))
+        elif not _has_kind(value, kind):
+            shown = (
+                repr(value) if isinstance(value, str | int | float | None) else "(a list or mapping)"
+            )  # may be endless
+            problems.append(Problem(where, f"{key} {shown}", "has the wrong type", f"It is {_KIND_TEXTS[kind]}."))
+        else:
+            values[key] = value
+    problems += [
+        Problem(where, "", f"has no `{name}`", f"Add `{name}:`.") for name in ("task", "data") if name not in item
+    ]
+    if problems:
+        return None, problems
+    settings = TaskSettings(**{**values, "data": folder / values["data"]})
+    return replace(settings, task=settings.task.lower()), []
+
+
+_KIND_TEXTS = {"str": "a text", "Path": "a path", "int": "a number", "int | None": "a number", "bool": "true or false"}
+
+
+def _has_kind(value: Any, kind: str) -> bool:
+    if kind in ("str", "Path"):
+        return isinstance(value, str) and bool(value)
+    if kind == "bool":
+        return isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _repeated_names(found: Sequence[TaskSettings], path: Path) -> list[Problem]:
+    labels = [each.label for each in found]
+    repeated = sorted({label for label in labels if labels.count(label) > 1})
+    return [
+        Problem("tasks", str(path), f"has more than one task of the name {label}", "Give each a `name:` of its own.")
+        for label in repeated
+    ]

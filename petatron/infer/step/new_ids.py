@@ -1,0 +1,38 @@
+"""New ids on their way from the device to the host, while the next step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from petatron.infer.sampling import SampledRow, sample_tokens
+
+
+class PendingIds:
+    """The new ids of a step; `wait` returns them."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        self._host.copy_(ids, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def wait(self) -> list[int]:
+        self._copied.synchronize()
+        return self._host.tolist()
+
+
+def draw_ids(ids: Tensor, logits_RV: Tensor, rows: Sequence[SampledRow]) -> PendingIds:
+    """Draws what is not greedy, into `ids`, and starts to copy them to the host."""
+    count = len(rows)
+    if not all(row.params.greedy for row in rows):
+        ids[:count] = sample_tokens(logits_RV, rows)
+    return PendingIds(ids[:count])
+
+
+def needs_host(row: SampledRow) -> bool:
+    """Whether a draw depends on the tokens before it, or is reported on: then the next step waits for the host."""
+    params = row.params
+    return row.changes_logits or params.logprobs is not None or bool(params.min_new_tokens)

@@ -1,0 +1,84 @@
+"""Generation on a CUDA device: graphs, run-ahead and the Triton kernel change no token."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from petatron.infer.completion import Completion
+from petatron.infer.engine import Engine
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.sampling_params import SamplingParams
+from petatron.models.decoder import Decoder
+from tests.unit.infer.test_sample import POSITIONS, VOCAB, model_in
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PROMPTS = [[5, 17, 90, 3, 3], [1], [2, 3, 4, 5, 6, 7, 8, 9], [VOCAB - 1] * 12, [2, 3, 4, 5, 9], [7, 8]]
+
+
+@cache
+def model(flags: str = ""):
+    return model_in(f"--device cuda {flags}", device="cuda")
+
+
+def answers(params: SamplingParams, flags: str = "", **options: int | bool) -> list[Completion]:
+    engine = Engine(model(flags), options=EngineOptions(page_size=4, max_step_tokens=16, **options))  # type: ignore[arg-type]
+    found = [answer for [answer] in engine.complete(PROMPTS, params)]
+    assert engine.stats.pages_used == 0
+    return found
+
+
+@pytest.mark.parametrize("flags", ["", "--window-size 5", "--num-query-groups 2 --group-query-attention", "--fp64"])
+def test_graphs_find_the_tokens_of_the_whole_pass(flags: str):
+    for answer in answers(SamplingParams(max_new_tokens=9, temperature=0.0), flags, max_sequences=4):
+        ids = [*answer.prompt_ids, *answer.ids]
+        decoder = model(flags).module.eval()
+        assert isinstance(decoder, Decoder)
+        with torch.no_grad():
+            rows = decoder.logits(torch.tensor([ids[:-1]], device="cuda"))[0, len(answer.prompt_ids) - 1 :]
+        assert rows.argmax(-1).tolist() == answer.ids
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_new_tokens=9, temperature=1.2, seed=4),
+        SamplingParams(max_new_tokens=9, temperature=0.9, top_k=7, top_p=0.8, seed=1),
+        SamplingParams(max_new_tokens=9, temperature=1.0, repetition_penalty=1.5, min_new_tokens=3, stop_ids=(5, 6, 7)),
+        SamplingParams(max_new_tokens=9, temperature=0.0, stop_ids=tuple(range(40))),
+        SamplingParams(max_new_tokens=9, temperature=0.0, logprobs=2),
+    ],
+)
+def test_graphs_and_run_ahead_change_no_draw(params: SamplingParams):
+    plain, graphed, alone, few = (
+        answers(params, **options)
+        for options in (
+            {"cuda_graphs": False},
+            {},
+            {"max_sequences": 1},
+            {"max_sequences": 3, "num_pages": -(-(POSITIONS + 1) // 4) + 1},
+        )
+    )
+    for others in (graphed, alone, few):
+        assert [(each.ids, each.finish_reason) for each in others] == [(each.ids, each.finish_reason) for each in plain]
+
+
+def test_requests_that_come_and_go_while_a_step_is_ahead():
+    params = SamplingParams(max_new_tokens=9, temperature=0.0)
+    wanted = {tuple(each.prompt_ids): each.ids for each in answers(params)}
+    engine = Engine(model(), options=EngineOptions(page_size=4, max_sequences=3))
+    numbers = [engine.submit(PROMPTS[0], params)]
+    for step in range(60):
+        if step in (2, 3, 5, 8, 9):
+            numbers.append(engine.submit(PROMPTS[len(numbers)], params))
+        if step == 4:
+            engine.cancel(numbers[1])
+        engine.step()
+    assert not engine.has_work and engine.stats.pages_used == 0
+    for number in (0, 2, 3, 4, 5):
+        answer = engine.take(numbers[number])
+        assert answer.ids == wanted[tuple(answer.prompt_ids)]
+    assert engine.take(numbers[1]).finish_reason == "cancelled"
