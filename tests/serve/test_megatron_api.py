@@ -60,6 +60,7 @@ def test_every_field_reaches_the_engine(server: LiveServer):
     plain = _params(server)
     assert (plain.temperature, plain.top_k, plain.top_p, plain.stop_ids) == (1.0, None, None, (256,))
     assert _params(server, temperature=0.5).temperature == 0.5
+    assert _params(server, temperature=5e-324).greedy  # logits divided by it would overflow
     assert _params(server, top_k=1).greedy and _params(server, top_k=9).top_k == 9
     found = _params(server, top_p=0.9, top_p_decay=0.5, top_p_bound=0.2)
     assert (found.top_p, found.top_p_decay, found.top_p_bound) == (0.9, 0.5, 0.2)

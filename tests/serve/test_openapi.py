@@ -66,4 +66,6 @@ def test_every_route_is_in_the_schema_with_its_body(server: LiveServer):
     for path in ("/api", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"):
         ref = bodies[path]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         assert ref.rpartition("/")[2] in found["components"]["schemas"]
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert {"application/json", "text/event-stream"} == bodies[path]["responses"]["200"]["content"].keys()
     assert {"/v1/models", "/healthz", "/readyz", "/metrics", "/tokenizer_info"} <= bodies.keys()

@@ -28,6 +28,7 @@ from petatron.serve.http.openai_requests import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    SamplingFields,
     TokenizeRequest,
 )
 from petatron.serve.http.routes.chat import post_chat_completion
@@ -62,6 +63,7 @@ _POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], ty
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer} for status in (400, 401, 404, 405, 413, 415, 429, 500, 503, 504)
 }
+_STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 def build_app(
@@ -105,7 +107,8 @@ def _add_routes(app: FastAPI, *, page: str) -> None:
         return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY, "Referrer-Policy": "no-referrer"})
 
     for method, path, route, body in _POST_ROUTES:
-        app.add_api_route(path, route, methods=[method], responses=_ERRORS, openapi_extra=body_schema(body))
+        responses = _ERRORS | (_STREAMS if issubclass(body, SamplingFields) else {})
+        app.add_api_route(path, route, methods=[method], responses=responses, openapi_extra=body_schema(body))
     for path, route in (
         ("/v1/models", get_models),
         ("/v1/models/{model:path}", get_model),

@@ -16,6 +16,7 @@ from petatron.serve.http.openai_requests import MAX_GRAMMAR_CHARS, ResponseForma
 from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeLimits
 
+LEAST_TEMPERATURE = 1e-5
 _LONG_TEXT_CHARS = 4096
 """Longer texts are encoded beside the event loop."""
 
@@ -115,7 +116,7 @@ def sampling_params(
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min(body.min_tokens or 0, max_new_tokens),
-        temperature=_default(body.temperature, 1.0),
+        temperature=stable_temperature(_default(body.temperature, 1.0)),
         top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
         top_p=body.top_p,
         min_p=body.min_p,
@@ -147,6 +148,11 @@ def samples(
                 ids,
                 replace(params, sample=number, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room)),
             )
+
+
+def stable_temperature(asked: float) -> float:
+    """Returns 0, which is greedy, for what would divide logits to infinity and draw the same."""
+    return 0.0 if asked < LEAST_TEMPERATURE else asked
 
 
 def _constraint(wanted: ResponseFormat) -> Constraint | None:

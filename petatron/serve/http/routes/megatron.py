@@ -17,7 +17,7 @@ from petatron.serve.http.json_body import read_body
 from petatron.serve.http.megatron_requests import DEFAULT_TOKENS, MegatronRequest
 from petatron.serve.http.routes.completions import check_batch
 from petatron.serve.http.run_generations import complete
-from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples
+from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples, stable_temperature
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.logprob_formats import own_logprob
 from petatron.serve.model_card import ModelCard
@@ -69,7 +69,7 @@ def _params(body: MegatronRequest, prompts: list[list[int]], state: ServerState)
         max_new_tokens=new_tokens(
             asked, DEFAULT_TOKENS, prompts, model, state.options.limits, param="tokens_to_generate"
         ),
-        temperature=0.0 if body.top_k == 1 else body.temperature,
+        temperature=0.0 if body.top_k == 1 else stable_temperature(body.temperature),
         top_k=body.top_k if body.top_k > 1 else None,
         top_p=body.top_p or None,
         top_p_decay=body.top_p_decay or 1.0,
