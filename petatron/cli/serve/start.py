@@ -1,0 +1,102 @@
+"""Starts the ranks of a server: the first one listens, the others follow it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import LaunchError
+from petatron.cli.serve.arguments import checkpoint_folder, engine_options, parser, read_text, serve_options
+from petatron.mesh.launch.environment import read_environment, run_rank_main
+from petatron.serve.serve_options import ServeOptions
+
+if TYPE_CHECKING:
+    from petatron.serve.checkpoint_engine import CheckpointEngine
+    from petatron.serve.model_card import ModelCard
+
+
+def main(argv: Sequence[str]) -> int:
+    # First, and not found by argparse: it would take the 2 of `--tp 2` for it.
+    first = [] if not argv or argv[0].startswith("-") else [argv[0]]
+    args, flags = parser().parse_known_args(argv[len(first) :])
+    if args.ignored is not None:
+        print("note: sampling and lengths are set by each request here; flags for them are ignored", file=sys.stderr)
+    checkpoint = checkpoint_folder([*first, *([args.load] if args.load else [])])
+    options = serve_options(args, checkpoint)
+    _check_extra()
+    if read_environment().launcher != "single":
+        return run_rank_main(lambda: _serve(args, checkpoint, options, flags))
+    from petatron.serve.checkpoint_engine import run_config_of
+
+    num_ranks = run_config_of(checkpoint, flags).parallel.world_size
+    if num_ranks == 1:
+        return _serve(args, checkpoint, options, flags)
+    from petatron.mesh.launch.local_launcher import run_ranks
+
+    return run_ranks([sys.executable, "-m", "petatron", "serve", *argv], nproc=num_ranks)
+
+
+def _serve(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, flags: Sequence[str]) -> int:
+    """Runs on every rank: the first one listens, the others follow it."""
+    from petatron.base.log import configure_logging
+    from petatron.mesh.launch.process_group import stop_process_group
+    from petatron.serve.checkpoint_engine import CheckpointEngine
+
+    rank = read_environment().rank
+    configure_logging(rank=rank)
+    if rank:
+        for number in (signal.SIGTERM, signal.SIGINT):  # the first rank drains, and then ends this one
+            signal.signal(number, signal.SIG_IGN)
+        CheckpointEngine(checkpoint, flags=flags, options=engine_options(args)).follow()
+    else:
+        _listen(args, checkpoint, options, flags)
+    stop_process_group()
+    return 0
+
+
+def _listen(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, flags: Sequence[str]) -> None:
+    from petatron.serve.checkpoint_engine import CheckpointEngine
+    from petatron.serve.http.app import build_app
+    from petatron.serve.http.follow_run import follow_run
+    from petatron.serve.http.server import address_of, open_listener, run_server
+
+    template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
+    listener = open_listener(options)
+    engine = CheckpointEngine(checkpoint, flags=flags, options=engine_options(args))
+    name = options.served_model_name or checkpoint.resolve().name
+
+    def describe() -> ModelCard:
+        return _describe(engine, name, template)
+
+    watch = follow_run(checkpoint, engine, describe, interval_s=args.watch_interval) if args.watch else None
+    app = build_app(engine, describe(), options, background=watch)
+    step = "" if engine.step_number is None else f", step {engine.step_number}"
+    ready = f"serving {name}{step} at {address_of(listener)} (Ctrl-C finishes what is open, and ends)"
+    run_server(app, listener, on_ready=lambda: print(ready, flush=True))
+
+
+def _describe(engine: CheckpointEngine, name: str, template: str | None) -> ModelCard:
+    from petatron.serve.model_card import ModelCard
+
+    return ModelCard.of_engine(
+        engine,
+        name=name,
+        created_s=int(time.time()),
+        stop_ids=engine.stop_ids,
+        chat_template=template,
+        step=engine.step_number,
+    )
+
+
+def _check_extra() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise LaunchError(f"A server needs {error.name}. Install it: pip install 'petatron[serve]'") from error
