@@ -31,7 +31,7 @@ ROWS = (
     ("infer", "plan"),
     ("train",),
     ("verify",),
-    ("bench", "quickstart", "dashboard"),
+    ("bench", "quickstart", "serve", "dashboard"),
     ("cli",),
 )
 ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}

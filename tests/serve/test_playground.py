@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,16 @@ def _top(engine: FakeEngine, context: list[int], count: int = 5) -> list[tuple[s
     return [(texts.text_of(int(token)), float(values[token])) for token in np.argsort(-values)[:count]]
 
 
+def _stream(chunks: Sequence[tuple[str, str]]) -> str:
+    """Returns the events of a completion with one chunk for each token."""
+    events = []
+    for number, (token, text) in enumerate(chunks):
+        logprobs = {"tokens": [token], "token_logprobs": [-0.5], "top_logprobs": [{token: -0.5}], "text_offset": [0]}
+        reason = "stop" if number == len(chunks) - 1 else None
+        events.append({"choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}]})
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+
 def test_a_prompt_is_typed_streamed_stopped_and_hovered(live: LiveServer, open_page: OpenPage, screenshots: Path):
     engine: GatedEngine = live.engine
     engine.allowed = 8
@@ -139,7 +149,9 @@ def test_a_prompt_is_typed_streamed_stopped_and_hovered(live: LiveServer, open_p
         assert not live.is_idle() and page.locator("#prompt-send").is_disabled()
 
         page.click("#prompt-stop")
-        _wait(page, "#prompt-stats", re.compile(r"^12 tokens · \d+\.\d\d s to first token · [\d.,]+ tokens/s · stopped$"))
+        _wait(
+            page, "#prompt-stats", re.compile(r"^12 tokens · \d+\.\d\d s to first token · [\d.,]+ tokens/s · stopped$")
+        )
         live.wait_until(live.is_idle)
         assert tokens.count() == 12 and page.locator("#prompt-stop").is_hidden()
         assert page.locator("#error").is_hidden()
@@ -190,6 +202,17 @@ def test_characters_of_several_tokens_markup_and_stop_texts(live: LiveServer, op
         _wait(page, "#prompt-stats", "token limit reached")
         assert page.input_value("#prompt") == "<i>p</i>" + before
 
+        # A special token, text that is held back, a leading space that the tokenizer drops, and a text that is not the token's.
+        late = ((" One", "One"), ("<|sep|>", ""), (" tw", " t"), ("o", "w"), ("!", "o!"), ("A", "B"), ("c", "c"))
+        page.route(
+            "**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=_stream(late))
+        )
+        page.click("#prompt-send")
+        _wait(page, "#prompt-stats", "7 tokens")
+        _wait(page, "#prompt-stats", "finished")
+        assert page.locator("#prompt-out .t").all_text_contents() == ["One", "<|sep|>", " tw", "o", "!", "B", "c"]
+        assert page.locator("#prompt-out .t.cut").all_text_contents() == ["<|sep|>"]
+
 
 def test_a_conversation(live: LiveServer, open_page: OpenPage, screenshots: Path):
     engine: GatedEngine = live.engine
@@ -224,6 +247,14 @@ def test_a_conversation(live: LiveServer, open_page: OpenPage, screenshots: Path
         page.click("#chat-send")
         _wait(page, "#error", "Error 400: The prompt has")
         assert page.input_value("#message") == "x" * 300 and page.locator("#log .message").count() == 4
+        engine.allowed = 2
+        page.fill("#message", "Go on")
+        page.keyboard.press("Control+Enter")
+        _wait(page, "#chat-stats", "2 tokens")
+        page.keyboard.press("Escape")
+        _wait(page, "#chat-stats", "stopped")
+        live.wait_until(live.is_idle)
+        assert page.locator("#log .out").last.inner_text() == "El"
         page.click("#chat-new")
         assert page.locator("#log .message").count() == 0
 
@@ -240,7 +271,6 @@ def test_errors_are_shown_as_the_server_tells_them(live: LiveServer, open_page: 
         page.click("#prompt-send")
         _wait(page, "#error", "Temperature: ")
         _set(page, temperature=0, max_tokens=2)
-        page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body="data: {}\n\n"))
         page.route("**/v1/completions", lambda route: route.abort(), times=1)
         page.click("#prompt-send")
         _wait(page, "#error", "does not answer")
@@ -248,7 +278,10 @@ def test_errors_are_shown_as_the_server_tells_them(live: LiveServer, open_page: 
         start = {"choices": [{"index": 0, "text": "ab", "logprobs": None, "finish_reason": None}]}
         for events, told in (([start, event], "The server failed."), ([start], "ended before the answer was complete")):
             body = "".join(f"data: {json.dumps(one)}\n\n" for one in events)
-            page.route("**/v1/completions", lambda route, _, body=body: route.fulfill(content_type="text/event-stream", body=body))
+            page.route(
+                "**/v1/completions",
+                lambda route, _, body=body: route.fulfill(content_type="text/event-stream", body=body),
+            )
             page.keyboard.press("Control+Enter")
             _wait(page, "#error", told)
             assert page.locator("#prompt-out").inner_text() == "Onceab", "what arrived stays"
@@ -273,17 +306,17 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(open_page: OpenPage):
 
 def test_dark_and_narrow(live: LiveServer, open_page: OpenPage, screenshots: Path):
     overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    live.engine.script = (b"A word, a longer word. " * 5)[:100]
+    live.engine.script = b"A word, a longer word. " * 2
     pages: dict[str, tuple[int, int, int]] = {"dark": (15, 20, 25), "light": (255, 255, 255)}
     for scheme, width in (("dark", 360), ("light", 1600)):
         with open_page(live.url, width=width, color_scheme=scheme) as page:
             assert page.locator("#max_tokens").is_visible() == (width > 900), "a narrow page folds the controls"
             if width <= 900:
                 page.click("#controls > summary")
-            _set(page, prompt="a" * 80, max_tokens=100)
+            _set(page, prompt="a" * 80, max_tokens=46)
             page.click("#prompt-send")
-            _tokens(page, 100)
-            page.locator("#prompt-out .t").nth(60).hover()
+            _tokens(page, 46)
+            page.locator("#prompt-out .t").nth(30).hover()
             assert page.evaluate(overflow) <= 0
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") == f"rgb{pages[scheme]}"
             page.screenshot(path=screenshots / f"{scheme}-{width}.png")
