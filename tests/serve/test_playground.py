@@ -166,7 +166,7 @@ def test_a_prompt_is_typed_streamed_stopped_and_hovered(live: LiveServer, open_p
         assert page.locator("#tip p").inner_text() == f"log-probability −{-expected[0][1]:.3f}"
         assert page.locator("#tip td:last-child").first.inner_text() == f"{100 * math.exp(expected[0][1]):.1f} %"
         surprise = tokens.nth(3).evaluate("span => span.style.getPropertyValue('--surprise')")
-        assert float(surprise) == pytest.approx(1 - math.exp(expected[0][1]), abs=1e-3)
+        assert float(surprise) == pytest.approx((expected[0][1] / math.log(1e-4)) ** 0.6, abs=1e-3)
         page.screenshot(path=screenshots / "prompt.png")
 
         page.mouse.move(0, 0)
