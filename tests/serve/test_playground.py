@@ -62,15 +62,19 @@ def live(module_live: LiveServer) -> LiveServer:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def tab() -> Iterator[Any]:
+    """One for all tests: a fresh one takes longer than most of them."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         pytest.skip("no Chromium on this machine: `make browser` installs it")
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: `make browser` installs it")
     with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
-        yield opened
-        opened.close()
+        args = ["--no-sandbox", "--disable-gpu"]
+        browser = started.chromium.launch(executable_path=program, args=args)
+        context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+        context.set_default_timeout(15_000)
+        yield context.new_page()
+        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -79,26 +83,33 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def open_page(browser: Any) -> OpenPage:
-    """Opens the page in a fresh profile; at the end it may have asked no other origin, and reported no error or violation."""
+def open_page(tab: Any) -> Iterator[OpenPage]:
+    """Opens the page; at the end it may have asked no other origin, and reported no error or violation."""
+    requests, complaints = [], []
+    watched = {
+        "request": lambda request: requests.append(request.url),
+        "pageerror": lambda error: complaints.append(str(error)),
+        "console": lambda message: complaints.append(message.text) if message.type == "error" else None,
+    }
 
     @contextmanager
-    def opened(url: str, *, width: int = 1200, height: int = 800, **settings: Any) -> Iterator[Any]:
-        context = browser.new_context(viewport={"width": width, "height": height}, **settings)
-        context.set_default_timeout(15_000)
-        page = context.new_page()
-        requests, complaints = [], []
-        page.on("request", lambda request: requests.append(request.url))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-        page.goto(url)
-        yield page
-        assert [one for one in requests if not one.startswith((url, "data:"))] == []
+    def opened(url: str, *, width: int = 1200, color_scheme: str = "light") -> Iterator[Any]:
+        requests.clear()
+        tab.set_viewport_size({"width": width, "height": 800})
+        tab.emulate_media(color_scheme=color_scheme)
+        tab.goto(url)
+        yield tab
+        assert requests and [one for one in requests if not one.startswith((url, "data:"))] == []
         # Chromium reports every answer that is an error; whether the page shows it is what tests say.
         assert [one for one in complaints if not one.startswith("Failed to load resource")] == []
-        context.close()
 
-    return opened
+    for event, listener in watched.items():
+        tab.on(event, listener)
+    yield opened
+    for event, listener in watched.items():
+        tab.remove_listener(event, listener)
+    tab.unroute_all()
+    tab.goto("about:blank")
 
 
 def _wait(page: Any, selector: str, text: str | re.Pattern[str]) -> None:
@@ -180,7 +191,7 @@ def test_characters_of_several_tokens_markup_and_stop_texts(live: LiveServer, op
     said = "né <b>世</b><img src=x onerror=alert(1)> \n\nrest"
     engine: GatedEngine = live.engine
     engine.script = said.encode()
-    with open_page(live.url, permissions=["clipboard-read", "clipboard-write"]) as page:
+    with open_page(live.url) as page:
         _set(page, prompt="<i>p</i>", stops="rest\n\\nEND", max_tokens=100)
         page.click("#prompt-send")
         _wait(page, "#prompt-stats", "finished")
@@ -217,8 +228,6 @@ def test_characters_of_several_tokens_markup_and_stop_texts(live: LiveServer, op
 def test_a_conversation(live: LiveServer, open_page: OpenPage, screenshots: Path):
     engine: GatedEngine = live.engine
     with open_page(live.url) as page:
-        bodies = []
-        page.on("request", lambda one: bodies.append(json.loads(one.post_data)) if "chat" in one.url else None)
         _set(page, max_tokens=6, top_k=3, seed=5)
         page.locator("#tab-prompt").focus()
         page.keyboard.press("ArrowRight")
@@ -229,7 +238,8 @@ def test_a_conversation(live: LiveServer, open_page: OpenPage, screenshots: Path
             _wait(page, "#log", heard.decode())
             _wait(page, "#chat-stats", "token limit reached")
         engine.script = b"Else 3"
-        page.click("#chat-again")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.click("#chat-again")
         _wait(page, "#log", "Else 3")
         _wait(page, "#chat-stats", "token limit reached")
         assert page.locator("#log .message").count() == 4 and page.input_value("#message") == ""
@@ -237,11 +247,11 @@ def test_a_conversation(live: LiveServer, open_page: OpenPage, screenshots: Path
         assert page.locator("#tip tr.own td").first.inner_text() == "“3”"
         page.screenshot(path=screenshots / "chat.png")
 
-        roles = [(one["role"], one["content"]) for one in bodies[-1]["messages"]]
+        body = sent.value.post_data_json
+        roles = [(one["role"], one["content"]) for one in body["messages"]]
         assert roles == [("user", "Hello"), ("assistant", "Hi you"), ("user", "And now?")]
-        assert {name: bodies[-1][name] for name in ("model", "stream", "max_tokens", "temperature", "top_k", "seed")} == {
-            "model": "fake", "stream": True, "max_tokens": 6, "temperature": 1, "top_k": 3, "seed": 5,
-        }  # fmt: skip
+        expected = {"model": "fake", "stream": True, "max_tokens": 6, "temperature": 1, "top_k": 3, "seed": 5}
+        assert {name: body[name] for name in expected} == expected
 
         page.fill("#message", "x" * 300)
         page.click("#chat-send")
