@@ -30,14 +30,16 @@ ROWS = (
     ("history",),
     ("infer", "plan"),
     ("train",),
+    ("serve",),
     ("verify",),
-    ("bench", "quickstart", "serve", "dashboard"),
+    ("bench", "quickstart", "dashboard"),
     ("cli",),
 )
 ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
 CORE = ("torch", "numpy", "safetensors", "yaml", "tokenizers")
 TRITON = PACKAGE / "kernels" / "triton"  # loaded by name, and only where Triton is there
+HTTP = PACKAGE / "serve" / "http"  # imported by `cli/serve.py` alone, and only where the extra is there
 
 
 def _folder(path: Path) -> str | None:
@@ -125,6 +127,19 @@ def test_triton_stays_in_its_folder():
     assert not found, "\n".join(found)
 
 
+def test_http_stays_in_its_folder():
+    """Its routes import the framework at the top, as they must; nobody else does, and only the verb imports them, when it runs."""
+    libraries = ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client")
+    found = [
+        f"{path}:{line} imports {name}"
+        for path in SOURCES
+        if not path.is_relative_to(HTTP) and path != PACKAGE / "cli" / "serve.py"
+        for line, name in _imports(_nodes(path))
+        if name.split(".")[0] in libraries or name.startswith("petatron.serve.http")
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_no_file_outgrows_a_screenful():
     long = {str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > 450}
     assert not long, f"what are these really two of? {long}"
@@ -168,12 +183,16 @@ def test_the_design_lists_the_files_that_exist():
 
 def test_every_module_imports_with_the_core_alone():
     """And every operation has an implementation then."""
-    sources = [path for path in SOURCES if path.name != "__main__.py" and not path.is_relative_to(TRITON)]
+    sources = [
+        path
+        for path in SOURCES
+        if path.name != "__main__.py" and not path.is_relative_to(TRITON) and not path.is_relative_to(HTTP)
+    ]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
     program = f"""
 import importlib, sys
 for name in ("rich", "tensorboard", "wandb", "transformers", "zstandard", "triton", "fastapi", "uvicorn", "pytest",
-             "hypothesis", "pyarrow", "huggingface_hub", "tqdm", "matplotlib"):
+             "hypothesis", "pyarrow", "huggingface_hub", "tqdm", "matplotlib", "pydantic", "starlette", "prometheus_client"):
     sys.modules[name] = None  # as if it were not installed
 for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))

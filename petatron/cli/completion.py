@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from petatron.cli import bench, checkpoint, data, doctor, plan, plot, quickstart, report, runs, verify
+from petatron.cli import bench, checkpoint, data, doctor, plan, plot, quickstart, report, runs, serve, verify
 from petatron.config.flags import megatron_flags
 from petatron.config.flags.parse import FILE_FLAG, PRESET_FLAG, known_flags
 from petatron.config.presets import preset_names
@@ -66,6 +66,7 @@ def completions() -> dict[str, ShellCompletion]:
         ("checkpoint", checkpoint.parser(converting=False)),
         ("plan", plan.parser()),
         ("doctor", doctor.parser()),
+        ("serve", serve.parser()),
         ("verify", verify.parser()),
         ("plot", plot.parser()),
         ("report", report.parser()),
@@ -74,6 +75,7 @@ def completions() -> dict[str, ShellCompletion]:
     ):
         found |= dict(_parser_completions(verb, parser))
     found["runs"] = replace(found["runs"], words=("diff",))
+    found["serve"] = ShellCompletion({**run, **found["serve"].flags})
     found["verify"] = ShellCompletion({**run, **found["verify"].flags}, presets=True)
     found["plan memory"] = ShellCompletion({**run, "--device-memory-gb": "text"}, presets=True)
     return found

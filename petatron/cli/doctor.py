@@ -37,7 +37,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("triton",),
         "fused GPU kernels; what they do is then done with plain operations, in more passes over memory",
     ),
-    "serve": (("fastapi", "uvicorn"), "nothing in this version; the text-generation server will use it"),
+    "serve": (("fastapi", "uvicorn", "prometheus_client"), "petatron serve"),
 }
 
 

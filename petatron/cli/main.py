@@ -20,6 +20,7 @@ VERBS: Mapping[str, str] = {
     "quickstart": "train a small model on this machine in two minutes, nothing to download",
     "train": "train a model",
     "data": "fetch, preprocess and inspect datasets",
+    "serve": "answer requests over HTTP with the model of a checkpoint",
     "checkpoint": "inspect, verify, compare, prune and convert checkpoints",
     "plot": "draw the curves of runs, in the terminal or as a picture",
     "runs": "list runs, and compare two of them",

@@ -170,7 +170,7 @@ class ByteTokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Returns a byte-level BPE without merges: the same ids, for readers that know tokenizer.json alone."""
-        fast = FastTokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]))
+        fast = FastTokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[]))
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
         fast.add_special_tokens([END_OF_TEXT])
@@ -287,7 +287,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | Path) -> Hu
     return HuggingFaceTokenizer(out_path)
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """Returns the character that stands for each byte in a byte-level BPE: its own if it can be printed, else one from 256 on."""
     own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in own]

@@ -80,7 +80,7 @@ class Engine:
         self._mesh = model.mesh
         num_pages = choose_num_pages(model, self.options, max_length=self.max_length)
         page_size = self.options.page_size
-        self._steps = ModelSteps(model, num_pages=num_pages, page_size=page_size)
+        self._steps = ModelSteps(model, self.options, num_pages=num_pages, max_length=self.max_length)
         self._schedulers = [
             Scheduler(self.options, PagePool(num_pages, page_size, prefix_caching=self.options.prefix_caching))
             for _ in range(model.mesh.dp.size)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from petatron.infer.decode_graphs import DecodeGraphs, StepInputs, StepOutputs
+from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE
 from petatron.infer.scheduler import ScheduledSequence
 from petatron.kernels.attention.documents import Documents
@@ -78,8 +80,9 @@ def pack_step(
 class ModelSteps:
     """This rank's stages with the pages of their layers."""
 
-    def __init__(self, model: ParallelModel, *, num_pages: int, page_size: int) -> None:
+    def __init__(self, model: ParallelModel, options: EngineOptions, *, num_pages: int, max_length: int) -> None:
         self._model = model
+        page_size = options.page_size
         self._stages = [model.stages[number] for number in sorted(model.stages)]
         self.device = model.mesh.device
         states = layer_states(model)
@@ -93,6 +96,16 @@ class ModelSteps:
         [boundary] = model.io.boundaries[1] if len(model.io.boundaries) > 1 else [None]
         self._width = None if boundary is None else boundary.width
         self._shards = model.mesh.tp.size if model.sequence_parallel else 1
+        self._graphs = None
+        if options.cuda_graphs and can_capture(model):
+            self._graphs = DecodeGraphs(
+                self._run_last,
+                self.device,
+                most=options.max_sequences,
+                multiple=self._shards,
+                pages=-(-max_length // page_size),
+                max_length=max_length,
+            )
 
     @property
     def is_last(self) -> bool:
@@ -103,18 +116,30 @@ class ModelSteps:
     def run(self, packed: PackedStep) -> tuple[Tensor, Tensor] | None:
         """Returns logits [R, V] of the wanted rows and the final hidden states [T, D]; None before the last stage."""
         pp = self._model.mesh.pp
-        tokens, positions, step, rows = self._to_device(packed)
-        x = self._receive(len(packed.tokens)) if pp.rank > 0 else None
         for stage in self._stages:
             if stage.training:
                 stage.eval()
+        count = packed.num_decodes
+        if self._graphs is not None and not packed.chunks and packed.logit_rows == list(range(count)):
+            columns = (packed.tokens, packed.positions, packed.slots, packed.lengths)
+            return self._graphs.run(np.array([column[:count] for column in columns], np.int32), packed.page_tables)
+        tokens, positions, batch, rows = self._to_device(packed)
+        x = self._receive(len(packed.tokens)) if pp.rank > 0 else None
         [stage] = self._stages
-        out = stage.generation_step(tokens, positions, x, step, rows)
+        out = stage.generation_step(tokens, positions, x, GenerationStep(batch, self._pages), rows)
         if isinstance(out, tuple):
             return out
         sent, _ = collectives.start_send_recv(pp, sends=[(out, pp.rank + 1)], receives=[])
         sent[0].wait()
         return None
+
+    def _run_last(self, inputs: StepInputs) -> StepOutputs:
+        """A step of the only stage."""
+        tokens, positions, batch, rows = inputs
+        [stage] = self._stages
+        out = stage.generation_step(tokens, positions, None, GenerationStep(batch, self._pages), rows)
+        assert isinstance(out, tuple), "the only stage is the last"
+        return out
 
     def _receive(self, rows: int) -> Tensor:
         pp = self._model.mesh.pp
@@ -124,7 +149,7 @@ class ModelSteps:
         received[0].wait()
         return x
 
-    def _to_device(self, packed: PackedStep) -> tuple[Tensor, Tensor, GenerationStep, Tensor]:
+    def _to_device(self, packed: PackedStep) -> StepInputs:
         columns = max((len(pages) for pages in packed.page_tables), default=1)
         table = np.full((len(packed.page_tables), columns), SCRATCH_PAGE, dtype=np.int32)
         for row, pages in zip(table, packed.page_tables):
@@ -140,7 +165,7 @@ class ModelSteps:
             self._documents(packed.chunks),
         )
         wanted = torch.tensor(packed.logit_rows, dtype=torch.int64, device=self.device)
-        return rows[0], rows[1], GenerationStep(batch, self._pages), wanted
+        return rows[0], rows[1], batch, wanted
 
     def _documents(self, chunks: Many[PromptChunk]) -> Documents | None:
         fresh = [chunk for chunk in chunks if chunk.context == 0]
@@ -149,6 +174,11 @@ class ModelSteps:
         first = fresh[0].start
         starts = np.concatenate([np.full(chunk.stop - chunk.start, chunk.start - first) for chunk in fresh])
         return Documents.build(starts[None].astype(np.int64)).to(self.device)
+
+
+def can_capture(model: ParallelModel) -> bool:
+    """Whether a decode step is one CUDA graph: on one stage, and without experts, whose dispatch needs the host."""
+    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and model.spec.moe is None
 
 
 def layer_states(model: ParallelModel) -> dict[int, PagedState]:

@@ -87,10 +87,12 @@ def parallelize(
     optimizer_group: OptimizerGroupRule,
     tied_across_ranks: bool = False,
     init_weights: bool = True,
+    gradients: bool = True,
 ) -> ParallelizeResult:
     """Applies every kind of parallelism of the mesh to this rank's stages of a model.
 
-    `tied_across_ranks`: first and last stage are on different ranks. Without `init_weights` all weights are zero.
+    `tied_across_ranks`: first and last stage are on different ranks. Without `init_weights` all weights are zero; without
+    `gradients` there is no memory for any, and the model cannot be trained.
     """
     parallel = run.parallel
     # A single process has no ranks to shard over, and no process group.
@@ -142,7 +144,7 @@ def parallelize(
     if fully_sharded:
         groups, gradients = _build_fsdp_groups(stages, param_facts, mesh, run, dtype, weights)
     else:
-        groups, gradients = _build_flat_groups(stages, param_facts, mesh, run, weights)
+        groups, gradients = _build_flat_groups(stages, param_facts, mesh, run, weights, gradients=gradients)
         weight_grad_queue.accumulate = gradients.write_grad
     length = sum(flat_shard.length for group in groups for flat_shard in group.flat_shards)
     _log.debug(
@@ -202,6 +204,8 @@ def _build_flat_groups(
     mesh: ParallelMesh,
     run: RunConfig,
     fp8_weights: Fp8Weights,
+    *,
+    gradients: bool,
 ) -> tuple[Sequence[FlatParamGroup], GradientReducer]:
     """Builds flat buffers with whole weights on every rank; optimizer state may be sharded (ZeRO-1)."""
     parallel = run.parallel
@@ -213,6 +217,7 @@ def _build_flat_groups(
         overlap_param_gather=parallel.overlap_param_gather,
         grad_dtype=torch.bfloat16 if run.optim.main_grads_dtype == "bf16" else None,
         fp8_weights=fp8_weights,
+        gradients=gradients,
     )
     groups = flatten_parameters(
         list(stages.values()),

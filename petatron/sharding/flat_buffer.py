@@ -100,10 +100,11 @@ class FlatParamGroup:
         overlap_param_gather: bool = False,
         grad_dtype: torch.dtype | None = None,
         fp8_weights: Fp8Weights | None = None,
+        gradients: bool = True,
     ) -> None:
         """`virtual_stage` counts the stages of this rank; `grad_dtype` None means at least float32.
 
-        `fp8_weights`: all parameters of the group are weights of FP8 GEMMs.
+        `fp8_weights`: all parameters of the group are weights of FP8 GEMMs. Without `gradients` their buffer is on the meta device.
         """
         first, size = buckets[0].params[0].parameter, buckets[-1].end
         self.buckets = buckets
@@ -115,7 +116,7 @@ class FlatParamGroup:
         self._places = {id(slot.placement): (bucket, slot) for bucket in buckets for slot in bucket.params}
         self.flat_weights = torch.zeros(size, dtype=first.dtype, device=first.device)
         grad_dtype = grad_dtype or torch.promote_types(first.dtype, torch.float32)
-        self.flat_grads = torch.zeros(size, dtype=grad_dtype, device=first.device)
+        self.flat_grads = torch.zeros(size, dtype=grad_dtype, device=first.device if gradients else "meta")
         self.flat_shards = [self._flat_shard(begin, end) for begin, end in self._owned_ranges()]
         self._overlap_param_gather = overlap_param_gather
         self._gather_handles: dict[int, Handle] = {}
@@ -234,6 +235,7 @@ class FlatBufferOptions:
 
     grad_dtype: the dtype in which gradients accumulate; None means at least float32.
     fp8_weights: the weights of FP8 GEMMs, and whether they are all-gathered in FP8.
+    gradients: whether there is memory for them.
     """
 
     bucket_size: int
@@ -241,6 +243,7 @@ class FlatBufferOptions:
     overlap_param_gather: bool = False
     grad_dtype: torch.dtype | None = None
     fp8_weights: Fp8Weights | None = None
+    gradients: bool = True
 
 
 def flatten_parameters(
@@ -294,6 +297,7 @@ def flatten_parameters(
                 overlap_param_gather=options.overlap_param_gather,
                 grad_dtype=options.grad_dtype,
                 fp8_weights=eight_bits if eight else None,
+                gradients=options.gradients,
             )
         )
     return groups

@@ -119,11 +119,13 @@ def build_model(
     mesh: ParallelMesh,
     *,
     init_weights: bool = True,
+    gradients: bool = True,
     group_rule: OptimizerGroupRule | None = None,
 ) -> Model:
     """Builds this rank's part of the model with the same weights in every layout; zero without `init_weights`.
 
-    `group_rule` returns the optimizer group of a parameter, by name, for update rules or multipliers that no flag sets.
+    Without `gradients` it has no memory for any: it generates and evaluates. `group_rule` returns the optimizer group of a
+    parameter, by name, for update rules or multipliers that no flag sets.
 
     >>> import petatron
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -156,6 +158,7 @@ def build_model(
         optimizer_group=group_rule or partial(optimizer_group, run.optim),
         tied_across_ranks=plan.rank_of(0) != plan.rank_of(len(stages) - 1),
         init_weights=init_weights,
+        gradients=gradients,
     )
     mesh.create_groups(used_axes(run, parts.placements))
     routers = RouterStatistics(modules, spec.moe_layers, run.moe.num_experts or 0, mesh)

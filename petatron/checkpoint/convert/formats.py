@@ -147,7 +147,7 @@ def config_yaml_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def load_config_sections(
-    sections: Mapping[str, Mapping[str, Any]], flags: Sequence[str] = (), *, world_size: int = 1
+    sections: Mapping[str, Mapping[str, Any]], flags: Sequence[str] = (), *, world_size: int | None = 1
 ) -> LoadedConfig:
     """Loads the derived and checked config of a model, on the same path as a user's file."""
     with tempfile.TemporaryDirectory() as folder:

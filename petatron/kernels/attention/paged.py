@@ -60,7 +60,9 @@ class PagedBatch:
 class PagedAttentionKernels(Protocol):
     """The interface of this module and its faster implementations."""
 
-    def store_rows(self, pages: Tensor, rows_TKE: Tensor, slots_T: Tensor) -> None: ...
+    def store_key_value(
+        self, k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, slots_T: Tensor
+    ) -> None: ...
     def decode_attention(
         self, q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None
     ) -> Tensor: ...
@@ -78,8 +80,7 @@ def paged_attention(
     kernels: PagedAttentionKernels,
 ) -> Tensor:
     """Stores keys and values of all tokens, and returns the attention of each to those of its sequence up to itself."""
-    kernels.store_rows(k_pages, k_TKE, batch.slots_T)
-    kernels.store_rows(v_pages, v_TKE, batch.slots_T)
+    kernels.store_key_value(k_pages, v_pages, k_TKE, v_TKE, batch.slots_T)
     if not batch.chunks and batch.num_decodes == q_THE.shape[0]:
         return kernels.decode_attention(q_THE, k_pages, v_pages, batch, window=window)
     out = torch.zeros((*q_THE.shape[:2], v_TKE.shape[-1]), dtype=q_THE.dtype, device=q_THE.device)
@@ -114,9 +115,10 @@ def _gather(pages: Tensor, page_table: Tensor, length: int) -> Tensor:
     return pages.index_select(0, page_table[:count]).flatten(0, 1)[:length]
 
 
-def store_rows(pages: Tensor, rows_TKE: Tensor, slots_T: Tensor) -> None:
-    """Writes a row of every token to its slot."""
-    pages.flatten(0, 1).index_copy_(0, slots_T, rows_TKE)
+def store_key_value(k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, slots_T: Tensor) -> None:
+    """Writes the rows of every token to its slot."""
+    k_pages.flatten(0, 1).index_copy_(0, slots_T.long(), k_TKE)
+    v_pages.flatten(0, 1).index_copy_(0, slots_T.long(), v_TKE)
 
 
 def decode_attention(

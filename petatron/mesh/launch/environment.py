@@ -44,6 +44,7 @@ Backend = Literal["gloo", "nccl", "fake"]
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STORE_FILE, SECRET_NAME = "PETATRON_STORE_FILE", "PETATRON_SECRET_NAME"
+API_KEY_VARIABLE = "PETATRON_API_KEY"
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Step ids from here up are not made by srun: 0xfffffffa is an interactive step, then come batch, extern and pending.
 FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
@@ -110,6 +111,11 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
 def secret_from_env(env: Mapping[str, str] = os.environ) -> str | None:
     """Returns the secret of the run, if it was passed on."""
     return check_secret(env[SECRET]) if SECRET in env else None
+
+
+def api_key_from_env(env: Mapping[str, str] = os.environ) -> str | None:
+    """Returns the key that clients of a server must send, if it is set. It is never a command argument, which every user can list."""
+    return env.get(API_KEY_VARIABLE) or None
 
 
 def _restart_count(env: Mapping[str, str]) -> int | None:

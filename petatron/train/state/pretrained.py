@@ -74,12 +74,14 @@ def from_pretrained(
     *,
     flags: Sequence[str] = (),
     dtype: torch.dtype | str | None = None,
+    gradients: bool = True,
 ) -> Model:
     """Loads the model of a folder, or a transformers model in memory, on a mesh of any layout; every rank calls it.
 
     The folder is that of a Hugging Face model, of checkpoints, or of one checkpoint. Without a mesh one is built for the layout
     of the flags. `dtype` is one of torch's, or its name (bfloat16 or bf16 and so on); None means that of the flags, else that of
-    the weights. Files next to the weights (tokenizer, token ids) are stored for `save_pretrained`.
+    the weights. Without `gradients` there is no memory for any: the model generates and evaluates. Files next to the weights
+    (tokenizer, token ids) are stored for `save_pretrained`.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -104,7 +106,7 @@ def from_pretrained(
             with nullcontext() if flags else naming_file(folder / CONFIG_FILE):
                 run = _run_config(settings, mesh, flags, precision, stored=stored)
             check_stored_size(folder, model_spec(run))
-        model = build_model(run, mesh or launch(run), init_weights=False)
+        model = build_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
         found = load_checkpoint(str(source), model=model, random_states=False)
         assert found is not None, "a folder without a model was opened as one"
         model.companion_files = CompanionFiles.from_config_json(content, companions)
@@ -112,7 +114,7 @@ def from_pretrained(
     content, tensors = source.config.to_dict(), source.state_dict()
     stored = next(iter(tensors.values())).dtype
     run = _run_config(parse_config_json(content), mesh, flags, precision, stored=stored)
-    model = build_model(run, mesh or launch(run), init_weights=False)
+    model = build_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
     _load_state_dict(model, content, tensors)
     model.companion_files = CompanionFiles.from_config_json(content, {})
     return model

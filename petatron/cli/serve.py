@@ -1,0 +1,221 @@
+"""`petatron serve`: answers requests over HTTP with the model of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import ConfigError, DataError, LaunchError, Problem
+from petatron.base.untrusted_files import read_limited_bytes
+from petatron.infer.engine_options import EngineOptions
+from petatron.mesh.launch.environment import api_key_from_env, read_environment, run_rank_main
+from petatron.serve.serve_options import ServeLimits, ServeOptions, flag_of
+
+if TYPE_CHECKING:
+    from petatron.serve.checkpoint_engine import CheckpointEngine
+    from petatron.serve.model_card import ModelCard
+
+_MAX_FILE_BYTES = 1 << 20
+_LIMITS = {
+    "max_body_bytes": "bytes of one request",
+    "max_prompt_tokens": "tokens of one prompt",
+    "max_tokens": "new tokens of one answer",
+    "max_batch": "prompts of one request",
+    "max_n": "answers to one prompt",
+    "max_open": "sequences waiting and running; more are refused with 429",
+    "max_connections": "requests open at once; more are refused with 503",
+    "request_timeout_s": "seconds that a request may take",
+    "drain_timeout_s": "seconds that open requests have after SIGTERM",
+}
+_ENGINE = {
+    "max_sequences": "sequences of one step",
+    "max_step_tokens": "tokens of one step; longer prompts are cut into chunks",
+    "max_length": "tokens of prompt and answer together",
+    "num_pages": "pages of the key/value cache",
+}
+# Flags of Megatron's server for what its engine needs to know beforehand, with their values; here requests say it, or memory decides.
+MEGATRON_FLAGS = (
+    "--inference-max-seq-length",
+    "--inference-max-requests",
+    "--inference-batch-times-seqlen-threshold",
+    "--max-tokens-to-oom",
+    "--out-seq-length",
+    "--temperature",
+    "--top_k",
+    "--top_p",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
+        prog="petatron serve",
+        usage="petatron serve CHECKPOINT [options] [flags of petatron train]",
+        description="Serve a model over HTTP: OpenAI's /v1/completions, /v1/chat/completions and /v1/embeddings, Megatron's PUT /api, and "
+        "/metrics. CHECKPOINT is the folder of a run (its newest step), of a step, or of a Hugging Face model.",
+        epilog="All other words are flags of `petatron train` that say how the model is computed, for example --tp 2 or --bf16. "
+        "A key for clients comes from --api-key-file or PETATRON_API_KEY; it is required unless --host is this machine alone.",
+        allow_abbrev=False,
+    )
+    defaults = ServeOptions()
+    add = root.add_argument
+    add("--load", help=argparse.SUPPRESS)
+    add("--host", default=defaults.host, help=f"address to listen on ({defaults.host})")
+    add("--port", type=int, default=defaults.port, help=f"port to listen on; 0: any free one ({defaults.port})")
+    add("--api-key-file", type=Path, metavar="FILE", help="keys that clients may send, one a line")
+    add("--served-model-name", metavar="NAME", help="the model's name in requests and answers (the folder's)")
+    add("--chat-template", type=Path, metavar="FILE", help="jinja template for chats, instead of the tokenizer's")
+    add("--watch", action="store_true", help="follow a training run: swap to its newest sound step between requests")
+    add("--watch-interval", type=float, default=5.0, metavar="S", help="seconds between two looks (5)")
+    for names, owner in ((_LIMITS, ServeLimits()), (_ENGINE, EngineOptions())):
+        for name, text in names.items():
+            default = getattr(owner, name)
+            shown = "what the model has positions for" if default is None else f"{default:,}"
+            shown = "what memory allows" if name == "num_pages" else shown
+            kind = float if name.endswith("_s") else int
+            add(flag_of(name), dest=name, type=kind, default=default, metavar="N", help=f"{text} ({shown})")
+    add("--no-prefix-caching", action="store_true", help="compute equal beginnings of prompts again")
+    for flag in MEGATRON_FLAGS:
+        add(flag, dest="ignored", help=argparse.SUPPRESS)
+    return root
+
+
+def main(argv: Sequence[str]) -> int:
+    # First, and not found by argparse: it would take the 2 of `--tp 2` for it.
+    first = [] if not argv or argv[0].startswith("-") else [argv[0]]
+    args, flags = parser().parse_known_args(argv[len(first) :])
+    if args.ignored is not None:
+        print("note: sampling and lengths are set by each request here; flags for them are ignored", file=sys.stderr)
+    checkpoint = _checkpoint([*first, *([args.load] if args.load else [])])
+    options = _options(args, checkpoint)
+    _check_extra()
+    if read_environment().launcher != "single":
+        return run_rank_main(lambda: _serve(args, checkpoint, options, flags))
+    from petatron.serve.checkpoint_engine import run_config_of
+
+    num_ranks = run_config_of(checkpoint, flags).parallel.world_size
+    if num_ranks == 1:
+        return _serve(args, checkpoint, options, flags)
+    from petatron.mesh.launch.local_launcher import run_ranks
+
+    return run_ranks([sys.executable, "-m", "petatron", "serve", *argv], nproc=num_ranks)
+
+
+def _serve(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, flags: Sequence[str]) -> int:
+    """Runs on every rank: the first one listens, the others follow it."""
+    from petatron.base.log import configure_logging
+    from petatron.mesh.launch.process_group import stop_process_group
+    from petatron.serve.checkpoint_engine import CheckpointEngine
+
+    rank = read_environment().rank
+    configure_logging(rank=rank)
+    engine_options = EngineOptions(
+        **{name: getattr(args, name) for name in _ENGINE}, prefix_caching=not args.no_prefix_caching
+    )
+    if rank:
+        for number in (signal.SIGTERM, signal.SIGINT):  # the first rank drains, and then ends this one
+            signal.signal(number, signal.SIG_IGN)
+        CheckpointEngine(checkpoint, flags=flags, options=engine_options).follow()
+    else:
+        _listen(args, checkpoint, options, engine_options, flags)
+    stop_process_group()
+    return 0
+
+
+def _listen(
+    args: argparse.Namespace,
+    checkpoint: Path,
+    options: ServeOptions,
+    engine_options: EngineOptions,
+    flags: Sequence[str],
+) -> None:
+    from petatron.serve.checkpoint_engine import CheckpointEngine
+    from petatron.serve.http.app import build_app
+    from petatron.serve.http.follow_run import follow_run
+    from petatron.serve.http.server import address_of, open_listener, run_server
+
+    template = None if args.chat_template is None else _read_text(args.chat_template, "--chat-template")
+    listener = open_listener(options)
+    engine = CheckpointEngine(checkpoint, flags=flags, options=engine_options)
+    name = options.served_model_name or checkpoint.resolve().name
+
+    def describe() -> ModelCard:
+        return _describe(engine, name, template)
+
+    watch = follow_run(checkpoint, engine, describe, interval_s=args.watch_interval) if args.watch else None
+    app = build_app(engine, describe(), options, background=watch)
+    step = "" if engine.step_number is None else f", step {engine.step_number}"
+    ready = f"serving {name}{step} at {address_of(listener)} (Ctrl-C finishes what is open, and ends)"
+    run_server(app, listener, on_ready=lambda: print(ready, flush=True))
+
+
+def _describe(engine: CheckpointEngine, name: str, template: str | None) -> ModelCard:
+    from petatron.serve.model_card import ModelCard
+
+    return ModelCard.of_engine(
+        engine,
+        name=name,
+        created_s=int(time.time()),
+        stop_ids=engine.stop_ids,
+        chat_template=template,
+        step=engine.step_number,
+    )
+
+
+def _checkpoint(given: Sequence[str]) -> Path:
+    if len(given) != 1:
+        rule, fix = "is given twice" if given else "is not given", "Name it first: petatron serve FOLDER [flags]"
+        raise ConfigError([Problem("CHECKPOINT", " ".join(given), rule, fix)])
+    path = Path(given[0])
+    if not path.is_dir():
+        fix = "Give the folder of a run, of one of its steps, or of a Hugging Face model."
+        raise ConfigError([Problem("CHECKPOINT", str(path), "is not a folder", fix)])
+    return path
+
+
+def _options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
+    keys = [] if args.api_key_file is None else _read_text(args.api_key_file, "--api-key-file").split()
+    if args.api_key_file is not None and not keys:
+        fix = "Write one key a line into it."
+        raise ConfigError([Problem("--api-key-file", str(args.api_key_file), "has no key", fix)])
+    own = api_key_from_env()
+    limits = ServeLimits(**{name: getattr(args, name) for name in _LIMITS})
+    options = ServeOptions(
+        host=args.host,
+        port=args.port,
+        api_keys=(*keys, *([own] if own else [])),
+        served_model_name=args.served_model_name,
+        limits=limits,
+    )
+    options.check()
+    if args.watch and (not args.watch_interval > 0 or not _is_run(checkpoint)):
+        rule = "needs the folder of a run with at least one step, and an interval above 0"
+        raise ConfigError([Problem("--watch", str(checkpoint), rule, "Give the folder that --save wrote to.")])
+    return options
+
+
+def _is_run(folder: Path) -> bool:
+    from petatron.checkpoint.files.step_list import containing_step, list_steps
+
+    return containing_step(folder) is None and bool(list_steps(folder))
+
+
+def _read_text(path: Path, flag: str) -> str:
+    try:
+        return read_limited_bytes(path, _MAX_FILE_BYTES).decode()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"{flag} {path} cannot be read: {why}. Give a text file.") from error
+
+
+def _check_extra() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise LaunchError(f"A server needs {error.name}. Install it: pip install 'petatron[serve]'") from error

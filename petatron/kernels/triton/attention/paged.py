@@ -1,0 +1,195 @@
+"""Attention of one token per sequence over keys and values in pages, and the storing of new ones.
+
+A decode step reads every key and value once and computes little, so it must keep many reads in flight, also for one sequence of one
+kv head: the tokens of a sequence are cut into splits, each a program (flash decoding, Dao et al. 2023), and a second kernel merges the
+splits' partial outputs by their log-sum-exp. All query heads of a kv head share its reads. How many splits there are follows from the
+number of sequences alone, and how many tokens each has from the length on the device: a CUDA graph replays for any lengths.
+
+N sequences, H query heads, K kv heads, E head dim, P pages of a sequence.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petatron.kernels.attention.paged import PagedBatch
+
+_TILE = 64
+"""Tokens that a program reads at once."""
+_WANTED_PROGRAMS = 512
+"""Enough for every multiprocessor of a large GPU to have several."""
+_MAX_SPLITS = 64
+
+
+@triton.jit
+def _store(k_from, v_from, k_pages, v_pages, slots, k_stride, v_stride, ROW: tl.constexpr, TILE: tl.constexpr):
+    token = tl.program_id(0)
+    slot = tl.load(slots + token).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = at < ROW
+    tl.store(k_pages + slot * ROW + at, tl.load(k_from + token.to(tl.int64) * k_stride + at, mask=inside), mask=inside)
+    tl.store(v_pages + slot * ROW + at, tl.load(v_from + token.to(tl.int64) * v_stride + at, mask=inside), mask=inside)
+
+
+def store_key_value(k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, slots_T: Tensor) -> None:
+    """Writes the rows of every token to its slot, keys and values in one launch."""
+    row = k_TKE.shape[1] * k_TKE.shape[2]
+    k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k_TKE, v_TKE))
+    tile = min(1024, triton.next_power_of_2(row))
+    _store[(k.shape[0], triton.cdiv(row, tile))](
+        k, v, k_pages, v_pages, slots_T, k.stride(0), v.stride(0), ROW=row, TILE=tile
+    )
+
+
+@triton.jit
+def _decode_split(
+    q,
+    k_pages,
+    v_pages,
+    table,
+    lengths,
+    partial,
+    lse,
+    scale,
+    q_stride_n,
+    q_stride_h,
+    table_stride,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // TILE * TILE
+    each = tl.cdiv(tl.cdiv(length - first, TILE), SPLITS) * TILE
+    begin = first + split * each
+    end = tl.minimum(begin + each, length)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    valid = (row[:, None] < GROUP) & (column[None, :] < WIDTH)
+    heads = head * GROUP + row
+    x = tl.load(
+        q + sequence.to(tl.int64) * q_stride_n + heads[:, None] * q_stride_h + column[None, :], mask=valid, other=0.0
+    )
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(begin, end, TILE):
+        position = start + tl.arange(0, TILE)
+        inside = position < end
+        page = tl.load(table + sequence * table_stride + position // PAGE, mask=inside, other=0).to(tl.int64)
+        at = ((page * PAGE + position % PAGE) * NUM_KV_HEADS + head) * WIDTH
+        readable = inside[:, None] & (column[None, :] < WIDTH)
+        k = tl.load(k_pages + at[:, None] + column[None, :], mask=readable, other=0.0)
+        scores = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
+        visible = inside
+        if WINDOW > 0:
+            visible = visible & (position >= length - WINDOW)
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp(scores - safe[:, None])
+        rescale = tl.exp(top - safe)
+        total = total * rescale + tl.sum(weights, 1)
+        v = tl.load(v_pages + at[:, None] + column[None, :], mask=readable, other=0.0)
+        out = out * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    divisor = tl.where(total == 0.0, 1.0, total)
+    place = ((sequence * NUM_KV_HEADS + head) * SPLITS + split).to(tl.int64) * GROUP
+    tl.store(partial + (place + row[:, None]) * WIDTH + column[None, :], out / divisor[:, None], mask=valid)
+    tl.store(lse + place + row, tl.where(total == 0.0, float("-inf"), top + tl.log(divisor)), mask=row < GROUP)
+
+
+@triton.jit
+def _merge_splits(
+    partial,
+    lse,
+    out,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    pair, member = tl.program_id(0), tl.program_id(1)  # of (sequence, kv head), and a query head of it
+    split, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    place = (pair * SPLITS + split).to(tl.int64) * GROUP + member
+    sums = tl.load(lse + place, mask=split < SPLITS, other=float("-inf"))
+    weights = tl.exp(sums - tl.max(sums, 0))
+    weights = weights / tl.sum(weights, 0)
+    readable = (weights[:, None] > 0.0) & (column[None, :] < WIDTH)
+    values = tl.load(partial + place[:, None] * WIDTH + column[None, :], mask=readable, other=0.0)
+    merged = tl.sum(values * weights[:, None], 0)
+    target = out + (pair.to(tl.int64) * GROUP + member) * WIDTH + column
+    tl.store(target, merged.to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+def decode_attention(
+    q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None
+) -> Tensor:
+    """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
+    count, heads, width = q_NHE.shape
+    kv_heads, page = k_pages.shape[2], k_pages.shape[1]
+    group, splits = heads // kv_heads, num_splits(count * kv_heads)
+    q = q_NHE if q_NHE.stride(-1) == 1 else q_NHE.contiguous()
+    partial = q.new_empty((count, kv_heads, splits, group, width), dtype=torch.float32)
+    lse = q.new_empty((count, kv_heads, splits, group), dtype=torch.float32)
+    out = q.new_empty((count, heads, width))
+    columns = max(16, triton.next_power_of_2(width))
+    _decode_split[(count, kv_heads, splits)](
+        q,
+        k_pages,
+        v_pages,
+        batch.page_table_NP,
+        batch.lengths_N,
+        partial,
+        lse,
+        width**-0.5,
+        q.stride(0),
+        q.stride(1),
+        batch.page_table_NP.stride(0),
+        WINDOW=window or 0,
+        GROUP=group,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        NUM_KV_HEADS=kv_heads,
+        WIDTH=width,
+        COLUMNS=columns,
+        PAGE=page,
+        SPLITS=splits,
+        TILE=_TILE,
+        num_warps=4,
+        num_stages=3,
+    )
+    _merge_splits[(count * kv_heads, group)](
+        partial,
+        lse,
+        out,
+        GROUP=group,
+        WIDTH=width,
+        COLUMNS=columns,
+        SPLITS=splits,
+        ROWS=max(2, triton.next_power_of_2(splits)),
+        num_warps=4,
+    )
+    return out
+
+
+def num_splits(pairs: int) -> int:
+    """Returns into how many splits the sequences are cut, for so many pairs of sequence and kv head.
+
+    >>> num_splits(8), num_splits(512), num_splits(5000)
+    (64, 1, 1)
+    """
+    return max(1, min(_MAX_SPLITS, _WANTED_PROGRAMS // pairs))

@@ -1,0 +1,269 @@
+"""Drives an engine in a thread of its own, and carries requests to it and events back to the event loop.
+
+The engine is not thread-safe, and a step takes as long as the model needs. So the event loop only puts commands into a queue, which the
+thread empties between two steps, and the thread hands over all events of a step in one call of the loop. Whether there is room is decided
+in the event loop, by counting open sequences: a full server refuses at once, however long its step takes.
+
+A swap of the model waits until open sequences have finished. Those that arrive meanwhile are held, and submitted to the new engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from petatron.base.errors import PetatronError
+from petatron.base.log import get_logger
+from petatron.infer.completion import Completion, TokenEvent
+from petatron.serve.engine_protocol import ServedEngine, ServedEngineStats
+from petatron.serve.generation import Generation, GenerationCancelled, NotServingError, QueueFullError
+
+EngineState = Literal["serving", "swapping", "draining", "failed"]
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Swap:
+    load: Callable[[], ServedEngine]
+    done: asyncio.Future[ServedEngine]
+
+
+_Delivery = tuple[Generation, TokenEvent | None, Completion | Exception | None]
+
+
+class EngineThread:
+    """Owns an engine from `start` to `close`. All methods are called from the event loop."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        max_open: int,
+        on_finish: Callable[[Generation, Completion], None] | None = None,
+        idle_step_s: float = 20.0,
+    ) -> None:
+        """idle_step_s: how often an idle engine makes a step without work, so that its other ranks do not give up waiting."""
+        self.stats: ServedEngineStats = engine.stats
+        self.failure: str | None = None
+        self._engine = engine
+        self._max_open = max_open
+        self._on_finish = on_finish
+        self._idle_step_s = idle_step_s
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._open: set[Generation] = set()
+        self._draining = self._swapping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="petatron-engine", daemon=True)
+        # Of the thread alone:
+        self._requests: dict[int, Generation] = {}
+        self._ids: dict[Generation, int] = {}
+        self._held: list[Generation] = []
+        self._swap: _Swap | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def state(self) -> EngineState:
+        if self.failure is not None:
+            return "failed"
+        if self._draining:
+            return "draining"
+        return "swapping" if self._swapping else "serving"
+
+    @property
+    def num_open(self) -> int:
+        """Sequences accepted and not finished."""
+        return len(self._open)
+
+    def submit(self, generations: Sequence[Generation]) -> None:
+        """Accepts all or none; raises `QueueFullError` or `NotServingError`."""
+        if self.state in ("failed", "draining"):
+            why = "is shutting down" if self.state == "draining" else "cannot generate: its engine has failed"
+            raise NotServingError(f"The server {why}.")
+        if len(self._open) + len(generations) > self._max_open:
+            if self._swapping:
+                raise NotServingError("The server is loading a newer model, and its queue is full.")
+            raise QueueFullError(
+                f"The server has {len(self._open)} of {self._max_open} sequences open. Try again later."
+            )
+        self._open.update(generations)
+        self._commands.put(lambda: self._submit(generations))
+
+    def cancel(self, generation: Generation) -> None:
+        if generation in self._open and not generation.cancelled:
+            generation.cancelled = True
+            self._commands.put(lambda: self._cancel(generation))
+
+    async def swap(self, load: Callable[[], ServedEngine]) -> ServedEngine:
+        """Replaces the engine by what `load` returns, after open sequences have finished.
+
+        `load` runs in the thread, and also closes the former engine, for two rarely fit in memory. Its failure is raised here, and is
+        the end of service.
+        """
+        if self._swapping:
+            raise NotServingError("The server is loading another model already.")
+        swap = _Swap(load, asyncio.get_running_loop().create_future())
+        self._swapping = True
+        self._commands.put(lambda: setattr(self, "_swap", swap))
+        try:
+            return await swap.done
+        finally:
+            self._swapping = False
+
+    def drain(self) -> None:
+        """Accepts nothing more; what is open finishes."""
+        self._draining = True
+
+    async def close(self, timeout_s: float = 10.0) -> None:
+        """Cancels what is open, closes the engine and ends the thread."""
+        self._draining = True
+        for generation in tuple(self._open):
+            self.cancel(generation)
+        self._commands.put(self._stop)
+        await asyncio.to_thread(self._thread.join, timeout_s)
+
+    # In the event loop, called by the thread.
+
+    def _deliver(self, deliveries: list[_Delivery]) -> None:
+        for generation, event, outcome in deliveries:
+            if event is not None and generation.inbox is not None and not generation.cancelled:
+                generation.inbox.put_nowait((generation, event))
+            if outcome is None:
+                continue
+            self._open.discard(generation)
+            generation.finish(outcome)
+            if isinstance(outcome, Exception) and generation.inbox is not None:
+                generation.inbox.put_nowait((generation, outcome))
+            if self._on_finish is not None and isinstance(outcome, Completion):
+                self._on_finish(generation, outcome)
+
+    def _fail_open(self) -> None:
+        """All, also those that the engine has never seen."""
+        failed = NotServingError("The engine has failed.")
+        self._deliver([(generation, None, failed) for generation in tuple(self._open)])
+
+    # In the thread.
+
+    def _run(self) -> None:
+        while not self._stopped:
+            try:
+                self._take_commands()
+                if self._swap is not None and not self._requests and not self._engine.has_work:
+                    self._replace_engine(self._swap)
+                elif self.failure is None and self._engine.has_work:
+                    self._step()
+                self.stats = self._engine.stats
+            except Exception as error:
+                self._fail(error)
+
+    def _take_commands(self) -> None:
+        idle = self.failure is not None or (not self._engine.has_work and self._swap is None)
+        try:
+            command = self._commands.get(block=idle, timeout=self._idle_step_s)
+        except queue.Empty:
+            if idle and self.failure is None:
+                self._step()
+            return
+        while True:
+            command()
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+
+    def _submit(self, generations: Sequence[Generation]) -> None:
+        if self.failure is not None:
+            failed = NotServingError("The server cannot generate: its engine has failed.")
+            self._hand_over([(generation, None, failed) for generation in generations])
+            return
+        if self._swap is not None:
+            self._held += generations
+            return
+        for generation in generations:
+            if generation.cancelled:
+                self._hand_over([(generation, None, GenerationCancelled("cancelled"))])
+                continue
+            try:
+                number = self._engine.submit(generation.prompt_ids, generation.params)
+            except PetatronError as error:
+                self._hand_over([(generation, None, error)])
+                continue
+            self._requests[number] = generation
+            self._ids[generation] = number
+
+    def _cancel(self, generation: Generation) -> None:
+        if generation in self._held:
+            self._held.remove(generation)
+        elif (number := self._ids.pop(generation, None)) is not None:
+            del self._requests[number]
+            self._engine.cancel(number)
+        else:
+            return  # finished in the meantime
+        self._hand_over([(generation, None, GenerationCancelled("cancelled"))])
+
+    def _step(self) -> None:
+        deliveries: list[_Delivery] = []
+        events = self._engine.step()
+        now = time.monotonic()
+        for event in events:
+            ended = event.finish_reason is not None
+            outcome = self._engine.take(event.request) if ended else None
+            generation = self._requests.get(event.request)
+            if generation is None:  # cancelled
+                continue
+            first = generation.first_token_s is None
+            if first:
+                generation.first_token_s = now
+            if ended:
+                generation.finished_s = now
+                del self._requests[event.request], self._ids[generation]
+            if ended or generation.inbox is not None:
+                deliveries.append((generation, event, outcome))
+        self._hand_over(deliveries)
+
+    def _replace_engine(self, swap: _Swap) -> None:
+        assert self._loop is not None
+        self._swap = None
+        try:
+            self._engine = swap.load()
+        except Exception as error:
+            self._fail(error)
+            failed = NotServingError("The engine could not be replaced.")
+            self._call_loop(lambda: swap.done.done() or swap.done.set_exception(failed))
+            return
+        engine, held, self._held = self._engine, self._held, []
+        self._call_loop(lambda: swap.done.done() or swap.done.set_result(engine))
+        self._submit(held)
+
+    def _fail(self, error: Exception) -> None:
+        """A step that raised leaves the engine's memory in an unknown state: nothing is served any more, and health says so."""
+        _log.error("the engine has failed; the server must be restarted", exc_info=error)
+        self.failure = f"{type(error).__name__}"
+        self._requests.clear()
+        self._ids.clear()
+        self._held = []
+        self._call_loop(self._fail_open)
+
+    def _stop(self) -> None:
+        self._stopped = True
+        if self.failure is None:
+            self._engine.close()
+
+    def _hand_over(self, deliveries: list[_Delivery]) -> None:
+        if deliveries:
+            self._call_loop(lambda: self._deliver(deliveries))
+
+    def _call_loop(self, call: Callable[[], object]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            _log.debug("an event came after the server's end")

@@ -1,0 +1,82 @@
+"""One sequence to generate, as the event loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from petatron.base.errors import PetatronError
+from petatron.infer.completion import Completion, TokenEvent
+from petatron.infer.sampling_params import SamplingParams
+
+
+class Generation:
+    """A prompt, how to continue it, and what became of it.
+
+    done: its completion, or why there is none. inbox: where its events go if the answer is streamed; sequences of one HTTP request
+    share it. Times are of the engine's thread, in seconds of the monotonic clock.
+    """
+
+    __slots__ = (
+        "cancelled",
+        "done",
+        "finished_s",
+        "first_token_s",
+        "inbox",
+        "index",
+        "params",
+        "prompt_ids",
+        "submitted_s",
+    )
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        inbox: Inbox | None = None,
+    ) -> None:
+        self.prompt_ids, self.params, self.index, self.inbox = prompt_ids, params, index, inbox
+        self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.done.add_done_callback(_mark_retrieved)
+        self.submitted_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+        self.cancelled = False
+
+    def finish(self, outcome: Completion | Exception) -> None:
+        if self.done.done():
+            return
+        if isinstance(outcome, Exception):
+            self.done.set_exception(outcome)
+        else:
+            self.done.set_result(outcome)
+
+
+Inbox: TypeAlias = "asyncio.Queue[tuple[Generation, TokenEvent | Exception]]"
+"""Events of the sequences of one request; an exception is the last of its sequence."""
+
+
+def _mark_retrieved(done: asyncio.Future[Completion]) -> None:
+    """A client that left never asks for the outcome; asyncio would log each such exception."""
+    if not done.cancelled():
+        done.exception()
+
+
+class ServerError(PetatronError):
+    """The server cannot take or finish a request now; the request itself may be fine."""
+
+
+class QueueFullError(ServerError):
+    """As many sequences are open as the server allows."""
+
+
+class NotServingError(ServerError):
+    """The server is draining, swapping its model, or its engine has failed."""
+
+
+class GenerationCancelled(ServerError):
+    """Nobody waits for the answer any more."""

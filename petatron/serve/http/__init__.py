@@ -1,0 +1,1 @@
+"""HTTP routes. Everything here needs the extra `serve`, and imports it at the top; `cli/serve.py` alone loads it."""

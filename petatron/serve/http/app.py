@@ -1,0 +1,170 @@
+"""The app: routes, their place in the OpenAPI schema, and errors of the framework as error objects."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from petatron import __version__
+from petatron.base.errors import PetatronError
+from petatron.serve.engine_protocol import ServedEngine
+from petatron.serve.engine_thread import EngineThread
+from petatron.serve.http.api_error import ApiError, ErrorAnswer, to_api_error
+from petatron.serve.http.guard import RequestGuard
+from petatron.serve.http.json_body import body_components, body_schema
+from petatron.serve.http.megatron_requests import MegatronRequest
+from petatron.serve.http.metrics import ServerMetrics
+from petatron.serve.http.openai_requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from petatron.serve.http.routes.chat import post_chat_completion
+from petatron.serve.http.routes.completions import post_completion
+from petatron.serve.http.routes.embeddings import post_embedding
+from petatron.serve.http.routes.megatron import put_api
+from petatron.serve.http.routes.model_info import (
+    get_model,
+    get_models,
+    get_tokenizer_info,
+    post_detokenize,
+    post_tokenize,
+)
+from petatron.serve.http.server_state import ServerState, state_of
+from petatron.serve.model_card import ModelCard
+from petatron.serve.serve_options import ServeOptions
+
+PLAYGROUND = Path(__file__).parent.parent / "playground.html"
+_PLACEHOLDER = "<!doctype html><title>petatron serve</title><p>This server answers at /v1/completions, /v1/chat/completions and /api."
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], type[BaseModel]], ...] = (
+    ("PUT", "/api", put_api, MegatronRequest),
+    ("POST", "/v1/completions", post_completion, CompletionRequest),
+    ("POST", "/v1/chat/completions", post_chat_completion, ChatCompletionRequest),
+    ("POST", "/v1/embeddings", post_embedding, EmbeddingRequest),
+    ("POST", "/tokenize", post_tokenize, TokenizeRequest),
+    ("POST", "/detokenize", post_detokenize, DetokenizeRequest),
+)
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer} for status in (400, 401, 404, 405, 413, 415, 429, 500, 503, 504)
+}
+
+
+def build_app(
+    engine: ServedEngine,
+    model: ModelCard,
+    options: ServeOptions,
+    *,
+    background: Callable[[ServerState], AsyncIterator[None]] | None = None,
+) -> FastAPI:
+    """Builds the app of an engine, which it drives, and closes at its end. background: what runs beside it, from start to end."""
+    metrics = ServerMetrics()
+    thread = EngineThread(engine, max_open=options.limits.max_open, on_finish=metrics.observe)
+    state = ServerState(thread, model, options, metrics)
+    metrics.watch_engine(thread, lambda: state.model.step)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        thread.start()
+        try:
+            if background is None:
+                yield
+            else:
+                async with asynccontextmanager(background)(state):
+                    yield
+        finally:
+            await thread.close()
+
+    app = FastAPI(title="petatron", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.petatron = state
+    app.add_middleware(RequestGuard, options=options, metrics=metrics)
+    app.add_exception_handler(HTTPException, _answer_framework_error)
+    for kind in (ValidationError, ApiError, PetatronError, TimeoutError):
+        app.add_exception_handler(kind, _answer_error)
+    _add_routes(app, page=PLAYGROUND.read_text(encoding="utf-8") if PLAYGROUND.is_file() else _PLACEHOLDER)
+    _describe_bodies(app)
+    return app
+
+
+def _add_routes(app: FastAPI, *, page: str) -> None:
+    async def get_page() -> HTMLResponse:
+        return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY, "Referrer-Policy": "no-referrer"})
+
+    for method, path, route, body in _POST_ROUTES:
+        app.add_api_route(path, route, methods=[method], responses=_ERRORS, openapi_extra=body_schema(body))
+    for path, route in (
+        ("/v1/models", get_models),
+        ("/v1/models/{model:path}", get_model),
+        ("/tokenizer_info", get_tokenizer_info),
+        ("/healthz", _get_health),
+        ("/readyz", _get_readiness),
+    ):
+        app.add_api_route(path, route, methods=["GET"], responses=_ERRORS)
+    app.add_api_route("/metrics", _get_metrics, methods=["GET"], responses=_ERRORS, response_class=PlainTextResponse)
+    app.add_api_route("/", get_page, methods=["GET"], include_in_schema=False)
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Routes read their bodies themselves, so the framework cannot know them."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(
+                body_components([body for *_, body in _POST_ROUTES])
+            )
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return to_api_error(error).response()
+
+
+async def _answer_framework_error(request: Request, error: HTTPException) -> Response:
+    """An address or method that does not exist."""
+    response = ApiError(error.status_code, _framework_text(error.status_code, request)).response()
+    allowed = (error.headers or {}).get("Allow")
+    if allowed is not None:
+        response.headers["Allow"] = allowed
+    return response
+
+
+def _framework_text(status: int, request: Request) -> str:
+    if status == 404:
+        return "There is nothing at this address."
+    return f"{request.method} is not allowed here." if status == 405 else "The request cannot be read."
+
+
+async def _get_health(request: Request) -> JSONResponse:
+    """Whether the server works at all; if not, it should be restarted."""
+    state = state_of(request)
+    failed = state.thread.state == "failed"
+    return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200)
+
+
+async def _get_readiness(request: Request) -> JSONResponse:
+    """Whether new requests should be sent here now."""
+    state = state_of(request)
+    ready = state.thread.state == "serving"
+    return JSONResponse({"status": state.thread.state, "open": state.thread.num_open}, 200 if ready else 503)
+
+
+async def _get_metrics(request: Request) -> Response:
+    return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,68 @@
+"""Keeps a server at the newest sound step of a training run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Protocol
+
+from petatron.base.errors import PetatronError
+from petatron.base.log import get_logger
+from petatron.serve.engine_protocol import ServedEngine
+from petatron.serve.http.server_state import ServerState
+from petatron.serve.model_card import ModelCard
+from petatron.serve.newest_step import newest_sound_step
+
+DEFAULT_INTERVAL_S = 5.0
+_log = get_logger(__name__)
+
+
+class ReloadableEngine(ServedEngine, Protocol):
+    """An engine that loads another step of its run."""
+
+    @property
+    def step_number(self) -> int | None: ...
+    def reload(self, step: Path) -> ServedEngine: ...
+
+
+def follow_run(
+    folder: Path,
+    engine: ReloadableEngine,
+    describe: Callable[[], ModelCard],
+    *,
+    interval_s: float = DEFAULT_INTERVAL_S,
+) -> Callable[[ServerState], AsyncIterator[None]]:
+    """Returns what `build_app` runs beside the server. describe: the facts of the engine, after a reload."""
+
+    async def watch(state: ServerState) -> None:
+        rejected: set[int] = set()
+        while state.thread.state in ("serving", "swapping"):
+            await asyncio.sleep(interval_s)
+            try:
+                await _swap_to_newest(state, rejected)
+            except (PetatronError, OSError) as error:
+                _log.warning("%s cannot be followed now: %s", folder, error)
+
+    async def _swap_to_newest(state: ServerState, rejected: set[int]) -> None:
+        found = await asyncio.to_thread(newest_sound_step, folder, after=engine.step_number or 0, rejected=rejected)
+        if found is None:
+            return
+        step, path = found
+        await state.thread.swap(lambda: engine.reload(path))
+        if engine.step_number != step:
+            rejected.add(step)
+            return
+        state.model = describe()
+        state.metrics.swaps.inc()
+        _log.info("serving step %d of %s", step, folder)
+
+    async def background(state: ServerState) -> AsyncIterator[None]:
+        task = asyncio.create_task(watch(state))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    return background

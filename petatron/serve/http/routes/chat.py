@@ -1,0 +1,149 @@
+"""`POST /v1/chat/completions`: messages through the tokenizer's chat template, answered as a message."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from petatron.infer.completion import Completion, TokenEvent
+from petatron.serve.generation import Generation, Inbox
+from petatron.serve.http.api_error import ApiError
+from petatron.serve.http.json_body import read_body
+from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage
+from petatron.serve.http.routes.completions import check_batch, usage
+from petatron.serve.http.run_generations import TokenStream, complete
+from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples, sampling_params
+from petatron.serve.http.server_state import ServerState, state_of
+from petatron.serve.logprob_formats import chat_logprobs
+from petatron.serve.model_card import ModelCard
+
+
+async def post_chat_completion(request: Request) -> Response:
+    state = state_of(request)
+    body = await read_body(request, ChatCompletionRequest)
+    model = state.check_model(body.model)
+    _check(body)
+    limits, n = state.options.limits, body.n or 1
+    check_batch(n, state)
+    ids = await encode_text(await chat_prompt(body, model), model)
+    check_prompt(ids, model, limits, param="messages")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    params = sampling_params(
+        body,
+        model,
+        limits,
+        max_new_tokens=new_tokens(asked, model.max_length, [ids], model, limits),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    inbox: Inbox | None = asyncio.Queue() if body.stream else None
+    generations = [
+        Generation(prompt, one, index=index, inbox=inbox)
+        for index, (prompt, one) in enumerate(samples([ids], params, n, model))
+    ]
+    answer = _ChatAnswer(body, model, len(ids))
+    if inbox is not None:
+        return await answer.stream(state, generations, inbox).prepare()
+    return JSONResponse(answer.whole(await complete(request, state, generations)))
+
+
+async def chat_prompt(body: ChatCompletionRequest, model: ModelCard) -> str:
+    """Returns the text of the messages."""
+    tools = None if body.tool_choice == "none" or not body.tools else [one.model_dump() for one in body.tools]
+    return await render_messages(
+        body.messages,
+        model,
+        tools=tools,
+        add_generation_prompt=body.add_generation_prompt,
+        values=body.chat_template_kwargs,
+    )
+
+
+async def render_messages(
+    messages: Sequence[ChatMessage],
+    model: ModelCard,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    values: dict[str, Any] | None = None,
+) -> str:
+    """Renders beside the event loop: a template is a program of others."""
+    template = model.chat_template
+    if template is None:
+        text = (
+            "The served model has no chat template. Use /v1/completions, or start the server with --chat-template FILE."
+        )
+        raise ApiError(400, text, param="messages", code="no_chat_template")
+    plain = [_plain(message) for message in messages]
+    return await asyncio.to_thread(
+        template.render, plain, tools=tools, add_generation_prompt=add_generation_prompt, values=values
+    )
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    content = message.content
+    text = "".join(part.text for part in content) if isinstance(content, list) else content
+    return {**(message.model_extra or {}), "role": message.role, "content": text}
+
+
+def _check(body: ChatCompletionRequest) -> None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs true.", param="top_logprobs")
+    if body.tool_choice not in (None, "none", "auto"):
+        text = "tool_choice may be none or auto: tools are shown to the model, which cannot be made to call one."
+        raise ApiError(400, text, param="tool_choice")
+
+
+class _ChatAnswer:
+    """Formats one request's answer."""
+
+    def __init__(self, body: ChatCompletionRequest, model: ModelCard, prompt_tokens: int) -> None:
+        self._body, self._model, self._prompt_tokens = body, model, prompt_tokens
+        self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = [self._choice(index, one) for index, one in enumerate(completions)]
+        totals = usage(self._prompt_tokens, completions)
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": totals}
+
+    def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
+        begin = [self._piece(one.index, {"role": "assistant", "content": ""}) for one in generations]
+        return TokenStream(state, generations, inbox, begin=begin, chunk=self._chunk, end=self._end)
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        logprobs = chat_logprobs(completion.logprobs, self._model.texts) if self._body.logprobs else None
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop,
+        }
+
+    def _chunk(self, generation: Generation, event: TokenEvent) -> dict[str, Any] | None:
+        if not event.text and event.logprob is None and event.finish_reason is None:
+            return None
+        logprobs = None if event.logprob is None else chat_logprobs([event.logprob], self._model.texts)
+        delta = {"content": event.text} if event.text or event.finish_reason is None else {}
+        return self._piece(generation.index, delta, logprobs, event.finish_reason)
+
+    def _piece(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+
+    def _end(self, completions: list[Completion]) -> list[dict[str, Any]]:
+        if self._body.stream_options is None or not self._body.stream_options.include_usage:
+            return []
+        totals = usage(self._prompt_tokens, completions)
+        return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": totals}]

@@ -1,0 +1,104 @@
+"""Megatron's `PUT /api`: the fields and the answer of its text generation server."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from petatron.infer.completion import Completion
+from petatron.infer.sampling_params import Constraint, SamplingParams
+from petatron.serve.generation import Generation
+from petatron.serve.http.api_error import ApiError
+from petatron.serve.http.json_body import read_body
+from petatron.serve.http.megatron_requests import DEFAULT_TOKENS, MegatronRequest
+from petatron.serve.http.routes.completions import check_batch
+from petatron.serve.http.run_generations import complete
+from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples
+from petatron.serve.http.server_state import ServerState, state_of
+from petatron.serve.logprob_formats import own_logprob
+from petatron.serve.model_card import ModelCard
+
+_NO_BREAK = r"(?:[^:]|:+[^:\n])*:*"
+_NO_BREAK_AFTER_COLON = rf":*(?:[^:\n]{_NO_BREAK})?"
+
+
+async def put_api(request: Request) -> Response:
+    state = state_of(request)
+    body = await read_body(request, MegatronRequest, any_type=True)
+    model = state.model
+    _check(body, state)
+    prompts = [await _encode(text, body, model) for text in body.prompts]
+    for ids in prompts:
+        check_prompt(ids, model, state.options.limits, param="prompts")
+    params = _params(body, prompts, state)
+    generations = []
+    for index, ((ids, one), text) in enumerate(zip(samples(prompts, params, 1, model), body.prompts)):
+        generations.append(Generation(ids, _with_constraint(one, body, text), index=index))
+    completions = await complete(request, state, generations)
+    return JSONResponse(_answer(body, model, completions))
+
+
+def _check(body: MegatronRequest, state: ServerState) -> None:
+    limits = state.options.limits
+    if len(body.prompts) > limits.max_batch:
+        text = f"{len(body.prompts)} prompts are more than the {limits.max_batch} that one request may have."
+        raise ApiError(400, text, param="prompts")
+    check_batch(len(body.prompts), state)
+    if body.stop_token is not None and body.stop_token >= state.model.vocab_size:
+        text = f"Token id {body.stop_token} is outside the vocabulary of {state.model.vocab_size} ids."
+        raise ApiError(400, text, param="stop_token")
+    if body.add_BOS and state.model.bos_id is None:
+        raise ApiError(400, "The model's tokenizer has no token that begins a text.", param="add_BOS")
+
+
+async def _encode(text: str, body: MegatronRequest, model: ModelCard) -> list[int]:
+    model.needed_tokenizer()
+    ids = await encode_text(text, model) if text else []
+    return [model.bos_id, *ids] if body.add_BOS and model.bos_id is not None else ids
+
+
+def _params(body: MegatronRequest, prompts: list[list[int]], state: ServerState) -> SamplingParams:
+    model = state.model
+    asked = body.tokens_to_generate if "tokens_to_generate" in body.model_fields_set else None
+    stops = [text for wanted, text in ((body.stop_on_double_eol, "\n\n"), (body.stop_on_eol, "\n")) if wanted]
+    return SamplingParams(
+        max_new_tokens=new_tokens(
+            asked, DEFAULT_TOKENS, prompts, model, state.options.limits, param="tokens_to_generate"
+        ),
+        temperature=0.0 if body.top_k == 1 else body.temperature,
+        top_k=body.top_k if body.top_k > 1 else None,
+        top_p=body.top_p or None,
+        top_p_decay=body.top_p_decay or 1.0,
+        top_p_bound=body.top_p_bound,
+        seed=secrets.randbits(63) if body.random_seed is None else body.random_seed,
+        stop_ids=model.stop_ids if body.stop_token is None else (body.stop_token,),
+        stop_strings=tuple(stops),
+        logprobs=0 if body.logprobs else None,
+        prompt_logprobs=0 if body.logprobs else None,
+    )
+
+
+def _with_constraint(params: SamplingParams, body: MegatronRequest, prompt: str) -> SamplingParams:
+    """No line break after a colon is a regular language; whether the first character follows one depends on the prompt."""
+    if not body.prevent_newline_after_colon or not params.max_new_tokens:
+        return params
+    grammar = _NO_BREAK_AFTER_COLON if prompt.endswith(":") else _NO_BREAK
+    return replace(params, constraint=Constraint(kind="regex", grammar=grammar))
+
+
+def _answer(body: MegatronRequest, model: ModelCard, completions: list[Completion]) -> dict[str, Any]:
+    tokens = [[*one.prompt_ids, *one.ids] for one in completions]
+    answer: dict[str, Any] = {
+        "text": [prompt + one.text for prompt, one in zip(body.prompts, completions)],
+        "segments": [[model.texts.text_of(token) for token in ids] for ids in tokens],
+        "tokens": tokens,
+    }
+    if body.logprobs:
+        answer["logprobs"] = [
+            [own_logprob(entry) for entry in (*one.prompt_logprobs, *one.logprobs)] for one in completions
+        ]
+    return answer

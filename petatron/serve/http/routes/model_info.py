@@ -1,0 +1,80 @@
+"""The served model and its tokenizer: `/v1/models`, `/tokenize`, `/detokenize`, `/tokenizer_info`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+
+from petatron.serve.http.api_error import ApiError
+from petatron.serve.http.json_body import read_body
+from petatron.serve.http.openai_requests import DetokenizeRequest, TokenizeRequest
+from petatron.serve.http.routes.chat import render_messages
+from petatron.serve.http.sampling import encode_text
+from petatron.serve.http.server_state import state_of
+from petatron.serve.model_card import ModelCard
+
+
+async def get_models(request: Request) -> JSONResponse:
+    return JSONResponse({"object": "list", "data": [_card(state_of(request).model)]})
+
+
+async def get_model(request: Request) -> JSONResponse:
+    return JSONResponse(_card(state_of(request).check_model(request.path_params["model"])))
+
+
+def _card(model: ModelCard) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "petatron",
+        "max_model_len": model.max_length,
+        "step": model.step,
+    }
+
+
+async def post_tokenize(request: Request) -> JSONResponse:
+    body = await read_body(request, TokenizeRequest)
+    model = state_of(request).check_model(body.model)
+    if body.messages is not None:
+        generation_prompt = body.add_generation_prompt
+        text = await render_messages(body.messages, model, add_generation_prompt=generation_prompt)
+    else:
+        text = body.prompt or ""
+    ids = await encode_text(text, model)
+    if body.add_special_tokens and model.special_tokens.get("bos_token") and model.bos_id is not None:
+        ids = [model.bos_id, *ids]
+    answer = {"count": len(ids), "max_model_len": model.max_length, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [model.texts.text_of(token) for token in ids]
+    return JSONResponse(answer)
+
+
+async def post_detokenize(request: Request) -> JSONResponse:
+    body = await read_body(request, DetokenizeRequest)
+    model = state_of(request).check_model(body.model)
+    if body.tokens and max(body.tokens) >= model.vocab_size:
+        text = f"Token id {max(body.tokens)} is outside the vocabulary of {model.vocab_size} ids."
+        raise ApiError(400, text, param="tokens")
+    return JSONResponse({"prompt": model.needed_tokenizer().decode(body.tokens)})
+
+
+async def get_tokenizer_info(request: Request) -> JSONResponse:
+    """The settings that a client needs to use this server's tokenizer; no file or path of the server."""
+    model = state_of(request).model
+    tokenizer = model.needed_tokenizer()
+    answer: dict[str, Any] = {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": model.max_length,
+        "eos_token_id": tokenizer.eod,
+        "bos_token_id": model.bos_id if "bos_token" in model.special_tokens else None,
+        "chat_template": None if model.chat_template is None else model.chat_template.source,
+    }
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        answer[name] = model.special_tokens.get(name)
+    if answer["eos_token"] is None and tokenizer.eod is not None:
+        answer["eos_token"] = tokenizer.decode([tokenizer.eod])
+    return JSONResponse(answer)

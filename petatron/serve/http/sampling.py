@@ -1,0 +1,167 @@
+"""What a request asks of the engine: its prompts as ids, and its sampling parameters, within the server's limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from petatron.base.errors import DataError
+from petatron.infer.sampling_params import MAX_SEED, Constraint, SamplingParams
+from petatron.serve.http.api_error import ApiError
+from petatron.serve.http.openai_requests import MAX_GRAMMAR_CHARS, ResponseFormat, SamplingFields
+from petatron.serve.model_card import ModelCard
+from petatron.serve.serve_options import ServeLimits
+
+_LONG_TEXT_CHARS = 4096
+"""Longer texts are encoded beside the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt's ids, and its text if it came as text."""
+
+    ids: Sequence[int]
+    text: str | None = None
+
+
+async def encode_prompts(
+    given: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+    model: ModelCard,
+    limits: ServeLimits,
+    *,
+    param: str,
+) -> list[EncodedPrompt]:
+    """Returns one or several prompts of text or of token ids."""
+    many = not isinstance(given, str) and not isinstance(given[0], int)
+    prompts: Sequence[str | Sequence[int]] = given if many else [given]  # type: ignore[assignment]
+    if len(prompts) > limits.max_batch:
+        raise ApiError(
+            400, f"{len(prompts)} prompts are more than the {limits.max_batch} that one request may have.", param=param
+        )
+    found = []
+    for prompt in prompts:
+        ids = await encode_text(prompt, model) if isinstance(prompt, str) else prompt
+        check_prompt(ids, model, limits, param=param)
+        found.append(EncodedPrompt(ids, prompt if isinstance(prompt, str) else None))
+    return found
+
+
+async def encode_text(text: str, model: ModelCard) -> list[int]:
+    if len(text) > _LONG_TEXT_CHARS:
+        return await asyncio.to_thread(model.encode, text)
+    return model.encode(text)
+
+
+def check_prompt(ids: Sequence[int], model: ModelCard, limits: ServeLimits, *, param: str) -> None:
+    if not ids:
+        raise ApiError(
+            400, "The prompt is empty, and there is nothing to continue. Send at least one token.", param=param
+        )
+    # Positions: of prompt and answer the last token is never an input.
+    most = min(model.max_length - 1, limits.max_prompt_tokens or model.max_length)
+    if len(ids) > most:
+        text = f"The prompt has {len(ids)} tokens, and this server takes {most}. Shorten the prompt."
+        raise ApiError(400, text, param=param, code="context_length_exceeded")
+    if max(ids) >= model.vocab_size:
+        raise ApiError(400, f"Token id {max(ids)} is outside the vocabulary of {model.vocab_size} ids.", param=param)
+
+
+def new_tokens(
+    asked: int | None,
+    default: int,
+    prompts: Sequence[Sequence[int]],
+    model: ModelCard,
+    limits: ServeLimits,
+    *,
+    param: str = "max_tokens",
+) -> int:
+    """Returns how many tokens may be generated; what is not asked for is cut to what there is room for (`samples`)."""
+    most = limits.max_tokens
+    if asked is None:
+        return default if most is None else min(default, most)
+    if most is not None and asked > most:
+        raise ApiError(400, f"{asked} tokens are more than the {most} that this server generates.", param=param)
+    longest = max(len(ids) for ids in prompts)
+    if asked > model.max_length - longest:
+        text = f"A prompt of {longest} tokens leaves room for {model.max_length - longest} new ones, not {asked}."
+        raise ApiError(400, text, param=param, code="context_length_exceeded")
+    return asked
+
+
+def sampling_params(
+    body: SamplingFields,
+    model: ModelCard,
+    limits: ServeLimits,
+    *,
+    max_new_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    if (body.n or 1) > limits.max_n:
+        raise ApiError(400, f"n {body.n} is more than the {limits.max_n} that this server allows.", param="n")
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    extra_ids = body.stop_token_ids or []
+    for param, ids in (("logit_bias", bias), ("stop_token_ids", extra_ids)):
+        if ids and max(ids) >= model.vocab_size:
+            text = f"Token id {max(ids)} is outside the vocabulary of {model.vocab_size} ids."
+            raise ApiError(400, text, param=param)
+    if stops and model.tokenizer is None:
+        raise DataError("The served model has no tokenizer, so it cannot stop at a text. Use stop_token_ids.")
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min(body.min_tokens or 0, max_new_tokens),
+        temperature=_default(body.temperature, 1.0),
+        top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=_default(body.repetition_penalty, 1.0),
+        presence_penalty=_default(body.presence_penalty, 0.0),
+        frequency_penalty=_default(body.frequency_penalty, 0.0),
+        logit_bias=bias,
+        seed=secrets.randbits(63) if body.seed is None else body.seed & MAX_SEED,
+        stop_ids=tuple(sorted({*(() if body.ignore_eos else model.stop_ids), *extra_ids})),
+        stop_strings=tuple(dict.fromkeys(stops)),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        constraint=None if body.response_format is None else _constraint(body.response_format),
+    )
+
+
+def samples(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, n: int, model: ModelCard
+) -> Iterator[tuple[Sequence[int], SamplingParams]]:
+    """Yields n sequences for each prompt. Draws depend on the seed and the sample's number, which goes on where prompts are equal:
+    a prompt gets the answers that it would get alone, and the same prompt twice does not get the same answers twice."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    for ids in prompts:
+        before = seen[tuple(ids)]
+        seen[tuple(ids)] += n
+        room = min(params.max_new_tokens, model.max_length - len(ids))
+        for number in range(before, before + n):
+            yield (
+                ids,
+                replace(params, sample=number, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room)),
+            )
+
+
+def _constraint(wanted: ResponseFormat) -> Constraint | None:
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Constraint(kind="json")
+    if wanted.type == "regex":
+        return Constraint(kind="regex", grammar=wanted.regex or "")
+    grammar = json.dumps(wanted.json_schema.schema_ if wanted.json_schema else {})
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        text = f"The schema has {len(grammar)} characters, more than the {MAX_GRAMMAR_CHARS} that this server takes."
+        raise ApiError(400, text, param="response_format")
+    return Constraint(kind="json_schema", grammar=grammar)
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,85 @@
+"""Listens, answers, and drains on SIGTERM or Ctrl-C: nothing new is accepted, what is open finishes, then the process ends with 0."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from petatron.base.errors import LaunchError
+from petatron.base.log import get_logger
+from petatron.serve.http.server_state import ServerState
+from petatron.serve.serve_options import ServeOptions
+
+_KEEP_ALIVE_S, _LAST_WRITES_S = 30, 5
+_log = get_logger(__name__)
+
+
+def open_listener(options: ServeOptions) -> socket.socket:
+    """Binds the address; before a model is loaded, so that a port in use is known at once."""
+    host, port = options.host.strip("[]"), options.port
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # Named as TCP: asyncio turns Nagle's algorithm off on such sockets alone, and streams would wait 40 ms for each token.
+        listener = socket.socket(family, kind, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        why = error.strerror or error
+        raise LaunchError(
+            f"Cannot listen on --host {host} --port {port}: {why}. Choose another port or address."
+        ) from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run_server(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
+    """Serves until a signal ends it, or the engine has failed."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="on",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_LAST_WRITES_S,
+    )
+    DrainingServer(config, app.state.petatron, on_ready).run(sockets=[listener])
+
+
+class DrainingServer(uvicorn.Server):
+    """The first signal drains; the second one ends at once."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._state, self._on_ready = state, on_ready
+        self._drain_until_s: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._drain_until_s is not None:
+            self.should_exit = self.force_exit = True
+            return
+        self._drain_until_s = time.monotonic() + self._state.options.limits.drain_timeout_s
+        self._state.thread.drain()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._drain_until_s is not None and not self.should_exit:
+            late = time.monotonic() > self._drain_until_s
+            if late:
+                _log.warning("%d sequences are cancelled: draining took too long", self._state.thread.num_open)
+            self.should_exit = late or self._state.thread.num_open == 0
+        return await super().on_tick(counter)

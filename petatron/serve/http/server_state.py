@@ -1,0 +1,38 @@
+"""What all routes share: the engine's thread, the model, limits and counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from petatron.serve.engine_thread import EngineThread
+from petatron.serve.http.api_error import ApiError
+from petatron.serve.http.metrics import ServerMetrics
+from petatron.serve.model_card import ModelCard
+from petatron.serve.serve_options import ServeOptions
+
+
+@dataclass(slots=True)
+class ServerState:
+    """One for each app; `model` is replaced when the engine is."""
+
+    thread: EngineThread
+    model: ModelCard
+    options: ServeOptions
+    metrics: ServerMetrics
+
+    def check_model(self, name: str | None) -> ModelCard:
+        """Returns the served model; raises 404 for the name of another."""
+        if name not in (None, "", self.model.name):
+            raise ApiError(
+                404,
+                f"This server serves {self.model.name!r} and no other model.",
+                param="model",
+                code="model_not_found",
+            )
+        return self.model
+
+
+def state_of(request: Request) -> ServerState:
+    return request.app.state.petatron

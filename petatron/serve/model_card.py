@@ -1,0 +1,80 @@
+"""The facts of the model that a server currently serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from petatron.base.errors import DataError
+from petatron.data.tokenizer import Tokenizer
+from petatron.serve.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
+from petatron.serve.engine_protocol import ServedEngine
+from petatron.serve.token_texts import TokenTexts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """Replaced as a whole when the engine is.
+
+    stop_ids: that end an answer unless a request says otherwise. step: of the training run, where it follows one.
+    """
+
+    name: str
+    max_length: int
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    texts: TokenTexts
+    chat_template: ChatTemplate | None
+    stop_ids: tuple[int, ...]
+    bos_id: int | None
+    step: int | None = None
+    created_s: int = 0
+    special_tokens: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_engine(
+        cls,
+        engine: ServedEngine,
+        *,
+        name: str,
+        created_s: int,
+        stop_ids: Sequence[int] = (),
+        chat_template: str | None = None,
+        step: int | None = None,
+    ) -> ModelCard:
+        """`stop_ids` are added to the tokenizer's end of document; `chat_template` replaces the tokenizer's."""
+        tokenizer = engine.tokenizer
+        settings = tokenizer_settings(tokenizer)
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        special = {one: text for one in names if (text := special_token(settings, one))}
+        eod = None if tokenizer is None else tokenizer.eod
+        own = tokenizer_chat_template(tokenizer) if chat_template is None else None
+        given = None if chat_template is None else ChatTemplate(chat_template, special_tokens=special)
+        return cls(
+            name=name,
+            max_length=engine.max_length,
+            vocab_size=engine.vocab_size,
+            tokenizer=tokenizer,
+            texts=TokenTexts(tokenizer),
+            chat_template=given or own,
+            stop_ids=tuple(sorted({*stop_ids, *(() if eod is None else (eod,))})),
+            bos_id=_id_of(tokenizer, special.get("bos_token"), eod),
+            step=step,
+            created_s=created_s,
+            special_tokens=special,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self.needed_tokenizer().encode(text)
+
+    def needed_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise DataError("The served model has no tokenizer. Send token ids instead of text.")
+        return self.tokenizer
+
+
+def _id_of(tokenizer: Tokenizer | None, token: str | None, default: int | None) -> int | None:
+    if tokenizer is None or token is None:
+        return default
+    ids = tokenizer.encode(token)
+    return ids[0] if len(ids) == 1 else default

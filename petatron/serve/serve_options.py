@@ -1,0 +1,88 @@
+"""What a server allows, and where it listens."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.mesh.launch.environment import API_KEY_VARIABLE
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+MIN_KEY_LENGTH = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeLimits:
+    """The most that a request, and all of them together, may ask for.
+
+    max_body_bytes: of one request. max_prompt_tokens, max_tokens: of one sequence; None: what the model has positions for. max_batch:
+    prompts of one request. max_n: answers to one prompt. max_open: sequences accepted and not finished. max_connections: requests that are
+    answered at once. request_timeout_s: from the first byte of a request to the last of its answer. drain_timeout_s: after SIGTERM, for
+    what is open.
+    """
+
+    max_body_bytes: int = 8 << 20
+    max_prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    max_batch: int = 128
+    max_n: int = 16
+    max_open: int = 512
+    max_connections: int = 1024
+    request_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0
+
+    def problems(self) -> Iterator[Problem]:
+        for name in (one.name for one in fields(self)):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield Problem(flag_of(name), str(value), "allows nothing", "Use a number above 0.")
+        if self.max_batch > self.max_open:
+            rule = f"is more than --max-open {self.max_open}, so that such a request could never be accepted"
+            yield Problem("--max-batch", str(self.max_batch), rule, "Raise --max-open, or lower --max-batch.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Where a server listens, who may use it, under which name, and its limits."""
+
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    served_model_name: str | None = None
+    limits: ServeLimits = field(default_factory=ServeLimits)
+
+    def check(self) -> None:
+        """Raises `ConfigError` with all problems."""
+        problems = list(self.limits.problems())
+        if not 0 <= self.port < 1 << 16:
+            problems.append(Problem("--port", str(self.port), "is not a port", "Use 0 (any free one) to 65535."))
+        if not self.api_keys and not is_loopback(self.host):
+            rule = "is reachable from other machines, and no API key is set"
+            fix = f"Add --api-key-file FILE or set {API_KEY_VARIABLE}, or listen on {DEFAULT_HOST}."
+            problems.append(Problem("--host", self.host, rule, fix))
+        if any(len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() for key in self.api_keys):
+            rule = f"is shorter than {MIN_KEY_LENGTH} characters, or has some that cannot be sent in a header"
+            fix = "Make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            problems.append(Problem("API key", "", rule, fix))
+        if problems:
+            raise ConfigError(problems)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.removesuffix("_s").replace("_", "-")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener there. A name other than localhost may resolve to anything.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "", "node7")]
+    [True, True, True, False, False, False, False]
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,102 @@
+"""The Triton decode attention over pages against its plain twin in float64: groups, widths, windows, page sizes, splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.kernels.attention import paged as plain
+from petatron.kernels.attention.paged import PagedBatch
+
+pytest.importorskip("triton")
+from petatron.kernels.triton.attention import paged
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3} | ({torch.bfloat16: 4e-3} if DEVICE == "cuda" else {})
+"""Norm of the difference over the norm. The interpreter multiplies the bits of bfloat16, not its numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    lengths: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 16
+    page: int = 16
+    window: int | None = None
+
+
+CASES = [
+    Case((1,)),
+    Case((1, 5, 64, 65, 130)),
+    Case((200, 3), heads=8, kv_heads=1, width=64),
+    Case((70, 33), heads=3, kv_heads=3, width=80, page=8),
+    Case((150, 20), window=40),
+    Case((150, 64, 65), window=1),
+    Case((129,), heads=40, kv_heads=2, width=24, page=1),
+]
+
+
+def batch_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, PagedBatch]:
+    torch.manual_seed(0)
+    counts = [-(-length // case.page) for length in case.lengths]
+    order = torch.randperm(sum(counts)) + 1  # page 0 is nobody's
+    table = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
+    for row, pages in zip(table, order.split(counts)):
+        row[: len(pages)] = pages
+    shape = (sum(counts) + 1, case.page, case.kv_heads, case.width)
+    k, v = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
+    q = torch.randn(len(counts), case.heads, case.width, device=DEVICE).to(dtype)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    batch = PagedBatch(
+        torch.zeros(0), table.to(DEVICE), lengths.to(DEVICE), max_length=max(case.lengths), num_decodes=len(counts)
+    )
+    return q, k, v, batch
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_plain_one(case: Case, dtype: torch.dtype):
+    q, k, v, batch = batch_of(case, dtype)
+    true = plain.decode_attention(q.double(), k.double(), v.double(), batch, window=case.window)
+    found = paged.decode_attention(q, k, v, batch, window=case.window)
+    assert found.dtype == dtype and found.shape == q.shape
+    assert float((found.double() - true).norm() / true.norm()) < BOUNDS[dtype]
+
+
+def test_pages_of_others_are_not_read():
+    case = Case((20, 7))
+    q, k, v, batch = batch_of(case, torch.float32)
+    used = set(batch.page_table_NP[0, :2].tolist()) | set(batch.page_table_NP[1, :1].tolist())
+    before = paged.decode_attention(q, k, v, batch, window=None)
+    for page in set(range(k.shape[0])) - used:
+        k[page], v[page] = float("nan"), float("nan")
+    last = int(batch.page_table_NP[1, 0])
+    k[last, 7:], v[last, 7:] = float("nan"), float("nan")
+    assert torch.equal(paged.decode_attention(q, k, v, batch, window=None), before)
+
+
+def test_what_shares_the_batch_changes_no_bit():
+    """With as many splits: they follow from the number of sequences."""
+    q, k, v, batch = batch_of(Case((90, 5, 40)), torch.float32)
+    other = replace(batch, lengths_N=batch.lengths_N.clone())
+    other.lengths_N[1:] = 1
+    whole, changed = (paged.decode_attention(q, k, v, each, window=None)[0] for each in (batch, other))
+    assert torch.equal(whole, changed)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_rows_are_stored(strided: bool):
+    torch.manual_seed(1)
+    found = [torch.zeros(4, 4, 3, 5, device=DEVICE) for _ in range(2)]
+    true = [pages.clone() for pages in found]
+    k, v = (torch.randn(3, 5, 3, device=DEVICE).transpose(1, 2) for _ in range(2))
+    if not strided:
+        k, v = k.contiguous(), v.contiguous()
+    slots = torch.tensor([5, 15, 4], device=DEVICE)
+    paged.store_key_value(*found, k, v, slots)
+    plain.store_key_value(*true, k, v, slots)
+    assert all(torch.equal(a, b) for a, b in zip(found, true)) and bool(true[0].any())

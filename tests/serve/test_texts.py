@@ -1,0 +1,87 @@
+"""Texts of single tokens, and chat templates of strangers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models
+
+from petatron.base.errors import DataError
+from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, train_bpe
+from petatron.serve.chat_template import ChatTemplate, tokenizer_chat_template
+from petatron.serve.token_texts import TokenTexts
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def test_bytes_of_tokens_join_to_the_text(tmp_path: Path):
+    text = "déjà vu €5 naïve"
+    bpe = train_bpe([text] * 3, 270, tmp_path / "tokenizer.json")
+    for tokenizer in (ByteTokenizer(), bpe):
+        texts, ids = TokenTexts(tokenizer), tokenizer.encode(text)
+        assert b"".join(texts.bytes_of(token) for token in ids).decode() == text
+        offsets = texts.offsets(ids)
+        assert offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] == len(text) - 1
+    assert TokenTexts(bpe).text_of(0) == "<|endoftext|>" and TokenTexts(ByteTokenizer()).text_of(0xE2) == "bytes:\\xe2"
+    assert TokenTexts(NullTokenizer(10)).text_of(7) == "7" and TokenTexts(None).text_of(7) == "token_id:7"
+    assert TokenTexts(None).decode([1]) == ""
+
+
+def test_sentencepiece_tokens_have_their_spaces_and_bytes(tmp_path: Path):
+    fast = FastTokenizer(models.BPE({"\u2581a": 0, "b": 1, "<0xE2>": 2}, [], byte_fallback=True))
+    fast.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    texts = TokenTexts(HuggingFaceTokenizer(tmp_path))
+    assert [texts.bytes_of(token) for token in range(3)] == [b" a", b"b", b"\xe2"]
+
+
+def _with_config(folder: Path, **settings: object) -> HuggingFaceTokenizer:
+    for name, content in ByteTokenizer().files().items():
+        (folder / name).write_bytes(content)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", **settings}))
+    return HuggingFaceTokenizer(folder)
+
+
+def test_templates_are_found_where_tokenizers_keep_them(tmp_path: Path):
+    assert tokenizer_chat_template(ByteTokenizer()) is None and tokenizer_chat_template(None) is None
+    plain = tokenizer_chat_template(_with_config(tmp_path, chat_template="{{ messages[0].content }}{{ eos_token }}"))
+    assert plain is not None and plain.render(USER) == "hi<|endoftext|>"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | tojson }}"}]
+    both = tokenizer_chat_template(_with_config(tmp_path, chat_template=named))
+    assert (
+        both is not None
+        and both.render(USER) == "plain"
+        and both.render(USER, tools=[{"a": "<é>"}]) == '[{"a": "<é>"}]'
+    )
+    (tmp_path / "chat_template.jinja").write_text("{% if not add_generation_prompt %}no{% endif %}{{ thinking }}")
+    own = tokenizer_chat_template(HuggingFaceTokenizer(tmp_path))
+    assert own is not None and own.render(USER, add_generation_prompt=False, values={"thinking": 1}) == "no1"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ raise_exception('no') }}",
+        "{{ range(10**9) | list }}",
+        "{% include '/etc/passwd' %}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(source: str):
+    with pytest.raises(DataError, match="chat template"):
+        ChatTemplate(source).render(USER)
+
+
+def test_a_template_that_cannot_be_read():
+    with pytest.raises(DataError, match="--chat-template"):
+        ChatTemplate("{% for %}")
+    with pytest.raises(DataError, match="characters"):
+        ChatTemplate("a" * (1 << 20) + "b")
+    with pytest.raises(DataError, match="may not set eos_token"):
+        ChatTemplate("x").render(USER, values={"eos_token": "y"})

@@ -1,0 +1,13 @@
+"""`petatron serve` under the name and with the flags and the port that Megatron users' scripts call; runs from a clone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from petatron.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["serve", "--port", "5000", *sys.argv[1:]]))
