@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start many processes; where bytecode may not be written, each of them would compile the package again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-fuzz test-gpu test-gpu-slow test-nccl check format reference audit clean
+.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-fuzz test-gpu test-gpu-slow test-nccl check format reference audit browser clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /	/' | expand -t 16
@@ -51,6 +51,11 @@ test-nccl:  ## every layout over NCCL, 8 ranks on one GPU or one per GPU; SLICE=
 
 test-gpu-slow:  ## FP8 loss curves over 200 steps, and bench kernels at full size
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu and slow" tests/gpu tests/kernels
+
+browser: $(VENV)/dev  ## what the tests of the playground page need: playwright and Chromium (as root on Debian; elsewhere it tells how)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	command -v chromium || command -v chromium-browser || command -v google-chrome || { test "$$(id -u)" = 0 && apt-get install --yes chromium; } || \
+	{ echo "Install Chromium, then run the tests: sudo apt-get install chromium (Debian), or this machine's package manager."; exit 1; }
 
 check: $(VENV)/dev  ## lint, format and types
 	$(BIN)/ruff check .

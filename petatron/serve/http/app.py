@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -44,14 +43,9 @@ from petatron.serve.http.routes.model_info import (
 )
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.model_card import ModelCard
+from petatron.serve.playground import PlaygroundPage
 from petatron.serve.serve_options import ServeOptions
 
-PLAYGROUND = Path(__file__).parent.parent / "playground.html"
-_PLACEHOLDER = "<!doctype html><title>petatron serve</title><p>This server answers at /v1/completions, /v1/chat/completions and /api."
-_PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 _POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], type[BaseModel]], ...] = (
     ("PUT", "/api", put_api, MegatronRequest),
     ("POST", "/v1/completions", post_completion, CompletionRequest),
@@ -97,14 +91,14 @@ def build_app(
     app.add_exception_handler(HTTPException, _answer_framework_error)
     for kind in (ValidationError, ApiError, PetatronError, TimeoutError):
         app.add_exception_handler(kind, _answer_error)
-    _add_routes(app, page=PLAYGROUND.read_text(encoding="utf-8") if PLAYGROUND.is_file() else _PLACEHOLDER)
+    _add_routes(app, page=PlaygroundPage.read())
     _describe_bodies(app)
     return app
 
 
-def _add_routes(app: FastAPI, *, page: str) -> None:
+def _add_routes(app: FastAPI, *, page: PlaygroundPage) -> None:
     async def get_page() -> HTMLResponse:
-        return HTMLResponse(page, headers={"Content-Security-Policy": _PAGE_POLICY, "Referrer-Policy": "no-referrer"})
+        return HTMLResponse(page.html, headers=page.headers)
 
     for method, path, route, body in _POST_ROUTES:
         responses = _ERRORS | (_STREAMS if issubclass(body, SamplingFields) else {})
