@@ -168,7 +168,9 @@ class _TokenBytes:
         self.tokens = [f"<{token}>".encode() if token in special else text.encode() for token, text in enumerate(texts)]
         self.tokens += [b"<end>"] * (eod == len(texts))
         self.eos_token_id = eod
-        self._ids = {content: token for token, content in reversed(list(enumerate(self.tokens))) if token not in special}
+        self._ids = {
+            content: token for token, content in reversed(list(enumerate(self.tokens))) if token not in special
+        }
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes) -> list[int]:

@@ -100,6 +100,14 @@ class Engine:
         return bool(self._inbox) or any(scheduler.has_work for scheduler in self._schedulers)
 
     @property
+    def num_ranks(self) -> int:
+        return self._mesh.world.size
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._schedulers)
+
+    @property
     def stats(self) -> EngineStats:
         schedulers = self._schedulers
         return EngineStats(

@@ -1,0 +1,127 @@
+"""A tokenizer's chat template: turns messages into the text that a chat model was trained on.
+
+The template came with the model's files and is a program: it runs in jinja2's sandbox, which cannot reach Python's internals, change what
+it is given, or name files. Requests supply values alone, never a template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from petatron.base.errors import DataError
+from petatron.base.terminal_escape import printable
+from petatron.data.tokenizer import Tokenizer
+
+MAX_TEMPLATE_CHARS = 1 << 20
+_RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "chat_template", "bos_token", "eos_token"))
+_MAX_SHOWN_CHARS = 300
+
+
+class ChatTemplate:
+    """Renders messages; `tool_use` is a second template of some tokenizers, for requests with tools.
+
+    >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    >>> template.render([{"role": "user", "content": "Hi"}])
+    '<user>Hi'
+    """
+
+    def __init__(
+        self, source: str, *, tool_use: str | None = None, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._plain = _compile(environment, source)
+        self._tool_use = self._plain if tool_use is None else _compile(environment, tool_use)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        values: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Returns the prompt; raises `DataError` where the template refuses the messages."""
+        if taken := _RESERVED & set(values or ()):
+            raise DataError(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))}. Use the request's own fields."
+            )
+        template = self._tool_use if tools else self._plain
+        try:
+            return template.render(
+                **{
+                    **self._special_tokens,
+                    **(values or {}),
+                    "messages": list(messages),
+                    "tools": list(tools) if tools else None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except Exception as error:  # a template is a program of others: it may raise anything
+            why = printable(str(error), max_chars=_MAX_SHOWN_CHARS)
+            raise DataError(f"The model's chat template refuses these messages: {why}") from error
+
+
+def tokenizer_chat_template(tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """Returns the template of a tokenizer's files: chat_template.jinja, else that of tokenizer_config.json; None without one."""
+    files = {} if tokenizer is None else tokenizer.files()
+    settings = tokenizer_settings(tokenizer)
+    source, tool_use = settings.get("chat_template"), None
+    if isinstance(source, list):
+        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        source, tool_use = named.get("default"), named.get("tool_use")
+    if "chat_template.jinja" in files:
+        source = files["chat_template.jinja"].decode(errors="replace")
+    if not isinstance(source, str):
+        return None
+    return ChatTemplate(
+        source,
+        tool_use=tool_use if isinstance(tool_use, str) else None,
+        special_tokens={name: text for name in ("bos_token", "eos_token") if (text := special_token(settings, name))},
+    )
+
+
+def tokenizer_settings(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Returns the content of a tokenizer's tokenizer_config.json."""
+    content = None if tokenizer is None else tokenizer.files().get("tokenizer_config.json")
+    settings = {} if content is None else json.loads(content)
+    return settings if isinstance(settings, dict) else {}
+
+
+def special_token(settings: Mapping[str, Any], name: str) -> str | None:
+    """Returns a special token of a tokenizer_config.json, which may be a text or an object with its content."""
+    token = settings.get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise DataError(f"The chat template has {len(source):,} characters. Use one of at most {MAX_TEMPLATE_CHARS:,}.")
+    try:
+        return environment.from_string(source)
+    except (jinja2.TemplateError, RecursionError) as error:
+        why = printable(str(error), max_chars=_MAX_SHOWN_CHARS)
+        raise DataError(
+            f"The chat template cannot be read: {why}. Give another one with --chat-template FILE."
+        ) from error
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """As templates expect it, and unlike jinja2's own: without HTML escapes."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
