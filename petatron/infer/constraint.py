@@ -102,10 +102,15 @@ class ConstraintCompiler:
         eod = None if self._tokenizer is None else self._tokenizer.eod
         end_ids = [id for id in (*stop_ids, eod) if id is not None and id < self._vocab_size]
         matcher = self._compile(constraint).deep_copy()
-        assert self._vocabulary is not None
         return ConstraintState(
-            matcher, end_ids=end_ids, eos_ids=self._vocabulary.eos_tokens, vocab_size=self._vocab_size
+            matcher, end_ids=end_ids, eos_ids=self._known_vocabulary().eos_tokens, vocab_size=self._vocab_size
         )
+
+    def _known_vocabulary(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            assert self._tokenizer is not None, "a request with a constraint was accepted without a tokenizer"
+            self._vocabulary = _build_vocabulary(self._tokenizer)
+        return self._vocabulary
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         if constraint not in self._compiled:
@@ -119,16 +124,14 @@ class ConstraintCompiler:
         check_constraint_library()
         from llguidance import LLMatcher
 
-        if self._vocabulary is None:
-            assert self._tokenizer is not None, "a request with a constraint was accepted without a tokenizer"
-            self._vocabulary = _build_vocabulary(self._tokenizer)
-        matcher = LLMatcher(self._vocabulary, _grammar(constraint), log_level=0)
+        vocabulary = self._known_vocabulary()
+        matcher = LLMatcher(vocabulary, _grammar(constraint), log_level=0)
         if matcher.is_error():
             what = "JSON schema" if constraint.kind == "json_schema" else "regular expression"
             why = printable_lines(matcher.get_error().strip()[:_MAX_SHOWN_CHARS])
             raise DataError(f"The {what} cannot be used as a constraint: {why}")
         bias = np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8)
-        if not np.delete(bias, self._vocabulary.eos_tokens).any():
+        if not np.delete(bias, vocabulary.eos_tokens).any():
             raise DataError(
                 "The constraint allows no text but the empty one, or none that the tokenizer has tokens for. Change it."
             )

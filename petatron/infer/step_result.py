@@ -17,7 +17,6 @@ from petatron.infer.sampling import SampledRow, sample_tokens, token_logprobs
 from petatron.infer.scheduler import ScheduledSequence
 from petatron.infer.sequence import Sequence as RunningSequence
 
-
 NO_TOKEN = -1
 """In place of a token, where the constraint of a sequence allows none."""
 

@@ -1,7 +1,7 @@
 """Opens the generation engine of a checkpoint, with its tokenizer, in the layout of the flags.
 
-A checkpoint is the folder of a run (its newest step), of one step, or of a Hugging Face model. The verbs that generate share this: `model_settings`
-says what is opened and how many ranks it needs, without torch's process group; `open_engine` then opens it on every rank.
+A checkpoint is the folder of a run (its newest step), of one step, or of a Hugging Face model. `model_settings` says what is opened and
+how many ranks it needs, before there are any; `open_engine` then opens it on every rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments that the verbs share which generate text: sampling, the engine's sizes, precision; other words are flags of `petatron train`."""
+"""Arguments of the verbs that generate text: sampling, sizes of the engine, precision; other words are flags of `petatron train`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class AnswersFile:
                 self._check_settings(wanted)
             else:
                 write_atomic(self._settings_path, json.dumps(wanted, indent=1) + "\n")
-            self._file = open(reopen_file(path, os.O_RDWR), "r+b")
+            self._file = os.fdopen(reopen_file(path, os.O_RDWR), "r+b")
             self._read_done()
         except OSError as error:
             raise DataError(f"{path} cannot be written: {error.strerror or error}. Choose another --out.") from error

@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
