@@ -37,7 +37,10 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("triton",),
         "fused GPU kernels; what they do is then done with plain operations, in more passes over memory",
     ),
-    "serve": (("fastapi", "uvicorn"), "nothing in this version; the text-generation server will use it"),
+    "serve": (
+        ("fastapi", "uvicorn", "llguidance"),
+        "answers that match a JSON schema or a regular expression; the text-generation server will use it",
+    ),
 }
 
 

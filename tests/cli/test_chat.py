@@ -86,7 +86,9 @@ def test_a_base_model_gets_a_plain_dialogue_and_says_so(session: Session, base_m
     said = session.run(base_model, "hi\nso\n/what\n")
     assert "no chat template: this is a plain dialogue" in said
     assert session.prompts[0] == "User: hi\nAssistant:"
-    assert session.prompts[1].startswith("User: hi\nAssistant: ") and session.prompts[1].endswith("\nUser: so\nAssistant:")
+    assert session.prompts[1].startswith("User: hi\nAssistant: ") and session.prompts[1].endswith(
+        "\nUser: so\nAssistant:"
+    )
     assert "/what is not a command" in said and "/reset" in said
 
 
@@ -128,7 +130,9 @@ def test_an_interrupt_at_the_prompt_drops_the_line(session: Session, base_model:
     assert "/quit or Ctrl-D leaves" in session.run(base_model, "")
 
 
-def test_a_template_of_the_users(session: Session, base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_template_of_the_users(
+    session: Session, base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     file = tmp_path / "mine.jinja"
     file.write_text("[{{ messages[-1].content }}]")
     assert "plain" not in session.run(base_model, "hi\n", "--chat-template", str(file))

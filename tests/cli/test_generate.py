@@ -127,7 +127,9 @@ def test_a_stopped_run_goes_on_where_it_stopped(
     out.write_text("".join(kept) + '{"line": 3, "tex')
     submitted: list[list[int]] = []
     submit = Engine.submit
-    monkeypatch.setattr(Engine, "submit", lambda self, ids, params: (submitted.append(ids), submit(self, ids, params))[1])
+    monkeypatch.setattr(
+        Engine, "submit", lambda self, ids, params: (submitted.append(ids), submit(self, ids, params))[1]
+    )
     capsys.readouterr()
     assert main(words) == 0
     assert "2 of 4 prompts are answered already" in capsys.readouterr().err

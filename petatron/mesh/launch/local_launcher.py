@@ -219,12 +219,11 @@ def _forward_signals(ranks: list[RankProcess], *, interactive: bool = False) -> 
         return
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if interactive and number == signal.SIGINT:
-            _signal_all(ranks[:1], signal.SIGINT)
-            return
         already = bool(received.signals)
         received.signals.append(signal.Signals(number))
-        if received.killing:
+        if interactive and number == signal.SIGINT:
+            _signal_all(ranks[:1], signal.SIGINT)
+        elif received.killing:
             _signal_all(ranks, signal.SIGKILL)
         elif not already:
             _signal_all(ranks, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
