@@ -47,10 +47,16 @@ def check_constraint_library() -> None:
 class ConstraintState:
     """The constraint of one request, after its answer so far."""
 
-    def __init__(self, matcher: LLMatcher, *, end_ids: Sequence[int], eos_ids: Sequence[int], vocab_size: int) -> None:
-        """`end_ids` end the answer, and are allowed exactly where it matches; `eos_ids` are those of the matcher."""
+    def __init__(
+        self, matcher: LLMatcher, *, end_ids: Sequence[int], eos_ids: Sequence[int], num_tokens: int, vocab_size: int
+    ) -> None:
+        """`end_ids` end the answer, and are allowed exactly where it matches; `eos_ids` are those of the matcher.
+
+        A model's vocabulary may be larger than the tokenizer's, which has `num_tokens`.
+        """
         self._matcher = matcher
         self._eos_ids = [token for token in eos_ids if token < vocab_size]
+        self._num_tokens = min(num_tokens, vocab_size)
         self._vocab_size = vocab_size
         self.end_ids = frozenset(end_ids)
 
@@ -71,7 +77,7 @@ class ConstraintState:
         """Returns a mask over the vocabulary; None if no token is allowed: the vocabulary cannot express what must follow."""
         ids = np.zeros(self._vocab_size, dtype=np.bool_)
         if not self._matcher.is_stopped():
-            found = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)[: self._vocab_size]
+            found = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)[: self._num_tokens]
             ids[: len(found)] = found > 0
             ids[self._eos_ids] = False
         ids[list(self.end_ids)] = self.is_matched
@@ -101,9 +107,16 @@ class ConstraintCompiler:
     def start(self, constraint: Constraint, *, stop_ids: Sequence[int] = ()) -> ConstraintState:
         eod = None if self._tokenizer is None else self._tokenizer.eod
         end_ids = [id for id in (*stop_ids, eod) if id is not None and id < self._vocab_size]
-        matcher = self._compile(constraint).deep_copy()
+        return self._state(self._compile(constraint).deep_copy(), end_ids)
+
+    def _state(self, matcher: LLMatcher, end_ids: Sequence[int]) -> ConstraintState:
+        assert self._tokenizer is not None, "a request with a constraint was accepted without a tokenizer"
         return ConstraintState(
-            matcher, end_ids=end_ids, eos_ids=self._known_vocabulary().eos_tokens, vocab_size=self._vocab_size
+            matcher,
+            end_ids=end_ids,
+            eos_ids=self._known_vocabulary().eos_tokens,
+            num_tokens=self._tokenizer.vocab_size,
+            vocab_size=self._vocab_size,
         )
 
     def _known_vocabulary(self) -> LLTokenizer:
@@ -124,14 +137,12 @@ class ConstraintCompiler:
         check_constraint_library()
         from llguidance import LLMatcher
 
-        vocabulary = self._known_vocabulary()
-        matcher = LLMatcher(vocabulary, _grammar(constraint), log_level=0)
+        matcher = LLMatcher(self._known_vocabulary(), _grammar(constraint), log_level=0)
         if matcher.is_error():
             what = "JSON schema" if constraint.kind == "json_schema" else "regular expression"
             why = printable_lines(matcher.get_error().strip()[:_MAX_SHOWN_CHARS])
             raise DataError(f"The {what} cannot be used as a constraint: {why}")
-        bias = np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8)
-        if not np.delete(bias, vocabulary.eos_tokens).any():
+        if self._state(matcher, ()).allowed_tokens() is None:
             raise DataError(
                 "The constraint allows no text but the empty one, or none that the tokenizer has tokens for. Change it."
             )
@@ -157,34 +168,35 @@ def _grammar(constraint: Constraint) -> str:
 
 
 class _TokenBytes:
-    """A vocabulary as llguidance reads it, of a tokenizer without tokenizer.json."""
+    """A vocabulary as llguidance reads it, of a tokenizer without tokenizer.json.
+
+    After the tokenizer's own come an end and all single bytes, which no mask includes: llguidance encodes texts that must follow, and
+    expects that every text has tokens.
+    """
 
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+        self.eos_token_id = len(texts)
         # Part of a character, or no text at all: never allowed, since its bytes are unknown.
-        self.special_token_ids = [token for token, text in enumerate(texts) if not text or _REPLACEMENT in text]
-        eod = tokenizer.eod if tokenizer.eod is not None else len(texts)
-        self.special_token_ids += [eod] if eod not in self.special_token_ids else []
-        special = set(self.special_token_ids)
-        self.tokens = [f"<{token}>".encode() if token in special else text.encode() for token, text in enumerate(texts)]
-        self.tokens += [b"<end>"] * (eod == len(texts))
-        self.eos_token_id = eod
-        self._ids = {
-            content: token for token, content in reversed(list(enumerate(self.tokens))) if token not in special
+        special = {
+            token for token, text in enumerate(texts) if not text or _REPLACEMENT in text or token == tokenizer.eod
         }
-        self._longest = max(map(len, self._ids), default=1)
+        self.special_token_ids = [*sorted(special), self.eos_token_id]
+        self.tokens = [f"<{token}>".encode() if token in special else text.encode() for token, text in enumerate(texts)]
+        self.tokens += [b"<end>", *(bytes([byte]) for byte in range(256))]
+        hidden = set(self.special_token_ids)
+        self._ids = {text: token for token, text in reversed(list(enumerate(self.tokens))) if token not in hidden}
+        self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Returns the ids of a text, the longest token first, up to where there is none: the tokenizer's own may refuse it."""
+        """Returns the ids of a text, the longest token first."""
         found: list[int] = []
         start = 0
         while start < len(text):
             ends = range(min(len(text), start + self._longest), start, -1)
-            end = next((end for end in ends if text[start:end] in self._ids), None)
-            if end is None:
-                break
+            end = next(end for end in ends if text[start:end] in self._ids)
             found.append(self._ids[text[start:end]])
             start = end
         return found
