@@ -157,9 +157,12 @@ def run_on_ranks(
     """Runs a verb on every rank of its layout: those of torchrun or srun, or some that it starts itself."""
     from petatron.serve.open_engine import model_settings
 
-    settings = model_settings(command.options.checkpoint, command.flags, options=command.engine)
+    def read_settings() -> ModelSettings:
+        return model_settings(command.options.checkpoint, command.flags, options=command.engine)
+
     if read_environment().launcher != "single":
-        return run_rank_main(lambda: _with_logging(settings, run_rank))
+        return run_rank_main(lambda: _with_logging(read_settings(), run_rank))
+    settings = read_settings()
     if settings.num_ranks == 1:
         return _with_logging(settings, run_rank)
     from petatron.mesh.launch.local_launcher import run_ranks
