@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from petatron.cli import bench, checkpoint, data, doctor, eval, plan, plot, quickstart, report, runs, serve, verify
+from petatron.cli.generation import chat, generate
 from petatron.config.flags import megatron_flags
 from petatron.config.flags.parse import FILE_FLAG, PRESET_FLAG, known_flags
 from petatron.config.presets import preset_names
@@ -79,6 +80,8 @@ def completions() -> dict[str, ShellCompletion]:
     found["serve"] = ShellCompletion({**run, **found["serve"].flags})
     found["verify"] = ShellCompletion({**run, **found["verify"].flags}, presets=True)
     found["eval"] = ShellCompletion({**run, **found["eval"].flags})
+    for verb, parser in (("generate", generate.parser()), ("chat", chat.parser())):
+        found[verb] = ShellCompletion({**run, **dict(_parser_completions(verb, parser))[verb].flags})
     found["plan memory"] = ShellCompletion({**run, "--device-memory-gb": "text"}, presets=True)
     return found
 

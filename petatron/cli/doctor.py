@@ -37,7 +37,10 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("triton",),
         "fused GPU kernels; what they do is then done with plain operations, in more passes over memory",
     ),
-    "serve": (("fastapi", "uvicorn", "prometheus_client"), "petatron serve"),
+    "serve": (
+        ("fastapi", "uvicorn", "prometheus_client", "jinja2", "llguidance"),
+        "petatron serve, and answers that match a JSON schema or a regular expression",
+    ),
 }
 
 

@@ -19,6 +19,8 @@ from petatron.base.terminal_escape import escaped_output, escaped_stream
 VERBS: Mapping[str, str] = {
     "quickstart": "train a small model on this machine in two minutes, nothing to download",
     "train": "train a model",
+    "generate": "continue prompts with a trained model, one by one or a file of them",
+    "chat": "talk to a trained model in the terminal",
     "data": "fetch, preprocess and inspect datasets",
     "serve": "answer requests over HTTP with the model of a checkpoint",
     "eval": "measure checkpoints on tasks: perplexity, LAMBADA, multiple choice, side by side",
@@ -33,6 +35,9 @@ VERBS: Mapping[str, str] = {
     "completion": "print a script that completes commands in bash, zsh or fish",
     "doctor": "report versions, devices, backends and what missing extras cost",
 }
+
+_MODULES: Mapping[str, str] = {"generate": "generation.generate", "chat": "generation.chat"}
+"""The module of a verb, where it is not named like it."""
 
 _EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
@@ -95,7 +100,7 @@ def _dispatch(argv: list[str]) -> int:
     if verb not in VERBS:
         print(_unknown(verb), file=sys.stderr)
         return _EXIT_USAGE
-    module = importlib.import_module(f"petatron.cli.{verb}")
+    module = importlib.import_module(f"petatron.cli.{_MODULES.get(verb, verb)}")
     return module.main(rest)
 
 

@@ -208,7 +208,10 @@ def next_commands(workspace: Workspace, options: QuickstartOptions) -> str:
     """Returns commands that work as printed, each with what it shows."""
     settings, data = shlex.quote(str(workspace.settings)), shlex.quote(str(workspace.data("train")))
     longer = shlex.quote(str(workspace.root.parent / f"{workspace.root.name}-longer"))
+    model = shlex.quote(str(workspace.training))
     commands = {
+        "continue a text of your own": f"generate {model} --prompt 'def hello(' --max-tokens 60 --temperature 0.7",
+        "talk to it; it knows Python better than people": f"chat {model} --temperature 0.7",
         "prove that the split changes nothing: the same steps in one process, compared tensor by tensor": (
             f"verify --config {settings} --train-data-path {data} --tp {options.tensor_parallel} --steps 5"
         ),

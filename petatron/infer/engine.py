@@ -30,6 +30,7 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.infer.cache_size import choose_num_pages
 from petatron.infer.check_request import check_request
 from petatron.infer.completion import Completion, FinishReason, TokenEvent, TokenLogprob
+from petatron.infer.constraint import ConstraintCompiler
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import PagePool
 from petatron.infer.sampling import SampledRow
@@ -39,7 +40,7 @@ from petatron.infer.sequence import Sequence as RunningSequence
 from petatron.infer.step.decode_graphs import StepOutputs
 from petatron.infer.step.model_steps import ModelSteps, PackedStep, pack_step
 from petatron.infer.step.new_ids import PendingIds, draw_ids, needs_host
-from petatron.infer.step.step_result import SequenceResult, StepLayout, compute_result
+from petatron.infer.step.step_result import NO_TOKEN, SequenceResult, StepLayout, compute_result
 from petatron.infer.text_stream import TextStream
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
@@ -99,6 +100,7 @@ class Engine:
         ]
         self._row_multiple = model.mesh.tp.size if model.sequence_parallel else 1
         self._hidden_size = model.spec.config.hidden_size
+        self._constraints = ConstraintCompiler(tokenizer, vocab_size=self.vocab_size)
         self._inbox: list[dict[str, Any]] = []
         self._sequences: dict[int, RunningSequence] = {}
         self._next_request = 0
@@ -109,6 +111,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._inbox) or any(scheduler.has_work for scheduler in self._schedulers)
+
+    @property
+    def num_ranks(self) -> int:
+        return self._mesh.world.size
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._schedulers)
 
     @property
     def stats(self) -> EngineStats:
@@ -126,6 +136,8 @@ class Engine:
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Takes a request at rank 0 and returns its number; `DataError` if the model cannot serve it."""
         check_request(prompt_ids, params, self)
+        if params.constraint is not None:
+            self._constraints.check(params.constraint)
         request = self._next_request
         self._next_request += 1
         self._inbox.append({"kind": "submit", "request": request, "prompt": list(prompt_ids), "params": asdict(params)})
@@ -211,7 +223,7 @@ class Engine:
         packed = self._pack(own)
         outputs = self._steps.run(packed)
         step = _InFlightStep(layouts, outputs)
-        rows = own.sampled_rows()
+        rows = own.sampled_rows(self._steps.device)
         alone = self._mesh.pp.size == 1 and self._mesh.dp.size == 1
         if alone and self._steps.runs_as_graph(packed) and not any(map(needs_host, rows)):
             self._draw(step, rows)
@@ -230,7 +242,7 @@ class Engine:
         rows = {work.sequence.request: row for row, work in enumerate(layout.scheduled)}
         sources = [rows[work.sequence.request] for work in ahead]
         started = _InFlightStep([next_layout], self._steps.run_graph(self._pack(next_layout), sources))
-        self._draw(started, next_layout.sampled_rows(pending=1))
+        self._draw(started, next_layout.sampled_rows(self._steps.device, pending=1))
         return started
 
     def _draw(self, step: _InFlightStep, rows: Sequence[SampledRow]) -> None:
@@ -279,6 +291,7 @@ class Engine:
         return events
 
     def _start(self, request: int, prompt: list[int], params: SamplingParams) -> None:
+        constraint = params.constraint
         sequence = RunningSequence(
             request,
             list(prompt),
@@ -286,6 +299,7 @@ class Engine:
             max_length=min(self.max_length, len(prompt) + params.max_new_tokens),
             stream=TextStream(self.tokenizer, stop_strings=params.stop_strings),
             completion=Completion(list(prompt)),
+            constraint=None if constraint is None else self._constraints.start(constraint, stop_ids=params.stop_ids),
         )
         self._sequences[request] = sequence
         self._counts["prompt_tokens"] += len(prompt)
@@ -324,9 +338,9 @@ class Engine:
             sequence.add_pooled(result.pooled)
         if not result.work.reaches_end:
             return []
-        if result.token is None:
+        if result.token is None or result.token == NO_TOKEN:
             scheduler.remove(sequence)
-            return [self._finish(sequence, None, "", None, "length")]
+            return [self._finish(sequence, None, sequence.stream.finish(), None, "length")]
         sequence.tokens.append(result.token)
         sequence.completion.ids.append(result.token)
         self._counts["generated_tokens"] += 1
@@ -340,14 +354,18 @@ class Engine:
 
     def _find_end(self, sequence: RunningSequence, token: int) -> tuple[FinishReason | None, str]:
         """Returns whether a sequence ends with a token, and the text that became certain."""
-        stream, completion = sequence.stream, sequence.completion
-        if token in sequence.params.stop_ids:
+        stream, completion, constraint = sequence.stream, sequence.completion, sequence.constraint
+        if token in sequence.params.stop_ids or (constraint is not None and token in constraint.end_ids):
             completion.stop = token
             return "stop", stream.finish()
         text = stream.add(token)
         if stream.stop is not None:
             completion.stop = stream.stop
             return "stop", text
+        if constraint is not None:
+            constraint.advance(token)
+            if constraint.is_over:
+                return "stop" if constraint.is_matched else "length", text + stream.finish()
         if len(sequence.tokens) >= sequence.max_length:
             return "length", text + stream.finish()
         return None, text

@@ -16,7 +16,7 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """The text must be a word of a language: that of a JSON schema, a regular expression, or any JSON (`infer/constraint.py`)."""
+    """The text must be a word of a language: that of a JSON schema, a regular expression, or any JSON object (`infer/constraint.py`)."""
 
     kind: Literal["json_schema", "regex", "json"]
     grammar: str = ""

@@ -64,14 +64,17 @@ class Scheduler:
         """Returns the next step's work: sequences that decode first, then chunks, those that begin a sequence first."""
         budget = self._options.max_step_tokens
         scheduled: list[ScheduledSequence] = []
+        preemptions = self.num_preemptions
         for sequence in list(self.running):
-            if sequence not in self.running or budget == 0:  # preempted for an earlier one
+            preempted = self.num_preemptions > preemptions and sequence not in self.running  # for an earlier one
+            if preempted or budget == 0:
                 continue
             count = min(sequence.uncomputed, budget)
             if self._reserve(sequence, sequence.computed + count):
                 scheduled.append(ScheduledSequence(sequence, sequence.computed, count))
                 budget -= count
-        scheduled = [work for work in scheduled if work.sequence in self.running]
+        if self.num_preemptions > preemptions:
+            scheduled = [work for work in scheduled if work.sequence in self.running]
         while self.waiting and budget and len(self.running) < self._options.max_sequences:
             sequence = self.waiting[0]
             if not self._admit(sequence, budget):
@@ -107,7 +110,8 @@ class Scheduler:
         """Notes that the step has run."""
         sequence = work.sequence
         sequence.computed = work.start + work.count
-        self.pool.add_prefix(sequence.pages, sequence.tokens, computed=sequence.computed)
+        if sequence.computed // self.pool.page_size > work.start // self.pool.page_size:  # a page is full now
+            self.pool.add_prefix(sequence.pages, sequence.tokens, computed=sequence.computed)
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Gives a waiting sequence its first pages; another one's prefix if there is one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from petatron.infer.completion import Completion
+from petatron.infer.constraint import ConstraintState
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.text_stream import TextStream
 
@@ -22,12 +23,14 @@ class Sequence:
     max_length: int
     stream: TextStream
     completion: Completion
+    constraint: ConstraintState | None = None
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     cancelled: bool = False
 
     def start_again(self) -> None:
-        """Forgets what is computed anew, and so reported anew: pages, and what is known of the prompt; its tokens stay."""
+        """Forgets what is computed anew, and so reported anew: pages, and what is known of the prompt; its tokens stay, and
+        with them the state of its constraint."""
         self.pages, self.computed = [], 0
         self.completion.prompt_logprobs.clear()
         self.completion.pooled = None

@@ -142,10 +142,10 @@ def parallelize(
         initial_values=_logical_initial_values(params, placements) if init_weights else None,
     )
     if fully_sharded:
-        groups, gradients = _build_fsdp_groups(stages, param_facts, mesh, run, dtype, weights)
+        groups, gradient_reducer = _build_fsdp_groups(stages, param_facts, mesh, run, dtype, weights)
     else:
-        groups, gradients = _build_flat_groups(stages, param_facts, mesh, run, weights, gradients=gradients)
-        weight_grad_queue.accumulate = gradients.write_grad
+        groups, gradient_reducer = _build_flat_groups(stages, param_facts, mesh, run, weights, gradients=gradients)
+        weight_grad_queue.accumulate = gradient_reducer.write_grad
     length = sum(flat_shard.length for group in groups for flat_shard in group.flat_shards)
     _log.debug(
         "rank %d updates %s elements of parameters, padding included, %s",
@@ -153,7 +153,7 @@ def parallelize(
         f"{length:,}",
         str(dtype)[6:],
     )
-    return ParallelizeResult(placements, groups, gradients, weight_grad_queue, fp8_gemms, combined)
+    return ParallelizeResult(placements, groups, gradient_reducer, weight_grad_queue, fp8_gemms, combined)
 
 
 def _shard_stage(

@@ -6,25 +6,19 @@ A new step is loaded into the weights that are there, so that it needs no memory
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from petatron.base.errors import CheckpointError, PetatronError
 from petatron.base.log import get_logger
-from petatron.base.model_companion_files import is_hf_folder
-from petatron.checkpoint.convert.formats import config_sections, load_config_sections
-from petatron.checkpoint.convert.read_hf_folder import read_model_settings
-from petatron.checkpoint.files import step_folder, step_list
-from petatron.config import RunConfig
-from petatron.data.tokenizer import Tokenizer, build_tokenizer, folder_tokenizer
+from petatron.checkpoint.files import step_list
+from petatron.data.tokenizer import Tokenizer
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.infer.engine import Engine, EngineStats
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.object_collectives import broadcast_object
-from petatron.train.state.pretrained import from_pretrained
+from petatron.serve.open_engine import model_settings, open_engine
 from petatron.train.state.run_model import Model
 from petatron.train.state.save_and_load import load_checkpoint
 
@@ -36,12 +30,13 @@ class CheckpointEngine:
 
     def __init__(self, checkpoint: Path, *, flags: Sequence[str] = (), options: EngineOptions | None = None) -> None:
         """`checkpoint` is the folder of a Hugging Face model, of a step, or of a run, of which the newest step is taken."""
-        self.path = _one_step(checkpoint)
+        settings = model_settings(checkpoint, flags, options=options)
+        opened = open_engine(settings, flags, options=options)
+        self.path, self.stop_ids = settings.folder, settings.stop_ids
         self._options = options
-        self._model: Model = from_pretrained(self.path, flags=flags, gradients=False)
-        self.tokenizer: Tokenizer | None = _open_tokenizer(self.path, flags)
-        self.stop_ids = _stop_ids(self._model)
-        self._engine: Engine | None = self._build()
+        self._model: Model = opened.model
+        self.tokenizer: Tokenizer | None = settings.tokenizer
+        self._engine: Engine | None = opened.engine
 
     @property
     def step_number(self) -> int | None:
@@ -125,40 +120,3 @@ class CheckpointEngine:
 
     def _build(self) -> Engine:
         return Engine(self._model, self.tokenizer, self._options)
-
-
-def run_config_of(checkpoint: Path, flags: Sequence[str]) -> RunConfig:
-    """Returns the settings of a checkpoint's model with those of flags; its world size is how many ranks the layout needs."""
-    sections = config_sections(*read_model_settings(_model_folder(_one_step(checkpoint))))
-    return load_config_sections(sections, flags, world_size=None).config
-
-
-def _one_step(checkpoint: Path) -> Path:
-    return checkpoint if is_hf_folder(checkpoint) else step_list.resolve_step(checkpoint, None)
-
-
-def _model_folder(step: Path) -> Path:
-    return step if is_hf_folder(step) else step / step_folder.MODEL_FOLDER
-
-
-def _open_tokenizer(step: Path, flags: Sequence[str]) -> Tokenizer | None:
-    """Returns the tokenizer that the flags name, else the model's own; None where there is none."""
-    run = run_config_of(step, flags)
-    given = run.tokenizer
-    if given.tokenizer_type or given.tokenizer_model or given.vocab_file:
-        return build_tokenizer(given, vocab_size=run.model.vocab_size)
-    held = folder_tokenizer(_model_folder(step))
-    return None if held is None else build_tokenizer(held)
-
-
-def _stop_ids(model: Model) -> tuple[int, ...]:
-    """Returns the ids that end an answer, as config.json and generation_config.json name them; each may name one or several."""
-    held = model.companion_files
-    if held is None:
-        return ()
-    named: list[Any] = [held.token_ids.get("eos_token_id")]
-    if "generation_config.json" in held.files:
-        content = json.loads(held.files["generation_config.json"])
-        named.append(content.get("eos_token_id") if isinstance(content, Mapping) else None)
-    flat = [one for value in named for one in (value if isinstance(value, list) else [value])]
-    return tuple(sorted({one for one in flat if isinstance(one, int) and one >= 0}))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from petatron.base.errors import DataError
+from petatron.data.prompt.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
 from petatron.data.tokenizer import Tokenizer
-from petatron.serve.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.token_texts import TokenTexts
 

@@ -30,6 +30,10 @@ QUESTIONS = {
     "checkpoint inspect da": "data.jsonl data.txt",
     "bench ker": "kernels",
     "completion z": "zsh",
+    "generate run --top-": "--top-k --top-p",
+    "generate run --prompts da": "data.jsonl data.txt",
+    "chat run --sys": "--system",
+    "chat da": "data.jsonl data.txt",
 }
 
 

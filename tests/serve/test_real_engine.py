@@ -22,10 +22,11 @@ from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.step_list import list_steps
 from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer.engine_options import EngineOptions
-from petatron.serve.checkpoint_engine import CheckpointEngine, run_config_of
+from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.http.follow_run import follow_run
 from petatron.serve.model_card import ModelCard
 from petatron.serve.newest_step import newest_sound_step
+from petatron.serve.open_engine import model_settings
 from tests.serve.live_server import TEMPLATE, LiveServer, live_server
 
 ROOT = Path(__file__).parent.parent.parent
@@ -175,7 +176,7 @@ def test_a_step_that_is_gone_leaves_the_one_before(run_folder: Path, tmp_path: P
 
 
 def test_the_layout_says_how_many_ranks(run_folder: Path):
-    assert run_config_of(run_folder, ["--tp", "2", "--pp", "2"]).parallel.world_size == 4
+    assert model_settings(run_folder, ["--tp", "2", "--pp", "2"]).loaded.config.parallel.world_size == 4
 
 
 def _serve(command: list[str], log: Path) -> tuple[subprocess.Popen[bytes], str]:

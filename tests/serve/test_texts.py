@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from petatron.base.errors import DataError
+from petatron.data.prompt.chat_template import ChatTemplate, tokenizer_chat_template
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, train_bpe
-from petatron.serve.chat_template import ChatTemplate, tokenizer_chat_template
 from petatron.serve.token_texts import TokenTexts
 
 USER = [{"role": "user", "content": "hi"}]

@@ -31,9 +31,9 @@ def main(argv: Sequence[str]) -> int:
     _check_extra()
     if read_environment().launcher != "single":
         return run_rank_main(lambda: _serve(args, checkpoint, options, flags))
-    from petatron.serve.checkpoint_engine import run_config_of
+    from petatron.serve.open_engine import model_settings
 
-    num_ranks = run_config_of(checkpoint, flags).parallel.world_size
+    num_ranks = model_settings(checkpoint, flags).loaded.config.parallel.world_size
     if num_ranks == 1:
         return _serve(args, checkpoint, options, flags)
     from petatron.mesh.launch.local_launcher import run_ranks

@@ -35,4 +35,5 @@ def draw_ids(ids: Tensor, logits_RV: Tensor, rows: Sequence[SampledRow]) -> Pend
 def needs_host(row: SampledRow) -> bool:
     """Whether a draw depends on the tokens before it, or is reported on: then the next step waits for the host."""
     params = row.params
-    return row.changes_logits or params.logprobs is not None or bool(params.min_new_tokens)
+    reported = params.logprobs is not None or params.constraint is not None
+    return row.changes_logits or reported or bool(params.min_new_tokens)

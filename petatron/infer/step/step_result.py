@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from petatron.infer.completion import TokenLogprob
 from petatron.infer.sampling import SampledRow, sample_tokens, token_logprobs
 from petatron.infer.scheduler import ScheduledSequence
+from petatron.infer.sequence import Sequence as RunningSequence
+
+NO_TOKEN = -1
+"""In place of a token, where the constraint of a sequence allows none."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceResult:
-    """Of one sequence. pooled: the sum of hidden states of the step's tokens, or the last one's."""
+    """Of one sequence. token: None if none was asked for. pooled: the sum of hidden states of the step's tokens, or the last one's."""
 
     work: ScheduledSequence
     token: int | None = None
@@ -62,10 +67,10 @@ class StepLayout:
             samples.append(sampled)
         return cls(scheduled, rows, samples, hidden_size)
 
-    def sampled_rows(self, *, pending: int = 0) -> list[SampledRow]:
+    def sampled_rows(self, device: torch.device, *, pending: int = 0) -> list[SampledRow]:
         """Returns what the draws depend on; `pending` tokens before each are not known yet."""
         return [
-            SampledRow(work.sequence.params, work.sequence.tokens, work.sequence.num_prompt, pending=pending)
+            _sampled_row(work.sequence, device, pending)
             for work, samples in zip(self.scheduled, self.samples)
             if samples
         ]
@@ -151,15 +156,22 @@ def _sample(layout: StepLayout, results: Sequence[SequenceResult], logits_RV: Te
         return
     logits = logits_RV if len(rows) == logits_RV.shape[0] else logits_RV[list(rows)]
     chosen = [result for result, samples in zip(results, layout.samples) if samples]
-    inputs = layout.sampled_rows()
-    for result, token in zip(chosen, sample_tokens(logits, inputs).tolist()):
-        result.token = token
+    inputs = layout.sampled_rows(logits.device)
+    for result, row, token in zip(chosen, inputs, sample_tokens(logits, inputs).tolist()):
+        stuck = result.work.sequence.constraint is not None and row.allowed_V is None
+        result.token = NO_TOKEN if stuck else token
     wanting = [number for number, each in enumerate(inputs) if each.params.logprobs is not None]
     if wanting:
-        tokens = [chosen[number].token or 0 for number in wanting]
+        tokens = [max(chosen[number].token or 0, 0) for number in wanting]
         found = token_logprobs(logits[wanting], tokens, [inputs[number].params.logprobs or 0 for number in wanting])
         for number, logprob in zip(wanting, found):
             chosen[number].logprob = logprob
+
+
+def _sampled_row(sequence: RunningSequence, device: torch.device, pending: int) -> SampledRow:
+    allowed = None if sequence.constraint is None else sequence.constraint.allowed_tokens()
+    mask = None if allowed is None else allowed.to(device)
+    return SampledRow(sequence.params, sequence.tokens, sequence.num_prompt, mask, pending)
 
 
 def _pool(layout: StepLayout, results: Sequence[SequenceResult], hidden_TD: Tensor) -> None:

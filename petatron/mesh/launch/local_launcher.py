@@ -49,8 +49,12 @@ def run_ranks(
     master_addr: str = "127.0.0.1",
     master_port: int | None = None,
     grace_s: float = 3.0,
+    interactive: bool = False,
 ) -> int:
-    """Runs `command` once per local rank and returns the exit code: 0, the first failure's, or 128 + the signal that ended it."""
+    """Runs `command` once per local rank and returns the exit code: 0, the first failure's, or 128 + the signal that ended it.
+
+    `interactive`: rank 0 reads this process's input, and every Ctrl-C is forwarded to it alone, which decides what to stop.
+    """
     environments = _rank_environments(
         nproc=nproc, nnodes=nnodes, node_rank=node_rank, master_addr=master_addr, master_port=master_port
     )
@@ -62,10 +66,14 @@ def run_ranks(
             name = None if given else _secret_name(environments[0])  # rank 0 writes one there, and the others read it
             environments = [replace(one, secret=given, secret_name=name) for one in environments]
         ranks: list[RankProcess] = []
-        with _forward_signals(ranks) as received:
+        with _forward_signals(ranks, interactive=interactive) as received:
             try:
                 for environment in environments:
-                    ranks.append(_start_rank(command, environment, folder / f"rank-{environment.rank}.json"))
+                    reads = interactive and environment.rank == 0
+                    error_file = folder / f"rank-{environment.rank}.json"
+                    ranks.append(
+                        _start_rank(command, environment, error_file, stdin=None if reads else subprocess.DEVNULL)
+                    )
                 first = _wait_for_ranks(ranks, grace_s=grace_s)
             finally:
                 _stop_ranks(ranks)
@@ -171,12 +179,14 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _start_rank(command: Sequence[str], environment: RankEnvironment, error_file: Path) -> RankProcess:
+def _start_rank(
+    command: Sequence[str], environment: RankEnvironment, error_file: Path, *, stdin: int | None = subprocess.DEVNULL
+) -> RankProcess:
     try:
         process = subprocess.Popen(
             list(command),
             env=rank_variables(environment, error_file=str(error_file)),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             start_new_session=True,
             preexec_fn=_die_with_parent(),
         )
@@ -201,8 +211,8 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 
 @contextlib.contextmanager
-def _forward_signals(ranks: list[RankProcess]) -> Iterator[ReceivedSignals]:
-    """Forwards SIGINT, SIGTERM and SIGHUP to the ranks while open; the second SIGINT kills them."""
+def _forward_signals(ranks: list[RankProcess], *, interactive: bool = False) -> Iterator[ReceivedSignals]:
+    """Forwards SIGINT, SIGTERM and SIGHUP to the ranks while open; the second SIGINT kills them, unless rank 0 decides."""
     received = ReceivedSignals()
     if threading.current_thread() is not threading.main_thread():
         yield received  # only the main thread may install handlers
@@ -211,7 +221,9 @@ def _forward_signals(ranks: list[RankProcess]) -> Iterator[ReceivedSignals]:
     def handle(number: int, _frame: FrameType | None) -> None:
         already = bool(received.signals)
         received.signals.append(signal.Signals(number))
-        if received.killing:
+        if interactive and number == signal.SIGINT:
+            _signal_all(ranks[:1], signal.SIGINT)
+        elif received.killing:
             _signal_all(ranks, signal.SIGKILL)
         elif not already:
             _signal_all(ranks, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)

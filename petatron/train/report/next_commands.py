@@ -35,6 +35,7 @@ def next_commands(
                 _resume_command(run, folder, log_dir, train_iters if complete else None),
                 _resume_purpose(complete) + ("" if launcher == "single" else f", started with {launcher} as before"),
             ),
+            *_generation_commands(run, folder),
             (f"checkpoint verify {shlex.quote(folder)}", "check every byte of the checkpoint"),
             (
                 f"checkpoint convert {shlex.quote(folder)} {shlex.quote(exported)} --to huggingface",
@@ -46,6 +47,17 @@ def next_commands(
         (f"report {shlex.quote(str(log_dir))}", "one HTML file to send to a colleague"),
     ]
     return [(f"petatron {words}", purpose) for words, purpose in found if words.split()[0] in verbs]
+
+
+def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
+    """Only a model that knows text can be asked for some."""
+    kind = run.tokenizer.tokenizer_type
+    if run.model.model_type != "decoder" or kind is None or kind == "NullTokenizer":
+        return []
+    return [
+        (f"generate {shlex.quote(folder)} --prompt 'Once upon a time'", "continue a text with the model"),
+        (f"chat {shlex.quote(folder)}", "talk to it"),
+    ]
 
 
 def _resume_command(run: RunConfig, folder: str, log_dir: Path, train_iters: int | None) -> str:

@@ -41,7 +41,12 @@ def start_launcher(tmp_path: Path, command: list[str], **options: object) -> sub
     arguments = "".join(f", {name}={value!r}" for name, value in options.items())
     code = f"import sys\nfrom petatron.mesh.launch.local_launcher import run_ranks\nsys.exit(run_ranks({command!r}{arguments}))"
     return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -196,6 +201,28 @@ def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     assert launcher.returncode == 130, "as of one rank, and as shells say it, however the ranks were ended"
     assert "Stopped by SIGINT" in output
     assert "failed first" not in output
+
+
+def test_an_interactive_rank_reads_the_input_and_has_every_interrupt_to_itself(tmp_path: Path) -> None:
+    body = f"""
+    noted = []
+    signal.signal(signal.SIGINT, lambda *_: (noted.append(1), open(f"{tmp_path}/got{{rank}}-{{len(noted)}}", "w").close()))
+    open(f"{tmp_path}/up{{rank}}", "w").close()
+    text = sys.stdin.readline()
+    if rank == 0:
+        assert text == "typed\\n" and len(noted) == 3, (text, noted)
+        open("{tmp_path}/over", "w").close()
+    while not os.path.exists("{tmp_path}/over"):
+        time.sleep(0.02)
+    assert rank == 0 or (text == "" and not noted)
+    """
+    launcher = start_launcher(tmp_path, child(body), nproc=2, interactive=True)
+    wait_for([tmp_path / "up0", tmp_path / "up1"])
+    for number in (1, 2, 3):
+        launcher.send_signal(signal.SIGINT)
+        wait_for([tmp_path / f"got0-{number}"])
+    output, _ = launcher.communicate("typed\n", timeout=20)
+    assert launcher.returncode == 0, output
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])

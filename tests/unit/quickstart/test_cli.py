@@ -142,12 +142,13 @@ def test_the_next_commands_are_commands(options: QuickstartOptions, tmp_path: Pa
     space.set_stage_key("data", "any")
     stages.prepare_settings(space, options)
     lines = [shlex.split(line) for line in next_commands(space, options).splitlines() if "petatron" in line]
-    assert [line[1] for line in lines] == ["verify", "train", "config", "data", "doctor"]
-    train = load_config(lines[1][2:]).config
+    assert [line[1] for line in lines] == ["generate", "chat", "verify", "train", "config", "data", "doctor"]
+    assert lines[0][2] == lines[1][2] == str(space.training)
+    train = load_config(lines[3][2:]).config
     assert train.parallel.world_size == train.parallel.data_parallel_size == 2
     assert train.train.train_iters == 24 and train.checkpoint.load == str(space.training)
     assert Path(str(train.checkpoint.save)).parent == tmp_path
-    assert main(lines[2][1:]) == 0
+    assert main(lines[4][1:]) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,189 @@
+"""Arguments of the verbs that generate text: sampling, sizes of the engine, precision; other words are flags of `petatron train`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.sampling_params import SamplingParams
+from petatron.mesh.launch.environment import read_environment, run_rank_main
+
+if TYPE_CHECKING:
+    from petatron.infer.batch.request_options import RequestOptions
+    from petatron.serve.open_engine import ModelSettings
+
+_PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
+_SAMPLING = SamplingParams()
+_ENGINE = EngineOptions()
+OTHER_FLAGS = (
+    "All other words are flags of `petatron train`, mostly a layout: --tp 2, --pp 2, --ep 2, --dp 2 start as many ranks, and "
+    "torchrun and srun work as there. The layout in which the checkpoint was trained does not matter."
+)
+
+
+def add_sampling_arguments(root: argparse.ArgumentParser) -> None:
+    add = root.add_argument_group("sampling").add_argument
+    add("--max-tokens", type=int, metavar="N", help="new tokens at most (128, or what there is room for)")
+    add("--min-tokens", type=int, metavar="N", help="new tokens at least (0)")
+    add("--temperature", type=float, metavar="T", help=f"divides the logits; 0 is greedy ({_SAMPLING.temperature:g})")
+    add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (all)")
+    add("--top-p", type=float, metavar="P", help="draw from the most likely tokens of this probability together (1)")
+    add("--min-p", type=float, metavar="P", help="draw tokens at least this likely, relative to the likeliest (0)")
+    add("--repetition-penalty", type=float, metavar="F", help="divides the logits of tokens that occurred (1)")
+    add("--presence-penalty", type=float, metavar="F", help="subtracted for tokens of the answer (0)")
+    add("--frequency-penalty", type=float, metavar="F", help="subtracted for each use of a token in the answer (0)")
+    add("--seed", type=int, metavar="N", help=f"draws are a function of it ({_SAMPLING.seed})")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    add("--ignore-eos", action="store_true", help="do not stop at the model's end of text")
+    add("--json-schema", type=Path, metavar="FILE", help="the answer is JSON of this schema")
+    add("--regex", metavar="REGEX", help="the answer matches this regular expression")
+
+
+def add_engine_arguments(root: argparse.ArgumentParser) -> None:
+    add = root.add_argument_group("engine").add_argument
+    add("--page-size", type=int, metavar="N", help=f"tokens of a page of the cache ({_ENGINE.page_size})")
+    add("--num-pages", type=int, metavar="N", help="pages of the cache (what memory allows)")
+    add("--max-batch-size", type=int, metavar="N", help=f"sequences that run at once ({_ENGINE.max_sequences})")
+    add("--max-batch-tokens", type=int, metavar="N", help=f"tokens of one step ({_ENGINE.max_step_tokens})")
+    add("--max-length", type=int, metavar="N", help="tokens of prompt and answer together (the model's positions)")
+    add("--no-prefix-caching", action="store_true", help="compute equal beginnings of prompts again")
+    add("--fp32", action="store_true", help="compute in float32, whatever the weights are stored in")
+
+
+def engine_options(options: argparse.Namespace) -> EngineOptions:
+    """Returns the sizes of the engine; `ConfigError` with all that are wrong."""
+    flags = {
+        "page_size": "--page-size",
+        "num_pages": "--num-pages",
+        "max_sequences": "--max-batch-size",
+        "max_step_tokens": "--max-batch-tokens",
+        "max_length": "--max-length",
+    }
+    values = {name: getattr(options, flag[2:].replace("-", "_")) for name, flag in flags.items()}
+    problems = [
+        Problem(flags[name], str(value), "is below 1", "Leave it out for the default.")
+        for name, value in values.items()
+        if value is not None and value < 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    given = {name: value for name, value in values.items() if value is not None}
+    return EngineOptions(**given, prefix_caching=not options.no_prefix_caching)
+
+
+def request_options(options: argparse.Namespace) -> RequestOptions:
+    """Returns how prompts are continued; `ConfigError` with all that is wrong, also where a package is missing."""
+    from petatron.infer.batch.request_options import OPTIONS, RequestOptions
+    from petatron.infer.constraint import check_constraint_library
+
+    values = {name: value for name in OPTIONS if (value := getattr(options, name, None)) is not None}
+    problems: list[Problem] = []
+    found = RequestOptions(SamplingParams())
+    if options.json_schema is not None:
+        values["json_schema"] = _read_schema(options.json_schema, problems)
+    try:
+        found = found.with_options(values)
+    except ConfigError as error:
+        problems += [replace(each, where=f"--{each.where.replace('_', '-')}") for each in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    if found.params.constraint is not None:
+        check_constraint_library()
+    return found
+
+
+def _read_schema(path: Path, problems: list[Problem]) -> str | None:
+    try:
+        text = path.read_text()
+        json.loads(text)
+        return text
+    except OSError as error:
+        problems.append(Problem("--json-schema", str(path), f"cannot be read: {error.strerror}", "Give a JSON file."))
+    except (ValueError, RecursionError) as error:
+        problems.append(Problem("--json-schema", str(path), f"is not JSON: {error}", "Give the schema as JSON."))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationCommand:
+    """What a verb was asked: a checkpoint, and flags of the model and its layout."""
+
+    options: argparse.Namespace
+    flags: list[str]
+    request: RequestOptions
+    engine: EngineOptions
+
+    @property
+    def dtype(self) -> str | None:
+        return "fp32" if self.options.fp32 else None
+
+    @property
+    def precision(self) -> str:
+        """The name of the precision that was asked for."""
+        given = [flag[2:] for flag in self.flags if flag in _PRECISION_FLAGS]
+        return self.dtype or (given[0] if given else "that of the weights")
+
+    def with_stop_ids(self, stop_ids: Sequence[int]) -> RequestOptions:
+        """Returns the options of requests that also end at the model's own ids."""
+        ids = () if self.options.ignore_eos else tuple(stop_ids)
+        return replace(self.request, params=replace(self.request.params, stop_ids=ids))
+
+
+def read_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> GenerationCommand:
+    options, flags = parser.parse_known_args(list(argv))
+    words = [word for word in flags if not word.startswith("-")]
+    if options.fp32 and any(word in _PRECISION_FLAGS for word in flags):
+        raise ConfigError([Problem("--fp32", "", "and another precision are two", "Give one.")])
+    if flags and flags[0] in words:
+        raise ConfigError([Problem("CHECKPOINT", flags[0], "is a second checkpoint", "Give one.")])
+    return GenerationCommand(options, flags, request_options(options), engine_options(options))
+
+
+def run_on_ranks(
+    verb: str,
+    argv: Sequence[str],
+    command: GenerationCommand,
+    run_rank: Callable[[ModelSettings], int],
+    *,
+    interactive: bool,
+) -> int:
+    """Runs a verb on every rank of its layout: those of torchrun or srun, or some that it starts itself."""
+    from petatron.serve.open_engine import model_settings
+
+    def read_settings() -> ModelSettings:
+        return model_settings(command.options.checkpoint, command.flags, options=command.engine)
+
+    if read_environment().launcher != "single":
+        return run_rank_main(lambda: _with_logging(read_settings(), run_rank))
+    settings = read_settings()
+    if settings.num_ranks == 1:
+        return _with_logging(settings, run_rank)
+    from petatron.mesh.launch.local_launcher import run_ranks
+
+    launch = settings.loaded.config.launch
+    return run_ranks(
+        [sys.executable, "-m", "petatron", verb, *argv],
+        nproc=settings.num_local_ranks,
+        nnodes=launch.nnodes,
+        node_rank=launch.node_rank,
+        master_addr=launch.master_addr,
+        master_port=launch.master_port,
+        interactive=interactive,
+    )
+
+
+def _with_logging(settings: ModelSettings, run_rank: Callable[[ModelSettings], int]) -> int:
+    from petatron.base.log import configure_logging
+    from petatron.mesh.launch.process_group import stop_process_group
+
+    configure_logging(rank=read_environment().rank)
+    code = run_rank(settings)
+    stop_process_group()
+    return code

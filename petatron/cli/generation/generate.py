@@ -1,0 +1,271 @@
+"""`petatron generate`: continues prompts of the command line as they come, or answers a file of prompts."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.terminal_escape import printable, raw_stream
+from petatron.cli.generation.arguments import (
+    OTHER_FLAGS,
+    GenerationCommand,
+    add_engine_arguments,
+    add_sampling_arguments,
+    read_command,
+    run_on_ranks,
+)
+
+if TYPE_CHECKING:
+    from petatron.data.prompt.prompt_encoder import PromptEncoder
+    from petatron.data.tokenizer import Tokenizer
+    from petatron.infer.batch.run_batch import BatchProgress
+    from petatron.infer.completion import Completion, TokenEvent
+    from petatron.infer.engine import Engine
+    from petatron.infer.sampling_params import SamplingParams
+    from petatron.serve.open_engine import ModelSettings, OpenedEngine
+
+_HASHED_BYTES = 1 << 20
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
+        prog="petatron generate",
+        usage="petatron generate CHECKPOINT (--prompt TEXT ... | --prompts FILE.jsonl --out ANSWERS.jsonl) [flags]",
+        description="Continues prompts with a model: the folder of a run, of one of its steps, or of a Hugging Face model. Text is "
+        "printed as it comes. A file of prompts has one JSON object a line: prompt (or text, or messages for the chat template), "
+        "perhaps id, and options of its own by the names below, such as max_tokens. Its answers are written as they end, with "
+        "the number of their line; the same command goes on where it was stopped.",
+        epilog=OTHER_FLAGS,
+        allow_abbrev=False,
+    )
+    add = root.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="folder of a run, of a step, or of a Hugging Face model")
+    add("--prompt", action="append", metavar="TEXT", help="a text to continue; - reads it; may be given several times")
+    add("--prompts", type=Path, metavar="FILE", help="JSON lines of prompts; may be compressed")
+    add("--out", type=Path, metavar="FILE", help="where the answers to --prompts go")
+    add("--n", type=int, metavar="N", help="answers to each prompt (1)")
+    add("--logprobs", type=int, metavar="N", help="report each token's log-probability, and the N most likely ones")
+    add("--echo", action="store_true", help="print the prompt before its answer")
+    add_sampling_arguments(root)
+    add_engine_arguments(root)
+    return root
+
+
+def main(argv: Sequence[str]) -> int:
+    command = read_command(parser(), argv)
+    _check(command.options)
+    reads_input = "-" in (command.options.prompt or ())
+    return run_on_ranks(
+        "generate", argv, command, lambda settings: _generate(command, settings), interactive=reads_input
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems: list[Problem] = []
+    if bool(options.prompt) == (options.prompts is not None):
+        rule = "or --prompts FILE says what to continue; one of them" + (" alone" if options.prompt else " is needed")
+        problems.append(Problem("--prompt TEXT", "", rule, "Add --prompt 'Once upon a time', say."))
+    if (options.prompts is None) != (options.out is None) and not options.prompt:
+        rule = "has no place for its answers" if options.out is None else "is for the answers to --prompts"
+        where = ("--prompts", options.prompts) if options.out is None else ("--out", options.out)
+        problems.append(Problem(where[0], str(where[1]), rule, "Give both --prompts and --out."))
+    if options.prompt and options.out is not None:
+        problems.append(Problem("--out", str(options.out), "is for --prompts", "Redirect the output instead: > FILE."))
+    if (options.prompt or []).count("-") > 1:
+        problems.append(Problem("--prompt", "-", "reads the input twice", "Give it once."))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _generate(command: GenerationCommand, settings: ModelSettings) -> int:
+    """Runs on every rank."""
+    from petatron.data.prompt.prompt_encoder import PromptEncoder
+    from petatron.serve.open_engine import open_engine
+
+    if settings.tokenizer is None:
+        rule = "has no tokenizer, so that it cannot read text"
+        fix = "Give its own with --tokenizer-model FILE, or --tokenizer-type."
+        raise ConfigError([Problem("CHECKPOINT", command.options.checkpoint, rule, fix)])
+    encoder = PromptEncoder(settings.tokenizer)
+    work = _BatchWork(command, settings, encoder) if command.options.prompts else _TextWork(command, settings, encoder)
+    opened = open_engine(settings, command.flags, options=command.engine, dtype=command.dtype)
+    if opened.is_first_rank:
+        work.run(opened)
+        opened.engine.close()
+    else:
+        opened.engine.follow()
+    return 0
+
+
+class _TextWork:
+    """Prompts of the command line: checked before the model is loaded, then answered together and printed in order."""
+
+    def __init__(self, command: GenerationCommand, settings: ModelSettings, encoder: PromptEncoder) -> None:
+        from petatron.infer.check_request import check_request
+        from petatron.mesh.launch.environment import read_environment
+
+        self._command, self._settings = command, settings
+        first = read_environment().rank == 0
+        texts = [_read_prompt(text) if first else "" for text in command.options.prompt]
+        self._prompts = [(text, encoder.encode(text)) for text in texts] if first else []
+        for _, ids in self._prompts:
+            check_request(ids, command.request.samples(ids, max_length=settings.max_length)[0], settings)
+
+    def run(self, opened: OpenedEngine) -> None:
+        options = self._command.with_stop_ids(self._settings.stop_ids)
+        wanted = [
+            (text, ids, params, number)
+            for number, (text, ids) in enumerate(self._prompts, 1)
+            for params in options.samples(ids, max_length=self._settings.max_length)
+        ]
+        printer = _Printer(len(self._prompts), options.n, echo=self._command.options.echo)
+        tokenizer = self._settings.tokenizer
+        assert tokenizer is not None
+        for text, ids, params, number in wanted:
+            printer.add(opened.engine.submit(ids, params), text, number, params)
+        while opened.engine.has_work:
+            for event in opened.engine.step():
+                printer.take(event, opened.engine, tokenizer)
+
+
+def _read_prompt(text: str) -> str:
+    if text != "-":
+        return text
+    read = sys.stdin.read()
+    if not read:
+        raise DataError("--prompt - reads the prompt from the input, which is empty.")
+    return read
+
+
+class _Printer:
+    """Prints answers in the order of their prompts: the first that has not ended as it comes, the others when their turn has come."""
+
+    def __init__(self, num_prompts: int, n: int, *, echo: bool) -> None:
+        self._titled = num_prompts > 1 or n > 1
+        self._num_prompts, self._n, self._echo = num_prompts, n, echo
+        self._order: list[int] = []
+        self._titles: dict[int, tuple[str, str]] = {}
+        self._texts: dict[int, str] = {}
+        self._ended: dict[int, Completion] = {}
+        self._begun = False
+
+    def add(self, request: int, prompt: str, number: int, params: SamplingParams) -> None:
+        names = [f"prompt {number}"] * (self._num_prompts > 1) + [f"answer {params.sample + 1}"] * (self._n > 1)
+        self._order.append(request)
+        self._titles[request] = f"==> {', '.join(names)} <==", prompt if self._echo else ""
+        self._texts[request] = ""
+
+    def take(self, event: TokenEvent, engine: Engine, tokenizer: Tokenizer) -> None:
+        self._texts[event.request] += event.text
+        if event.finish_reason is not None:
+            self._ended[event.request] = engine.take(event.request)
+        while self._order and self._print_first(tokenizer):
+            self._order.pop(0)
+            self._begun = False
+
+    def _print_first(self, tokenizer: Tokenizer) -> bool:
+        """Prints what is new of the first answer; returns whether it has ended."""
+        request = self._order[0]
+        if not self._begun:
+            title, prompt = self._titles[request]
+            print(f"{title}\n" * self._titled + prompt, end="", flush=True)
+            self._begun = True
+        print(self._texts[request], end="", flush=True)
+        self._texts[request] = ""
+        if request not in self._ended:
+            return False
+        answer = self._ended.pop(request)
+        print("\n" if not answer.text.endswith("\n") else "", end="")
+        for each in answer.logprobs:
+            others = "  ".join(f"{_quoted(token, tokenizer)} {value:.4f}" for token, value in each.top)
+            print(f"  {each.logprob:9.4f}  {_quoted(each.token, tokenizer):16}  {others}".rstrip())
+        if self._titled and len(self._order) > 1:
+            print()
+        return True
+
+
+def _quoted(token: int, tokenizer: Tokenizer) -> str:
+    return f"'{printable(tokenizer.decode([token]))}'"
+
+
+class _BatchWork:
+    """A file of prompts: every line is checked, and what is answered is found, before the model is loaded."""
+
+    def __init__(self, command: GenerationCommand, settings: ModelSettings, encoder: PromptEncoder) -> None:
+        from petatron.infer.batch.answers_file import AnswersFile
+        from petatron.infer.batch.prompts_file import PromptsFile
+        from petatron.mesh.launch.environment import read_environment
+
+        options = command.with_stop_ids(settings.stop_ids)
+        self._prompts = PromptsFile(command.options.prompts, encoder, options, settings)
+        self._total = self._prompts.check()
+        # Not the layout, nor the engine's sizes: they change no answer.
+        decides = {
+            "checkpoint": str(settings.folder.resolve()),
+            "prompts": _file_digest(command.options.prompts),
+            "precision": command.precision,
+            **options.as_json(),
+        }
+        self._answers = AnswersFile(command.options.out, decides) if read_environment().rank == 0 else None
+
+    def run(self, opened: OpenedEngine) -> None:
+        from petatron.infer.batch.run_batch import run_batch
+
+        answers = self._answers
+        assert answers is not None, "another rank than the first answers"
+        try:
+            with _Progress(self._total, before=len(answers.done)) as report:
+                run_batch(opened.engine, self._prompts.read(done=answers.done), answers, on_progress=report)
+        finally:
+            answers.close()
+        _say(f"{self._total} answers in {answers.path}")
+
+
+def _file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while content := file.read(_HASHED_BYTES):
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _Progress:
+    """Reports how many prompts are answered on stderr: in place on a terminal, else a line now and then."""
+
+    def __init__(self, total: int, *, before: int) -> None:
+        self._total, self._before = total, before
+        self._terminal = sys.stderr.isatty()
+        self._interval_s = 0.2 if self._terminal else 30.0
+        self._started_s = self._last_s = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        if self._before:
+            _say(f"{self._before} of {self._total} prompts are answered already")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal:
+            print(file=sys.stderr)
+
+    def __call__(self, progress: BatchProgress) -> None:
+        now = time.monotonic()
+        if now - self._last_s < self._interval_s:
+            return
+        self._last_s = now
+        done = self._before + progress.prompts
+        speed = progress.tokens / max(now - self._started_s, 1e-9)
+        text = f"{done}/{self._total} prompts, {speed:,.0f} tokens/s"
+        if self._terminal:
+            print(f"\r\x1b[K{text}", end="", file=raw_stream(sys.stderr), flush=True)
+        else:
+            _say(text)

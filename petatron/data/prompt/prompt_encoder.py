@@ -1,0 +1,81 @@
+"""Prompts as a model expects them: a text with the ids that its tokenizer puts before one, or messages through its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from petatron.base.errors import DataError
+from petatron.base.untrusted_files import reading_untrusted
+from petatron.data.prompt.chat_template import ChatTemplate, tokenizer_chat_template
+from petatron.data.tokenizer import Tokenizer
+
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}\n\n"
+    "{% else %}{{ 'User' if m.role == 'user' else 'Assistant' }}: {{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""For models without a template of their own: a dialogue as plain text."""
+PLAIN_STOP_STRINGS = ("\nUser:",)
+
+
+class PromptEncoder:
+    """Encodes prompts of a model.
+
+    A tokenizer of a pretrained model may put an id before every text (its tokenizer.json has a post-processor that does), without which
+    the model has never seen a text. A chat template writes it itself.
+
+    >>> from petatron.data.tokenizer import ByteTokenizer
+    >>> encoder = PromptEncoder(ByteTokenizer())
+    >>> encoder.encode("hi"), encoder.has_template
+    ([104, 105], False)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, template: ChatTemplate | None = None) -> None:
+        """`template` replaces the tokenizer's own."""
+        self._tokenizer = tokenizer
+        own = template or tokenizer_chat_template(tokenizer)
+        self.has_template = own is not None
+        self._template = own or ChatTemplate(PLAIN_TEMPLATE)
+        self.prefix_ids = _prefix_ids(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return [*self.prefix_ids, *self._tokenizer.encode(text)]
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns a dialogue's prompt for the next answer; `DataError` where the template refuses it."""
+        text = self._template.render(messages)
+        return self._tokenizer.encode(text) if self.has_template else self.encode(text)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """What ends an answer to messages besides the model's stop ids."""
+        return () if self.has_template else PLAIN_STOP_STRINGS
+
+
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """Returns the messages of a foreign file; `DataError` if they are none."""
+    if not isinstance(messages, list) or not messages:
+        raise DataError('messages is not a list such as [{"role": "user", "content": "Hello"}].')
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError('A message is not an object with "role" and "content".')
+    return messages
+
+
+def _prefix_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    content = tokenizer.files().get("tokenizer.json")
+    if content is None:
+        return ()
+    with reading_untrusted(
+        Path(tokenizer.name), lambda path, why: DataError(f"The tokenizer {path} {why}. Check its files.")
+    ):
+        fast = FastTokenizer.from_buffer(content)
+        fast.no_truncation()
+        fast.no_padding()
+        plain, whole = (fast.encode("a", add_special_tokens=special).ids for special in (False, True))
+    starts = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    return tuple(whole[: starts[0]]) if starts and plain else ()

@@ -1,0 +1,216 @@
+"""Constrained decoding: masks out every token after which the text could no longer match a JSON schema or a regular expression.
+
+llguidance compiles the grammar over the tokenizer's vocabulary and computes the masks. The state of a request's constraint is a function
+of its answer so far, so every rank has the same, and a preempted request keeps it. An answer ends by itself where nothing may follow;
+where it may end or go on, its stop ids and the tokenizer's end of document are allowed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.terminal_escape import printable_lines
+from petatron.data.tokenizer import Tokenizer
+from petatron.infer.sampling_params import Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_MAX_CACHED_GRAMMARS = 32
+_MAX_SHOWN_CHARS = 500
+_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
+"""Bounded: a model that has lost its way would fill an answer with spaces."""
+_ANY_JSON = {"type": "object"}
+_REPLACEMENT = "\ufffd"
+
+
+def check_constraint_library() -> None:
+    """Raises `ConfigError` if llguidance is not installed."""
+    try:
+        found = importlib.util.find_spec("llguidance")
+    except ValueError:  # it was unloaded on purpose
+        found = None
+    if found is None:
+        rule = "needs the llguidance package, which is not installed"
+        raise ConfigError([Problem("constrained decoding", "", rule, "Install it: pip install 'petatron[serve]'")])
+
+
+class ConstraintState:
+    """The constraint of one request, after its answer so far."""
+
+    def __init__(
+        self, matcher: LLMatcher, *, end_ids: Sequence[int], eos_ids: Sequence[int], num_tokens: int, vocab_size: int
+    ) -> None:
+        """`end_ids` end the answer, and are allowed exactly where it matches; `eos_ids` are those of the matcher.
+
+        A model's vocabulary may be larger than the tokenizer's, which has `num_tokens`.
+        """
+        self._matcher = matcher
+        self._eos_ids = [token for token in eos_ids if token < vocab_size]
+        self._num_tokens = min(num_tokens, vocab_size)
+        self._vocab_size = vocab_size
+        self.end_ids = frozenset(end_ids)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow: the answer matches, or the grammar has become too large to go on."""
+        return self._matcher.is_stopped()
+
+    @property
+    def is_matched(self) -> bool:
+        return not self._matcher.is_error() and self._matcher.is_accepting()
+
+    def advance(self, token: int) -> None:
+        """Takes the next token of the answer, which is not one of `end_ids`."""
+        self._matcher.consume_token(token)
+
+    def allowed_tokens(self) -> Tensor | None:
+        """Returns a mask over the vocabulary; None if no token is allowed: the vocabulary cannot express what must follow."""
+        ids = np.zeros(self._vocab_size, dtype=np.bool_)
+        if not self._matcher.is_stopped():
+            found = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)[: self._num_tokens]
+            ids[: len(found)] = found > 0
+            ids[self._eos_ids] = False
+        ids[list(self.end_ids)] = self.is_matched
+        return torch.from_numpy(ids) if ids.any() else None
+
+
+class ConstraintCompiler:
+    """Compiles constraints for one vocabulary; equal ones once.
+
+    >>> from petatron.data.tokenizer import ByteTokenizer
+    >>> state = ConstraintCompiler(ByteTokenizer(), vocab_size=257).start(Constraint(kind="regex", grammar="a[bc]"))
+    >>> state.advance(ord("a"))
+    >>> state.allowed_tokens().nonzero().flatten().tolist(), state.is_over
+    ([98, 99], False)
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+
+    def check(self, constraint: Constraint) -> None:
+        """Raises `DataError` for a grammar that cannot be compiled, or that allows no text."""
+        self._compile(constraint)
+
+    def start(self, constraint: Constraint, *, stop_ids: Sequence[int] = ()) -> ConstraintState:
+        eod = None if self._tokenizer is None else self._tokenizer.eod
+        end_ids = [id for id in (*stop_ids, eod) if id is not None and id < self._vocab_size]
+        return self._state(self._compile(constraint).deep_copy(), end_ids)
+
+    def _state(self, matcher: LLMatcher, end_ids: Sequence[int]) -> ConstraintState:
+        assert self._tokenizer is not None, "a request with a constraint was accepted without a tokenizer"
+        return ConstraintState(
+            matcher,
+            end_ids=end_ids,
+            eos_ids=self._known_vocabulary().eos_tokens,
+            num_tokens=self._tokenizer.vocab_size,
+            vocab_size=self._vocab_size,
+        )
+
+    def _known_vocabulary(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            assert self._tokenizer is not None, "a request with a constraint was accepted without a tokenizer"
+            self._vocabulary = _build_vocabulary(self._tokenizer)
+        return self._vocabulary
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        if constraint not in self._compiled:
+            self._compiled[constraint] = self._build_matcher(constraint)
+            if len(self._compiled) > _MAX_CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(constraint)
+        return self._compiled[constraint]
+
+    def _build_matcher(self, constraint: Constraint) -> LLMatcher:
+        check_constraint_library()
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._known_vocabulary(), _grammar(constraint), log_level=0)
+        if matcher.is_error():
+            what = "JSON schema" if constraint.kind == "json_schema" else "regular expression"
+            why = printable_lines(matcher.get_error().strip()[:_MAX_SHOWN_CHARS])
+            raise DataError(f"The {what} cannot be used as a constraint: {why}")
+        if self._state(matcher, ()).allowed_tokens() is None:
+            raise DataError(
+                "The constraint allows no text but the empty one, or none that the tokenizer has tokens for. Change it."
+            )
+        return matcher
+
+
+def _grammar(constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+
+    if constraint.kind == "regex":
+        return LLMatcher.grammar_from_regex(constraint.grammar)
+    if constraint.kind == "json":
+        return LLMatcher.grammar_from_json_schema(_ANY_JSON, defaults=_JSON_OPTIONS)
+    try:
+        schema = json.loads(constraint.grammar)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"The JSON schema is not JSON: {error}. Check it.") from error
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, dict):
+        raise DataError(f"The JSON schema is {type(schema).__name__}, and not an object. Check it.")
+    return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
+
+
+class _TokenBytes:
+    """A vocabulary as llguidance reads it, of a tokenizer without tokenizer.json.
+
+    After the tokenizer's own come an end and all single bytes, which no mask includes: llguidance encodes texts that must follow, and
+    expects that every text has tokens.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+        self.eos_token_id = len(texts)
+        # Part of a character, or no text at all: never allowed, since its bytes are unknown.
+        special = {
+            token for token, text in enumerate(texts) if not text or _REPLACEMENT in text or token == tokenizer.eod
+        }
+        self.special_token_ids = [*sorted(special), self.eos_token_id]
+        self.tokens = [f"<{token}>".encode() if token in special else text.encode() for token, text in enumerate(texts)]
+        self.tokens += [b"<end>", *(bytes([byte]) for byte in range(256))]
+        hidden = set(self.special_token_ids)
+        self._ids = {text: token for token, text in reversed(list(enumerate(self.tokens))) if token not in hidden}
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Returns the ids of a text, the longest token first."""
+        found: list[int] = []
+        start = 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next(end for end in ends if text[start:end] in self._ids)
+            found.append(self._ids[text[start:end]])
+            start = end
+        return found
+
+
+def _build_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    content = tokenizer.files().get("tokenizer.json")
+    try:
+        if content is None:
+            return LLTokenizer(TokenizerWrapper(_TokenBytes(tokenizer)))
+        eod = {} if tokenizer.eod is None else {"eos_token": tokenizer.eod}
+        return LLTokenizer(content.decode(), **eod)
+    except ValueError as error:
+        why = printable_lines(str(error)[:_MAX_SHOWN_CHARS])
+        raise DataError(f"llguidance cannot use the tokenizer {tokenizer.name}: {why}") from error

@@ -1,0 +1,127 @@
+"""Opens the generation engine of a checkpoint, with its tokenizer, in the layout of the flags.
+
+A checkpoint is the folder of a run (its newest step), of one step, or of a Hugging Face model. `model_settings` says what is opened and
+how many ranks it needs, before there are any; `open_engine` then opens it on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from petatron.base.errors import CheckpointError
+from petatron.base.model_companion_files import CONFIG_FILE, is_hf_folder, read_companion_file
+from petatron.checkpoint.files import step_folder, step_list
+from petatron.config import LoadedConfig, load_config
+from petatron.config.required_settings import known_vocab_size
+from petatron.data.tokenizer import Tokenizer
+from petatron.infer.engine import Engine
+from petatron.infer.engine_options import EngineOptions
+from petatron.mesh.launch.environment import read_environment
+from petatron.train.build_run import open_tokenizer
+from petatron.train.state.checkpoint_args import read_checkpoint_args
+from petatron.train.state.pretrained import from_pretrained
+from petatron.train.state.run_model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """What is known of a checkpoint before its weights are read; what `check_request` asks of a model.
+
+    folder: of the Hugging Face model, or of one step. max_length: tokens of prompt and answer together. stop_ids: that end an answer, by
+    the model's own files and its tokenizer.
+    """
+
+    folder: Path
+    loaded: LoadedConfig
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_length: int
+    stop_ids: tuple[int, ...]
+
+    @property
+    def num_local_ranks(self) -> int:
+        return self.loaded.config.launch.nproc_per_node or 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_local_ranks * self.loaded.config.launch.nnodes
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEngine:
+    """An engine on this rank, and its model."""
+
+    engine: Engine
+    model: Model
+    settings: ModelSettings
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank submits; the others `follow`."""
+        return self.model.mesh.world.rank == 0
+
+
+def model_settings(
+    checkpoint: str | Path, flags: Sequence[str] = (), *, options: EngineOptions | None = None
+) -> ModelSettings:
+    """Reads the settings of a checkpoint with those of flags, as `petatron train` spells them; `ConfigError` with all problems."""
+    folder, environment = find_model(checkpoint), read_environment()
+    world_size = None if environment.launcher == "single" else environment.world_size
+    words = ["--from", str(folder), *flags]
+    loaded = load_config(words, world_size=world_size, require_training=False, read_checkpoint=read_checkpoint_args)
+    loaded, tokenizer = open_tokenizer(loaded)
+    model = loaded.config.model
+    longest = model.max_position_embeddings + 1  # the last new token is never an input, so it needs no position
+    asked = None if options is None else options.max_length
+    vocab_size = known_vocab_size(model)
+    stop_ids = find_stop_ids(folder, tokenizer, vocab_size=vocab_size)
+    return ModelSettings(folder, loaded, tokenizer, vocab_size, min(asked or longest, longest), stop_ids)
+
+
+def find_model(checkpoint: str | Path) -> Path:
+    """Returns the folder of a Hugging Face model, or of the newest step of a run; `CheckpointError` if it is neither."""
+    path = Path(checkpoint)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder. Give the folder of a run, of one of its steps, or of a Hugging Face model."
+        )
+    if is_hf_folder(path):
+        return path
+    if step_list.containing_step(path) is None and not step_list.list_steps(path):
+        raise CheckpointError(
+            f"{path} holds no checkpoint, and is no Hugging Face model. Give the folder of a run, of one of its steps, or of a "
+            "Hugging Face model; what Megatron-LM saved is converted by petatron checkpoint convert."
+        )
+    return step_list.resolve_step(path, None)
+
+
+def open_engine(
+    settings: ModelSettings,
+    flags: Sequence[str] = (),
+    *,
+    options: EngineOptions | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> OpenedEngine:
+    """Loads the weights and builds the engine; every rank calls it. `dtype` None is that of the flags, else that of the weights."""
+    model = from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False)
+    engine = Engine(model, settings.tokenizer, options)
+    return OpenedEngine(engine, model, settings)
+
+
+def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int) -> tuple[int, ...]:
+    """Returns the ids that end an answer: those of config.json and generation_config.json, and the tokenizer's end of document."""
+    named: list[Any] = [] if tokenizer is None else [tokenizer.eod]
+    inner = folder / step_folder.MODEL_FOLDER
+    for name in (CONFIG_FILE, "generation_config.json"):
+        path = (inner if inner.is_dir() else folder) / name
+        if path.is_file():
+            content = json.loads(read_companion_file(path, CheckpointError))
+            named.append(content.get("eos_token_id") if isinstance(content, Mapping) else None)
+    flat = [one for value in named for one in (value if isinstance(value, list) else [value])]
+    return tuple(sorted({one for one in flat if type(one) is int and 0 <= one < vocab_size}))
