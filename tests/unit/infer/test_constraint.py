@@ -59,7 +59,7 @@ def check_json(answer: Completion) -> None:
         assert len(answer.ids) == POSITIONS - 10
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**40), temperature=st.sampled_from([0.0, 1.0, 50.0]), top_k=st.sampled_from([None, 3]))
 def test_an_answer_has_the_schema(seed: int, temperature: float, top_k: int | None):
     constraint = Constraint(kind="json_schema", grammar=json.dumps(SCHEMA))
