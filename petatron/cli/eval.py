@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
         prog="petatron eval",
         usage="petatron eval CHECKPOINT [CHECKPOINT ...] (--task NAME --data FILE | --tasks FILE.yaml) [flags]",
         description="Measures models on tasks: the folder of a run, of one of its steps, or of a Hugging Face model. Metrics have "
-        "95 %% bootstrap intervals, and several checkpoints are compared side by side.",
+        "95 % bootstrap intervals, and several checkpoints are compared side by side.",
         epilog="Tasks: wikitext103, lambada, hellaswag, arc_easy, arc_challenge, piqa, winogrande, mmlu, multiple_choice (any JSON "
         "lines of context, choices, answer) and text (any text, or JSON lines of text). All other words are flags of `petatron "
         "train`, for example a layout: --tp 2 --bf16.",
