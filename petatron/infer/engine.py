@@ -100,6 +100,7 @@ class Engine:
         ]
         self._row_multiple = model.mesh.tp.size if model.sequence_parallel else 1
         self._hidden_size = model.spec.config.hidden_size
+        self._shares_experts = model.spec.moe is not None
         self._constraints = ConstraintCompiler(tokenizer, vocab_size=self.vocab_size)
         self._inbox: list[dict[str, Any]] = []
         self._sequences: dict[int, RunningSequence] = {}
@@ -220,7 +221,9 @@ class Engine:
         scheduled = [scheduler.schedule() for scheduler in self._schedulers]
         layouts = [StepLayout.of(work, hidden_size=self._hidden_size) for work in scheduled]
         own = layouts[self._mesh.dp.rank]
-        packed = self._pack(own)
+        # Ranks that share experts exchange as many rows each.
+        least = max(layout.num_tokens for layout in layouts) if self._shares_experts else 1
+        packed = self._pack(own, least=least)
         outputs = self._steps.run(packed)
         step = _InFlightStep(layouts, outputs)
         rows = own.sampled_rows(self._steps.device)
@@ -249,9 +252,9 @@ class Engine:
         assert step.outputs is not None and self._steps.graphs is not None
         step.ids = draw_ids(self._steps.graphs.ids, step.outputs[0], rows)
 
-    def _pack(self, layout: StepLayout) -> PackedStep:
-        size = self.options.page_size
-        return pack_step(layout.scheduled, layout.logit_rows, page_size=size, multiple=self._row_multiple)
+    def _pack(self, layout: StepLayout, *, least: int = 1) -> PackedStep:
+        size, multiple = self.options.page_size, self._row_multiple
+        return pack_step(layout.scheduled, layout.logit_rows, page_size=size, multiple=multiple, least=least)
 
     def _finish_step(self, step: _InFlightStep) -> list[TokenEvent]:
         """Waits for what a step found, and adds it to its sequences."""

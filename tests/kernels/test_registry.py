@@ -147,6 +147,7 @@ CALLED: dict[str, set[str]] = {
     "adamw": {"adamw", "sum_of_squares"},
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
     "packed documents": {"gather_rows", "scatter_rows"},
+    "paged attention": {"store_key_value", "decode_attention"},
     "FP8 casts and GEMMs": {field.name for field in dataclasses.fields(Fp8Kernels)},
     "FP8 weight gather": {field.name for field in dataclasses.fields(GatherCastKernels)},
 }

@@ -44,9 +44,17 @@ class PackedStep:
 
 
 def pack_step(
-    scheduled: Many[ScheduledSequence], logit_rows: Many[Many[int]], *, page_size: int, multiple: int
+    scheduled: Many[ScheduledSequence],
+    logit_rows: Many[Many[int]],
+    *,
+    page_size: int,
+    multiple: int = 1,
+    least: int = 1,
 ) -> PackedStep:
-    """Packs the scheduled tokens, padded to a multiple of so many rows; `logit_rows` count from each sequence's first row."""
+    """Packs the scheduled tokens, padded to at least so many rows, and to a multiple.
+
+    `logit_rows` count from each sequence's first row.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -64,7 +72,8 @@ def pack_step(
             num_decodes += 1
         else:
             chunks.append(PromptChunk(begin, len(tokens), number, work.start))
-    padding = -len(tokens) % multiple or (multiple if not tokens else 0)
+    rows = max(len(tokens), least)
+    padding = rows + -rows % multiple - len(tokens)
     return PackedStep(
         tokens + [0] * padding,
         positions + [0] * padding,
@@ -188,8 +197,12 @@ class ModelSteps:
 
 
 def can_capture(model: ParallelModel) -> bool:
-    """Whether a decode step is one CUDA graph: on one stage, and without experts, whose dispatch needs the host."""
-    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and model.spec.moe is None
+    """Whether a decode step is one CUDA graph: on one stage, and without experts, whose dispatch needs the host.
+
+    Not with sequence parallelism: over NCCL, four ranks did not draw what one draws.
+    """
+    split = model.sequence_parallel and model.mesh.tp.size > 1
+    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and model.spec.moe is None and not split
 
 
 def layer_states(model: ParallelModel) -> dict[int, PagedState]:

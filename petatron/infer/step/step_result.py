@@ -76,6 +76,10 @@ class StepLayout:
         ]
 
     @property
+    def num_tokens(self) -> int:
+        return sum(work.count for work in self.scheduled)
+
+    @property
     def num_values(self) -> int:
         return sum(self._sizes(number)[0] for number in range(len(self.scheduled)))
 

@@ -124,6 +124,7 @@ def fully_shard_stages(
         dense.wrap(stage, reshard_after_forward=False)
         _set_backward_prefetch(stage)
         register_fsdp_forward_method(stage, "logits")
+        register_fsdp_forward_method(stage, "generation_step")
         _CallerDicts().register_hooks(stage)
         gathers = _use_fp8_all_gather(stage, placements, dense.axis, fp8_weights, compute_dtype)
         if mesh.device.type != "meta":

@@ -120,6 +120,12 @@ def test_every_layout_draws_the_same(ranks: RankPool, layout: str) -> None:
     assert ranks.run(continuations, 2, layout, 2) == [alone, alone]
 
 
+def test_a_replica_without_work_takes_part_in_the_experts(ranks: RankPool) -> None:
+    experts = "--num-experts 4 --moe-router-topk 2"
+    alone = continuations(experts, 1)
+    assert ranks.run(continuations, 2, f"{experts} --ep 2", 2) == [alone, alone]
+
+
 def _refused(layout: str) -> str:
     with pytest.raises(ConfigError) as error:
         continuations(layout, 2)

@@ -142,7 +142,7 @@ def decode_attention(
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
     count, heads, width = q_NHE.shape
     kv_heads, page = k_pages.shape[2], k_pages.shape[1]
-    group, splits = heads // kv_heads, num_splits(count * kv_heads)
+    group, splits = heads // kv_heads, _num_splits(count * kv_heads)
     q = q_NHE if q_NHE.stride(-1) == 1 else q_NHE.contiguous()
     partial = q.new_empty((count, kv_heads, splits, group, width), dtype=torch.float32)
     lse = q.new_empty((count, kv_heads, splits, group), dtype=torch.float32)
@@ -186,10 +186,10 @@ def decode_attention(
     return out
 
 
-def num_splits(pairs: int) -> int:
+def _num_splits(pairs: int) -> int:
     """Returns into how many splits the sequences are cut, for so many pairs of sequence and kv head.
 
-    >>> num_splits(8), num_splits(512), num_splits(5000)
+    >>> _num_splits(8), _num_splits(512), _num_splits(5000)
     (64, 1, 1)
     """
     return max(1, min(_MAX_SPLITS, _WANTED_PROGRAMS // pairs))
