@@ -20,6 +20,7 @@ def _blocks(page: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.docs
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [p for p in PAGES if _blocks(p)], ids=lambda p: p.name)
 def test_commands_run(page: Path, tmp_path: Path):
     command = tmp_path / "bin" / "petatron"
