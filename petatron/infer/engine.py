@@ -24,17 +24,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.cache_size import choose_num_pages
+from petatron.infer.check_model import check_model
 from petatron.infer.check_request import check_request
 from petatron.infer.completion import Completion, FinishReason, TokenEvent, TokenLogprob
 from petatron.infer.constraint import ConstraintCompiler
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import PagePool
 from petatron.infer.sampling import SampledRow
-from petatron.infer.sampling_params import Constraint, SamplingParams
+from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
 from petatron.infer.step.decode_graphs import StepOutputs
@@ -83,7 +83,7 @@ class Engine:
     def __init__(
         self, model: ParallelModel, tokenizer: Tokenizer | None = None, options: EngineOptions | None = None
     ) -> None:
-        _check_model(model)
+        check_model(model)
         self.options = options or EngineOptions()
         self.tokenizer = tokenizer
         self.vocab_size = known_vocab_size(model.spec.config)
@@ -286,7 +286,7 @@ class Engine:
         events: list[TokenEvent] = []
         for message in messages:
             if message["kind"] == "submit":
-                self._start(message["request"], message["prompt"], _read_params(message["params"]))
+                self._start(message["request"], message["prompt"], SamplingParams.from_json(message["params"]))
             elif message["kind"] == "cancel":
                 events += self._cancel(message["request"])
             else:
@@ -385,33 +385,3 @@ class Engine:
         sequence.completion.finish_reason = reason
         self._counts["cached_prompt_tokens"] += sequence.completion.cached_tokens
         return TokenEvent(sequence.request, token, text, logprob, reason)
-
-
-def _read_params(values: dict[str, Any]) -> SamplingParams:
-    """Returns the parameters that `asdict` and JSON made of some: keys of objects became texts, and tuples lists."""
-    constraint = values["constraint"]
-    return SamplingParams(
-        **{
-            **values,
-            "logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()},
-            "stop_ids": tuple(values["stop_ids"]),
-            "stop_strings": tuple(values["stop_strings"]),
-            "constraint": None if constraint is None else Constraint(**constraint),
-        }
-    )
-
-
-def _check_model(model: ParallelModel) -> None:
-    problems: list[Problem] = []
-    if model.mesh.cp.size > 1:
-        rule = "splits sequences, which generation keeps whole"
-        problems.append(Problem("--context-parallel-size", str(model.mesh.cp.size), rule, "Load the model with 1."))
-    if model.plan.virtual > 1:
-        rule = "cuts a rank's layers into several stages, which only training needs"
-        fix = "Load the model without it; --pp may stay."
-        problems.append(Problem("--num-virtual-stages-per-pipeline-rank", str(model.plan.virtual), rule, fix))
-    if problems:
-        raise ConfigError(problems)
-    mixed = sorted({b.name for layer in set(model.spec.layers) for b in layer.branches if not b.can_generate})
-    if mixed:
-        raise DataError(f"This model does not continue text: its {', '.join(mixed)} layers see tokens that come later.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from petatron.base.errors import ConfigError, Problem
 
@@ -66,6 +66,24 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if problems := list(self._problems()):
             raise ConfigError(problems)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Returns the parameters that `asdict` and JSON made of some: keys of objects became texts, and tuples lists.
+
+        >>> import dataclasses, json
+        >>> params = SamplingParams(logit_bias={5: 1.0}, stop_ids=(3,), constraint=Constraint(kind="json"))
+        >>> SamplingParams.from_json(json.loads(json.dumps(dataclasses.asdict(params)))) == params
+        True
+        """
+        constraint = values["constraint"]
+        changed = {
+            "logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()},
+            "stop_ids": tuple(values["stop_ids"]),
+            "stop_strings": tuple(values["stop_strings"]),
+            "constraint": None if constraint is None else Constraint(**constraint),
+        }
+        return cls(**{**values, **changed})
 
     @property
     def greedy(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -86,6 +87,14 @@ def test_greedy_answers_are_those_without_a_cache(server: LiveServer, run_folder
             tokens = http.put("/api", content=json.dumps(body)).json()["tokens"][0]
             expected = petatron.generate(model, list(prompt.encode()), max_new_tokens=8, temperature=0, eod=256)
             assert tokens == [*prompt.encode(), *expected]
+
+
+def test_constraints_of_requests_have_an_effect(server: LiveServer):
+    wanted = {"response_format": {"type": "regex", "regex": "[ab]{3}"}, "ignore_eos": False, "temperature": 1.0}
+    assert all(re.fullmatch("[ab]{3}", text) for text in _texts(server, ["x", "y"], **wanted))
+    body = {"prompts": ["a:"], "tokens_to_generate": 8, "temperature": 2.0, "prevent_newline_after_colon": True}
+    with server.client() as http:
+        assert ":\n" not in http.put("/api", content=json.dumps(body)).json()["text"][0]
 
 
 def test_scores_of_a_prompt_are_exact(server: LiveServer):

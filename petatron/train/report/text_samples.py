@@ -20,7 +20,7 @@ from petatron.parallel.parallel_model import ParallelModel
 
 _MAX_FILE_BYTES = 1 << 20
 _MAX_PROMPTS = 64
-"""All ranks wait for the samples, and a model without a cache takes its time."""
+"""All ranks wait for the samples."""
 
 
 @dataclass(frozen=True, slots=True)

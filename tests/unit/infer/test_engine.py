@@ -195,3 +195,10 @@ def test_what_cannot_be_served():
     with pytest.raises(ConfigError, match="--num-pages 2 of 4 tokens are fewer than one sequence"):
         Engine(exact_model(), options=EngineOptions(page_size=4, num_pages=2))
     assert not engine.has_work
+
+
+def test_layers_without_a_generation_state_are_refused():
+    import tests.outside.gated_linear_attention  # noqa: F401  registers the model
+
+    with pytest.raises(DataError, match="This model does not continue text: its gla layers have no state"):
+        Engine(model_in("--model-type hybrid"))

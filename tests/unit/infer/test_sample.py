@@ -137,6 +137,11 @@ def test_a_split_sequence_is_refused(ranks: RankPool) -> None:
         assert "--context-parallel-size 2 splits sequences, which generation keeps whole" in message
 
 
+def test_virtual_stages_are_refused(ranks: RankPool) -> None:
+    for message in ranks.run(_refused, 2, "--num-layers 4 --pp 2 --num-virtual-stages-per-pipeline-rank 2"):
+        assert "--num-virtual-stages-per-pipeline-rank 2 cuts a rank's layers into several stages" in message
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     logits=st.lists(st.integers(-6, 6), min_size=1, max_size=20),
