@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from petatron.base.errors import DataError
 from petatron.data.prompt.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
+from petatron.data.prompt.prompt_encoder import prefix_ids
 from petatron.data.tokenizer import Tokenizer
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.token_texts import TokenTexts
@@ -16,7 +17,8 @@ from petatron.serve.token_texts import TokenTexts
 class ModelCard:
     """Replaced as a whole when the engine is.
 
-    stop_ids: that end an answer unless a request says otherwise. step: of the training run, where it follows one.
+    prefix_ids: that the tokenizer puts before a text, which a chat template writes itself. stop_ids: that end an answer unless a
+    request says otherwise. step: of the training run, where it follows one.
     """
 
     name: str
@@ -30,6 +32,7 @@ class ModelCard:
     step: int | None = None
     created_s: int = 0
     special_tokens: dict[str, str] = field(default_factory=dict)
+    prefix_ids: tuple[int, ...] = ()
 
     @classmethod
     def of_engine(
@@ -62,6 +65,7 @@ class ModelCard:
             step=step,
             created_s=created_s,
             special_tokens=special,
+            prefix_ids=() if tokenizer is None else prefix_ids(tokenizer),
         )
 
     def encode(self, text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -12,7 +13,11 @@ from tokenizers import decoders, models
 from petatron.base.errors import DataError
 from petatron.data.prompt.chat_template import ChatTemplate, tokenizer_chat_template
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, train_bpe
+from petatron.serve.http.sampling import encode_prompts
+from petatron.serve.model_card import ModelCard
+from petatron.serve.serve_options import ServeLimits
 from petatron.serve.token_texts import TokenTexts
+from tests.serve.fake_engine import FakeEngine
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -30,6 +35,24 @@ def test_bytes_of_tokens_join_to_the_text(tmp_path: Path):
     assert TokenTexts(bpe).text_of(0) == "<|endoftext|>" and TokenTexts(ByteTokenizer()).text_of(0xE2) == "bytes:\\xe2"
     assert TokenTexts(NullTokenizer(10)).text_of(7) == "7" and TokenTexts(None).text_of(7) == "token_id:7"
     assert TokenTexts(None).decode([1]) == ""
+
+
+def test_a_text_gets_the_ids_that_its_tokenizer_puts_before_one(tmp_path: Path):
+    file = tmp_path / "tokenizer.json"
+    train_bpe(["hi there"], 270, file)
+    content = json.loads(file.read_text())
+    first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [first, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    file.write_text(json.dumps(content))
+    tokenizer = HuggingFaceTokenizer(file)
+    card = ModelCard.of_engine(FakeEngine(tokenizer=tokenizer), name="m", created_s=1)
+    found = asyncio.run(encode_prompts(["hi", [5, 6]], card, ServeLimits(), param="prompt"))  # type: ignore[arg-type]
+    assert [list(each.ids) for each in found] == [[0, *tokenizer.encode("hi")], [5, 6]], "ids are taken as they are"
 
 
 def test_sentencepiece_tokens_have_their_spaces_and_bytes(tmp_path: Path):

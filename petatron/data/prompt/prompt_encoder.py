@@ -40,7 +40,7 @@ class PromptEncoder:
         own = template or tokenizer_chat_template(tokenizer)
         self.has_template = own is not None
         self._template = own or ChatTemplate(PLAIN_TEMPLATE)
-        self.prefix_ids = _prefix_ids(tokenizer)
+        self.prefix_ids = prefix_ids(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return [*self.prefix_ids, *self._tokenizer.encode(text)]
@@ -66,7 +66,8 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     return messages
 
 
-def _prefix_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+def prefix_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the ids that a tokenizer puts before every text."""
     content = tokenizer.files().get("tokenizer.json")
     if content is None:
         return ()

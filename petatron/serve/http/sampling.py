@@ -45,7 +45,7 @@ async def encode_prompts(
         )
     found = []
     for prompt in prompts:
-        ids = await encode_text(prompt, model) if isinstance(prompt, str) else prompt
+        ids = [*model.prefix_ids, *await encode_text(prompt, model)] if isinstance(prompt, str) else prompt
         check_prompt(ids, model, limits, param=param)
         found.append(EncodedPrompt(ids, prompt if isinstance(prompt, str) else None))
     return found
