@@ -2,8 +2,8 @@
 
 gloo's all-reduce, reduce-scatter and all-gather are rings: n - 1 or 2 (n - 1) messages, each of which waits for the one before. Of a few
 kilobytes nearly all that time is latency. Its all-to-all sends to every rank at once, so here each collective is one all-to-all and
-a local reduction: 2 to 6 times as fast for 2 to 8 ranks of one machine. Every rank adds the summands in the order of the ranks, in
-float32 or wider, so all get the same bits.
+a local reduction: 2 to 6 times as fast for 2 to 8 ranks of one machine. Every rank adds the same summands with the same instructions,
+in float32 or wider, so all get the same bits.
 
 An all-to-all of copies sends n times the bytes of a ring's message, so tensors above `ONE_ROUND_BYTES` are all-gathered and
 all-reduced by gloo's own. A reduce-scatter sends the same bytes either way.

@@ -17,6 +17,9 @@ from tests.dist import RankPool
 
 SHAPES = [(), (1,), (7, 3), (5, 1, 3), (0, 4)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.0}
+"""Relative: of sums of a few numbers around 100 that may nearly cancel, in the order the processor's vectors add them. A bfloat16 sum is
+rounded once, from float32."""
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -68,7 +71,7 @@ def _all_cases() -> dict[str, Tensor]:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_collective_is_its_definition_and_the_same_bits_on_all_ranks(ranks: RankPool, size: int):
     found = ranks.run(_all_cases, size)
-    checked = 0
+    checked, found_first = 0, {}
     for dtype in DTYPES:
         for shape in SHAPES:
             xs = [values(rank, shape, dtype) for rank in range(size)]
@@ -79,7 +82,11 @@ def test_every_collective_is_its_definition_and_the_same_bits_on_all_ranks(ranks
                 for rank in range(size):
                     for name, tensor in (wanted | {"scatter": reduced(rows, "sum")[rank : rank + 1]}).items():
                         ours = found[rank].pop(f"{layout} {dtype} {shape} {name}")
-                        assert ours.dtype == dtype and torch.equal(ours, tensor), (layout, dtype, shape, name, rank)
+                        assert ours.dtype == dtype, (layout, dtype, shape, name, rank)
+                        exact = name in ("gather", "started gather", "max", "min") or dtype == torch.int64
+                        torch.testing.assert_close(ours, tensor, rtol=0 if exact else ROUNDING[dtype], atol=0)
+                        first = found_first.setdefault((layout, dtype, shape, name), ours)
+                        assert name == "scatter" or torch.equal(ours, first), (layout, dtype, shape, name, rank)
                         checked += 1
     assert checked == size * len(DTYPES) * len(SHAPES) * 2 * 6 and not any(found)
 
