@@ -197,7 +197,12 @@ class Engine:
         if not self._closed and self._mesh.world.size > 1:
             self._inbox.append({"kind": "close"})
             self._exchange_inbox()
-        self._closed = True
+        self.release()
+
+    def release(self) -> None:
+        """Ends this rank's engine, and frees its pages and CUDA graphs: NCCL cannot end while a graph has its collectives."""
+        self._closed, self._in_flight = True, None
+        self._steps.release()
 
     def forget_prefixes(self) -> None:
         """Forgets all cached prefixes: the weights have changed. At every rank, while nothing runs."""
@@ -290,7 +295,7 @@ class Engine:
             elif message["kind"] == "cancel":
                 events += self._cancel(message["request"])
             else:
-                self._closed = True
+                self.release()
         return events
 
     def _start(self, request: int, prompt: list[int], params: SamplingParams) -> None:

@@ -45,4 +45,7 @@ def generate(
     )
     length = len(prompt_ids) + max_new_tokens
     engine = Engine(model, options=EngineOptions(max_sequences=model.mesh.dp.size, max_length=length))
-    return engine.complete_on_all_ranks([prompt_ids], params)[0][0].ids
+    try:
+        return engine.complete_on_all_ranks([prompt_ids], params)[0][0].ids
+    finally:
+        engine.release()

@@ -24,6 +24,7 @@ def continuations(flags: str, world_size: int) -> list[list[int]]:
         SamplingParams(max_new_tokens=8, temperature=1.1, top_p=0.9, seed=2),
     ]
     found = [answer.ids for row in engine.complete_on_all_ranks(PROMPTS, params) for answer in row]
+    engine.release()
     if dist.is_initialized():
         dist.barrier()
     return found

@@ -97,6 +97,13 @@ class DecodeGraphs:
         logits, hidden = step.outputs
         return logits[:count], hidden[:count]
 
+    def release(self) -> None:
+        """Frees the captured graphs; a communicator whose collectives they hold can end only then."""
+        torch.cuda.synchronize(self._device)
+        for step in self._captured.values():
+            step.graph.reset()
+        self._captured.clear()
+
     def _capture(self, size: int) -> _CapturedStep:
         host = torch.zeros((_NUM_COLUMNS + self._pages, size), dtype=torch.int32, pin_memory=True)
         host[1], host[_LENGTHS] = -1, 1

@@ -140,6 +140,12 @@ class ModelSteps:
         sent[0].wait()
         return None
 
+    def release(self) -> None:
+        """Frees pages and graphs; no step can be run after it."""
+        self._pages.clear()
+        if self.graphs is not None:
+            self.graphs.release()
+
     def runs_as_graph(self, packed: PackedStep) -> bool:
         """Whether a step is a CUDA graph: one token of each sequence, and the next of each wanted."""
         count = packed.num_decodes
@@ -197,12 +203,8 @@ class ModelSteps:
 
 
 def can_capture(model: ParallelModel) -> bool:
-    """Whether a decode step is one CUDA graph: on one stage, and without experts, whose dispatch needs the host.
-
-    Not with sequence parallelism: over NCCL, four ranks did not draw what one draws.
-    """
-    split = model.sequence_parallel and model.mesh.tp.size > 1
-    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and model.spec.moe is None and not split
+    """Whether a decode step is one CUDA graph: on one stage, and without experts, whose dispatch needs the host."""
+    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and model.spec.moe is None
 
 
 def layer_states(model: ParallelModel) -> dict[int, PagedState]:

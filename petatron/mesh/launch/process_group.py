@@ -7,6 +7,7 @@ once. `ParallelMesh` creates the groups that move device memory.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import resource
 from datetime import timedelta
@@ -165,4 +166,5 @@ def _raise_descriptor_limit(environment: RankEnvironment) -> None:
 def stop_process_group() -> None:
     """Destroys all process groups, if there are any."""
     if dist.is_available() and dist.is_initialized():
+        gc.collect()  # NCCL waits for CUDA graphs that hold its collectives, and models are full of cycles
         dist.destroy_process_group()

@@ -188,10 +188,13 @@ def test_changes_that_the_layout_allows():
 
 @pytest.mark.parametrize("share", [0.25, later(0.9), later(0.01)])  # a quarter needs the most plans
 def test_the_search_is_short(monkeypatch: pytest.MonkeyPatch, share: float):
-    """A plan of all stages is most of the work; there are more than ten thousand candidates."""
+    """A plan of all stages is most of the work; there are more than ten thousand candidates.
+
+    A hundredth holds not even the weights, so nothing is planned for it.
+    """
     plans: list[int] = []
     made = advice.recompute_plans
     monkeypatch.setattr(advice, "recompute_plans", lambda *a, **k: plans.append(1) or made(*a, **k))
     run = load("llama3-70b", "--vocab-size 128256 --tp 8 --pp 4 --global-batch-size 128 --micro-batch-size 4", 256)
     suggest_changes(run, int(share * needs(run)))
-    assert 0 < len(plans) < 1000
+    assert len(plans) < 1000 and bool(plans) == (share > 0.01)
