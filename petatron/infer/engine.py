@@ -38,6 +38,7 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
 from petatron.infer.step.decode_graphs import StepOutputs
+from petatron.infer.step.generation_weights import GenerationWeights
 from petatron.infer.step.model_steps import ModelSteps, PackedStep, pack_step
 from petatron.infer.step.new_ids import PendingIds, draw_ids, needs_host
 from petatron.infer.step.step_result import NO_TOKEN, SequenceResult, StepLayout, compute_result
@@ -83,14 +84,15 @@ class Engine:
     def __init__(
         self, model: ParallelModel, tokenizer: Tokenizer | None = None, options: EngineOptions | None = None
     ) -> None:
-        check_model(model)
         self.options = options or EngineOptions()
+        check_model(model, self.options)
         self.tokenizer = tokenizer
         self.vocab_size = known_vocab_size(model.spec.config)
         positions = model.spec.config.max_position_embeddings
         self.max_length = min(self.options.max_length or positions + 1, positions + 1)
         """The last new token is never an input, so it needs no position."""
         self._mesh = model.mesh
+        self._weights = GenerationWeights(model, fp8=self.options.fp8_weights)
         num_pages = choose_num_pages(model, self.options, max_length=self.max_length)
         page_size = self.options.page_size
         self._steps = ModelSteps(model, self.options, num_pages=num_pages, max_length=self.max_length)
@@ -203,6 +205,7 @@ class Engine:
         """Ends this rank's engine, and frees its pages and CUDA graphs: NCCL cannot end while a graph has its collectives."""
         self._closed, self._in_flight = True, None
         self._steps.release()
+        self._weights.release()
 
     def forget_prefixes(self) -> None:
         """Forgets all cached prefixes: the weights have changed. At every rank, while nothing runs."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from petatron.layers.ops.fp8_gemm import (
 )
 from petatron.mesh.rng import stable_seed
 from petatron.models.stage_module import StageModule
-from petatron.parallel.tensor_parallel import ColumnParallelOp, ReplicatedOp, RowParallelOp
+from petatron.parallel.tensor_parallel import set_gemm
 
 _log = get_logger(__name__)
 
@@ -103,10 +103,11 @@ def apply_fp8(
         for layer_index, layer in stage.layers.items():
             if not is_fp8_layer(precision, int(layer_index), num_layers=num_layers):
                 continue
-            for name, module in _linears_of(layer):
+            for name, module in fp8_linears(layer):
                 if isinstance(module, Linear):
                     weight = f"layers.{layer_index}.{name}.weight"
-                    linears[weight] = _use_fp8_gemm(module, make_gemm)
+                    linears[weight] = make_gemm()
+                    set_gemm(module, linears[weight])
                     scaling = recipe.fp8_gather_scaling(module.weight.shape)
                     gather_scalings |= {} if scaling is None else {weight: scaling}
                 else:
@@ -115,17 +116,10 @@ def apply_fp8(
     return Fp8GemmSet(linears, experts, gather_scalings)
 
 
-def _linears_of(layer: nn.Module) -> Iterator[tuple[str, Linear | GroupedLinear]]:
+def fp8_linears(layer: nn.Module) -> Iterator[tuple[str, Linear | GroupedLinear]]:
     """Yields the GEMMs that modules name in `fp8_linears`: not the router and small projections."""
     for name, owner in layer.named_modules():
         for inner in getattr(owner, "fp8_linears", ()):
             module = owner.get_submodule(inner)
             assert isinstance(module, Linear | GroupedLinear), f"{name}.{inner} cannot run in FP8"
             yield f"{name}.{inner}", module
-
-
-def _use_fp8_gemm(module: Linear, make_gemm: Callable[[], Fp8Gemm]) -> Fp8Gemm:
-    gemm, linear_op = make_gemm(), module.linear_op
-    assert isinstance(linear_op, ColumnParallelOp | RowParallelOp | ReplicatedOp)
-    module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, gemm=gemm))
-    return gemm

@@ -95,6 +95,11 @@ class ParallelModel:
         return next(iter(self.stages.values()))
 
     @property
+    def fully_sharded(self) -> bool:
+        """Whether ranks hold shards of weights, and gather them for each use."""
+        return not isinstance(self.gradient_reducer, GradientReducer)
+
+    @property
     def layout_key(self) -> str:
         """Identifies a layout as far as RNG streams are concerned."""
         return f"{self.mesh.layout} sequence_parallel={self.sequence_parallel} {self.plan}"

@@ -290,11 +290,27 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
     """
     for module in model.modules():
         if isinstance(module, Linear | OutputHead):
-            linear_op = module.linear_op
-            assert isinstance(linear_op, ColumnParallelOp | RowParallelOp | ReplicatedOp)
+            linear_op = _parallel_op(module)
             module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, weight_grad_sink=sink))
         if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | Norm):
             module.weight_grad_sink = sink
+
+
+def set_gemm(module: Linear, gemm: Gemm) -> None:
+    """Makes a linear use a GEMM; its communication stays."""
+    linear_op = _parallel_op(module)
+    module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, gemm=gemm))
+
+
+def gemm_of(module: Linear) -> Gemm:
+    """Returns the GEMM that a linear uses."""
+    return _parallel_op(module).gemm_op.gemm
+
+
+def _parallel_op(module: Linear | OutputHead) -> ColumnParallelOp | RowParallelOp | ReplicatedOp:
+    linear_op = module.linear_op
+    assert isinstance(linear_op, ColumnParallelOp | RowParallelOp | ReplicatedOp)
+    return linear_op
 
 
 def shard_vocabulary(model: nn.Module, params: Mapping[str, ParamSpec], axis: Axis) -> None:

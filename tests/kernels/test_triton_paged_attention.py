@@ -19,6 +19,13 @@ BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3} | ({torch.bfloat16: 4e-3} if
 """Norm of the difference over the norm. The interpreter multiplies the bits of bfloat16, not its numbers."""
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch):
+    """The interpreter runs them one by one: three splits or fewer instead of 64."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(paged, "_MAX_SPLITS", 3)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     lengths: tuple[int, ...]
@@ -65,6 +72,25 @@ def test_equals_the_plain_one(case: Case, dtype: torch.dtype):
     found = paged.decode_attention(q, k, v, batch, window=case.window)
     assert found.dtype == dtype and found.shape == q.shape
     assert float((found.double() - true).norm() / true.norm()) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_new_token_is_stored_and_seen(case: Case):
+    """Its row in the pages holds no number before."""
+    q, k, v, batch = batch_of(case, torch.float32)
+    last = [(int(row[(n - 1) // case.page]), (n - 1) % case.page) for row, n in zip(batch.page_table_NP, case.lengths)]
+    new = [torch.stack([pages[at] for at in last]) for pages in (k, v)]
+    true = plain.decode_attention(q.double(), k.double(), v.double(), batch, window=case.window)
+    wanted = [pages.clone() for pages in (k, v)]
+    for pages in (k, v):
+        for at in last:
+            pages[at] = float("nan")
+    strided = [x.repeat(1, 2, 1)[:, : case.kv_heads] for x in new]
+    found = paged.store_and_decode(q, *strided, k, v, batch, window=case.window)
+    assert float((found.double() - true).norm() / true.norm()) < BOUNDS[torch.float32]
+    assert torch.equal(k, wanted[0]) and torch.equal(v, wanted[1])
+    again = paged.decode_attention(q, k, v, batch, window=case.window)
+    assert torch.equal(again, found), "and the counters of merged splits are at zero again"
 
 
 def test_pages_of_others_are_not_read():

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
 _SAMPLING = SamplingParams()
 _ENGINE = EngineOptions()
+FP8_WEIGHTS_HELP = "round the weights of layers to FP8: half the bytes to read, and less memory"
 OTHER_FLAGS = (
     "All other words are flags of `petatron train`, mostly a layout: --tp 2, --pp 2, --ep 2, --dp 2 start as many ranks, and "
     "torchrun and srun work as there. The layout in which the checkpoint was trained does not matter."
@@ -54,6 +55,7 @@ def add_engine_arguments(root: argparse.ArgumentParser) -> None:
     add("--max-batch-tokens", type=int, metavar="N", help=f"tokens of one step ({_ENGINE.max_step_tokens})")
     add("--max-length", type=int, metavar="N", help="tokens of prompt and answer together (the model's positions)")
     add("--no-prefix-caching", action="store_true", help="compute equal beginnings of prompts again")
+    add("--fp8-weights", action="store_true", help=FP8_WEIGHTS_HELP)
     add("--fp32", action="store_true", help="compute in float32, whatever the weights are stored in")
 
 
@@ -75,7 +77,8 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
     if problems:
         raise ConfigError(problems)
     given = {name: value for name, value in values.items() if value is not None}
-    return EngineOptions(**given, prefix_caching=not options.no_prefix_caching)
+    flags_given = {"prefix_caching": not options.no_prefix_caching, "fp8_weights": options.fp8_weights}
+    return EngineOptions(**given, **flags_given)
 
 
 def request_options(options: argparse.Namespace) -> RequestOptions:

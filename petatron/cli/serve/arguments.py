@@ -8,6 +8,7 @@ from pathlib import Path
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.untrusted_files import read_limited_bytes
+from petatron.cli.generation.arguments import FP8_WEIGHTS_HELP
 from petatron.infer.engine_options import EngineOptions
 from petatron.mesh.launch.environment import api_key_from_env
 from petatron.serve.serve_options import ServeLimits, ServeOptions, flag_of
@@ -71,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
             kind = float if name.endswith("_s") else int
             add(flag_of(name), dest=name, type=kind, default=default, metavar="N", help=f"{text} ({shown})")
     add("--no-prefix-caching", action="store_true", help="compute equal beginnings of prompts again")
+    add("--fp8-weights", action="store_true", help=FP8_WEIGHTS_HELP)
     for flag in MEGATRON_FLAGS:
         add(flag, dest="ignored", help=argparse.SUPPRESS)
     return root
@@ -124,4 +126,4 @@ def read_text(path: Path, flag: str) -> str:
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
     values = {name: getattr(args, name) for name in _ENGINE}
-    return EngineOptions(**values, prefix_caching=not args.no_prefix_caching)
+    return EngineOptions(**values, prefix_caching=not args.no_prefix_caching, fp8_weights=args.fp8_weights)

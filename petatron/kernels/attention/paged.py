@@ -68,6 +68,19 @@ class PagedAttentionKernels(Protocol):
     def decode_attention(
         self, q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None
     ) -> Tensor: ...
+    def store_and_decode(
+        self,
+        q_NHE: Tensor,
+        k_NKE: Tensor,
+        v_NKE: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: PagedBatch,
+        *,
+        window: int | None,
+    ) -> Tensor:
+        """Stores the rows of one token of each sequence, and returns its attention."""
+        ...
 
 
 def paged_attention(
@@ -82,9 +95,9 @@ def paged_attention(
     kernels: PagedAttentionKernels,
 ) -> Tensor:
     """Stores keys and values of all tokens, and returns the attention of each to those of its sequence up to itself."""
-    kernels.store_key_value(k_pages, v_pages, k_TKE, v_TKE, batch.slots_T)
     if not batch.chunks and batch.num_decodes == q_THE.shape[0]:
-        return kernels.decode_attention(q_THE, k_pages, v_pages, batch, window=window)
+        return kernels.store_and_decode(q_THE, k_TKE, v_TKE, k_pages, v_pages, batch, window=window)
+    kernels.store_key_value(k_pages, v_pages, k_TKE, v_TKE, batch.slots_T)
     out = torch.zeros((*q_THE.shape[:2], v_TKE.shape[-1]), dtype=q_THE.dtype, device=q_THE.device)
     if batch.num_decodes:
         out[: batch.num_decodes] = kernels.decode_attention(
@@ -137,6 +150,21 @@ def decode_attention(
     if widens(q):
         q, k, v = map(to_compute_dtype, (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).flatten(1, 2).to(q_NHE.dtype)
+
+
+def store_and_decode(
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKE: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: PagedBatch,
+    *,
+    window: int | None,
+) -> Tensor:
+    """Stores the rows of one token of each sequence, and returns its attention."""
+    store_key_value(k_pages, v_pages, k_NKE, v_NKE, batch.slots_T)
+    return decode_attention(q_NHE, k_pages, v_pages, batch, window=window)
 
 
 def _read_pages(batch: PagedBatch, page_size: int) -> Tensor:

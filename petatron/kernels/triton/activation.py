@@ -37,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.strides import contiguous_rows
+from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 
 NAMES = ("swiglu", "geglu", "geglu_tanh", "reglu")
 _TILE = 2048
@@ -82,9 +83,11 @@ def _gated_activation_forward(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row, column, mask = _tile_offsets(rows, WIDTH, ROWS, COLUMNS)
     at = gate_up_RG + row * stride + column
+    wait_for_inputs(DEPENDENT)
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
     value, _ = activation_and_slope(gate, NAME)
@@ -153,6 +156,7 @@ def gated_activation(gate_up_RG: Tensor, name: str) -> Tensor:
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         num_warps=_WARPS,
+        **launch_options(rows, source),
     )
     return act
 

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from petatron.kernels import norm as reference
 from petatron.kernels.strides import contiguous_rows
+from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 
 MAX_ROW_WIDTH = 16384
 """The widest row that fits in registers; wider ones use the reference."""
@@ -62,6 +63,7 @@ def _rms_norm_forward(
     BLOCK: tl.constexpr,
     ZERO_CENTERED_GAMMA: tl.constexpr,
     ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -69,6 +71,7 @@ def _rms_norm_forward(
     long_row = row.to(tl.int64)[:, None]
     dtype: tl.constexpr = normal_RD.dtype.element_ty
 
+    wait_for_inputs(DEPENDENT)
     total = tl.load(x_RD + long_row * x_stride + column[None, :], mask=mask, other=0.0)
     wide = total.to(tl.float32)
     if ADD:
@@ -226,6 +229,7 @@ def rms_norm(
         ZERO_CENTERED_GAMMA=zero_centered_gamma,
         ADD=branch is not None,
         num_warps=tile.warps,
+        **launch_options(rows, x),
     )
     return (x_RD if branch is None else total), normal, rstd
 

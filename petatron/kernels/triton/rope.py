@@ -35,6 +35,7 @@ from torch import Tensor
 
 from petatron.kernels.rope import split_qkv
 from petatron.kernels.strides import align_cos_sin, contiguous_rows
+from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 
 
 @triton.jit
@@ -76,7 +77,9 @@ def _split_qkv_rope(
     TILE: tl.constexpr,
     BATCH_FIRST: tl.constexpr,
     BACKWARD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_inputs(DEPENDENT)
     token = tl.program_id(0)  # in memory order of the heads
     s = (token % length if BATCH_FIRST else token // batch).to(tl.int64)
     b = (token // length if BATCH_FIRST else token % batch).to(tl.int64)
@@ -179,6 +182,7 @@ def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, s
         BATCH_FIRST=heads_tensor.stride(1) > heads_tensor.stride(0),
         BACKWARD=backward,
         num_warps=warps,
+        **launch_options(length * batch, heads_tensor),
     )
 
 

@@ -1,9 +1,10 @@
 """Attention of one token per sequence over keys and values in pages, and the storing of new ones.
 
 A decode step reads every key and value once and computes little, so it must keep many reads in flight, also for one sequence of one
-kv head: the tokens of a sequence are cut into splits, each a program (flash decoding, Dao et al. 2023), and a second kernel merges the
-splits' partial outputs by their log-sum-exp. All query heads of a kv head share its reads. How many splits there are follows from the
-number of sequences alone, and how many tokens each has from the length on the device: a CUDA graph replays for any lengths.
+kv head: the tokens of a sequence are cut into splits, each a program (flash decoding, Dao et al. 2023), and the program that ends last
+merges the splits' partial outputs by their log-sum-exp, in their order. All query heads of a kv head share its reads. How many splits
+there are follows from the number of sequences alone, and how many tokens each has from the length on the device: a CUDA graph replays
+for any lengths. The new token's key and value need no kernel of their own: the program of the last split stores them.
 
 N sequences, H query heads, K kv heads, E head dim, P pages of a sequence.
 """
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.attention.paged import PagedBatch
+from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 
 _TILE = 64
 """Tokens that a program reads at once."""
@@ -49,15 +51,21 @@ def store_key_value(k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tens
 @triton.jit
 def _decode_split(
     q,
+    k_new,
+    v_new,
     k_pages,
     v_pages,
     table,
     lengths,
     partial,
     lse,
+    counters,
+    output,
     scale,
     q_stride_n,
     q_stride_h,
+    k_stride_n,
+    v_stride_n,
     table_stride,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
@@ -68,7 +76,10 @@ def _decode_split(
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
+    STORE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_inputs(DEPENDENT)
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     first = 0
@@ -85,6 +96,19 @@ def _decode_split(
     )
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
+    if STORE:
+        own = tl.load(
+            k_new + sequence.to(tl.int64) * k_stride_n + head * WIDTH + column, mask=column < WIDTH, other=0.0
+        )
+        own_v = tl.load(
+            v_new + sequence.to(tl.int64) * v_stride_n + head * WIDTH + column, mask=column < WIDTH, other=0.0
+        )
+        if begin < length and end == length:
+            last = length - 1
+            page = tl.load(table + sequence * table_stride + last // PAGE).to(tl.int64)
+            at = ((page * PAGE + last % PAGE) * NUM_KV_HEADS + head) * WIDTH + column
+            tl.store(k_pages + at, own, mask=column < WIDTH)
+            tl.store(v_pages + at, own_v, mask=column < WIDTH)
     out = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
@@ -92,7 +116,12 @@ def _decode_split(
         page = tl.load(table + sequence * table_stride + position // PAGE, mask=inside, other=0).to(tl.int64)
         at = ((page * PAGE + position % PAGE) * NUM_KV_HEADS + head) * WIDTH
         readable = inside[:, None] & (column[None, :] < WIDTH)
+        if STORE:
+            is_new = position == length - 1  # it is being written: taken from where it comes from
+            readable = readable & (position < length - 1)[:, None]
         k = tl.load(k_pages + at[:, None] + column[None, :], mask=readable, other=0.0)
+        if STORE:
+            k = tl.where(is_new[:, None], own[None, :], k)
         scores = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
         visible = inside
         if WINDOW > 0:
@@ -104,86 +133,133 @@ def _decode_split(
         rescale = tl.exp(top - safe)
         total = total * rescale + tl.sum(weights, 1)
         v = tl.load(v_pages + at[:, None] + column[None, :], mask=readable, other=0.0)
+        if STORE:
+            v = tl.where(is_new[:, None], own_v[None, :], v)
         out = out * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = new_top
     divisor = tl.where(total == 0.0, 1.0, total)
-    place = ((sequence * NUM_KV_HEADS + head) * SPLITS + split).to(tl.int64) * GROUP
-    tl.store(partial + (place + row[:, None]) * WIDTH + column[None, :], out / divisor[:, None], mask=valid)
-    tl.store(lse + place + row, tl.where(total == 0.0, float("-inf"), top + tl.log(divisor)), mask=row < GROUP)
+    pair = sequence * NUM_KV_HEADS + head
+    if SPLITS == 1:
+        target = output + (pair.to(tl.int64) * GROUP + row[:, None]) * WIDTH + column[None, :]
+        tl.store(target, (out / divisor[:, None]).to(output.dtype.element_ty), mask=valid)
+    else:
+        place = (pair * SPLITS + split).to(tl.int64) * GROUP
+        tl.store(partial + (place + row[:, None]) * WIDTH + column[None, :], out / divisor[:, None], mask=valid)
+        tl.store(lse + place + row, tl.where(total == 0.0, float("-inf"), top + tl.log(divisor)), mask=row < GROUP)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + pair, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(counters + pair, 0)
+            for member in range(GROUP):
+                _merge_splits(partial, lse, output, pair, member, GROUP, WIDTH, COLUMNS, SPLITS)
 
 
 @triton.jit
 def _merge_splits(
     partial,
     lse,
-    out,
+    output,
+    pair,
+    member,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    pair, member = tl.program_id(0), tl.program_id(1)  # of (sequence, kv head), and a query head of it
-    split, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    """Merges the splits of one query head; `pair` is (sequence, kv head), `member` a query head of it."""
+    rows: tl.constexpr = triton.next_power_of_2(SPLITS)
+    split, column = tl.arange(0, rows), tl.arange(0, COLUMNS)
     place = (pair * SPLITS + split).to(tl.int64) * GROUP + member
-    sums = tl.load(lse + place, mask=split < SPLITS, other=float("-inf"))
+    sums = tl.load(lse + place, mask=split < SPLITS, other=float("-inf"), volatile=True)
     weights = tl.exp(sums - tl.max(sums, 0))
     weights = weights / tl.sum(weights, 0)
     readable = (weights[:, None] > 0.0) & (column[None, :] < WIDTH)
-    values = tl.load(partial + place[:, None] * WIDTH + column[None, :], mask=readable, other=0.0)
-    merged = tl.sum(values * weights[:, None], 0)
-    target = out + (pair.to(tl.int64) * GROUP + member) * WIDTH + column
-    tl.store(target, merged.to(out.dtype.element_ty), mask=column < WIDTH)
+    values = tl.load(partial + place[:, None] * WIDTH + column[None, :], mask=readable, other=0.0, volatile=True)
+    target = output + (pair.to(tl.int64) * GROUP + member) * WIDTH + column
+    tl.store(target, tl.sum(values * weights[:, None], 0).to(output.dtype.element_ty), mask=column < WIDTH)
 
 
 def decode_attention(
     q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None
 ) -> Tensor:
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
+    return _decode(q_NHE, None, k_pages, v_pages, batch, window=window)
+
+
+def store_and_decode(
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKE: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: PagedBatch,
+    *,
+    window: int | None,
+) -> Tensor:
+    """Stores the rows of one token of each sequence, and returns its attention."""
+    k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k_NKE, v_NKE))
+    return _decode(q_NHE, (k, v), k_pages, v_pages, batch, window=window)
+
+
+def _decode(
+    q_NHE: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: PagedBatch,
+    *,
+    window: int | None,
+) -> Tensor:
     count, heads, width = q_NHE.shape
     kv_heads, page = k_pages.shape[2], k_pages.shape[1]
     group, splits = heads // kv_heads, _num_splits(count * kv_heads)
     q = q_NHE if q_NHE.stride(-1) == 1 else q_NHE.contiguous()
-    partial = q.new_empty((count, kv_heads, splits, group, width), dtype=torch.float32)
-    lse = q.new_empty((count, kv_heads, splits, group), dtype=torch.float32)
     out = q.new_empty((count, heads, width))
-    columns = max(16, triton.next_power_of_2(width))
+    partial, lse = out, out
+    if splits > 1:
+        partial = q.new_empty((count, kv_heads, splits, group, width), dtype=torch.float32)
+        lse = q.new_empty((count, kv_heads, splits, group), dtype=torch.float32)
+    k, v = (q, q) if new is None else new
     _decode_split[(count, kv_heads, splits)](
         q,
+        k,
+        v,
         k_pages,
         v_pages,
         batch.page_table_NP,
         batch.lengths_N,
         partial,
         lse,
+        _counters(batch, count * kv_heads),
+        out,
         width**-0.5,
         q.stride(0),
         q.stride(1),
+        k.stride(0),
+        v.stride(0),
         batch.page_table_NP.stride(0),
         WINDOW=window or 0,
         GROUP=group,
         ROWS=max(16, triton.next_power_of_2(group)),
         NUM_KV_HEADS=kv_heads,
         WIDTH=width,
-        COLUMNS=columns,
+        COLUMNS=max(16, triton.next_power_of_2(width)),
         PAGE=page,
         SPLITS=splits,
         TILE=_TILE,
+        STORE=new is not None,
         num_warps=4,
         num_stages=3,
-    )
-    _merge_splits[(count * kv_heads, group)](
-        partial,
-        lse,
-        out,
-        GROUP=group,
-        WIDTH=width,
-        COLUMNS=columns,
-        SPLITS=splits,
-        ROWS=max(2, triton.next_power_of_2(splits)),
-        num_warps=4,
+        **launch_options(count, q),
     )
     return out
+
+
+def _counters(batch: PagedBatch, pairs: int) -> Tensor:
+    """Returns a zeroed counter of each pair of sequence and kv head; every layer leaves them at zero."""
+    name = f"counters {pairs}"
+    if name not in batch.computed:
+        batch.computed[name] = torch.zeros(pairs, dtype=torch.int32, device=batch.lengths_N.device)
+    return batch.computed[name]
 
 
 def _num_splits(pairs: int) -> int:

@@ -1,0 +1,115 @@
+"""The weights of a model while an engine generates with them: as they are, or in FP8.
+
+In FP8 a weight of a layer's large GEMMs is rounded to e4m3 once, with a scale per output row, and the memory of the original is given
+back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms, output head and experts stay as
+they are. `release` leaves the model with its rounded weights, in its own precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from petatron.base.log import get_logger
+from petatron.kernels.few_rows_gemm import FewRowsGemmKernels, many_rows_gemm
+from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand, dequantise
+from petatron.kernels.gemm import PLAIN_GEMM, Tensors, WeightGrad
+from petatron.kernels.registry import KernelContext, choose_kernel
+from petatron.layers.linear import Linear, LinearOp
+from petatron.parallel.fp8 import fp8_linears
+from petatron.parallel.parallel_model import ParallelModel
+from petatron.parallel.tensor_parallel import gemm_of, set_gemm
+
+_log = get_logger(__name__)
+_NUM_COUNTERS = 8192
+"""One for 64 output rows of a GEMM: enough for half a million of them."""
+_FEW_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationGemm:
+    """x W^T of a decode step's few rows by a kernel of its own, of a prompt's many by the library."""
+
+    kernels: FewRowsGemmKernels
+    counters: Tensor
+    fp8_weight: Fp8Operand | None = None
+
+    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
+        used = weight if self.fp8_weight is None else self.fp8_weight
+        if x_RD.shape[0] <= _FEW_ROWS:
+            return self.kernels.few_rows_gemm(x_RD, used, self.counters), ()
+        return many_rows_gemm(x_RD, used), ()
+
+    def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
+        """See `ChunkedGemm`."""
+        for x, out in zip(x_NRD, out_NRO):
+            out.copy_(self.forward(x, weight)[0])
+
+    def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
+        raise AssertionError("an engine computes no gradients")
+
+
+class GenerationWeights:
+    """Replaces the GEMMs of a model's layers, until `release`."""
+
+    def __init__(self, model: ParallelModel, *, fp8: bool) -> None:
+        context = KernelContext.of(model.mesh.device, model.dtype, allow_compile=False)
+        choice = choose_kernel("GEMM of few rows", context)
+        self._replaced: list[tuple[Linear, LinearOp]] = []
+        self._rounded: list[tuple[nn.Parameter, Tensor, Fp8Operand]] = []
+        self._moved: list[tuple[nn.Parameter, Tensor]] = []
+        self._freed: list[tuple[Tensor, int]] = []
+        if not fp8 and choice.name == "reference":
+            return
+        counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=model.mesh.device)
+        cast = choose_kernel("FP8 casts and GEMMs", context).functions.cast_rows_only
+        for module in _large_linears(model):
+            rounded = cast(module.weight.detach(), E4M3) if fp8 else None
+            if rounded is None and gemm_of(module) is not PLAIN_GEMM:
+                continue
+            self._replaced.append((module, module.linear_op))
+            set_gemm(module, GenerationGemm(choice.functions, counters, rounded))
+            if rounded is not None:
+                self._rounded.append((module.weight, module.weight.data, rounded))
+        if fp8:
+            self._free_originals(model)
+            _log.info("%d weights of this rank are in FP8; %s", len(self._rounded), choice)
+
+    def release(self) -> None:
+        """Gives the model its GEMMs back, and its weights as they were rounded."""
+        for module, linear_op in self._replaced:
+            module.linear_op = linear_op
+        for buffer, size in self._freed:
+            buffer.untyped_storage().resize_(size)
+            buffer.zero_()
+        for param, original, rounded in self._rounded:
+            param.data = original.copy_(dequantise(rounded))
+        for param, original in self._moved:
+            param.data = original.copy_(param.data)
+        self._replaced, self._rounded, self._moved, self._freed = [], [], [], []
+
+    def _free_originals(self, model: ParallelModel) -> None:
+        """Frees the buffers of rounded weights; other parameters in them get memory of their own."""
+        buffers = {original.untyped_storage().data_ptr(): original for _, original, _ in self._rounded}
+        rounded = {param for param, _, _ in self._rounded}
+        params = {param for stage in model.stages.values() for param in stage.parameters()} - rounded
+        for param in params:
+            if param.data.untyped_storage().data_ptr() in buffers:
+                self._moved.append((param, param.data))
+                param.data = param.data.clone()
+        for original in buffers.values():
+            storage = original.untyped_storage()
+            whole = torch.empty(0, dtype=torch.uint8, device=original.device).set_(storage)
+            self._freed.append((whole, storage.nbytes()))
+            storage.resize_(0)
+
+
+def _large_linears(model: ParallelModel) -> Iterator[Linear]:
+    for stage in model.stages.values():
+        for layer in stage.layers.values():
+            for _, module in fp8_linears(layer):
+                if isinstance(module, Linear):
+                    yield module

@@ -1,0 +1,41 @@
+"""Programmatic dependent launch: a kernel of a decode step starts while the one before it ends.
+
+A decode step of one sequence is a chain of kernels of a few microseconds, and between two of them a GPU is idle for about one. A kernel
+that is launched this way is resident before its predecessor has ended: it does what needs no input (a GEMM requests its weights), then
+waits. Every such kernel waits, so what comes after it also comes after all before it. Without the launch option both instructions do
+nothing, and large kernels are launched without it: their gaps are nothing beside their work.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+FEW_ROWS = 64
+"""Up to so many rows a kernel is short enough for its launch to matter."""
+_HOPPER = (9, 0)
+
+
+def launch_options(rows: int, x: Tensor) -> dict[str, bool]:
+    """Returns the `DEPENDENT` argument of a kernel over so many rows, and the launch option that goes with it."""
+    overlap = rows <= FEW_ROWS and x.is_cuda and _capability(x.get_device()) >= _HOPPER
+    return {"DEPENDENT": True, "launch_pdl": True} if overlap else {"DEPENDENT": False}
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@triton.jit
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    """Waits until all kernels before have ended, and lets the next one start."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()

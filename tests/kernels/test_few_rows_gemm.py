@@ -1,0 +1,67 @@
+"""GEMMs of few rows against their definition: widths, rows, splits, FP8 weights; and that the counters are left at zero."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from petatron.kernels import few_rows_gemm as plain
+from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand, cast_rows_only, dequantise
+
+pytest.importorskip("triton")
+from petatron.kernels.triton import few_rows_gemm as fast
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
+"""The interpreter multiplies the bits of half-precision numbers, not the numbers."""
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+
+
+def operands(rows: int, outputs: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(rows + outputs)
+    x, weight = torch.randn(rows, length), 0.05 * torch.randn(outputs, length)
+    weight[0] *= 1000
+    weight[1] = 0
+    weight[2, ::3] *= 2**-9  # some are subnormal in FP8
+    counters = torch.zeros(64, dtype=torch.int32)
+    return x.to(DEVICE, dtype), weight.to(DEVICE, dtype), counters.to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "length"),
+    [(1, 64, 512), (3, 100, 256), (17, 130, 128), (64, 70, 128)],
+)
+def test_equals_the_definition(rows: int, outputs: int, length: int, fp8: bool, dtype: torch.dtype):
+    x, weight, counters = operands(rows, outputs, length, dtype)
+    used = cast_rows_only(weight, E4M3) if fp8 else weight
+    rounded = dequantise(used) if isinstance(used, Fp8Operand) else used
+    true = x.double() @ rounded.double().t()
+    for implementation in (fast, plain):
+        found = implementation.few_rows_gemm(x, used, counters)
+        assert found.dtype == dtype and found.shape == (rows, outputs)
+        assert float((found.double() - true).norm() / true.norm()) < BOUNDS[dtype]
+        sizes = x.double().norm() * rounded.double().norm(dim=1)
+        columns = (found.double() - true).norm(dim=0) / sizes.clamp(min=1e-9)
+        assert float(columns.max()) < BOUNDS[dtype], "of the large and of the small rows of the weight"
+    assert not counters.any()
+
+
+def test_strided_rows():
+    x, weight, counters = operands(4, 64, 256, torch.float32)
+    wide = torch.randn(4, 300, device=DEVICE)
+    wide[:, :256] = x
+    assert torch.equal(fast.few_rows_gemm(wide[:, :256], weight, counters), fast.few_rows_gemm(x, weight, counters))
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "strided"), [(65, 128, False), (2, 100, False), (2, 128, True)], ids=["rows", "length", "stride"]
+)
+def test_what_it_cannot_do_the_reference_does(monkeypatch: pytest.MonkeyPatch, rows: int, length: int, strided: bool):
+    x, weight, counters = operands(rows, 64, length, torch.float32)
+    if strided:
+        x = x.t().contiguous().t()
+    monkeypatch.setattr(fast, "_few_rows_gemm", None)
+    assert torch.equal(fast.few_rows_gemm(x, weight, counters), plain.many_rows_gemm(x, weight))

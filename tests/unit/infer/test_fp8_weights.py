@@ -1,0 +1,85 @@
+"""An engine with weights in FP8 computes with the rounded weights, and with nothing else rounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from petatron.base.errors import ConfigError
+from petatron.infer.engine import Engine
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.sampling_params import SamplingParams
+from petatron.layers.linear import Linear
+from petatron.parallel.parallel_model import ParallelModel
+from tests.dist import RankPool
+from tests.unit.infer.test_sample import model_in
+
+PROMPTS = [[5, 17, 90, 3, 3], [1], [2, 3, 4, 5, 6, 7, 8, 9]]
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=1, prompt_logprobs=1)
+FP8 = EngineOptions(fp8_weights=True, page_size=4, max_step_tokens=7)
+
+
+def weights_of(model: ParallelModel) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.module.named_parameters()}
+
+
+def test_answers_are_those_of_the_rounded_weights():
+    model = model_in("--fp64")
+    before, linear = weights_of(model), next(m for m in model.module.modules() if isinstance(m, Linear))
+    linear_op = linear.linear_op
+    engine = Engine(model, options=FP8)
+    assert linear.weight.untyped_storage().nbytes() == 0, "the originals take no memory"
+    found = engine.complete(PROMPTS, GREEDY)
+    engine.release()
+    assert linear.linear_op is linear_op
+    after = weights_of(model)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    large = {name for name in before if name.endswith(("qkv.weight", "out.weight", "gate_up.weight", "down.weight"))}
+    assert changed == large and len(large) == 8, "the GEMMs of two layers"
+    for name in changed:
+        error = (before[name] - after[name]).norm() / before[name].norm()
+        assert 0.005 < float(error) < 0.04, f"{name}: three bits of mantissa"
+    wanted = Engine(model, options=EngineOptions()).complete(PROMPTS, GREEDY)
+    for row, true in zip(found, wanted):
+        assert row[0].ids == true[0].ids
+        logprobs = [[each.logprob for each in (*a.prompt_logprobs, *a.logprobs)] for a in (row[0], true[0])]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-10)
+
+
+def test_every_weight_is_where_it_was():
+    """A second engine of the same model rounds rounded weights, which changes none; tied weights stay tied."""
+    model = model_in("--fp64 --no-untie-embeddings-and-output-weights")
+    buffers = {param.untyped_storage()._cdata for param in model.module.parameters()}
+    Engine(model, options=FP8).release()
+    rounded = weights_of(model)
+    engine = Engine(model, options=FP8)
+    engine.complete(PROMPTS, GREEDY)
+    engine.release()
+    again = weights_of(model)
+    assert all(torch.equal(rounded[name], again[name]) for name in rounded)
+    assert {param.untyped_storage()._cdata for param in model.module.parameters()} == buffers, "in the flat buffers"
+
+
+def continuations(flags: str, world_size: int) -> list[list[int]]:
+    engine = Engine(model_in(flags, world_size=world_size), options=FP8)
+    answers = engine.complete_on_all_ranks(PROMPTS, GREEDY)
+    engine.release()
+    return [row[0].ids for row in answers]
+
+
+@pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", "--pp 2"])
+def test_layouts_agree(ranks: RankPool, layout: str):
+    alone = continuations("--fp64", 1)
+    assert ranks.run(continuations, 2, f"--fp64 --micro-batch-size 1 {layout}", 2) == [alone, alone]
+
+
+def refused(flags: str) -> str:
+    with pytest.raises(ConfigError) as found:
+        Engine(model_in(flags, world_size=2), options=FP8)
+    return str(found.value)
+
+
+def test_fully_sharded_weights_are_refused(ranks: RankPool):
+    flags = "--dp 2 --use-torch-fsdp2 --micro-batch-size 1"
+    for text in ranks.run(refused, 2, flags):
+        assert "--fp8-weights rounds whole weights" in text and "--data-parallel-sharding-strategy" in text
