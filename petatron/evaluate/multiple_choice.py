@@ -247,17 +247,23 @@ class FewShot:
 
 
 def encode_pairs(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, source: str, bos: Sequence[int] = ()
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    source: str,
+    bos: Sequence[int] = (),
+    start: int | None = None,
 ) -> list[tuple[list[int], int]]:
     """Returns the ids of each context and continuation together after `bos`, and how many are the continuation's.
 
     Both are tokenized as one text, and cut where the context's own tokens end: spaces at the end of the context belong to the
-    continuation, as tokenizers put them there. An empty context is `document_start`; `source` is named where there is none.
+    continuation, as tokenizers put them there. An empty context is the id `start`, by default `document_start`; `source` is named
+    where there is none.
     """
     contexts = [context.rstrip() for context, _ in pairs]
     whole = tokenizer.encode_batch([context + continuation for context, continuation in pairs])
     alone = tokenizer.encode_batch(contexts)
-    start = document_start(tokenizer, bos)
+    start = document_start(tokenizer, bos) if start is None else start
     found: list[tuple[list[int], int]] = []
     for ids, before in zip(whole, alone, strict=True):
         num_targets = max(len(ids) - len(before), 1)

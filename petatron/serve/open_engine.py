@@ -119,9 +119,14 @@ def open_engine(
     dtype: torch.dtype | str | None = None,
 ) -> OpenedEngine:
     """Loads the weights and builds the engine; every rank calls it. `dtype` None is that of the flags, else that of the weights."""
-    model = from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False)
+    model = load_model(settings, flags, dtype=dtype)
     engine = Engine(model, settings.tokenizer, options)
     return OpenedEngine(engine, model, settings)
+
+
+def load_model(settings: ModelSettings, flags: Sequence[str] = (), *, dtype: torch.dtype | str | None = None) -> Model:
+    """Loads the weights, without memory for gradients; every rank calls it."""
+    return from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False)
 
 
 def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int) -> tuple[int, ...]:

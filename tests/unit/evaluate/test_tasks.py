@@ -14,7 +14,7 @@ import pytest
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.data.prompt.prompt_encoder import bos_ids
-from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
+from petatron.data.tokenizer import ByteTokenizer, NullTokenizer
 from petatron.evaluate.comparison_table import result_table
 from petatron.evaluate.estimate import Estimate, accuracy_estimate, ratio_estimate
 from petatron.evaluate.lambada import read_lambada
@@ -23,6 +23,7 @@ from petatron.evaluate.multiple_choice import FORMATS, encode_pairs, read_multip
 from petatron.evaluate.score import SequenceScore
 from petatron.evaluate.task import ContextLimits, EvalTask, TaskResult
 from petatron.evaluate.task_list import TaskSettings, build_tasks, read_task_list, setting_problems
+from tests.harness.bos_tokenizer import bos_tokenizer
 
 BYTES = ByteTokenizer()
 LIMITS = ContextLimits(max_tokens=200, window=4)
@@ -170,24 +171,6 @@ def test_too_few_examples_to_show_are_refused(tmp_path: Path):
     path = write_lines(tmp_path / "f", *SHOTS[:2])
     with pytest.raises(DataError, match=r"f has 1 example to show before example 1, not 2\. Ask for fewer"):
         _prompts(path, num_fewshot=2)
-
-
-def bos_tokenizer(folder: Path, *, puts_it: bool) -> HuggingFaceTokenizer:
-    """Bytes with a BOS token of id 257, which the tokenizer puts before every text or only names."""
-    content = json.loads(BYTES.files()["tokenizer.json"])
-    added = {**content["added_tokens"][0], "id": 257, "content": "<s>"}
-    content["added_tokens"].append(added)
-    if puts_it:
-        special = {"<s>": {"id": "<s>", "ids": [257], "tokens": ["<s>"]}}
-        single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-        post = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
-        content["post_processor"] = post
-    folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    return HuggingFaceTokenizer(folder)
 
 
 @pytest.mark.parametrize(
