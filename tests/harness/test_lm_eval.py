@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 import sys
@@ -289,7 +290,7 @@ def own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("own_tasks")
 def test_the_command_line_is_lm_evals(folder: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["run", "--tasks", "mine_choice", "--include_path", str(folder), "--device", "cpu"]
+    words = ["run", "--tasks", "mine_choice", "--include_path", str(folder)]
     words += ["--model_args", f"pretrained={folder / 'model'},dtype=float32", "--batch_size", "auto", "--limit", "4"]
     before = list(sys.argv)
     assert main(["lm-eval", *words, "--output_path", str(folder / "results")]) == 0
@@ -316,9 +317,21 @@ def test_mistakes_are_told_with_an_exit_code(folder: Path, capsys: pytest.Captur
     assert main(["lm-eval", "--help"]) == 0
 
 
-def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    for name in [name for name in sys.modules if name.startswith(("lm_eval.", "petatron.harness.lm_eval_model"))]:
+def forget_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of lm_eval has been imported, until the test ends."""
+    for name in [name for name in sys.modules if name.startswith(("lm_eval", "petatron.harness.lm_eval_model"))]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def test_lm_evals_own_models_stay_registered(monkeypatch: pytest.MonkeyPatch):
+    forget_lm_eval(monkeypatch)
+    importlib.import_module("petatron.harness.lm_eval_model")
+    registry = importlib.import_module("lm_eval.api.registry")
+    assert {"petatron", "hf", "local-completions"} <= set(registry.model_registry)
+
+
+def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    forget_lm_eval(monkeypatch)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["lm-eval", "ls", "tasks"]) == 1
     assert "petatron lm-eval needs lm_eval. Install it: pip install 'petatron[lm-eval]'" in capsys.readouterr().err

@@ -19,7 +19,8 @@ def test_batch_sizes_are_sequences_of_full_length():
         {"pretrained": "x", "batch_size": "auto:2", "dtype": "auto", "device": "cuda:0"}, world_size=1
     )
     assert auto.batch_tokens(100) == BATCH_TOKENS and auto.engine_options(100).max_length == 101
-    assert auto.dtype is None and auto.flags == ["--device", "cuda"]
+    assert auto.dtype is None and auto.flags == []
+    assert read_model_args({"pretrained": "x", "device": "cuda"}, world_size=1).flags == ["--device", "cuda"]
     most = read_model_args({"pretrained": "x", "batch_size": "auto", "max_batch_size": 3}, world_size=1)
     assert most.batch_tokens(100) == 300
 
