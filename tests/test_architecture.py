@@ -32,7 +32,7 @@ ROWS = (
     ("train",),
     ("serve",),
     ("verify",),
-    ("bench", "quickstart", "dashboard"),
+    ("bench", "quickstart", "dashboard", "harness"),
     ("cli",),
 )
 ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
@@ -40,6 +40,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
 CORE = ("torch", "numpy", "safetensors", "yaml", "tokenizers")
 TRITON = PACKAGE / "kernels" / "triton"  # loaded by name, and only where Triton is there
 HTTP = PACKAGE / "serve" / "http"  # imported by `cli/serve` alone, and only where the extra is there
+LM_EVAL = PACKAGE / "harness" / "lm_eval_model.py"  # imported by its starter alone, and only where the extra is there
 
 
 def _folder(path: Path) -> str | None:
@@ -140,6 +141,19 @@ def test_http_stays_in_its_folder():
     assert not found, "\n".join(found)
 
 
+def test_lm_eval_stays_in_its_file():
+    """The model imports it at the top, since it is a subclass; only the verb starts it, and nobody else imports the model."""
+    starter = PACKAGE / "cli" / "subcommands" / "lm_eval_starter.py"
+    found = [
+        f"{path}:{line} imports {name}"
+        for path in SOURCES
+        if path not in (LM_EVAL, starter)
+        for line, name in _imports(_nodes(path))
+        if name.split(".")[0] == "lm_eval" or name == "petatron.harness.lm_eval_model"
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_no_file_outgrows_a_screenful():
     long = {str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > 450}
     assert not long, f"what are these really two of? {long}"
@@ -186,14 +200,14 @@ def test_every_module_imports_with_the_core_alone():
     sources = [
         path
         for path in SOURCES
-        if path.name != "__main__.py" and not path.is_relative_to(TRITON) and not path.is_relative_to(HTTP)
+        if path.name != "__main__.py" and not any(path.is_relative_to(extra) for extra in (TRITON, HTTP, LM_EVAL))
     ]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
     program = f"""
 import importlib, sys
 for name in ("rich", "tensorboard", "wandb", "transformers", "zstandard", "triton", "fastapi", "uvicorn", "pytest",
              "hypothesis", "pyarrow", "huggingface_hub", "tqdm", "matplotlib", "pydantic", "starlette", "prometheus_client",
-             "llguidance"):
+             "llguidance", "lm_eval", "datasets", "tenacity"):
     sys.modules[name] = None  # as if it were not installed
 for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))

@@ -15,6 +15,7 @@ from typing import Literal
 
 from petatron.cli import bench, checkpoint, data, doctor, eval, plan, plot, quickstart, report, runs, serve, verify
 from petatron.cli.generation import chat, generate
+from petatron.cli.subcommands import lm_eval_starter
 from petatron.config.flags import megatron_flags
 from petatron.config.flags.parse import FILE_FLAG, PRESET_FLAG, known_flags
 from petatron.config.presets import preset_names
@@ -56,6 +57,7 @@ def completions() -> dict[str, ShellCompletion]:
     """Maps commands, as `train` or `data preprocess`, to what may follow them."""
     run = run_flags()
     found = {"train": ShellCompletion(run, presets=True), "completion": ShellCompletion(words=SHELLS)}
+    found["lm-eval"] = ShellCompletion(words=lm_eval_starter.COMMANDS)
     found["config"] = ShellCompletion(words=("show", "diff", "presets", "reference"))
     found["config show"] = ShellCompletion({**run, "--changed": "none", "--yaml": "none"}, presets=True)
     found["config diff"] = ShellCompletion(presets=True)

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 CORE = ("torch", "numpy", "safetensors", "pyyaml", "tokenizers")
 # Extra -> its libraries, and what is unavailable when they are missing.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "log": (("rich", "tensorboard", "wandb"), "the live terminal view, TensorBoard and Weights & Biases"),
+    "log": (
+        ("rich", "tensorboard", "wandb", "matplotlib"),
+        "the live terminal view, TensorBoard, Weights & Biases and PNG pictures of curves",
+    ),
     "hf": (("transformers",), "comparing with Hugging Face models"),
     "data": (("zstandard",), "reading .zst corpora"),
     "fetch": (("huggingface-hub", "pyarrow"), "downloading public datasets (petatron data fetch)"),
@@ -41,6 +44,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("fastapi", "uvicorn", "prometheus_client", "jinja2", "llguidance"),
         "petatron serve, and answers that match a JSON schema or a regular expression",
     ),
+    "lm-eval": (("lm-eval", "tenacity"), "lm-evaluation-harness (petatron lm-eval)"),
 }
 
 

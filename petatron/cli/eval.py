@@ -8,25 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.cli.subcommands.checkpoint_parser import checkpoint_parser
 from petatron.cli.subcommands.megatron_tasks import MEGATRON_WORD, from_megatron_flags
-from petatron.cli.train import read_checkpoint
-from petatron.config import LoadedConfig, load_config
 from petatron.mesh.launch.environment import read_environment, run_rank_main
 
 if TYPE_CHECKING:
     from petatron.evaluate.task_list import TaskSettings
+    from petatron.serve.open_engine import ModelSettings
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
-        prog="petatron eval",
-        usage="petatron eval CHECKPOINT [CHECKPOINT ...] (--task NAME --data FILE | --tasks FILE.yaml) [flags]",
-        description="Measures models on tasks: the folder of a run, of one of its steps, or of a Hugging Face model. Metrics have "
-        "95 % bootstrap intervals, and several checkpoints are compared side by side.",
+    root = checkpoint_parser(
+        "eval",
+        "[CHECKPOINT ...] (--task NAME --data FILE | --tasks FILE.yaml) [flags]",
+        "Measures models on tasks: {checkpoint}. Metrics have 95 % bootstrap intervals, and several checkpoints are compared side "
+        "by side.",
         epilog="Tasks: wikitext103, lambada, hellaswag, arc_easy, arc_challenge, piqa, winogrande, mmlu, multiple_choice (any JSON "
         "lines of context, choices, answer) and text (any text, or JSON lines of text). All other words are flags of `petatron "
         "train`, for example a layout: --tp 2 --bf16.",
-        allow_abbrev=False,
     )
     add = root.add_argument
     add("--task", metavar="NAME", help="one task, on the file --data")
@@ -35,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         "--tasks",
         metavar="FILE",
         type=Path,
-        help="YAML list of tasks: `- task: NAME` with data, name, limit, stride, strict",
+        help="YAML list of tasks: `- task: NAME` with data, name, limit, stride, strict, bos, num_fewshot, fewshot_data, fewshot_seed",
     )
     add("--limit", metavar="N", type=int, help="examples, or documents, at most")
     add(
@@ -46,6 +45,19 @@ def parser() -> argparse.ArgumentParser:
         help="tokens that each window counts, the others being context (all of them)",
     )
     add("--strict-lambada", action="store_true", help="predict all of the last word, as it stands between spaces")
+    add(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin each text with the BOS token (what the tokenizer does); not for wikitext103",
+    )
+    add("--num-fewshot", metavar="N", type=int, default=0, help="multiple choice: show N solved examples first (0)")
+    add(
+        "--fewshot-data",
+        metavar="FILE",
+        type=Path,
+        help="the file of these examples (--data, never the example itself)",
+    )
+    add("--fewshot-seed", metavar="N", type=int, help="draw these examples with this seed (the first N of the file)")
     add("--batch-tokens", metavar="N", type=int, help="tokens of a micro-batch on one rank (8192)")
     add("--out", metavar="FILE", type=Path, help="write results with counts and intervals as JSON")
     add("--megatron-lines", action="store_true", help=argparse.SUPPRESS)
@@ -59,17 +71,19 @@ def main(argv: list[str]) -> int:
     checkpoints, words = argv[:first], argv[first:]
     options, flags = parser().parse_known_args(words)
     tasks = _check_options(checkpoints, options)
-    loaded = [_read_settings(checkpoint, flags) for checkpoint in checkpoints]
+    from petatron.serve.open_engine import model_settings
+
+    models = [model_settings(checkpoint, flags) for checkpoint in checkpoints]
     if read_environment().launcher != "single":
-        return run_rank_main(lambda: _evaluate_rank(checkpoints, loaded, flags, tasks, options))
-    launch = loaded[0].config.launch
-    if (launch.nproc_per_node or 1) * launch.nnodes == 1:
-        return _evaluate_rank(checkpoints, loaded, flags, tasks, options)
+        return run_rank_main(lambda: _evaluate_rank(models, flags, tasks, options))
+    if models[0].num_ranks == 1:
+        return _evaluate_rank(models, flags, tasks, options)
     from petatron.mesh.launch.local_launcher import run_ranks
 
+    launch = models[0].loaded.config.launch
     return run_ranks(
         [sys.executable, "-m", "petatron", "eval", *argv],
-        nproc=launch.nproc_per_node or 1,
+        nproc=models[0].num_local_ranks,
         nnodes=launch.nnodes,
         node_rank=launch.node_rank,
         master_addr=launch.master_addr,
@@ -92,7 +106,8 @@ def _check_options(checkpoints: list[str], options: argparse.Namespace) -> list[
         problems.append(Problem("--out", str(options.out), rule, "Give the path of a file in a folder that exists."))
     tasks: list[TaskSettings] = []
     if options.tasks is not None and options.task is None and options.data is None:
-        alone = [name for name in ("limit", "stride", "strict_lambada") if getattr(options, name)]
+        single = ("limit", "stride", "strict_lambada", "bos", "num_fewshot", "fewshot_data", "fewshot_seed")
+        alone = [name for name in single if getattr(options, name) != parser().get_default(name)]
         flags = " ".join(f"--{name.replace('_', '-')}" for name in alone)
         problems += [Problem(flags, "", "is for --task", f"Write it in {options.tasks}.")] if alone else []
     elif options.tasks is None and options.task is not None and options.data is not None:
@@ -102,6 +117,10 @@ def _check_options(checkpoints: list[str], options: argparse.Namespace) -> list[
             limit=options.limit,
             stride=options.stride,
             strict=options.strict_lambada,
+            bos=options.bos,
+            num_fewshot=options.num_fewshot,
+            fewshot_data=options.fewshot_data,
+            fewshot_seed=options.fewshot_seed,
         )
         problems += setting_problems(settings, where="--task")
         tasks.append(settings)
@@ -113,21 +132,8 @@ def _check_options(checkpoints: list[str], options: argparse.Namespace) -> list[
     return tasks if options.tasks is None else read_task_list(options.tasks)
 
 
-def _read_settings(checkpoint: str, flags: list[str]) -> LoadedConfig:
-    """Returns the settings of a checkpoint with the flags; a flag that makes another model of it is a problem."""
-    environment = read_environment()
-    world_size = None if environment.launcher == "single" else environment.world_size
-    return load_config(
-        ["--from", checkpoint, *flags], world_size=world_size, require_training=False, read_checkpoint=read_checkpoint
-    )
-
-
 def _evaluate_rank(
-    checkpoints: list[str],
-    loaded: list[LoadedConfig],
-    flags: list[str],
-    tasks: list[TaskSettings],
-    options: argparse.Namespace,
+    models: list[ModelSettings], flags: list[str], tasks: list[TaskSettings], options: argparse.Namespace
 ) -> int:
     from petatron.base.log import configure_logging
     from petatron.cli.subcommands.eval_checkpoints import evaluate_checkpoints, report_results
@@ -135,7 +141,7 @@ def _evaluate_rank(
 
     rank = read_environment().rank
     configure_logging(rank=rank)
-    found = evaluate_checkpoints(checkpoints, loaded, flags, tasks, batch_tokens=options.batch_tokens, shown=rank == 0)
+    found = evaluate_checkpoints(models, flags, tasks, batch_tokens=options.batch_tokens, shown=rank == 0)
     if rank == 0:
         report_results(found, tasks, out=options.out, megatron_lines=options.megatron_lines)
     stop_process_group()

@@ -24,6 +24,7 @@ VERBS: Mapping[str, str] = {
     "data": "fetch, preprocess and inspect datasets",
     "serve": "answer requests over HTTP with the model of a checkpoint",
     "eval": "measure checkpoints on tasks: perplexity, LAMBADA, multiple choice, side by side",
+    "lm-eval": "measure checkpoints with lm-evaluation-harness (lm_eval), all of its flags and tasks",
     "checkpoint": "inspect, verify, compare, prune and convert checkpoints",
     "plot": "draw the curves of runs, in the terminal or as a picture",
     "runs": "list runs, and compare two of them",
@@ -36,7 +37,11 @@ VERBS: Mapping[str, str] = {
     "doctor": "report versions, devices, backends and what missing extras cost",
 }
 
-_MODULES: Mapping[str, str] = {"generate": "generation.generate", "chat": "generation.chat"}
+_MODULES: Mapping[str, str] = {
+    "generate": "generation.generate",
+    "chat": "generation.chat",
+    "lm-eval": "subcommands.lm_eval_starter",
+}
 """The module of a verb, where it is not named like it."""
 
 _EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130

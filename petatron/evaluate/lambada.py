@@ -9,6 +9,7 @@ from typing import Any
 
 from petatron.base.errors import DataError
 from petatron.base.text import count_with_noun
+from petatron.data.prompt.prompt_encoder import with_bos
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.estimate import Estimate, accuracy_estimate, perplexity, ratio_estimate
 from petatron.evaluate.examples_file import ExampleError, read_examples, text_field
@@ -34,16 +35,22 @@ class LambadaTask(EvalTask):
 
 
 def read_lambada(
-    path: Path, tokenizer: Tokenizer, limits: ContextLimits, *, strict: bool = False, limit: int | None = None
+    path: Path,
+    tokenizer: Tokenizer,
+    limits: ContextLimits,
+    *,
+    strict: bool = False,
+    limit: int | None = None,
+    bos: Sequence[int] = (),
 ) -> LambadaTask:
-    """Reads JSON lines with a "text". Strict predicts the whole last word; else its last token, as the text is tokenized."""
+    """Reads JSON lines with a "text", after `bos`. Strict predicts the whole last word; else its last token, as the text is tokenized."""
     pairs = read_examples(path, _split_strict if strict else _whole_text, limit=limit)
     contexts = tokenizer.encode_batch([context for context, _ in pairs])
     words = tokenizer.encode_batch([word for _, word in pairs])
     task, truncated = LambadaTask(), 0
     for number, (context, word) in enumerate(zip(contexts, words, strict=True), start=1):
         num_targets = len(word) if strict else 1
-        ids, cut = truncate_left([*context, *word], limits.max_tokens)
+        ids, cut = truncate_left(with_bos([*context, *word], bos), limits.max_tokens)
         if len(ids) <= num_targets:
             raise DataError(
                 f"{path}, example {number}: nothing is left before the last word. Give passages of two tokens or more."

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from petatron.base.errors import DataError
 from petatron.base.text import count_with_noun
+from petatron.data.prompt.prompt_encoder import document_start
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.estimate import Estimate, perplexity, ratio_estimate
 from petatron.evaluate.examples_file import is_json_lines, read_examples, read_text, text_field
@@ -137,24 +138,26 @@ def read_text_task(
     *,
     stride: int | None = None,
     limit: int | None = None,
+    bos: Sequence[int] = (),
 ) -> TextTask:
     """Reads JSON lines with a "text", each a document, or a text file, which is one.
 
-    A document follows the end of another, so its first token counts too; without such an id the tokenizer's first token of each
-    document is only context, and its bytes do not count.
+    A document follows `bos`, else the end of another, so its first token counts too; without such an id the tokenizer's first token
+    of each document is only context, and its bytes do not count.
     """
     if is_json_lines(path):
         texts = read_examples(path, lambda record: text_field(record, "text"), limit=limit)
     else:
         texts = [read_text(path)]
     task, skipped = TextTask(), 0
+    start = document_start(tokenizer, bos)
     stride = min(stride or limits.window, limits.window)
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         num_bytes = len(text.encode())
-        if tokenizer.eod is None:
+        if start is None:
             num_bytes -= len(tokenizer.decode(ids[:1]).encode())
         else:
-            ids = [tokenizer.eod, *ids]
+            ids = [start, *ids]
         if len(ids) < 2:
             skipped += 1
             continue

@@ -1,6 +1,6 @@
 """Multiple choice: of several continuations, the one with the highest log-probability is the model's answer.
 
-Prompts and tokenization are those of lm-evaluation-harness without examples in the prompt, so that numbers can be compared. Accuracy
+Prompts and tokenization are those of lm-evaluation-harness, so that numbers can be compared. Accuracy
 takes sums of log-probabilities; normalised accuracy divides each by the bytes of its choice, which does not favour short ones.
 WinoGrande is scored the other way round (partial evaluation): the choice is part of the context, and the rest of the sentence, which
 is the same for both, is scored.
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from petatron.base.errors import DataError
 from petatron.base.text import count_with_noun
+from petatron.data.prompt.prompt_encoder import document_start, with_bos
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.estimate import Estimate, accuracy_estimate
 from petatron.evaluate.examples_file import ExampleError, field_of, read_examples, text_field
@@ -27,18 +29,28 @@ from petatron.evaluate.task import ContextLimits, EvalTask, truncate_left
 
 @dataclass(frozen=True, slots=True)
 class ChoiceExample:
-    """A context and a continuation for each choice, the bytes that normalise each, and the index of the right one."""
+    """A context and a continuation for each choice, the bytes that normalise each, and the index of the right one.
+
+    description: what every context begins with, to be said once before several examples.
+    """
 
     pairs: tuple[tuple[str, str], ...]
     num_bytes: tuple[int, ...]
     answer: int
+    description: str = ""
+
+    @property
+    def solved(self) -> str:
+        """The example with its right choice, without the description."""
+        return "".join(self.pairs[self.answer])[len(self.description) :]
 
 
-def _example(context: str, choices: Sequence[str], answer: int) -> ChoiceExample:
+def _example(context: str, choices: Sequence[str], answer: int, *, description: str = "") -> ChoiceExample:
     return ChoiceExample(
         tuple((context, _after(context, choice)) for choice in choices),
         tuple(len(choice.encode()) for choice in choices),
         answer,
+        description,
     )
 
 
@@ -124,7 +136,8 @@ def _mmlu(record: Mapping[str, Any]) -> ChoiceExample:
     about = f" about {subject}" if subject else ""
     listed = "".join(f"{letter}. {choice}\n" for letter, choice in zip(letters, choices))
     head = f"The following are multiple choice questions (with answers){about}.\n\n"
-    return _example(f"{head}{text_field(record, 'question').strip()}\n{listed}Answer:", letters, answer)
+    context = f"{head}{text_field(record, 'question').strip()}\n{listed}Answer:"
+    return _example(context, letters, answer, description=head)
 
 
 def _general(record: Mapping[str, Any]) -> ChoiceExample:
@@ -170,13 +183,25 @@ class MultipleChoiceTask(EvalTask):
 
 
 def read_multiple_choice(
-    path: Path, tokenizer: Tokenizer, limits: ContextLimits, *, format_name: str, limit: int | None = None
+    path: Path,
+    tokenizer: Tokenizer,
+    limits: ContextLimits,
+    *,
+    format_name: str,
+    limit: int | None = None,
+    bos: Sequence[int] = (),
+    shots: FewShot | None = None,
 ) -> MultipleChoiceTask:
-    """Reads JSON lines in one of `FORMATS`."""
-    task = MultipleChoiceTask(examples=read_examples(path, FORMATS[format_name], limit=limit))
+    """Reads JSON lines in one of `FORMATS`; each prompt begins with `bos` and the solved examples of `shots`."""
+    parse = FORMATS[format_name]
+    examples = read_examples(path, parse, limit=limit)
+    if shots is not None:
+        source = shots.data or path
+        examples = shots.prepend(examples, read_examples(source, parse), source=source)
+    task = MultipleChoiceTask(examples=examples)
     pairs = [pair for example in task.examples for pair in example.pairs]
     truncated = 0
-    for ids, num_targets in encode_pairs(tokenizer, pairs, path=path):
+    for ids, num_targets in encode_pairs(tokenizer, pairs, bos=bos, source=str(path)):
         kept, cut = truncate_left(ids, limits.max_tokens)
         truncated += cut
         task.sequences.append(kept)
@@ -187,24 +212,68 @@ def read_multiple_choice(
     return task
 
 
-def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], *, path: Path) -> list[tuple[list[int], int]]:
-    """Returns the ids of each context and continuation together, and how many are the continuation's.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewShot:
+    """Solved examples before each prompt: the first `number`, or drawn with a seed; of `data`, or the task's own file.
+
+    An example is never before itself.
+    """
+
+    number: int
+    data: Path | None = None
+    seed: int | None = None
+
+    def prepend(
+        self, examples: Sequence[ChoiceExample], pool: Sequence[ChoiceExample], *, source: Path
+    ) -> list[ChoiceExample]:
+        """Returns the examples with longer contexts; a draw is a function of (seed, index of the example)."""
+        found: list[ChoiceExample] = []
+        for index, example in enumerate(examples):
+            order = (
+                range(len(pool))
+                if self.seed is None
+                else np.random.default_rng([self.seed, index]).permutation(len(pool))
+            )
+            shown = [*islice((pool[at].solved for at in order if pool[at] != example), self.number)]
+            if len(shown) < self.number:
+                raise DataError(
+                    f"{source} has {count_with_noun(len(shown), 'example')} to show before example {index + 1}, not {self.number}. "
+                    "Ask for fewer, or give a file with more."
+                )
+            head, cut = example.description + "".join(f"{text}\n\n" for text in shown), len(example.description)
+            pairs = tuple((head + context[cut:], continuation) for context, continuation in example.pairs)
+            found.append(replace(example, pairs=pairs, description=head))
+        return found
+
+
+def encode_pairs(
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    source: str,
+    bos: Sequence[int] = (),
+    start: int | None = None,
+) -> list[tuple[list[int], int]]:
+    """Returns the ids of each context and continuation together after `bos`, and how many are the continuation's.
 
     Both are tokenized as one text, and cut where the context's own tokens end: spaces at the end of the context belong to the
-    continuation, as tokenizers put them there. An empty context is the end of a document.
+    continuation, as tokenizers put them there. An empty context is the id `start`, by default `document_start`; `source` is named
+    where there is none.
     """
     contexts = [context.rstrip() for context, _ in pairs]
     whole = tokenizer.encode_batch([context + continuation for context, continuation in pairs])
     alone = tokenizer.encode_batch(contexts)
+    start = document_start(tokenizer, bos) if start is None else start
     found: list[tuple[list[int], int]] = []
     for ids, before in zip(whole, alone, strict=True):
         num_targets = max(len(ids) - len(before), 1)
-        if not before or num_targets >= len(ids):
-            if tokenizer.eod is None:
-                raise DataError(
-                    f"{path} has an empty context, and the tokenizer {tokenizer.name} has no end-of-document id to start from. "
-                    "Give every example a context."
-                )
-            ids, num_targets = [tokenizer.eod, *ids], len(ids)
-        found.append((ids, num_targets))
+        if before and num_targets < len(ids):
+            found.append((with_bos(ids, bos), num_targets))
+        elif start is not None:
+            found.append(([start, *ids], len(ids)))
+        else:
+            raise DataError(
+                f"{source} has an empty context, and the tokenizer {tokenizer.name} has no end-of-document id to start from. "
+                "Give every example a context."
+            )
     return found

@@ -23,10 +23,12 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.config.yaml_depth_limit import depth_limited_loader
 from petatron.config.yaml_file import MAX_YAML_BYTES
+from petatron.data.prompt.prompt_encoder import bos_ids
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate import multiple_choice
 from petatron.evaluate.lambada import read_lambada
 from petatron.evaluate.language_modeling import read_text_task, read_wikitext103
+from petatron.evaluate.multiple_choice import FewShot
 from petatron.evaluate.score import default_window, max_scored_tokens
 from petatron.evaluate.task import ContextLimits, EvalTask
 from petatron.parallel.parallel_model import ParallelModel
@@ -39,6 +41,10 @@ _SETTINGS_OF = {
     "stride": (WIKITEXT103, TEXT),
     "strict": (LAMBADA,),
     "limit": tuple(n for n in TASK_NAMES if n != WIKITEXT103),
+    "bos": tuple(n for n in TASK_NAMES if n != WIKITEXT103),
+    "num_fewshot": tuple(multiple_choice.FORMATS),
+    "fewshot_data": tuple(multiple_choice.FORMATS),
+    "fewshot_seed": tuple(multiple_choice.FORMATS),
 }
 
 
@@ -48,6 +54,8 @@ class TaskSettings:
 
     task: one of `TASK_NAMES`. data: its file. name: in results, by default that of the task. limit: examples at most. stride: tokens
     that each window counts, by default all. strict: LAMBADA's whole last word. every: runs at every so many evaluations of training.
+    bos: whether a BOS token precedes each text, by default what the tokenizer does. num_fewshot: solved examples before each prompt of
+    multiple choice, the first ones, or drawn with fewshot_seed; of the file fewshot_data, by default the task's own.
     """
 
     task: str
@@ -57,6 +65,10 @@ class TaskSettings:
     stride: int | None = None
     strict: bool = False
     every: int = 1
+    bos: bool | None = None
+    num_fewshot: int = 0
+    fewshot_data: Path | None = None
+    fewshot_seed: int | None = None
 
     @property
     def label(self) -> str:
@@ -73,12 +85,23 @@ def setting_problems(settings: TaskSettings, *, where: str) -> list[Problem]:
         value = getattr(settings, name)
         if value is not None and value < 1:
             found.append(Problem(where, f"{name} {value}", "is below 1", "Use a positive number, or leave it out."))
+    for name in ("num_fewshot", "fewshot_seed"):
+        if (getattr(settings, name) or 0) < 0:
+            rule, fix = "is below 0", "Use 0 or more, or leave it out."
+            found.append(Problem(where, f"{name} {getattr(settings, name)}", rule, fix))
+    defaults = {each.name: each.default for each in fields(TaskSettings)}
     for name, tasks in _SETTINGS_OF.items():
-        if settings.task not in tasks and getattr(settings, name):
+        if settings.task not in tasks and getattr(settings, name) != defaults[name]:
             rule = f"has no effect on {settings.task}"
             found.append(Problem(where, name, rule, f"Leave it out; it is for {', '.join(tasks)}."))
     if not settings.data.is_file():
         found.append(Problem(where, str(settings.data), "is not a file", "Give the path of the task's data."))
+    for name in ("fewshot_data", "fewshot_seed"):
+        given = getattr(settings, name) is not None and settings.task in multiple_choice.FORMATS
+        if given and settings.num_fewshot == 0:
+            found.append(Problem(where, name, "has no effect without num_fewshot", "Say how many examples to show."))
+    if settings.fewshot_data is not None and not settings.fewshot_data.is_file():
+        found.append(Problem(where, str(settings.fewshot_data), "is not a file", "Give a file of the task's format."))
     return found
 
 
@@ -124,14 +147,18 @@ def context_limits(model: ParallelModel) -> ContextLimits:
 
 
 def _build_task(settings: TaskSettings, tokenizer: Tokenizer, limits: ContextLimits) -> EvalTask:
-    path, limit = settings.data, settings.limit
+    path, limit, bos = settings.data, settings.limit, bos_ids(tokenizer, add=settings.bos)
     if settings.task == WIKITEXT103:
         return read_wikitext103(path, tokenizer, limits, stride=settings.stride)
     if settings.task == LAMBADA:
-        return read_lambada(path, tokenizer, limits, strict=settings.strict, limit=limit)
+        return read_lambada(path, tokenizer, limits, strict=settings.strict, limit=limit, bos=bos)
     if settings.task == TEXT:
-        return read_text_task(path, tokenizer, limits, stride=settings.stride, limit=limit)
-    return multiple_choice.read_multiple_choice(path, tokenizer, limits, format_name=settings.task, limit=limit)
+        return read_text_task(path, tokenizer, limits, stride=settings.stride, limit=limit, bos=bos)
+    number, data, seed = settings.num_fewshot, settings.fewshot_data, settings.fewshot_seed
+    shots = FewShot(number=number, data=data, seed=seed) if number else None
+    return multiple_choice.read_multiple_choice(
+        path, tokenizer, limits, format_name=settings.task, limit=limit, bos=bos, shots=shots
+    )
 
 
 def _load_yaml(path: Path) -> Any:
@@ -153,7 +180,7 @@ def _parse_task(item: Any, where: str, folder: Path) -> tuple[TaskSettings | Non
         return None, [
             Problem(where, "", "is not `task: NAME` with further settings", "Write one setting on each line.")
         ]
-    kinds = {each.name: str(each.type) for each in fields(TaskSettings)}
+    kinds = {each.name: str(each.type).removesuffix(" | None") for each in fields(TaskSettings)}
     problems: list[Problem] = []
     values: dict[str, Any] = {}
     for key, value in item.items():
@@ -172,11 +199,12 @@ def _parse_task(item: Any, where: str, folder: Path) -> tuple[TaskSettings | Non
     ]
     if problems:
         return None, problems
-    settings = TaskSettings(**{**values, "data": folder / values["data"]})
+    paths = {name: folder / values[name] for name in ("data", "fewshot_data") if name in values}
+    settings = TaskSettings(**{**values, **paths})
     return replace(settings, task=settings.task.lower()), []
 
 
-_KIND_TEXTS = {"str": "a text", "Path": "a path", "int": "a number", "int | None": "a number", "bool": "true or false"}
+_KIND_TEXTS = {"str": "a text", "Path": "a path", "int": "a number", "bool": "true or false"}
 
 
 def _has_kind(value: Any, kind: str) -> bool:

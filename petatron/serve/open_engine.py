@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from petatron.base.errors import CheckpointError
+from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.model_companion_files import CONFIG_FILE, is_hf_folder, read_companion_file
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.config import LoadedConfig, load_config
@@ -33,16 +33,25 @@ from petatron.train.state.run_model import Model
 class ModelSettings:
     """What is known of a checkpoint before its weights are read; what `check_request` asks of a model.
 
-    folder: of the Hugging Face model, or of one step. max_length: tokens of prompt and answer together. stop_ids: that end an answer, by
-    the model's own files and its tokenizer.
+    checkpoint: as it was named. folder: of the Hugging Face model, or of one step. max_length: tokens of prompt and answer together.
+    stop_ids: that end an answer, by the model's own files and its tokenizer.
     """
 
+    checkpoint: str
     folder: Path
     loaded: LoadedConfig
     tokenizer: Tokenizer | None
     vocab_size: int
     max_length: int
     stop_ids: tuple[int, ...]
+
+    def required_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer, for whoever reads text; `ConfigError` if the model has none."""
+        if self.tokenizer is None:
+            rule = "has no tokenizer, so that it cannot read text"
+            fix = "Give its own with --tokenizer-model FILE, or --tokenizer-type."
+            raise ConfigError([Problem("CHECKPOINT", self.checkpoint, rule, fix)])
+        return self.tokenizer
 
     @property
     def num_local_ranks(self) -> int:
@@ -81,7 +90,8 @@ def model_settings(
     asked = None if options is None else options.max_length
     vocab_size = known_vocab_size(model)
     stop_ids = find_stop_ids(folder, tokenizer, vocab_size=vocab_size)
-    return ModelSettings(folder, loaded, tokenizer, vocab_size, min(asked or longest, longest), stop_ids)
+    max_length = min(asked or longest, longest)
+    return ModelSettings(str(checkpoint), folder, loaded, tokenizer, vocab_size, max_length, stop_ids)
 
 
 def find_model(checkpoint: str | Path) -> Path:
@@ -109,9 +119,14 @@ def open_engine(
     dtype: torch.dtype | str | None = None,
 ) -> OpenedEngine:
     """Loads the weights and builds the engine; every rank calls it. `dtype` None is that of the flags, else that of the weights."""
-    model = from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False)
+    model = load_model(settings, flags, dtype=dtype)
     engine = Engine(model, settings.tokenizer, options)
     return OpenedEngine(engine, model, settings)
+
+
+def load_model(settings: ModelSettings, flags: Sequence[str] = (), *, dtype: torch.dtype | str | None = None) -> Model:
+    """Loads the weights, without memory for gradients; every rank calls it."""
+    return from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False)
 
 
 def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int) -> tuple[int, ...]:

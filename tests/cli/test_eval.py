@@ -157,13 +157,16 @@ def test_tasks_main_of_lambada(folder: Path, capsys: pytest.CaptureFixture[str])
         ("{a} --task lambda --data {f}/lambada.json", 2, ["--task lambda is not a task. Use one of"]),
         ("{a} --task piqa --data {f}/none", 2, ["none is not a file"]),
         ("{a} --tasks {f}/tasks.yaml --limit 3", 2, ["--limit is for --task. Write it in"]),
+        ("{a} --tasks {f}/tasks.yaml --no-bos --num-fewshot 1", 2, ["--bos --num-fewshot is for --task. Write it in"]),
+        ("{a} --task piqa --data {f}/piqa.jsonl --bos", 1, ["names no BOS token"]),
+        ("{a} --task piqa --data {f}/piqa.jsonl --num-fewshot 1", 1, ["has 0 examples to show before example 1"]),
         (
             "{a} --task piqa --data {f}/piqa.jsonl --out {f}/no/x --batch-tokens 0",
             2,
             ["is in a folder that does not exist", "--batch-tokens 0 is below 1"],
         ),
         ("{a} --task lambada --data {f}/piqa.jsonl", 1, ['piqa.jsonl:1: the key "text" is missing; it has goal, sol1']),
-        ("{f}/bare --task piqa --data {f}/piqa.jsonl", 2, ["bare has no tokenizer, so its tasks cannot be read"]),
+        ("{f}/bare --task piqa --data {f}/piqa.jsonl", 2, ["bare has no tokenizer, so that it cannot read text"]),
         ("{f}/none --task piqa --data {f}/piqa.jsonl", 1, ["none is not a folder"]),
         (
             "{a} --task piqa --data {f}/piqa.jsonl --num-layers 3",

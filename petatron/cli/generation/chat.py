@@ -20,6 +20,7 @@ from petatron.cli.generation.arguments import (
     read_command,
     run_on_ranks,
 )
+from petatron.cli.subcommands.checkpoint_parser import add_checkpoint_argument, checkpoint_parser
 
 if TYPE_CHECKING:
     from petatron.data.prompt.chat_template import ChatTemplate
@@ -38,17 +39,16 @@ _ANSWER_SHARE = 4
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
-        prog="petatron chat",
-        usage="petatron chat CHECKPOINT [--system TEXT] [flags]",
-        description="A dialogue with a model in the terminal: the folder of a run, of one of its steps, or of a Hugging Face model. "
-        "Messages go through the tokenizer's chat template; a model without one gets a plain dialogue.",
+    root = checkpoint_parser(
+        "chat",
+        "[--system TEXT] [flags]",
+        "A dialogue with a model in the terminal: {checkpoint}. Messages go through the tokenizer's chat template; a model without "
+        "one gets a plain dialogue.",
         epilog=f"In the dialogue:\n{_HELP}\n\n{OTHER_FLAGS}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        keep_lines=True,
     )
+    add_checkpoint_argument(root)
     add = root.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="folder of a run, of a step, or of a Hugging Face model")
     add("--system", metavar="TEXT", help="the system message, which comes first")
     add("--chat-template", type=Path, metavar="FILE", help="a template (jinja) in place of the tokenizer's")
     add_sampling_arguments(root)
@@ -66,11 +66,7 @@ def _chat(command: GenerationCommand, settings: ModelSettings) -> int:
     from petatron.data.prompt.prompt_encoder import PromptEncoder
     from petatron.serve.open_engine import open_engine
 
-    if settings.tokenizer is None:
-        rule = "has no tokenizer, so that it cannot read text"
-        fix = "Give its own with --tokenizer-model FILE, or --tokenizer-type."
-        raise ConfigError([Problem("CHECKPOINT", command.options.checkpoint, rule, fix)])
-    encoder = PromptEncoder(settings.tokenizer, template=_given_template(command.options.chat_template))
+    encoder = PromptEncoder(settings.required_tokenizer(), template=_given_template(command.options.chat_template))
     opened = open_engine(settings, command.flags, options=command.engine, dtype=command.dtype)
     if not opened.is_first_rank:
         opened.engine.follow()

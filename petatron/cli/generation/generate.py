@@ -20,6 +20,7 @@ from petatron.cli.generation.arguments import (
     read_command,
     run_on_ranks,
 )
+from petatron.cli.subcommands.checkpoint_parser import add_checkpoint_argument, checkpoint_parser
 
 if TYPE_CHECKING:
     from petatron.data.prompt.prompt_encoder import PromptEncoder
@@ -34,18 +35,16 @@ _HASHED_BYTES = 1 << 20
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
-        prog="petatron generate",
-        usage="petatron generate CHECKPOINT (--prompt TEXT ... | --prompts FILE.jsonl --out ANSWERS.jsonl) [flags]",
-        description="Continues prompts with a model: the folder of a run, of one of its steps, or of a Hugging Face model. Text is "
-        "printed as it comes. A file of prompts has one JSON object a line: prompt (or text, or messages for the chat template), "
-        "perhaps id, and options of its own by the names below, such as max_tokens. Its answers are written as they end, with "
-        "the number of their line; the same command goes on where it was stopped.",
+    root = checkpoint_parser(
+        "generate",
+        "(--prompt TEXT ... | --prompts FILE.jsonl --out ANSWERS.jsonl) [flags]",
+        "Continues prompts with a model: {checkpoint}. Text is printed as it comes. A file of prompts has one JSON object a line: prompt "
+        "(or text, or messages for the chat template), perhaps id, and options of its own by the names below, such as max_tokens. Its "
+        "answers are written as they end, with the number of their line; the same command goes on where it was stopped.",
         epilog=OTHER_FLAGS,
-        allow_abbrev=False,
     )
+    add_checkpoint_argument(root)
     add = root.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="folder of a run, of a step, or of a Hugging Face model")
     add("--prompt", action="append", metavar="TEXT", help="a text to continue; - reads it; may be given several times")
     add("--prompts", type=Path, metavar="FILE", help="JSON lines of prompts; may be compressed")
     add("--out", type=Path, metavar="FILE", help="where the answers to --prompts go")
@@ -88,11 +87,7 @@ def _generate(command: GenerationCommand, settings: ModelSettings) -> int:
     from petatron.data.prompt.prompt_encoder import PromptEncoder
     from petatron.serve.open_engine import open_engine
 
-    if settings.tokenizer is None:
-        rule = "has no tokenizer, so that it cannot read text"
-        fix = "Give its own with --tokenizer-model FILE, or --tokenizer-type."
-        raise ConfigError([Problem("CHECKPOINT", command.options.checkpoint, rule, fix)])
-    encoder = PromptEncoder(settings.tokenizer)
+    encoder = PromptEncoder(settings.required_tokenizer())
     work = _BatchWork(command, settings, encoder) if command.options.prompts else _TextWork(command, settings, encoder)
     opened = open_engine(settings, command.flags, options=command.engine, dtype=command.dtype)
     if opened.is_first_rank:
@@ -125,8 +120,7 @@ class _TextWork:
             for params in options.samples(ids, max_length=self._settings.max_length)
         ]
         printer = _Printer(len(self._prompts), options.n, echo=self._command.options.echo)
-        tokenizer = self._settings.tokenizer
-        assert tokenizer is not None
+        tokenizer = self._settings.required_tokenizer()
         for text, ids, params, number in wanted:
             printer.add(opened.engine.submit(ids, params), text, number, params)
         while opened.engine.has_work:

@@ -11,17 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron import __version__
-from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import raw_stream
 from petatron.cli.plot import write_result
-from petatron.config import LoadedConfig
-from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.comparison_table import result_table
 from petatron.evaluate.score import max_scored_tokens
 from petatron.evaluate.task import ContextLimits, TaskResult
 from petatron.evaluate.task_list import LAMBADA, WIKITEXT103, TaskSettings, build_tasks
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.build_run import open_tokenizer
+from petatron.serve.open_engine import ModelSettings
 from petatron.train.state.pretrained import from_pretrained
 
 _LINE_INTERVAL_S = 30.0
@@ -37,8 +34,7 @@ class CheckpointResults:
 
 
 def evaluate_checkpoints(
-    checkpoints: Sequence[str],
-    loaded: Sequence[LoadedConfig],
+    models: Sequence[ModelSettings],
     flags: Sequence[str],
     tasks: Sequence[TaskSettings],
     *,
@@ -46,18 +42,19 @@ def evaluate_checkpoints(
     shown: bool,
 ) -> list[CheckpointResults]:
     """Runs the tasks on every checkpoint; every rank calls it. `shown` is whether this rank reports progress."""
-    tokenizers = [_open_tokenizer(name, one) for name, one in zip(checkpoints, loaded, strict=True)]
+    tokenizers = [each.required_tokenizer() for each in models]
     found: list[CheckpointResults] = []
     mesh: ParallelMesh | None = None
-    for checkpoint, config, tokenizer in zip(checkpoints, loaded, tokenizers, strict=True):
-        model = from_pretrained(checkpoint, mesh, flags=flags)
+    for settings, tokenizer in zip(models, tokenizers, strict=True):
+        checkpoint, seq_length = settings.checkpoint, settings.loaded.config.model.seq_length
+        model = from_pretrained(settings.folder, mesh, flags=flags)
         mesh, longest = model.mesh, max_scored_tokens(model)
-        limits = ContextLimits(longest, min(config.config.model.seq_length, longest - 1))
+        limits = ContextLimits(longest, min(seq_length, longest - 1))
         built = build_tasks(tasks, tokenizer, limits)
         results: dict[str, TaskResult] = {}
-        for settings, task in zip(tasks, built, strict=True):
-            with _progress(f"{checkpoint} {settings.label}" if shown else None) as on_progress:
-                results[settings.label] = task.run(model, batch_tokens=batch_tokens, on_progress=on_progress)
+        for each, task in zip(tasks, built, strict=True):
+            with _progress(f"{checkpoint} {each.label}" if shown else None) as on_progress:
+                results[each.label] = task.run(model, batch_tokens=batch_tokens, on_progress=on_progress)
         found.append(CheckpointResults(checkpoint, tokenizer.name, results))
         del model  # before the next one is built
     return found
@@ -114,20 +111,15 @@ def _as_json(one: CheckpointResults, tasks: Sequence[TaskSettings]) -> dict[str,
             "limit": settings.limit,
             "stride": settings.stride,
             "strict": settings.strict,
+            "bos": settings.bos,
+            "num_fewshot": settings.num_fewshot,
+            "fewshot_data": None if settings.fewshot_data is None else str(settings.fewshot_data),
+            "fewshot_seed": settings.fewshot_seed,
             **one.results[settings.label].as_json(),
         }
         for settings in tasks
     }
     return {"checkpoint": one.checkpoint, "tokenizer": one.tokenizer, "results": results}
-
-
-def _open_tokenizer(checkpoint: str, loaded: LoadedConfig) -> Tokenizer:
-    _, tokenizer = open_tokenizer(loaded)
-    if tokenizer is None:
-        rule = "has no tokenizer, so its tasks cannot be read"
-        fix = "Give the one it was trained with: --tokenizer-model FILE."
-        raise ConfigError([Problem("CHECKPOINT", checkpoint, rule, fix)])
-    return tokenizer
 
 
 @contextmanager

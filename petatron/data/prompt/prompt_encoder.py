@@ -10,7 +10,12 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.data.prompt.chat_template import ChatTemplate, tokenizer_chat_template
+from petatron.data.prompt.chat_template import (
+    ChatTemplate,
+    special_token,
+    tokenizer_chat_template,
+    tokenizer_settings,
+)
 from petatron.data.tokenizer import Tokenizer
 
 PLAIN_TEMPLATE = (
@@ -80,3 +85,37 @@ def prefix_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
         plain, whole = (fast.encode("a", add_special_tokens=special).ids for special in (False, True))
     starts = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
     return tuple(whole[: starts[0]]) if starts and plain else ()
+
+
+def bos_ids(tokenizer: Tokenizer, *, add: bool | None = None) -> tuple[int, ...]:
+    """Returns the ids before a text that is scored: None means what the tokenizer puts there, True its BOS token in any case.
+
+    Raises `DataError` if a BOS token is asked for and the tokenizer names none.
+    """
+    if add is False:
+        return ()
+    found = prefix_ids(tokenizer)
+    if found or add is None:
+        return found
+    token = special_token(tokenizer_settings(tokenizer), "bos_token")
+    ids = [] if token is None else tokenizer.encode(token)
+    if len(ids) != 1:
+        raise DataError(
+            f"The tokenizer {tokenizer.name} names no BOS token (bos_token in tokenizer_config.json) to put before a text. "
+            "Leave out what asks for one."
+        )
+    return tuple(ids)
+
+
+def with_bos(ids: Sequence[int], bos: Sequence[int]) -> list[int]:
+    """Puts `bos` before ids, unless they begin with it already, as the text of a chat template does.
+
+    >>> with_bos([5, 6], (1,)), with_bos([1, 5], (1,)), with_bos([5], ())
+    ([1, 5, 6], [1, 5], [5])
+    """
+    return list(ids) if list(ids[: len(bos)]) == list(bos) else [*bos, *ids]
+
+
+def document_start(tokenizer: Tokenizer, bos: Sequence[int]) -> int | None:
+    """Returns the id that the first token of a document is predicted from: BOS, else the end of another document; None without."""
+    return bos[-1] if bos else tokenizer.eod

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from petatron.base.errors import ConfigError, DataError
+from petatron.data.prompt.prompt_encoder import bos_ids
 from petatron.data.tokenizer import ByteTokenizer, NullTokenizer
 from petatron.evaluate.comparison_table import result_table
 from petatron.evaluate.estimate import Estimate, accuracy_estimate, ratio_estimate
@@ -22,6 +23,7 @@ from petatron.evaluate.multiple_choice import FORMATS, encode_pairs, read_multip
 from petatron.evaluate.score import SequenceScore
 from petatron.evaluate.task import ContextLimits, EvalTask, TaskResult
 from petatron.evaluate.task_list import TaskSettings, build_tasks, read_task_list, setting_problems
+from tests.harness.bos_tokenizer import bos_tokenizer
 
 BYTES = ByteTokenizer()
 LIMITS = ContextLimits(max_tokens=200, window=4)
@@ -115,13 +117,91 @@ def test_accuracy_takes_sums_and_the_normalised_one_divides_by_bytes(tmp_path: P
 
 
 def test_pairs_are_tokenized_as_one_text(tmp_path: Path):
-    ids, number = encode_pairs(BYTES, [("ab ", "c")], path=tmp_path)[0]
+    ids, number = encode_pairs(BYTES, [("ab ", "c")], source="f")[0]
     assert ids == [*b"ab c"] and number == 2, "the space belongs to the continuation"
-    assert encode_pairs(BYTES, [("", "cd")], path=tmp_path) == [([BYTES.eod, *b"cd"], 2)]
+    assert encode_pairs(BYTES, [("", "cd")], source="f") == [([BYTES.eod, *b"cd"], 2)]
     without_eod = ByteTokenizer()
     vars(without_eod).update(eod=None)
     with pytest.raises(DataError, match=r"has an empty context, and the tokenizer .* has no end-of-document id"):
-        encode_pairs(without_eod, [("", "cd")], path=tmp_path)
+        encode_pairs(without_eod, [("", "cd")], source="f")
+
+
+SHOTS = [{"context": f"{n} is", "choices": ["odd", "even"], "answer": 1 - n % 2} for n in range(6)]
+
+
+def _prompts(path: Path, **settings: Any) -> list[str]:
+    """The text of the first choice of each example."""
+    [task] = build_tasks([TaskSettings(task="multiple_choice", data=path, **settings)], BYTES, LIMITS)
+    return [BYTES.decode(ids) for ids in task.sequences[::2]]
+
+
+def test_the_first_other_examples_are_shown_before_each(tmp_path: Path):
+    path = write_lines(tmp_path / "f", *SHOTS)
+    first, second, third = _prompts(path, num_fewshot=2, limit=3)
+    assert first == "1 is odd\n\n2 is even\n\n0 is odd", "its right choice is not given away"
+    assert second == "0 is even\n\n2 is even\n\n1 is odd"
+    assert third == "0 is even\n\n1 is odd\n\n2 is odd"
+    other = write_lines(tmp_path / "g", *SHOTS[3:])
+    assert _prompts(path, num_fewshot=1, limit=1, fewshot_data=other) == ["3 is odd\n\n0 is odd"]
+    assert _prompts(path, num_fewshot=0) == _prompts(path)
+
+
+def test_drawn_examples_are_a_function_of_the_seed_and_the_example(tmp_path: Path):
+    path = write_lines(tmp_path / "f", *SHOTS)
+    found = _prompts(path, num_fewshot=3, fewshot_seed=5)
+    assert _prompts(path, num_fewshot=3, fewshot_seed=5, limit=2) == found[:2]
+    assert found != _prompts(path, num_fewshot=3, fewshot_seed=6)
+    shown = [prompt.split("\n\n") for prompt in found]
+    for number, (*before, last) in enumerate(shown):
+        assert last == f"{number} is odd" and len({*before}) == 3
+        assert all(not text.startswith(f"{number} ") for text in before)
+    assert len({tuple(before) for *before, _ in shown}) > 1
+
+
+def test_a_description_is_said_once_before_the_examples(tmp_path: Path):
+    path = write_lines(tmp_path / "f", MMLU, {**MMLU, "question": "2 + 1?", "answer": 2})
+    limits = ContextLimits(max_tokens=900, window=4)
+    [task] = build_tasks([TaskSettings(task="mmlu", data=path, num_fewshot=1, limit=1)], BYTES, limits)
+    listed = "A. 1\nB. 2\nC. 3\nD. 4\nAnswer:"
+    head, _, _ = MMLU_HEAD.partition("1 + 1?")
+    assert BYTES.decode(task.sequences[0]) == f"{head}2 + 1?\n{listed} C\n\n1 + 1?\n{listed} A"
+
+
+def test_too_few_examples_to_show_are_refused(tmp_path: Path):
+    path = write_lines(tmp_path / "f", *SHOTS[:2])
+    with pytest.raises(DataError, match=r"f has 1 example to show before example 1, not 2\. Ask for fewer"):
+        _prompts(path, num_fewshot=2)
+
+
+@pytest.mark.parametrize(
+    ("puts_it", "bos", "start"),
+    [(True, None, [257]), (True, False, []), (True, True, [257]), (False, None, []), (False, True, [257])],
+)
+def test_texts_begin_with_bos_as_the_tokenizer_does_or_as_asked(
+    tmp_path: Path, puts_it: bool, bos: bool | None, start: list[int]
+):
+    tokenizer = bos_tokenizer(tmp_path / "t", puts_it=puts_it)
+    text = write_lines(tmp_path / "text", {"text": "ab cd"})
+    choice = write_lines(tmp_path / "choice", {"context": "q", "choices": ["a", "b"], "answer": 0})
+    empty = write_lines(tmp_path / "empty", {"context": "", "choices": ["a", "b"], "answer": 0})
+    given = (("lambada", text), ("multiple_choice", choice), ("multiple_choice", empty), ("text", text))
+    settings = [TaskSettings(task=name, data=data, bos=bos) for name, data in given]
+    passage, answer, alone, document = build_tasks(settings, tokenizer, ContextLimits(200, 100))
+    assert passage.sequences == [[*start, *b"ab cd"]]
+    assert answer.sequences[0] == [*start, *b"q a"]
+    first = start or [BYTES.eod]
+    assert alone.sequences[0] == [*first, *b"a"] and document.sequences == [[*first, *b"ab cd"]]
+
+
+def test_a_bos_that_the_text_has_already_is_not_doubled(tmp_path: Path):
+    tokenizer = bos_tokenizer(tmp_path, puts_it=True)
+    [(ids, number)] = encode_pairs(tokenizer, [("<s>ab", " c")], source="f", bos=bos_ids(tokenizer))
+    assert ids == [257, *b"ab c"] and number == 2
+
+
+def test_a_tokenizer_without_bos_cannot_put_one():
+    with pytest.raises(DataError, match="names no BOS token"):
+        bos_ids(BYTES, add=True)
 
 
 def test_long_examples_lose_their_beginning_with_a_note(tmp_path: Path):
@@ -295,6 +375,20 @@ def test_a_list_of_tasks_has_paths_beside_it(tmp_path: Path):
         ("- {task: textt, data: f}", ["task 1: textt is not a task. Use one of wikitext103, lambada"]),
         ("- {task: text, data: f, limit: 0, strict: true}", ["limit 0 is below 1", "strict has no effect on text"]),
         ("- {task: text, data: none}", ["none is not a file"]),
+        (
+            "- {task: text, data: f, num_fewshot: 2}",
+            ["num_fewshot has no effect on text. Leave it out; it is for hella"],
+        ),
+        ("- {task: wikitext103, data: f, bos: false}", ["bos has no effect on wikitext103"]),
+        ("- {task: text, data: f, bos: 1}", ["bos 1 has the wrong type. It is true or false."]),
+        (
+            "- {task: piqa, data: f, num_fewshot: -1, fewshot_seed: -2, fewshot_data: gone}",
+            ["num_fewshot -1 is below 0", "fewshot_seed -2 is below 0", "gone is not a file. Give a file of the task"],
+        ),
+        (
+            "- {task: piqa, data: f, fewshot_seed: 1, fewshot_data: f}",
+            ["fewshot_data has no effect without num_fewshot", "fewshot_seed has no effect without num_fewshot"],
+        ),
         ("- {task: text, data: f}\n- {task: text, data: f}", ["has more than one task of the name text"]),
     ],
 )

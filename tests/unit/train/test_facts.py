@@ -189,7 +189,10 @@ def test_doctor_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
     assert "torch          1.2.3" in out and "wandb          not installed" in out
-    assert "log      the live terminal view, TensorBoard and Weights & Biases (missing: rich, wandb)" in out
+    assert (
+        "log      the live terminal view, TensorBoard, Weights & Biases and PNG pictures of curves (missing: rich, wandb)"
+        in out
+    )
     assert "gloo yes" in out and "math" in out and "single (rank 0 of 1)" in out
     assert "Problems" not in out
 

@@ -1,0 +1,29 @@
+"""The head of the parsers of verbs that open a CHECKPOINT."""
+
+from __future__ import annotations
+
+import argparse
+
+CHECKPOINT = "the folder of a run, of one of its steps, or of a Hugging Face model"
+
+
+def checkpoint_parser(
+    verb: str, usage: str, description: str, *, epilog: str, keep_lines: bool = False
+) -> argparse.ArgumentParser:
+    """Returns the parser of `petatron VERB CHECKPOINT ...`; words that it does not know are left to `petatron train`.
+
+    usage: what follows CHECKPOINT. description: its `{checkpoint}` becomes what a CHECKPOINT is. keep_lines: of the epilog.
+    """
+    return argparse.ArgumentParser(
+        prog=f"petatron {verb}",
+        usage=f"petatron {verb} CHECKPOINT {usage}",
+        description=description.format(checkpoint=CHECKPOINT),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter if keep_lines else argparse.HelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_checkpoint_argument(root: argparse.ArgumentParser) -> None:
+    """Adds the one CHECKPOINT of a verb."""
+    root.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)

@@ -1,0 +1,1 @@
+"""Models of Petatron in other programs' evaluations: lm-evaluation-harness (`lm_eval`)."""
