@@ -5,6 +5,9 @@ each further token is the difference to a longer continuation. Sides alternate i
 end-of-document token, so both generate the same number of tokens. `--ragged` prompts have lengths from a quarter of the longest on;
 transformers pads them on the left.
 
+`--fp8-weights` rounds the layers' weights of our side; against `bf16` it is compared with itself without. Against `forward` only the
+prompt counts: the engine's prefill and the forward pass of training over the same tokens, both without the output head's GEMM.
+
 The limit is what reading takes: every weight but the embedding table once a step, and the keys and values of every sequence, at the
 bandwidth that copying a large tensor reaches on the same device in the same run.
 """
@@ -16,7 +19,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError
+from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.bench.measure.arguments import minimum_problems
 from petatron.bench.measure.progress import ProgressLog
@@ -26,6 +29,8 @@ from petatron.config.required_settings import known_vocab_size
 if TYPE_CHECKING:
     from petatron.bench.peers import BenchSpec
     from petatron.bench.result import BenchResult
+    from petatron.infer.engine import Engine
+    from petatron.parallel.parallel_model import ParallelModel
 
 TAKES_RUN_FLAGS = True
 _log = get_logger(__name__)
@@ -44,8 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts at once (default: 1)")
     parser.add_argument("--ragged", action="store_true", help="prompts of several lengths")
+    parser.add_argument("--fp8-weights", action="store_true", help="our weights are rounded to FP8")
     parser.add_argument(
-        "--against", choices=("hf", "hf-compiled"), help="transformers, or with its static cache and torch.compile"
+        "--against",
+        choices=("hf", "hf-compiled", "bf16", "forward"),
+        help="transformers, or with its static cache and torch.compile; our engine without --fp8-weights; training's forward pass",
     )
 
 
@@ -58,10 +66,14 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     spec = bench_spec(flags)
     _check(args, spec)
     _log.info("building %s", OURS)
-    sides: dict[str, GenerateFn] = {OURS: _ours(args, spec)}
+    if args.against == "forward":
+        return _prefill_and_forward(args, spec)
+    sides: dict[str, GenerateFn] = {OURS: _ours(args, spec, fp8_weights=args.fp8_weights)}
     if args.against:
         _log.info("building %s", args.against)
-        sides[args.against] = _transformers(args, spec)
+        sides[args.against] = (
+            _ours(args, spec, fp8_weights=False) if args.against == "bf16" else _transformers(args, spec)
+        )
     texts = {name: list(side(args.new_tokens)) for name, side in sides.items()}  # also warms up
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     rounds, news = list(alternating_orders(list(sides), rounds=args.repeat)), ProgressLog()
@@ -111,7 +123,14 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
         "--repeat": (args.repeat, 1),
         "--batch": (args.batch, 1),
     }
-    found = [*minimum_problems(least), *(problems("hf", spec) if args.against else ())]
+    found = [*minimum_problems(least), *(problems("hf", spec) if args.against in ("hf", "hf-compiled") else ())]
+    if args.fp8_weights != (args.against == "bf16") and args.against in ("bf16", "forward"):
+        rule, fix = "compares the engine with rounded weights", "Give --fp8-weights too."
+        if args.against == "forward":
+            rule, fix = "compares the same weights", "Leave out --fp8-weights."
+        found.append(Problem("--against", args.against, rule, fix))
+    if args.against == "forward" and args.ragged:
+        found.append(Problem("--ragged", "", "has no equal in a batch of training", "Leave it out."))
     if found:
         raise ConfigError(found)
 
@@ -137,29 +156,73 @@ def _limit(args: argparse.Namespace, spec: BenchSpec, prompt_tokens: int) -> flo
     model, bytes_each = model_spec(spec.run), compute_dtype(spec.run.precision).itemsize
     params = model.params()
     tables = [param.num_active_elements for param in params.values() if param.role == "vocabulary"]
-    # Of the vocabulary's tables only the head's is read.
-    read = sum(param.num_active_elements for param in params.values()) - sum(tables) + max(tables, default=0)
+    layers = sum(param.num_active_elements for param in params.values()) - sum(tables)
+    # Of the vocabulary's tables only the head's is read; rounded weights have one byte.
+    read = layers / (bytes_each if args.fp8_weights else 1) + max(tables, default=0)
     states = [branch.generation_state(1) for layer in model.layers for branch in layer.branches]
     per_token = sum(state.elements_per_token for state in states if state is not None)
     cached = per_token * (prompt_tokens + args.batch * args.new_tokens / 2)
     return args.batch * copy_bandwidth(spec.device) / ((read + cached) * bytes_each)
 
 
-def _ours(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
+def _prefill_and_forward(args: argparse.Namespace, spec: BenchSpec) -> BenchResult:
+    """The engine's prefill against the forward pass of training, over the same tokens."""
+    import torch
+
+    from petatron.bench.measure.timing import alternating_orders, elapsed_seconds, synchronize
+    from petatron.bench.result import BenchResult
+    from petatron.infer.sampling_params import SamplingParams
+    from petatron.models.batch import Batch
+
+    model, engine = _build_engine(args, spec, fp8_weights=False)
+    prompts, first = _prompts(args, spec), SamplingParams(max_new_tokens=1, temperature=0.0)
+    batch = Batch(torch.tensor(prompts, device=spec.device))
+
+    def forward() -> None:
+        model.forward([batch], collect=["hidden_states"])
+        synchronize(spec.device)
+
+    sides = {OURS: lambda: engine.complete(prompts, first), "forward": forward}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for run in sides.values():
+        run()
+    for order in alternating_orders(list(sides), rounds=args.repeat):
+        for name in order:
+            times[name].append(elapsed_seconds(sides[name]))
+    tokens = args.batch * args.prompt_tokens
+    speeds = {name: tokens / statistics.median(found) for name, found in times.items()}
+    ratio = speeds[OURS] / speeds["forward"]
+    rows = [
+        ("prompt", f"{args.batch} x {args.prompt_tokens} tokens, without the head's GEMM"),
+        *((name, f"{speed:,.0f} tok/s") for name, speed in speeds.items()),
+        ("speed / forward", f"{ratio:.2f}x"),
+    ]
+    return BenchResult(tuple(rows), {"seconds": times, "tokens_per_s": speeds, "ratio": ratio})
+
+
+def _build_engine(args: argparse.Namespace, spec: BenchSpec, *, fp8_weights: bool) -> tuple[ParallelModel, Engine]:
     from petatron.bench.peers.ours import load_initial_weights
     from petatron.infer.engine import Engine
     from petatron.infer.engine_options import EngineOptions
-    from petatron.infer.sampling_params import SamplingParams
     from petatron.train.build_run import build_model, launch
 
     model = build_model(spec.run, launch(spec.run), init_weights=False, gradients=False)
     load_initial_weights(model)
-    prompts = _prompts(args, spec)
-    length = args.prompt_tokens + args.new_tokens
     options = EngineOptions(
-        max_sequences=args.batch, max_length=length, max_step_tokens=_STEP_TOKENS, prefix_caching=False
+        max_sequences=args.batch,
+        max_length=args.prompt_tokens + args.new_tokens,
+        max_step_tokens=_STEP_TOKENS,
+        prefix_caching=False,
+        fp8_weights=fp8_weights,
     )
-    engine = Engine(model, options=options)
+    return model, Engine(model, options=options)
+
+
+def _ours(args: argparse.Namespace, spec: BenchSpec, *, fp8_weights: bool) -> GenerateFn:
+    from petatron.infer.sampling_params import SamplingParams
+
+    _, engine = _build_engine(args, spec, fp8_weights=fp8_weights)
+    prompts = _prompts(args, spec)
 
     def more(count: int) -> list[int]:
         answers = engine.complete(prompts, SamplingParams(max_new_tokens=count, temperature=0.0))
