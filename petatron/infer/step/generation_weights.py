@@ -26,7 +26,8 @@ from petatron.parallel.tensor_parallel import gemm_of, set_gemm
 _log = get_logger(__name__)
 _NUM_COUNTERS = 8192
 """One for 64 output rows of a GEMM: enough for half a million of them."""
-_FEW_ROWS = 64
+_FEW_ROWS = {False: 16, True: 64}
+"""Up to so many rows a kernel of its own is faster than the library; with FP8 weights, which the library would need widened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class GenerationGemm:
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
         used = weight if self.fp8_weight is None else self.fp8_weight
-        if x_RD.shape[0] <= _FEW_ROWS:
+        if x_RD.shape[0] <= _FEW_ROWS[self.fp8_weight is not None]:
             return self.kernels.few_rows_gemm(x_RD, used, self.counters), ()
         return many_rows_gemm(x_RD, used), ()
 

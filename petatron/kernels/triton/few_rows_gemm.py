@@ -1,23 +1,25 @@
-"""x W^T for one row and for up to 64: all its time is the reading of the weight.
+"""x W^T for up to 64 rows: all its time is the reading of the weight.
 
-One row: a program has a few output rows and reads them in full, straight into registers, and multiplies without tensor cores, which
-have nothing to share. Several rows: a program reads a strip of 64 output rows for the tensor cores, or a part of its length where there
-are fewer strips than multiprocessors; the program that ends last of a strip adds the parts, in their order, so the result does not
-depend on which was last.
+A program reads a strip of 64 output rows, or a part of its length where there are fewer strips than multiprocessors; the program that
+ends last of a strip adds the parts, in their order, so the result does not depend on which was last. Weights do not depend on the kernel
+before, so the beginning of the strips is requested into the second-level cache before the program waits for it
+(`dependent_launch.py`); more than a few megabytes of them would displace each other.
 
 FP8 weights are widened in registers. The bits of an e4m3 number, sign and the rest apart, are those of a bfloat16 number 2^120 times
 smaller, subnormal ones included: two shifts and two masks for two numbers, where a conversion takes six instructions. x is scaled by
 2^100 beforehand, and the sum by 2^20 afterwards, so that float32 sums stay in range; both are exact.
 
-| H200, 8B shape, one row     | library, bf16 | here, bf16 | here, FP8 |
-|-----------------------------|---------------|------------|-----------|
-| 28672 x 4096 (gate and up)  | 55.7 us       | 53.8 us    | 36.2 us   |
-| 4096 x 14336 (down)         | 31.1 us       | 29.5 us    | 19.8 us   |
-| 6144 x 4096 (qkv)           | 16.0 us       | 13.5 us    | 10.6 us   |
-| 4096 x 4096 (out)           | 12.5 us       | 9.8 us     | 7.7 us    |
+A decode step of one sequence on an H200, in us, by what is requested early (MB):
 
-Tried: to request weights into the second-level cache before the kernel before has ended (2 to 16 MB of them). Alone it takes longer
-(47 us for gate and up), in a decode step it gains nothing.
+| model, weights       | library | 0     | 2     | 6     | 16    |
+|----------------------|---------|-------|-------|-------|-------|
+| Llama-1B, bf16       | 1,166   | 1,004 | 1,002 |       |       |
+| Llama-1B, FP8        |         | 940   | 881   |       |       |
+| 8B shape, bf16       | 4,765   | 4,496 | 4,382 | +0 %  | +3 %  |
+| 8B shape, FP8        |         | 3,090 | 3,075 | +2 %  | +10 % |
+
+For one row a kernel without tensor cores that reads straight into registers is faster alone (105 instead of 115 us for the four GEMMs
+of an 8B layer), and slower in a decode step (4,929 us): its many programs leave no room for the next kernel to start early.
 
 R rows, D input width, O output width.
 """
@@ -40,45 +42,7 @@ _LENGTH = 128
 _ENOUGH_STRIPS = 200
 """More strips than that keep every multiprocessor of a large GPU busy without splitting them."""
 _MAX_SPLITS = 4
-_BYTES_AT_ONCE = 8192
-"""What a program of one row reads at a time: 64 bytes of each thread."""
-
-
-@triton.jit
-def _one_row_gemm(
-    x,
-    weight,
-    scale,
-    out,
-    outputs,
-    LENGTH: tl.constexpr,
-    STRIP: tl.constexpr,
-    TILE: tl.constexpr,
-    FP8: tl.constexpr,
-    WIDEN_BITS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    output, column = tl.program_id(0) * STRIP + tl.arange(0, STRIP), tl.arange(0, TILE)
-    inside = output < outputs
-    lines = weight + output.to(tl.int64)[:, None] * LENGTH
-    total = tl.zeros((STRIP, TILE), tl.float32)
-    wait_for_inputs(DEPENDENT)
-    for start in range(0, LENGTH, TILE):
-        a = tl.load(x + start + column).to(tl.float32)
-        w = tl.load(lines + (start + column)[None, :], mask=inside[:, None], other=0)
-        if FP8:
-            if WIDEN_BITS:
-                w = _widen_bits(w)
-                a = a * 1.2676506002282294e30
-            else:
-                w = w.to(tl.float8e4nv, bitcast=True)
-        total += w.to(tl.float32) * a[None, :]
-    result = tl.sum(total, 1)
-    if FP8:
-        result = result * tl.load(scale + output, mask=inside, other=0.0)
-        if WIDEN_BITS:
-            result = result * 1048576.0
-    tl.store(out + output, result.to(out.dtype.element_ty), mask=inside)
+_MAX_REQUESTED = 2 * 2**20
 
 
 @triton.jit
@@ -99,6 +63,7 @@ def _few_rows_gemm(
     TILE: tl.constexpr,
     FP8: tl.constexpr,
     WIDEN_BITS: tl.constexpr,
+    REQUESTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     strip, split = tl.program_id(0), tl.program_id(1)
@@ -107,6 +72,8 @@ def _few_rows_gemm(
     begin = split * each
     inside = output < outputs
     lines = weight + output.to(tl.int64) * LENGTH + begin
+    if DEPENDENT and REQUESTED > 0:
+        _request(lines, inside, REQUESTED)
     wait_for_inputs(DEPENDENT)
     # The operand of the tensor cores' longer side comes from shared memory, and widened weights are in registers.
     total = tl.zeros((ROWS, STRIP), tl.float32) if FP8 else tl.zeros((STRIP, ROWS), tl.float32)
@@ -145,6 +112,19 @@ def _few_rows_gemm(
 
 
 @triton.jit
+def _request(lines, inside, size: tl.constexpr):
+    """Requests so many bytes from each address into the second-level cache."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r,r",
+        [lines.to(tl.int64), tl.zeros_like(inside).to(tl.int32) + size, inside.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _widen_bits(w):
     """e4m3 numbers, given as bytes, as bfloat16 ones 2^120 times smaller."""
     return tl.inline_asm_elementwise(
@@ -180,22 +160,6 @@ def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Operand, counters: Tensor) -
     out = x_RD.new_empty((rows, outputs))
     operands = (x_RD, values.view(torch.int8), weight.scale) if fp8 else (x_RD, values, values)
     bits = fp8 and x_RD.is_cuda and x_RD.dtype == torch.bfloat16
-    if rows == 1:
-        tile = next(size for size in (1024, 512, 256, 128) if length % size == 0)
-        strip = _BYTES_AT_ONCE // (tile * values.element_size())
-        _one_row_gemm[(triton.cdiv(outputs, strip),)](
-            *operands,
-            out,
-            outputs,
-            LENGTH=length,
-            STRIP=strip,
-            TILE=tile,
-            FP8=fp8,
-            WIDEN_BITS=bits,
-            num_warps=4,
-            **launch_options(rows, x_RD),
-        )
-        return out
     splits = _num_splits(strips, length)
     partial = out if splits == 1 else x_RD.new_empty((splits, rows, outputs), dtype=torch.float32)
     _few_rows_gemm[(strips, splits)](
@@ -213,11 +177,21 @@ def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Operand, counters: Tensor) -
         TILE=_LENGTH,
         FP8=fp8,
         WIDEN_BITS=bits,
+        REQUESTED=_requested_bytes(outputs * splits, length // splits * values.element_size()),
         num_warps=4,
         num_stages=4,
         **launch_options(rows, x_RD),
     )
     return out
+
+
+def _requested_bytes(lines: int, length: int) -> int:
+    """Returns how many bytes of each line are requested early, in units of the cache.
+
+    >>> _requested_bytes(4096, 4096), _requested_bytes(28672, 4096), _requested_bytes(1024, 512)
+    (512, 0, 512)
+    """
+    return min(length, _MAX_REQUESTED // lines // 128 * 128)
 
 
 def _num_splits(strips: int, length: int) -> int:
