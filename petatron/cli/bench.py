@@ -34,6 +34,7 @@ BENCHES: Mapping[str, tuple[str, str]] = {
         "each operation: the chosen implementation against others, and the device",
     ),
     "generate": ("petatron.bench.generate", "continuing text, against transformers"),
+    "serve": ("petatron.bench.serve", "tokens over HTTP against the engine alone, and the time to the first token"),
     "scale": ("petatron.bench.scale", "what a start and a save cost on one of thousands of simulated ranks"),
 }
 

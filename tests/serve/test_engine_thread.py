@@ -47,6 +47,20 @@ def test_a_client_that_leaves_is_cancelled():
             assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
+def test_a_stream_that_is_left_while_it_waits_is_cancelled():
+    engine = FakeEngine(step_s=0.02, max_sequences=1)
+    with live_server(engine) as server:
+        answers: list = []
+        running = _start(server, LONG, answers)
+        server.wait_until(lambda: engine.has_work)
+        with server.client() as http, pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json={**LONG, "stream": True}, timeout=httpx.Timeout(5, read=0.1))
+        server.wait_until(lambda: server.thread.num_open == 1)
+        assert not answers and len(engine.requests) == 1
+        running.join()
+        assert len(engine.seen) == 2 and engine.stats.generated_tokens == 90, "nothing was generated for who had left"
+
+
 def test_a_draining_server_finishes_what_is_open_and_refuses_the_rest():
     engine = FakeEngine(step_s=0.005)
     with live_server(engine) as server:

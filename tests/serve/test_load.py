@@ -35,7 +35,18 @@ ROOT = Path(__file__).parent.parent.parent
 TRAINING = ["--mock-data", "--lr", "1e-3", "--train-iters", "2", "--vocab-size", "257", "--num-layers", "2"]
 SHORT_S, LONG_S = 3.0, 300.0
 # Fewer than 64 clients need at once: some wait, some are preempted, some are refused.
-SIZES = ["--num-pages", "48", "--max-sequences", "32", "--max-open", "56", "--max-batch", "8", "--max-step-tokens", "128"]
+SIZES = [
+    "--num-pages",
+    "48",
+    "--max-sequences",
+    "32",
+    "--max-open",
+    "56",
+    "--max-batch",
+    "8",
+    "--max-step-tokens",
+    "128",
+]
 
 
 def _save(folder: Path, *, step: int, scale: float) -> None:
@@ -52,6 +63,17 @@ def _serial_answers(folder: Path, *, num_prompts: int) -> SerialAnswers:
     model = petatron.from_pretrained(folder, flags=["--fp64"], gradients=False)
     engine = Engine(model, ByteTokenizer(), EngineOptions(max_sequences=1, num_pages=16, prefix_caching=False))
     return SerialAnswers.of_engine(engine, make_prompts(num_prompts))
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in _family(int(child)))]
+
+
+def _resident_bytes(pid: int) -> int:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
 
 
 @dataclass
@@ -97,11 +119,9 @@ class ServerProcess:
         return found
 
     async def watch_memory(self) -> None:
+        """Resident bytes of the server's process and of its engine's, once a second."""
         while True:
-            fields = dict(
-                line.split(":", 1) for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-            )
-            self.resident_bytes.append((time.monotonic(), int(fields["VmRSS"].split()[0]) * 1024))
+            self.resident_bytes.append((time.monotonic(), sum(map(_resident_bytes, _family(self.process.pid)))))
             await asyncio.sleep(1.0)
 
     def mean_resident_mb(self, begin_s: float, end_s: float) -> float:
