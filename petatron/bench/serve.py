@@ -1,22 +1,24 @@
-"""`petatron bench serve`: what HTTP costs. Tokens per second of the engine alone and through `petatron serve`, and the time to the first token.
+"""`petatron bench serve`: what HTTP costs, in tokens per second and in time to the first token.
 
-The same requests (random ids, greedy, several lengths) go to an engine in this process and, over loopback, to `petatron serve` in a process of
-its own; both have the same pages and batch, and no prefix cache, so that repeated rounds compute everything again. They take turns, and medians
-count. The clients are raw asyncio protocols in this process (`serving/http_clients.py`), whose engine is idle meanwhile; the table says how much
-of a core they took.
+The same requests (random ids, greedy, answers of several lengths) go to an engine in this process and, over loopback, to `petatron
+serve` with its own processes; both have the same pages and batch, and no prefix cache, so that repeated rounds compute everything again.
+They take turns, and medians count. The clients are raw asyncio protocols (`serving/http_clients.py`) in this process, whose engine is
+idle meanwhile; the table says how much of a core they took.
 
-The first token is measured for one client alone, and then with requests that arrive at random (Poisson) times at half the rate at which all
-clients together were answered.
+The first token is measured for one client alone, and then with requests that arrive at random (Poisson) times at half the rate at which
+all clients together were answered.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Measures a running server, or one that it starts on the model of the flags beside the engine alone."""
     _check(args, flags)
     if args.url:
-        return _result(args, *_measure(args, args.url, vocab_size=_OUTSIDE_VOCAB, engine=None))
+        return _result(args, _measure(args, args.url, vocab_size=_OUTSIDE_VOCAB, engine=None))
     with ExitStack() as stack:
         checkpoint, flags = _checkpoint(flags, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         options = _engine_options(args)
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
 
         _log.info("starting the server")
         url = stack.enter_context(server_process(str(checkpoint), [*_server_flags(options), *flags]))
-        return _result(args, *_measure(args, url, vocab_size=engine.vocab_size, engine=engine))
+        return _result(args, _measure(args, url, vocab_size=engine.vocab_size, engine=engine))
 
 
 def _check(args: argparse.Namespace, flags: Sequence[str]) -> None:
@@ -160,8 +162,6 @@ def _open_engine(checkpoint: Path, flags: Sequence[str], options: EngineOptions)
 
 def make_requests(count: int, *, prompt_tokens: int, new_tokens: int, vocab_size: int) -> list[BenchRequest]:
     """Returns prompts of random ids, and answers of half to all of the new tokens."""
-    import random
-
     from petatron.bench.serving.http_clients import BenchRequest
 
     chance = random.Random(0)
@@ -191,7 +191,7 @@ class ServeMeasurements:
         return self.tokens / statistics.median(self.seconds[side])
 
 
-def _measure(args: argparse.Namespace, url: str, *, vocab_size: int, engine: Engine | None) -> tuple[ServeMeasurements]:
+def _measure(args: argparse.Namespace, url: str, *, vocab_size: int, engine: Engine | None) -> ServeMeasurements:
     from petatron.bench.serving.http_clients import HttpClients
 
     requests = make_requests(
@@ -212,7 +212,7 @@ def _measure(args: argparse.Namespace, url: str, *, vocab_size: int, engine: Eng
         finally:
             clients.close()
 
-    return (asyncio.run(measure()),)
+    return asyncio.run(measure())
 
 
 async def _rounds(
@@ -288,7 +288,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     (2.0, 4.0)
     """
     ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * percent // 100).__int__() - 1)]
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def _result(args: argparse.Namespace, found: ServeMeasurements) -> BenchResult:

@@ -1,12 +1,12 @@
 """An engine in a process of its own, driven over a pipe.
 
-Python runs one thread of a process at a time, and an engine's thread gives way at each of its hundreds of operations. In one process with
-it, whatever the event loop does for a token (an event, its JSON, a write to a socket) makes a step longer by as much. So the server keeps the
-event loop, and the engine steps elsewhere.
+Python runs one thread of a process at a time, and an engine's thread gives way at each of its hundreds of operations. In one process
+with it, whatever the event loop does for a token (an event, its JSON, a write to a socket) makes a step longer by as much. So the server
+keeps the event loop, and the engine steps elsewhere.
 
-The pipe carries JSON, one message each way for a step: requests and cancellations go with the order to step, and events, finished answers and
-counts come back. The engine waits for the next order meanwhile, so that a request never misses a step that begins after it came. What
-a model cannot serve is found here, where it was asked.
+The pipe carries JSON, one message each way for a step: requests and cancellations go with the order to step, and events, finished
+answers and counts come back. The engine waits for the next order meanwhile, so that a request never misses a step that begins after it
+came. What a model cannot serve is found here, where it was asked.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import signal
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -101,10 +102,8 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the engines of all ranks, and the process."""
         if self._process.is_alive():
-            try:
+            with suppress(LaunchError):  # it may end by itself meanwhile
                 self._ask({"close": True})
-            except LaunchError:
-                pass  # it ended by itself
             self._process.join(_END_TIMEOUT_S)
         self._kill()
         self._pipe.close()
@@ -153,11 +152,11 @@ def _run_engine(pipe: Connection, checkpoint: str, flags: Sequence[str], options
     except PetatronError as error:
         _send(pipe, {"error": _error_content(error)})
         return
-    _send(pipe, _facts(engine))
     try:
+        _send(pipe, _facts(engine))
         _obey(pipe, engine)
-    except EOFError:  # the server was killed
-        return
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the server was killed
     stop_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Load on a server over real HTTP: many clients with a mix of requests, of which some leave in the middle of a stream and some are wrong."""
+"""Load on a server over real HTTP: many clients with a mix of requests, of which some leave in a stream and some are wrong."""
 
 from __future__ import annotations
 
