@@ -175,7 +175,7 @@ def test_a_step_that_cannot_be_loaded_is_tried_once(found_steps: Found):
     assert engine.reloaded == [("step-3", 3), ("step-4", 4)]
 
 
-def test_a_full_queue_while_swapping_is_503(found_steps: Found):
+def test_a_full_queue_while_swapping_is_503():
     engine = FakeEngine()
     with live_server(engine) as server:
         server.thread._swapping, server.thread._max_open = True, 0
@@ -192,6 +192,8 @@ def test_idle_engines_step_so_that_other_ranks_do_not_give_up():
         engine.step = lambda: steps.append(1) or []  # type: ignore[assignment,method-assign]
         server.thread._commands.put(lambda: None)  # wakes the thread, which then waits for so long alone
         server.wait_until(lambda: len(steps) > 2)
+        assert not engine.has_work and not engine.seen, "no step had work"
+        assert server.thread.state == "serving"
 
 
 def test_64_clients_get_what_each_would_get_alone():

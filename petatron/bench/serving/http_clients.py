@@ -11,7 +11,8 @@ import json
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -87,7 +88,7 @@ class HttpClients:
                 answers.append(await self.ask(waiting.pop(), stream=stream))
 
         began = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
+        async with _first_failure(), asyncio.TaskGroup() as group:
             for _ in range(clients):
                 group.create_task(client())
         return time.perf_counter() - began, answers
@@ -97,7 +98,7 @@ class HttpClients:
     ) -> list[HttpAnswer]:
         """Sends streams at the times of a Poisson process, however many are open, and returns their answers."""
         chance, due_s, tasks = random.Random(seed), time.perf_counter(), []
-        async with asyncio.TaskGroup() as group:
+        async with _first_failure(), asyncio.TaskGroup() as group:
             for request in requests:
                 due_s += chance.expovariate(per_s)
                 await asyncio.sleep(due_s - time.perf_counter())
@@ -112,6 +113,15 @@ class HttpClients:
     async def _connect(self) -> _Connection:
         _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)
         return connection
+
+
+@asynccontextmanager
+async def _first_failure() -> AsyncIterator[None]:
+    """Raises the first of several clients' errors alone: they say the same."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 class _Connection(asyncio.Protocol):
