@@ -35,6 +35,7 @@ BENCHES: Mapping[str, tuple[str, str]] = {
     ),
     "generate": ("petatron.bench.generate", "continuing text, against transformers"),
     "stream": ("petatron.bench.stream", "many requests of all lengths at once, against transformers"),
+    "serve": ("petatron.bench.serve", "tokens over HTTP against the engine alone, and the time to the first token"),
     "scale": ("petatron.bench.scale", "what a start and a save cost on one of thousands of simulated ranks"),
 }
 

@@ -47,6 +47,20 @@ def test_a_client_that_leaves_is_cancelled():
             assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
+def test_a_stream_that_is_left_while_it_waits_is_cancelled():
+    engine = FakeEngine(step_s=0.02, max_sequences=1)
+    with live_server(engine) as server:
+        answers: list = []
+        running = _start(server, LONG, answers)
+        server.wait_until(lambda: engine.has_work)
+        with server.client() as http, pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json={**LONG, "stream": True}, timeout=httpx.Timeout(5, read=0.1))
+        server.wait_until(lambda: server.thread.num_open == 1)
+        assert not answers and len(engine.requests) == 1
+        running.join()
+        assert len(engine.seen) == 2 and engine.stats.generated_tokens == 90, "nothing was generated for who had left"
+
+
 def test_a_draining_server_finishes_what_is_open_and_refuses_the_rest():
     engine = FakeEngine(step_s=0.005)
     with live_server(engine) as server:
@@ -161,7 +175,7 @@ def test_a_step_that_cannot_be_loaded_is_tried_once(found_steps: Found):
     assert engine.reloaded == [("step-3", 3), ("step-4", 4)]
 
 
-def test_a_full_queue_while_swapping_is_503(found_steps: Found):
+def test_a_full_queue_while_swapping_is_503():
     engine = FakeEngine()
     with live_server(engine) as server:
         server.thread._swapping, server.thread._max_open = True, 0
@@ -178,6 +192,8 @@ def test_idle_engines_step_so_that_other_ranks_do_not_give_up():
         engine.step = lambda: steps.append(1) or []  # type: ignore[assignment,method-assign]
         server.thread._commands.put(lambda: None)  # wakes the thread, which then waits for so long alone
         server.wait_until(lambda: len(steps) > 2)
+        assert not engine.has_work and not engine.seen, "no step had work"
+        assert server.thread.state == "serving"
 
 
 def test_64_clients_get_what_each_would_get_alone():

@@ -75,8 +75,13 @@ def _texts(server: LiveServer, prompts: list[str], **settings: object) -> list[s
 
 
 def _is_empty(server: LiveServer) -> bool:
-    stats = server.engine.stats
-    return server.is_idle() and stats.running == stats.waiting == stats.pages_used == 0
+    """Nothing runs, waits or has pages, and the engine remembers no sequence."""
+    engine = server.engine
+    assert isinstance(engine, CheckpointEngine)
+    stats = engine.stats
+    return (
+        server.is_idle() and stats.running == stats.waiting == stats.pages_used == len(engine._running._sequences) == 0
+    )
 
 
 def test_greedy_answers_are_those_without_a_cache(server: LiveServer, run_folder: Path):

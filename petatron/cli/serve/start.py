@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from petatron.mesh.launch.environment import read_environment, run_rank_main
 from petatron.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
-    from petatron.serve.checkpoint_engine import CheckpointEngine
+    from petatron.serve.engine_process import EngineProcess
     from petatron.serve.model_card import ModelCard
 
 
@@ -60,14 +61,30 @@ def _serve(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, fl
 
 
 def _listen(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, flags: Sequence[str]) -> None:
-    from petatron.serve.checkpoint_engine import CheckpointEngine
-    from petatron.serve.http.app import build_app
-    from petatron.serve.http.follow_run import follow_run
-    from petatron.serve.http.server import address_of, open_listener, run_server
+    from petatron.serve.engine_process import EngineProcess
+    from petatron.serve.http.server import open_listener
 
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
     listener = open_listener(options)
-    engine = CheckpointEngine(checkpoint, flags=flags, options=engine_options(args))
+    engine = EngineProcess(checkpoint, flags=flags, options=engine_options(args))
+    try:
+        _answer(args, checkpoint, options, engine, listener, template)
+    finally:
+        engine.close()  # a server that fails to start, or ends at once, has not done it
+
+
+def _answer(
+    args: argparse.Namespace,
+    checkpoint: Path,
+    options: ServeOptions,
+    engine: EngineProcess,
+    listener: socket.socket,
+    template: str | None,
+) -> None:
+    from petatron.serve.http.app import build_app
+    from petatron.serve.http.follow_run import follow_run
+    from petatron.serve.http.server import address_of, run_server
+
     name = options.served_model_name or checkpoint.resolve().name
 
     def describe() -> ModelCard:
@@ -80,7 +97,7 @@ def _listen(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, f
     run_server(app, listener, on_ready=lambda: print(ready, flush=True))
 
 
-def _describe(engine: CheckpointEngine, name: str, template: str | None) -> ModelCard:
+def _describe(engine: EngineProcess, name: str, template: str | None) -> ModelCard:
     from petatron.serve.model_card import ModelCard
 
     return ModelCard.of_engine(

@@ -83,28 +83,35 @@ class TokenStream(Response):
         self._state, self._generations, self._inbox = state, generations, inbox
         self._begin, self._chunk, self._end = begin, chunk, end
 
-    async def prepare(self) -> TokenStream:
-        """Submits the sequences and waits for the first event, or for the refusal, which it raises."""
+    async def prepare(self, request: Request) -> TokenStream:
+        """Submits the sequences and waits for the first event, or for the refusal, which it raises; a client may leave meanwhile."""
         self._submission = _submitted(self._state, self._generations)
         self._submission.__enter__()
+        first = asyncio.ensure_future(self._next())
+        self._left = asyncio.ensure_future(_wait_for_disconnect(request.receive))
         try:
-            self._first = await self._next()
+            async with asyncio.timeout_at(request.scope[DEADLINE]):
+                await asyncio.wait((first, self._left), return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                raise ClientLeft
+            self._first = first.result()
         except BaseException:
+            first.cancel()
+            self._left.cancel()
             self._submission.__exit__(None, None, None)
             raise
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send, scope[DEADLINE]))
-        left = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            await asyncio.wait((writing, left), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((writing, self._left), return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
         finally:
-            for task in (writing, left):
+            for task in (writing, self._left):
                 task.cancel()
-            await asyncio.gather(writing, left, return_exceptions=True)
+            await asyncio.gather(writing, self._left, return_exceptions=True)
             self._submission.__exit__(None, None, None)
 
     async def _write(self, send: Send, deadline_s: float) -> None:

@@ -48,7 +48,7 @@ async def post_chat_completion(request: Request) -> Response:
     ]
     answer = _ChatAnswer(body, model, len(ids))
     if inbox is not None:
-        return await answer.stream(state, generations, inbox).prepare()
+        return await answer.stream(state, generations, inbox).prepare(request)
     return JSONResponse(answer.whole(await complete(request, state, generations)))
 
 

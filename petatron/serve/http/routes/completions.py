@@ -55,7 +55,7 @@ async def post_completion(request: Request) -> Response:
     ]
     answer = _Answer(body, model, prompts, n)
     if inbox is not None:
-        return await answer.stream(state, generations, inbox).prepare()
+        return await answer.stream(state, generations, inbox).prepare(request)
     return JSONResponse(answer.whole(await complete(request, state, generations)))
 
 

@@ -1,0 +1,337 @@
+"""`petatron bench serve`: what HTTP costs, in tokens per second and in time to the first token.
+
+The same requests (random ids, greedy, answers of several lengths) go to an engine in this process and, over loopback, to `petatron
+serve` with its own processes; both have the same pages and batch, and no prefix cache, so that repeated rounds compute everything again.
+They take turns, and medians count. The clients are raw asyncio protocols (`serving/http_clients.py`) in this process, whose engine is
+idle meanwhile; the table says how much of a core they took.
+
+The first token is measured for one client alone, and then with requests that arrive at random (Poisson) times at half the rate at which
+all clients together were answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.base.log import get_logger
+from petatron.bench.measure.arguments import minimum_problems
+
+if TYPE_CHECKING:
+    from petatron.bench.result import BenchResult
+    from petatron.bench.serving.http_clients import BenchRequest, HttpClients
+    from petatron.infer.engine import Engine
+    from petatron.infer.engine_options import EngineOptions
+
+TAKES_RUN_FLAGS = True
+DEFAULT_PRESET = "tiny-llama"
+ENGINE, STREAMED, PLAIN = "engine alone", "HTTP, streamed", "HTTP, plain"
+_PAGE_SIZE, _OUTSIDE_VOCAB = 16, 128
+_log = get_logger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "A first word that is a folder is a checkpoint; any other word is the model's own: a preset's name (default: "
+        f"{DEFAULT_PRESET}, random weights), --seq-length, --device, --bf16 ..."
+    )
+    parser.add_argument("--clients", type=int, default=64, metavar="N", help="clients at once (default: 64)")
+    parser.add_argument("--requests", type=int, default=4, metavar="N", help="of each client in a round (default: 4)")
+    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="length of prompts (default: 64)")
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="of the longest answer; others have from half (default: 32)",
+    )
+    parser.add_argument("--repeat", type=int, default=4, metavar="N", help="rounds, made even (default: 4)")
+    parser.add_argument(
+        "--first-tokens",
+        type=int,
+        default=100,
+        metavar="N",
+        help="requests for each time to first token (default: 100)",
+    )
+    parser.add_argument("--url", help="a server that runs already, with a key in --api-key-file if it needs one")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="with --url: the key, in its first line")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenTimes:
+    """Seconds to the first token: of one client alone, and with requests at half the saturating rate."""
+
+    alone_s: Sequence[float]
+    half_load_s: Sequence[float]
+    half_rate_per_s: float
+
+    @property
+    def ratio(self) -> float:
+        """The p95 at half load over the p95 alone."""
+        return percentile(self.half_load_s, 95) / percentile(self.alone_s, 95)
+
+
+def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
+    """Measures a running server, or one that it starts on the model of the flags beside the engine alone."""
+    _check(args, flags)
+    if args.url:
+        return _result(args, _measure(args, args.url, vocab_size=_OUTSIDE_VOCAB, engine=None))
+    with ExitStack() as stack:
+        checkpoint, flags = _checkpoint(flags, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        options = _engine_options(args)
+        _log.info("opening the engine")
+        engine = _open_engine(checkpoint, flags, options)
+        from petatron.bench.serving.server_process import server_process
+
+        _log.info("starting the server")
+        url = stack.enter_context(server_process(str(checkpoint), [*_server_flags(options), *flags]))
+        return _result(args, _measure(args, url, vocab_size=engine.vocab_size, engine=engine))
+
+
+def _check(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    least = {
+        "--clients": (args.clients, 1),
+        "--requests": (args.requests, 1),
+        "--prompt-tokens": (args.prompt_tokens, 1),
+        "--new-tokens": (args.new_tokens, 2),
+        "--repeat": (args.repeat, 1),
+        "--first-tokens": (args.first_tokens, 1),
+    }
+    problems = minimum_problems(least)
+    if args.url and flags:
+        fix = "Leave it out, or leave out --url."
+        problems.append(Problem(" ".join(flags), "", "has no effect on a server that runs already (--url)", fix))
+    if args.api_key_file and not args.url:
+        problems.append(Problem("--api-key-file", "", "is for a server that runs already", "Give its --url too."))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _checkpoint(flags: Sequence[str], scratch: Path) -> tuple[Path, list[str]]:
+    """Returns the checkpoint that the flags name, or one of random weights, and the flags that it is served with."""
+    from petatron.bench.peers.bench_model import bench_spec
+    from petatron.bench.serving.random_checkpoint import save_random_checkpoint
+
+    if list(flags[:1]) == ["--preset"] and Path(flags[1]).is_dir():
+        return Path(flags[1]), list(flags[2:])
+    named = any(flag.partition("=")[0] in ("--preset", "--config") for flag in flags)
+    spec = bench_spec([*([] if named else ["--preset", DEFAULT_PRESET]), *flags])
+    _log.info("saving random weights")
+    save_random_checkpoint(spec, scratch / "run")
+    return scratch / "run", ["--device", spec.device.type]
+
+
+def _engine_options(args: argparse.Namespace) -> EngineOptions:
+    from petatron.infer.engine_options import EngineOptions
+
+    length = args.prompt_tokens + args.new_tokens
+    pages = args.clients * -(-length // _PAGE_SIZE)
+    return EngineOptions(
+        page_size=_PAGE_SIZE, num_pages=pages, max_sequences=args.clients, max_length=length, prefix_caching=False
+    )
+
+
+def _server_flags(options: EngineOptions) -> list[str]:
+    named = {"--num-pages": options.num_pages, "--max-sequences": options.max_sequences}
+    named |= {"--max-length": options.max_length, "--max-step-tokens": options.max_step_tokens}
+    room = {"--max-open": 4096, "--max-connections": 4096}  # of random arrivals any number may be open
+    words = [word for flag, value in (named | room).items() for word in (flag, str(value))]
+    return [*words, "--no-prefix-caching"]
+
+
+def _open_engine(checkpoint: Path, flags: Sequence[str], options: EngineOptions) -> Engine:
+    from petatron.serve.open_engine import model_settings, open_engine
+
+    settings = model_settings(checkpoint, flags, options=options)
+    if settings.num_ranks > 1:
+        rule = f"asks for {settings.num_ranks} ranks, and the engine alone is measured on one"
+        raise ConfigError([Problem(" ".join(flags), "", rule, "Start the server by itself, and give its --url.")])
+    return open_engine(settings, flags, options=options).engine
+
+
+def make_requests(count: int, *, prompt_tokens: int, new_tokens: int, vocab_size: int) -> list[BenchRequest]:
+    """Returns prompts of random ids, and answers of half to all of the new tokens."""
+    from petatron.bench.serving.http_clients import BenchRequest
+
+    chance = random.Random(0)
+    return [
+        BenchRequest(
+            [chance.randrange(vocab_size) for _ in range(prompt_tokens)],
+            chance.randint(-(-new_tokens // 2), new_tokens),
+        )
+        for _ in range(count)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ServeMeasurements:
+    """Seconds of each round by side, the CPU seconds of the clients in them, and times to the first token."""
+
+    requests: Sequence[BenchRequest]
+    seconds: dict[str, list[float]]
+    client_cpu_s: dict[str, list[float]]
+    first_token: FirstTokenTimes
+
+    @property
+    def tokens(self) -> int:
+        return sum(request.new_tokens for request in self.requests)
+
+    def tokens_per_s(self, side: str) -> float:
+        return self.tokens / statistics.median(self.seconds[side])
+
+
+def _measure(args: argparse.Namespace, url: str, *, vocab_size: int, engine: Engine | None) -> ServeMeasurements:
+    from petatron.bench.serving.http_clients import HttpClients
+
+    requests = make_requests(
+        args.clients * args.requests,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        vocab_size=vocab_size,
+    )
+
+    async def measure() -> ServeMeasurements:
+        clients = HttpClients(url, api_key=_api_key(args))
+        try:
+            seconds, cpu = await _rounds(args, clients, requests, engine)
+            _log.info("measuring the time to the first token")
+            rate = len(requests) / statistics.median(seconds[STREAMED])
+            first = await _first_tokens(args, clients, requests, half_rate_per_s=rate / 2)
+            return ServeMeasurements(requests, seconds, cpu, first)
+        finally:
+            clients.close()
+
+    return asyncio.run(measure())
+
+
+async def _rounds(
+    args: argparse.Namespace, clients: HttpClients, requests: Sequence[BenchRequest], engine: Engine | None
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    from petatron.bench.measure.timing import alternating_orders
+
+    sides = [*([ENGINE] if engine is not None else []), STREAMED, PLAIN]
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    cpu: dict[str, list[float]] = {side: [] for side in sides}
+    rounds = list(alternating_orders(sides, rounds=args.repeat))
+    _log.info("timing %d rounds of %d requests each: %s", len(rounds), len(requests), ", ".join(sides))
+    for number, order in enumerate([sides, *rounds]):  # the first one warms up
+        for side in order:
+            used, took = time.process_time(), 0.0
+            if side == ENGINE:
+                assert engine is not None
+                took = _engine_seconds(engine, requests)
+            else:
+                took, answers = await clients.ask_all(requests, clients=args.clients, stream=side == STREAMED)
+                assert sum(answer.tokens for answer in answers) == sum(request.new_tokens for request in requests)
+            if number:
+                seconds[side].append(took)
+                cpu[side].append(time.process_time() - used)
+    return seconds, cpu
+
+
+def _engine_seconds(engine: Engine, requests: Sequence[BenchRequest]) -> float:
+    """Runs the requests in an engine, as many at once as clients send."""
+    from petatron.infer.sampling_params import SamplingParams
+
+    began = time.perf_counter()
+    numbers = [
+        engine.submit(one.prompt_ids, SamplingParams(max_new_tokens=one.new_tokens, temperature=0.0))
+        for one in requests
+    ]
+    while engine.has_work:
+        engine.step()
+    took = time.perf_counter() - began
+    assert sum(len(engine.take(number).ids) for number in numbers) == sum(one.new_tokens for one in requests)
+    return took
+
+
+async def _first_tokens(
+    args: argparse.Namespace, clients: HttpClients, requests: Sequence[BenchRequest], *, half_rate_per_s: float
+) -> FirstTokenTimes:
+    """Half of the unloaded requests come before the load and half after it: the machine may not be the same all the time."""
+    wanted = [requests[number % len(requests)] for number in range(args.first_tokens)]
+    half = -(-len(wanted) // 2)
+    _, before = await clients.ask_all(wanted[:half], clients=1, stream=True)
+    loaded = await clients.ask_at_random_times(wanted, per_s=half_rate_per_s, seed=1)
+    _, after = await clients.ask_all(wanted[half:], clients=1, stream=True)
+    alone = [answer.first_token_s for answer in (*before, *after)]
+    return FirstTokenTimes(alone, [answer.first_token_s for answer in loaded], half_rate_per_s)
+
+
+def _api_key(args: argparse.Namespace) -> str | None:
+    if args.api_key_file is None:
+        return None
+    try:
+        return args.api_key_file.read_text().split()[0]
+    except (OSError, ValueError, IndexError) as error:
+        rule = f"cannot be read: {getattr(error, 'strerror', None) or 'it has no key'}"
+        raise ConfigError(
+            [Problem("--api-key-file", str(args.api_key_file), rule, "Give a file with a key.")]
+        ) from error
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Returns the smallest value that so many per cent do not exceed.
+
+    >>> percentile([3.0, 1.0, 2.0, 4.0], 50), percentile([3.0, 1.0, 2.0, 4.0], 95)
+    (2.0, 4.0)
+    """
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def _result(args: argparse.Namespace, found: ServeMeasurements) -> BenchResult:
+    from petatron.bench.result import BenchResult
+
+    first = found.first_token
+    alone_ms, half_ms = ([1e3 * value for value in values] for values in (first.alone_s, first.half_load_s))
+    rows = [
+        (
+            "requests",
+            f"{len(found.requests)} of {args.prompt_tokens} tokens, {-(-args.new_tokens // 2)} to {args.new_tokens} new ones, greedy",
+        ),
+    ]
+    speeds = {side: found.tokens_per_s(side) for side in found.seconds}
+    ratios: dict[str, float] = {}
+    for side, speed in speeds.items():
+        if side == ENGINE:
+            rows.append((side, f"{speed:,.0f} tok/s, {args.clients} sequences at once"))
+            continue
+        text = f"{speed:,.0f} tok/s, {args.clients} clients"
+        if ENGINE in speeds:
+            ratios[side] = statistics.median(a / b for a, b in zip(found.seconds[ENGINE], found.seconds[side]))
+            text += f": {ratios[side]:.2f} of the engine alone"
+        rows.append((side, text))
+    rows += [
+        ("first token, alone", f"median {statistics.median(alone_ms):.1f} ms, p95 {percentile(alone_ms, 95):.1f} ms"),
+        (
+            "first token, half load",
+            f"median {statistics.median(half_ms):.1f} ms, p95 {percentile(half_ms, 95):.1f} ms at "
+            f"{first.half_rate_per_s:.1f} requests/s: {first.ratio:.2f} of the p95 alone",
+        ),
+    ]
+    shares = {side: sum(cpu) / sum(found.seconds[side]) for side, cpu in found.client_cpu_s.items() if side != ENGINE}
+    rows.append(("clients", ", ".join(f"{share:.0%} of a core ({side})" for side, share in shares.items())))
+    values: dict[str, object] = {
+        "seconds": found.seconds,
+        "tokens": found.tokens,
+        "tokens_per_s": speeds,
+        "ratio": ratios,
+        "first_token_alone_ms": alone_ms,
+        "first_token_half_load_ms": half_ms,
+        "first_token_ratio": first.ratio,
+        "half_load_requests_per_s": first.half_rate_per_s,
+        "client_core_share": shares,
+    }
+    return BenchResult(tuple(rows), values)

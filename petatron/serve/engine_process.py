@@ -1,0 +1,260 @@
+"""An engine in a process of its own, driven over a pipe.
+
+Python runs one thread of a process at a time, and an engine's thread gives way at each of its hundreds of operations. In one process
+with it, whatever the event loop does for a token (an event, its JSON, a write to a socket) makes a step longer by as much. So the server
+keeps the event loop, and the engine steps elsewhere.
+
+The pipe carries JSON, one message each way for a step: requests and cancellations go with the order to step, and events, finished
+answers and counts come back. The engine waits for the next order meanwhile, so that a request never misses a step that begins after it
+came. What a model cannot serve is found here, where it was asked.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from petatron.base import errors
+from petatron.base.errors import ConfigError, LaunchError, PetatronError, Problem
+from petatron.base.log import configure_logging
+from petatron.data.tokenizer import Tokenizer
+from petatron.infer.check_request import check_request
+from petatron.infer.completion import Completion, TokenEvent, TokenLogprob
+from petatron.infer.constraint import ConstraintCompiler
+from petatron.infer.engine import EngineStats
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.sampling_params import SamplingParams
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.launch.process_group import stop_process_group
+from petatron.serve.checkpoint_engine import CheckpointEngine
+from petatron.serve.open_engine import model_settings
+
+_END_TIMEOUT_S = 30.0
+
+
+class EngineProcess:
+    """A `CheckpointEngine` elsewhere; what a server drives and reloads. Not thread-safe, as an engine is not."""
+
+    def __init__(self, checkpoint: Path, *, flags: Sequence[str] = (), options: EngineOptions | None = None) -> None:
+        """Returns when the engine is open; raises what its process raised."""
+        settings = model_settings(checkpoint, flags, options=options)
+        self.tokenizer: Tokenizer | None = settings.tokenizer
+        self.vocab_size = settings.vocab_size
+        self._constraints = ConstraintCompiler(settings.tokenizer, vocab_size=settings.vocab_size)
+        self._pipe, other = get_context("spawn").Pipe()
+        arguments = (other, str(settings.folder), list(flags), options)
+        self._process = get_context("spawn").Process(target=_run_engine, args=arguments, daemon=True)
+        self._process.start()
+        other.close()
+        # It obeys no signal but this one, and the interpreter waits at its end for processes it has started.
+        self._kill = weakref.finalize(self, self._process.kill)
+        try:
+            self._learn(self._receive())
+        except BaseException:
+            self._kill()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._outbox) or self._works
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        check_request(prompt_ids, params, self)
+        if params.constraint is not None:
+            self._constraints.check(params.constraint)
+        request, self._next_request = self._next_request, self._next_request + 1
+        self._prompts[request] = list(prompt_ids)
+        self._outbox.append({"request": request, "prompt": list(prompt_ids), "params": asdict(params)})
+        return request
+
+    def cancel(self, request: int) -> None:
+        self._outbox.append({"request": request})
+
+    def step(self) -> list[TokenEvent]:
+        outbox, self._outbox = self._outbox, []
+        answer = self._ask({"step": outbox})
+        self._works, self.stats = answer["works"], EngineStats(**answer["stats"])
+        events = [_read_event(one) for one in answer["events"]]
+        for request, completion in answer["completions"]:
+            self._finished[request] = _read_completion(completion, self._prompts.pop(request))
+        return events
+
+    def take(self, request: int) -> Completion:
+        return self._finished.pop(request)
+
+    def reload(self, step: Path) -> EngineProcess:
+        """Loads another step on all ranks, while nothing runs; `step_number` then tells which one it is."""
+        self._learn(self._ask({"reload": str(step)}))
+        return self
+
+    def close(self) -> None:
+        """Ends the engines of all ranks, and the process."""
+        if self._process.is_alive():
+            with suppress(LaunchError):  # it may end by itself meanwhile
+                self._ask({"close": True})
+            self._process.join(_END_TIMEOUT_S)
+        self._kill()
+        self._pipe.close()
+
+    def _learn(self, facts: Mapping[str, Any]) -> None:
+        """Takes the facts of an engine that has just been opened, which counts requests from 0."""
+        self.step_number: int | None = facts["step_number"]
+        self.stop_ids: tuple[int, ...] = tuple(facts["stop_ids"])
+        self.max_length: int = facts["max_length"]
+        self.stats = EngineStats(**facts["stats"])
+        self._works, self._next_request = False, 0
+        self._outbox: list[dict[str, Any]] = []
+        self._prompts: dict[int, list[int]] = {}
+        self._finished: dict[int, Completion] = {}
+
+    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            _send(self._pipe, message)
+        except OSError as error:
+            raise self._gone() from error
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            answer = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+        if "error" in answer:
+            raise _read_error(answer["error"])
+        return answer
+
+    def _gone(self) -> LaunchError:
+        self._process.join(_END_TIMEOUT_S)
+        return LaunchError(
+            f"The engine's process has ended with exit code {self._process.exitcode}. Its output says why."
+        )
+
+
+def _run_engine(pipe: Connection, checkpoint: str, flags: Sequence[str], options: EngineOptions | None) -> None:
+    """The process: opens the engine and obeys until it is told to close, or the server is gone."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # the server drains, and then ends this process
+        signal.signal(number, signal.SIG_IGN)
+    configure_logging(rank=read_environment().rank)
+    try:
+        engine = CheckpointEngine(Path(checkpoint), flags=flags, options=options)
+    except PetatronError as error:
+        _send(pipe, {"error": _error_content(error)})
+        return
+    try:
+        _send(pipe, _facts(engine))
+        _obey(pipe, engine)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the server was killed
+    stop_process_group()
+
+
+def _obey(pipe: Connection, engine: CheckpointEngine) -> None:
+    while True:
+        message = json.loads(pipe.recv_bytes())
+        if "step" in message:
+            _send(pipe, _step(engine, message["step"]))
+        elif "reload" in message:
+            try:
+                engine.reload(Path(message["reload"]))
+            except PetatronError as error:
+                _send(pipe, {"error": _error_content(error)})
+            else:
+                _send(pipe, _facts(engine))
+        else:
+            engine.close()
+            _send(pipe, {})
+            return
+
+
+def _step(engine: CheckpointEngine, commands: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    for command in commands:
+        if "prompt" in command:
+            number = engine.submit(command["prompt"], SamplingParams.from_json(command["params"]))
+            assert number == command["request"], "both sides count requests alike"
+        else:
+            engine.cancel(command["request"])
+    events = engine.step()
+    ended = [event.request for event in events if event.finish_reason is not None]
+    return {
+        "events": [
+            (one.request, one.token, one.text, _logprob_content(one.logprob), one.finish_reason) for one in events
+        ],
+        "completions": [(request, _completion_content(engine.take(request))) for request in ended],
+        "works": engine.has_work,
+        "stats": asdict(engine.stats),
+    }
+
+
+def _facts(engine: CheckpointEngine) -> dict[str, Any]:
+    return {
+        "step_number": engine.step_number,
+        "stop_ids": engine.stop_ids,
+        "max_length": engine.max_length,
+        "stats": asdict(engine.stats),
+    }
+
+
+def _send(pipe: Connection, message: Mapping[str, Any]) -> None:
+    pipe.send_bytes(json.dumps(message, separators=(",", ":")).encode())
+
+
+def _logprob_content(found: TokenLogprob | None) -> tuple[object, ...] | None:
+    return None if found is None else (found.token, found.logprob, found.top)
+
+
+def _read_logprob(content: Sequence[Any] | None) -> TokenLogprob | None:
+    if content is None:
+        return None
+    token, logprob, top = content
+    return TokenLogprob(token, logprob, tuple((one, value) for one, value in top))
+
+
+def _read_event(content: Sequence[Any]) -> TokenEvent:
+    request, token, text, logprob, finish_reason = content
+    return TokenEvent(request, token, text, _read_logprob(logprob), finish_reason)
+
+
+def _completion_content(one: Completion) -> dict[str, Any]:
+    """All but the prompt, which the other side knows."""
+    return {
+        "ids": one.ids,
+        "text": one.text,
+        "logprobs": [_logprob_content(entry) for entry in one.logprobs],
+        "prompt_logprobs": [_logprob_content(entry) for entry in one.prompt_logprobs],
+        "finish_reason": one.finish_reason,
+        "stop": one.stop,
+        "cached_tokens": one.cached_tokens,
+        "pooled": one.pooled,
+    }
+
+
+def _read_completion(content: dict[str, Any], prompt_ids: list[int]) -> Completion:
+    read: dict[str, Any] = {
+        name: [_read_logprob(one) for one in content[name]] for name in ("logprobs", "prompt_logprobs")
+    }
+    return Completion(prompt_ids, **(content | read))
+
+
+def _error_content(error: PetatronError) -> dict[str, Any]:
+    problems = [asdict(problem) for problem in error.problems] if isinstance(error, ConfigError) else []
+    return {"kind": type(error).__name__, "text": str(error), "problems": problems}
+
+
+def _read_error(content: Mapping[str, Any]) -> PetatronError:
+    """Returns the same error on this side; a `LaunchError` for kinds that other modules have."""
+    if content["kind"] == ConfigError.__name__:
+        return ConfigError([Problem(**problem) for problem in content["problems"]])
+    kind = getattr(errors, content["kind"], LaunchError)
+    return kind(content["text"])

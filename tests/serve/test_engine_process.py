@@ -1,0 +1,141 @@
+"""An engine in a process of its own: the same answers, refusals and counts as in this one, and an end that is noticed on both sides."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+
+import petatron
+from petatron.base.errors import CheckpointError, ConfigError, DataError, LaunchError, PetatronError, Problem
+from petatron.data.tokenizer import ByteTokenizer
+from petatron.infer.completion import Completion
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.sampling_params import Constraint, SamplingParams
+from petatron.serve import engine_process
+from petatron.serve.checkpoint_engine import CheckpointEngine
+from petatron.serve.engine_process import EngineProcess
+from petatron.serve.engine_protocol import ServedEngine
+from tests.serve.live_server import live_server
+
+FLAGS = ["--mock-data", "--lr", "1e-3", "--train-iters", "2", "--vocab-size", "257", "--num-layers", "2"]
+OPTIONS = EngineOptions(max_sequences=8, num_pages=64, page_size=8)
+REQUESTS = (
+    SamplingParams(max_new_tokens=6, temperature=0.0),
+    SamplingParams(max_new_tokens=6, temperature=1.0, seed=3, logprobs=2, prompt_logprobs=1, logit_bias={98: 5.0}),
+    SamplingParams(max_new_tokens=6, temperature=1.0, constraint=Constraint(kind="regex", grammar="[ab]{3}")),
+    SamplingParams(max_new_tokens=0, temperature=0.0, pooling="mean"),
+)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("process") / "run"
+    for step, scale in ((1, 3.0), (2, -2.0)):
+        run = petatron.load("tiny-llama", FLAGS)
+        model = petatron.build_model(run, petatron.launch(run))
+        with torch.no_grad():
+            for parameter in model.module.parameters():
+                parameter.mul_(scale)
+        petatron.save_checkpoint(str(folder), step=step, model=model, tokenizer=ByteTokenizer())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def elsewhere(run_folder: Path) -> Iterator[EngineProcess]:
+    engine = EngineProcess(run_folder / "step-00000001", options=OPTIONS)
+    yield engine
+    engine.close()
+
+
+def _answers(engine: ServedEngine) -> list[Completion]:
+    numbers = [engine.submit(list(b"abcdef"), params) for params in REQUESTS]
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    answers = [engine.take(number) for number in numbers]
+    for number, answer in zip(numbers, answers):
+        own = [event for event in events if event.request == number]
+        assert "".join(event.text for event in own) == answer.text and own[-1].finish_reason == answer.finish_reason
+        assert [event.logprob for event in own if event.logprob is not None] == answer.logprobs
+    return answers
+
+
+def test_answers_and_counts_are_those_of_an_engine_here(elsewhere: EngineProcess, run_folder: Path):
+    here = CheckpointEngine(run_folder / "step-00000001", options=OPTIONS)
+    assert _answers(elsewhere) == _answers(here)
+    assert elsewhere.stats == here.stats and elsewhere.stats.generated_tokens > 12
+    assert (elsewhere.max_length, elsewhere.vocab_size) == (here.max_length, here.vocab_size)
+    assert (elsewhere.step_number, elsewhere.stop_ids) == (1, here.stop_ids)
+
+
+def test_a_cancelled_request_ends(elsewhere: EngineProcess):
+    number = elsewhere.submit(list(b"abc"), SamplingParams(max_new_tokens=50, temperature=0.0))
+    elsewhere.step()
+    assert elsewhere.has_work and elsewhere.stats.running == 1
+    elsewhere.cancel(number)
+    assert [event.finish_reason for event in elsewhere.step()] == ["cancelled"]
+    assert elsewhere.take(number).finish_reason == "cancelled" and not elsewhere.has_work
+    assert elsewhere.stats.running == elsewhere.stats.pages_used == 0
+
+
+def test_what_cannot_be_served_is_refused_at_once(elsewhere: EngineProcess):
+    with pytest.raises(DataError, match="prompt is empty"):
+        elsewhere.submit([], SamplingParams())
+    with pytest.raises(DataError):
+        elsewhere.submit([1], SamplingParams(constraint=Constraint(kind="regex", grammar="(")))
+    assert not elsewhere.has_work
+
+
+def test_another_step_is_loaded_or_the_former_stays(elsewhere: EngineProcess, run_folder: Path, tmp_path: Path):
+    before = _answers(elsewhere)
+    assert elsewhere.reload(run_folder / "step-00000002") is elsewhere and elsewhere.step_number == 2
+    after = _answers(elsewhere)
+    assert after[0].ids != before[0].ids
+    elsewhere.reload(tmp_path / "step-00000009")
+    assert elsewhere.step_number == 2 and _answers(elsewhere) == after
+
+
+def test_a_process_that_was_killed_fails_the_server(elsewhere: EngineProcess):
+    """Last of those that use it."""
+    with live_server(elsewhere) as server, server.client() as http:
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert elsewhere.pid is not None
+        os.kill(elsewhere.pid, signal.SIGKILL)
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 503
+        assert http.get("/healthz").status_code == 503
+    with pytest.raises(LaunchError, match="exit code -9"):
+        elsewhere.step()
+
+
+def test_an_engine_that_cannot_be_opened_says_why(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_process.signal, "signal", lambda *_: None)  # of this process
+    ours, theirs = Pipe()
+    engine_process._run_engine(theirs, str(run_folder), [], EngineOptions(num_pages=1))
+    error = engine_process._read_error(json.loads(ours.recv_bytes())["error"])
+    assert isinstance(error, ConfigError) and error.problems[0].where == "--num-pages"
+
+
+@pytest.mark.parametrize(
+    "error", [CheckpointError("gone"), ConfigError([Problem("--x", "1", "is odd", "Use 2.")]), DataError("é")], ids=str
+)
+def test_an_error_crosses_the_pipe(error: PetatronError):
+    read = engine_process._read_error(json.loads(json.dumps(engine_process._error_content(error))))
+    assert type(read) is type(error) and str(read) == str(error)
+
+
+def test_the_engine_ends_with_its_server(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(engine_process, "_send", lambda pipe, message: said.append(message))
+    said: list = []
+    ours, theirs = Pipe()
+    ours.send_bytes(b'{"step": []}')
+    ours.close()  # as a server that was killed does
+    engine_process._run_engine(theirs, str(run_folder), [], OPTIONS)
+    assert [one.keys() for one in said][1:] == [{"events", "completions", "works", "stats"}]

@@ -1,0 +1,225 @@
+"""`petatron serve` under load, with a real engine: 64 clients get what each would get alone, and nothing is left behind.
+
+The default suite has some seconds of it, the long form five minutes, in which resident memory must also be flat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+import petatron
+from petatron.data.tokenizer import ByteTokenizer
+from petatron.infer.engine import Engine
+from petatron.infer.engine_options import EngineOptions
+from petatron.serve.checkpoint_engine import CheckpointEngine
+from petatron.serve.http.follow_run import follow_run
+from petatron.serve.model_card import ModelCard
+from tests.serve.live_server import TEMPLATE, live_server
+from tests.serve.load import LoadClients, LoadReport, SerialAnswers, make_prompts
+
+ROOT = Path(__file__).parent.parent.parent
+TRAINING = ["--mock-data", "--lr", "1e-3", "--train-iters", "2", "--vocab-size", "257", "--num-layers", "2"]
+SHORT_S, LONG_S = 3.0, 300.0
+# Fewer than 64 clients need at once: some wait, some are preempted, some are refused.
+SIZES = [
+    "--num-pages",
+    "48",
+    "--max-sequences",
+    "32",
+    "--max-open",
+    "56",
+    "--max-batch",
+    "8",
+    "--max-step-tokens",
+    "128",
+]
+
+
+def _save(folder: Path, *, step: int, scale: float) -> None:
+    """Saves a model in float64, so that no answer hangs on the order of a sum."""
+    run = petatron.load("tiny-llama", [*TRAINING, "--fp64"])
+    model = petatron.build_model(run, petatron.launch(run))
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.mul_(scale)
+    petatron.save_checkpoint(str(folder), step=step, model=model, tokenizer=ByteTokenizer())
+
+
+def _serial_answers(folder: Path, *, num_prompts: int) -> SerialAnswers:
+    model = petatron.from_pretrained(folder, flags=["--fp64"], gradients=False)
+    engine = Engine(model, ByteTokenizer(), EngineOptions(max_sequences=1, num_pages=16, prefix_caching=False))
+    return SerialAnswers.of_engine(engine, make_prompts(num_prompts))
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in _family(int(child)))]
+
+
+def _resident_bytes(pid: int) -> int:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
+@dataclass
+class ServerProcess:
+    """`petatron serve` in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    resident_bytes: list[tuple[float, int]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, folder: Path, scratch: Path, *flags: str) -> ServerProcess:
+        log, template = scratch / "serve.log", scratch / "chat.jinja"
+        template.write_text(TEMPLATE)
+        words = ["-m", "petatron", "serve", str(folder), "--port", "0", "--fp64", "--chat-template", str(template)]
+        process = subprocess.Popen(
+            [sys.executable, *words, *flags],
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+        )
+        end = time.monotonic() + 120
+        while " at http" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        return cls(process, log.read_text().split(" at ")[1].split(" ")[0], log)
+
+    def metrics(self) -> dict[str, float]:
+        lines = httpx.get(f"{self.url}/metrics", trust_env=False).text.splitlines()
+        pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
+        return {name: float(value) for name, _, value in pairs}
+
+    def wait_until_idle(self) -> dict[str, float]:
+        """Returns the metrics once nothing runs, waits or has pages."""
+        end = time.monotonic() + 20
+        names = ("petatron_running_sequences", "petatron_queue_length", "petatron_cache_pages_used")
+        while any((found := self.metrics())[name] for name in names):
+            assert time.monotonic() < end, {name: found[name] for name in names}
+            time.sleep(0.05)
+        assert httpx.get(f"{self.url}/readyz", trust_env=False).json() == {"status": "serving", "open": 0}
+        return found
+
+    async def watch_memory(self) -> None:
+        """Resident bytes of the server's process and of its engine's, once a second."""
+        while True:
+            self.resident_bytes.append((time.monotonic(), sum(map(_resident_bytes, _family(self.process.pid)))))
+            await asyncio.sleep(1.0)
+
+    def mean_resident_mb(self, begin_s: float, end_s: float) -> float:
+        return statistics.fmean(size for at, size in self.resident_bytes if begin_s <= at < end_s) / 1e6
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("load") / "run"
+    _save(folder, step=1, scale=3.0)
+    return folder
+
+
+@pytest.fixture
+def server(run_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    found = ServerProcess.start(run_folder, tmp_path, *SIZES)
+    yield found
+    code = found.stop()
+    assert code == 0 and found.log.read_text().count("\n") == 1, found.log.read_text()
+
+
+def _load(server: ServerProcess, clients: LoadClients, *, duration_s: float) -> LoadReport:
+    async def run() -> LoadReport:
+        memory = asyncio.create_task(server.watch_memory())
+        asyncio.get_running_loop().call_later(duration_s, clients.stop.set)
+        try:
+            return await clients.run()
+        finally:
+            memory.cancel()
+
+    return asyncio.run(run())
+
+
+def _check_load(server: ServerProcess, answers: SerialAnswers, *, duration_s: float) -> LoadReport:
+    before = server.wait_until_idle()
+    report = _load(server, LoadClients(server.url, [answers]), duration_s=duration_s)
+    assert not report.wrong_answers, report.wrong_answers[:3]
+    assert not report.failures, report.failures[:3]
+    after = server.wait_until_idle()
+    assert after["petatron_cache_pages"] == before["petatron_cache_pages"] == 48
+    assert after["petatron_generated_tokens_total"] >= report.tokens > 0
+    assert after["petatron_cached_prompt_tokens_total"] > 0 and after["petatron_preemptions_total"] > 0
+    assert len(report.finished) == 4 and report.left > 0
+    assert {200, 429} < set(report.statuses) <= {200, 400, 404, 415, 429}
+    return report
+
+
+def test_64_clients_get_what_each_would_get_alone(server: ServerProcess, run_folder: Path):
+    _check_load(server, _serial_answers(run_folder, num_prompts=6), duration_s=SHORT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG_S + 240)
+def test_64_clients_for_five_minutes_leak_nothing(server: ServerProcess, run_folder: Path):
+    answers = _serial_answers(run_folder, num_prompts=64)
+    began = time.monotonic()
+    report = _check_load(server, answers, duration_s=LONG_S)
+    early = server.mean_resident_mb(began + 60, began + 120)
+    late = server.mean_resident_mb(began + LONG_S - 60, began + LONG_S)
+    print(report.statuses, report.finished, report.left, report.tokens, f"{early:.1f} MB, then {late:.1f} MB")
+    assert late - early < max(0.02 * early, 8.0), f"{early:.1f} MB in the second minute, {late:.1f} MB in the last"
+
+
+def test_a_swap_under_load_mixes_no_answer(run_folder: Path, tmp_path: Path):
+    """A newer step is saved while clients ask: an answer is one model's from its first to its last token."""
+    folders = [tmp_path / "followed", tmp_path / "newer"]
+    shutil.copytree(run_folder, folders[0])
+    _save(folders[1], step=2, scale=-2.0)
+    models = [_serial_answers(folder, num_prompts=3) for folder in folders]
+    engine = CheckpointEngine(folders[0], flags=["--fp64"], options=EngineOptions(max_sequences=8, num_pages=48))
+
+    def describe() -> ModelCard:
+        return ModelCard.of_engine(engine, name="load", created_s=1, step=engine.step_number, chat_template=TEMPLATE)
+
+    watch = follow_run(folders[0], engine, describe, interval_s=0.05)
+    with live_server(engine, card=describe(), background=watch) as server:
+        clients = LoadClients(server.url, models, num_clients=16)
+
+        async def save_and_stop() -> None:
+            while clients.report.of_model[0] < 20:
+                await asyncio.sleep(0.02)
+            (folders[1] / "step-00000002").rename(folders[0] / "step-00000002")
+            while clients.report.of_model[1] < 20:
+                await asyncio.sleep(0.02)
+            clients.stop.set()
+
+        async def run() -> LoadReport:
+            return (await asyncio.gather(clients.run(), asyncio.wait_for(save_and_stop(), 60)))[0]
+
+        report = asyncio.run(run())
+        server.wait_until(server.is_idle)
+        assert server.state.model.step == 2 and server.engine.stats.pages_used == 0
+    assert not report.wrong_answers, report.wrong_answers[:3]
+    assert not report.failures, report.failures[:3]
