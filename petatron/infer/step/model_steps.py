@@ -27,11 +27,9 @@ from petatron.parallel.parallel_model import ParallelModel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedStep:
-    """The host's side of a step: ids and positions of all rows, where they are stored, and the rows whose logits are wanted."""
+    """The host's side of a step: ids, positions and slots of all rows, and the rows whose logits are wanted."""
 
-    tokens: list[int]
-    positions: list[int]
-    slots: list[int]
+    rows_3T: np.ndarray
     page_tables: list[list[int]]
     lengths: list[int]
     num_decodes: int
@@ -51,36 +49,40 @@ def pack_step(
     multiple: int = 1,
     least: int = 1,
 ) -> PackedStep:
-    """Packs the scheduled tokens, padded to at least so many rows, and to a multiple.
+    """Packs the scheduled tokens, decodes first, padded to at least so many rows, and to a multiple.
 
     `logit_rows` count from each sequence's first row.
     """
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
+    decodes: tuple[list[int], list[int], list[int]] = ([], [], [])
+    parts: list[np.ndarray] = []
     chunks: list[PromptChunk] = []
     wanted: list[int] = []
-    num_decodes = 0
+    begin = 0
     for number, (work, rows) in enumerate(zip(scheduled, logit_rows)):
-        begin, sequence = len(tokens), work.sequence
-        span = range(work.start, work.start + work.count)
-        tokens += sequence.tokens[work.start : work.start + work.count] or [0]  # not known yet: it is on the device
-        positions += span
-        slots += [sequence.pages[at // page_size] * page_size + at % page_size for at in span]
+        sequence, end = work.sequence, begin + work.count
         wanted += [begin + row for row in rows]
         if work.decodes:
-            num_decodes += 1
+            assert not chunks, "decodes come first"
+            at = work.start
+            known = sequence.tokens[at : at + 1] or [0]  # not known yet: it is on the device
+            slot = sequence.pages[at // page_size] * page_size + at % page_size
+            for column, value in zip(decodes, (known[0], at, slot)):
+                column.append(value)
         else:
-            chunks.append(PromptChunk(begin, len(tokens), number, work.start))
-    rows = max(len(tokens), least)
-    padding = rows + -rows % multiple - len(tokens)
+            positions = np.arange(work.start, work.start + work.count)
+            slots = np.array(sequence.pages)[positions // page_size] * page_size + positions % page_size
+            parts.append(np.stack([np.array(sequence.tokens[work.start : work.start + work.count]), positions, slots]))
+            chunks.append(PromptChunk(begin, end, number, work.start))
+        begin = end
+    count = max(begin, least)
+    padding = count + -count % multiple - begin
+    if padding:
+        parts.append(np.array([[0] * padding, [0] * padding, [SCRATCH_PAGE * page_size] * padding]))
     return PackedStep(
-        tokens + [0] * padding,
-        positions + [0] * padding,
-        slots + [SCRATCH_PAGE * page_size] * padding,
+        np.concatenate([np.array(decodes, dtype=np.int64), *parts], axis=1),
         [work.sequence.pages for work in scheduled],
         [work.start + work.count for work in scheduled],
-        num_decodes,
+        len(decodes[0]),
         tuple(chunks),
         wanted,
     )
@@ -131,7 +133,7 @@ class ModelSteps:
         if self.runs_as_graph(packed):
             return self.run_graph(packed)
         tokens, positions, batch, rows = self._to_device(packed)
-        x = self._receive(len(packed.tokens)) if pp.rank > 0 else None
+        x = self._receive(packed.rows_3T.shape[1]) if pp.rank > 0 else None
         [stage] = self._stages
         out = stage.generation_step(tokens, positions, x, GenerationStep(batch, self._pages), rows)
         if isinstance(out, tuple):
@@ -156,8 +158,9 @@ class ModelSteps:
         """Starts such a step; `sources` are rows of the step before, whose new ids are the tokens of this one."""
         assert self.graphs is not None
         count = packed.num_decodes
-        columns = (packed.tokens, sources or [-1] * count, packed.positions, packed.slots, packed.lengths)
-        return self.graphs.run(np.array([column[:count] for column in columns], np.int32), packed.page_tables)
+        tokens, positions, slots = packed.rows_3T[:, :count]
+        columns = np.array([tokens, sources or [-1] * count, positions, slots, packed.lengths], np.int32)
+        return self.graphs.run(columns, packed.page_tables)
 
     def _run_last(self, inputs: StepInputs) -> StepOutputs:
         """A step of the only stage."""
@@ -180,7 +183,7 @@ class ModelSteps:
         table = np.full((len(packed.page_tables), columns), SCRATCH_PAGE, dtype=np.int32)
         for row, pages in zip(table, packed.page_tables):
             row[: len(pages)] = pages
-        rows = torch.tensor([packed.tokens, packed.positions, packed.slots], device=self.device)
+        rows = torch.from_numpy(packed.rows_3T).to(self.device)
         batch = PagedBatch(
             rows[2],
             torch.from_numpy(table).to(self.device),
