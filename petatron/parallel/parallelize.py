@@ -209,7 +209,7 @@ def _build_flat_groups(
 ) -> tuple[Sequence[FlatParamGroup], GradientReducer]:
     """Builds flat buffers with whole weights on every rank; optimizer state may be sharded (ZeRO-1)."""
     parallel = run.parallel
-    _materialise(stages, mesh)
+    _materialise(stages, mesh, allocate=param_facts.initial_values is not None)
     _init_weights(_param_tensor_shards(stages, param_facts.placements), param_facts, run.train.seed)
     options = FlatBufferOptions(
         bucket_size=parallel.ddp_bucket_size,
@@ -287,15 +287,20 @@ def _tie_params(stages: Mapping[int, StageModule], spec: ModelSpec) -> None:
                 setattr(stage.get_submodule(module_name), leaf, params[original])
 
 
-def _materialise(stages: Mapping[int, StageModule], mesh: ParallelMesh) -> None:
-    """Allocates parameters and buffers, all zero; parameters shared between stages stay shared."""
+def _materialise(stages: Mapping[int, StageModule], mesh: ParallelMesh, *, allocate: bool = True) -> None:
+    """Moves parameters and buffers to the device, all zero; parameters shared between stages stay shared.
+
+    Without `allocate` the elements of a parameter are one zero, until they are in a flat buffer: weights take their memory once.
+    """
     materialised: dict[Tensor, nn.Parameter] = {}
     for stage in stages.values():
         for module in stage.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and parameter.device != mesh.device:
                     if parameter not in materialised:
-                        materialised[parameter] = nn.Parameter(_zeros(parameter, mesh.device))
+                        shape = parameter.shape if allocate else ()
+                        zeros = torch.zeros(shape, dtype=parameter.dtype, device=mesh.device)
+                        materialised[parameter] = nn.Parameter(zeros.expand(parameter.shape))
                     module._parameters[name] = materialised[parameter]
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:

@@ -1,15 +1,22 @@
 """Flat buffers: parameters become views, decayed and undecayed apart, last layer first."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.parallel import parallelize
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Section, Shard, compute_placement
+from petatron.train.build_run import build_model
 from tests.optimizer_groups import groups_of
+from tests.parity.harness import tiny_run
 
 
 def flatten(model: nn.Module, placements: dict[str, Placement], **options: int) -> list[FlatParamGroup]:
@@ -105,3 +112,20 @@ def test_shared_buckets_divide_into_aligned_parts():
     [group] = flatten_parameters([model], placements, groups_of(model), mesh, options)
     assert [(bucket.begin, bucket.end) for bucket in group.buckets] == [(0, 21), (21, 56)], "one rank needs no padding"
     assert [stretch.length for stretch in group.flat_shards] == [21, 35]
+
+
+def test_weights_that_are_loaded_take_their_memory_once(monkeypatch: pytest.MonkeyPatch):
+    """Before they are in a flat buffer, a parameter that gets no first values is one zero."""
+    seen: list[int] = []
+    flatten = parallelize.flatten_parameters
+
+    def watched(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        seen.append(sum(param.untyped_storage().nbytes() for stage in stages for param in stage.parameters()))
+        return flatten(stages, *args, **kwargs)
+
+    monkeypatch.setattr(parallelize, "flatten_parameters", watched)
+    run = tiny_run()
+    loaded, drawn = (build_model(run, ParallelMesh.single(), init_weights=each) for each in (False, True))
+    params = list(loaded.module.parameters())
+    assert seen[0] == 4 * len(params) < seen[1] == sum(4 * param.numel() for param in drawn.module.parameters())
+    assert all(param.is_contiguous() and not param.any() for param in params)
