@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     from petatron.bench.measure.timing import elapsed_seconds
-    from petatron.bench.peers.bench_model import bench_spec
+    from petatron.bench.peers.bench_model import bench_spec, precision_text
     from petatron.bench.result import BenchResult
 
     spec = bench_spec(flags)
@@ -67,6 +67,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     prompts = sum(len(prompt) for prompt, _ in requests)
     rows = [
         ("requests", f"{len(requests)} at once, {prompts:,} tokens of prompts and {wanted:,} new ones, greedy"),
+        ("precision", precision_text(spec)),
         *((name, f"{wanted / time:,.0f} new tok/s, {time:.1f} s") for name, time in seconds.items()),
     ]
     values: dict[str, object] = {"seconds": seconds, "new_tokens": wanted, "prompt_tokens": prompts}

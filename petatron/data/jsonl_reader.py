@@ -73,6 +73,8 @@ def read_line_blocks(
         EOFError,
         zlib.error,
     ) as error:  # a truncated or damaged gzip file raises the last two, or an OSError
+        if isinstance(error, FileNotFoundError):
+            raise DataError(f"{path} does not exist. Check the path.") from error
         raise DataError(
             f"{path} cannot be read beyond line {line}: {error}. Check the file, or copy it again."
         ) from error

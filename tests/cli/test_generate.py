@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from petatron.base.terminal_escape import printable_lines
 from petatron.cli.main import main
 from petatron.data.prompt.prompt_encoder import PromptEncoder
 from petatron.data.tokenizer import HuggingFaceTokenizer
@@ -62,7 +61,7 @@ def test_every_kind_of_checkpoint_continues_a_text(run: Path, capsys: Captured, 
     words = ["--prompt", "Hello", "--max-tokens", 12, "--temperature", 0]
     texts = [generate(capsys, folder, *words) for folder in (run, step, exported)]
     assert texts[0] == texts[1] == texts[2]
-    assert texts[0].rstrip("\n") == printable_lines(greedy_text(step, "Hello", 12)).rstrip("\n")
+    assert texts[0].rstrip("\n") == greedy_text(step, "Hello", 12).rstrip("\n")
 
 
 def test_several_prompts_and_answers_are_told_apart(run: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
@@ -148,7 +147,7 @@ def test_other_settings_do_not_go_on(run: Path, capsys: Captured, tmp_path: Path
     assert re.search(r"prompts: .* then, .* now", refused(capsys, *words))
     foreign = tmp_path / "foreign.jsonl"
     foreign.write_text("mine\n")
-    assert "it is not known how it was made" in refused(capsys, *words[:-3], foreign, "--max-tokens", 3)
+    assert "is no file of answers" in refused(capsys, *words[:-3], foreign, "--max-tokens", 3)
     assert foreign.read_text() == "mine\n"
 
 
@@ -257,3 +256,30 @@ def test_ranks_answer_like_one_process(run: Path, capfd: pytest.CaptureFixture[s
     assert main([*words, str(outs[0])]) == 0
     assert main([*words, str(outs[1]), "--tp", "2"]) == 0, capfd.readouterr().err
     assert read_answers(outs[0]) == read_answers(outs[1])
+
+
+def test_a_program_gets_the_text_as_it_is(run: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
+    """Control characters are escaped for terminals alone, which would obey them."""
+    words = (run, "--prompt", "Once", "--regex", r"\x1b{6}", "--max-tokens", 6)
+    assert generate(capsys, *words) == 6 * "\x1b" + "\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert generate(capsys, *words) == 6 * r"\u001b" + "\n"
+
+
+@pytest.mark.parametrize("text", ["a\udcff", "\ud800"])
+def test_text_that_is_not_unicode(run: Path, capsys: Captured, tmp_path: Path, text: str):
+    assert "not valid Unicode at character" in refused(capsys, run, "--prompt", text)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": text}) + "\n")
+    said = refused(capsys, run, "--prompts", prompts, "--out", tmp_path / "out.jsonl")
+    assert f"{prompts.name}" in said and "not valid Unicode" in said
+
+
+def test_fp8_weights_of_a_checkpoint(run: Path, capsys: Captured):
+    words = (run, "--prompt", "Once", "--temperature", 0, "--max-tokens", 5, "--fp8-weights")
+    assert generate(capsys, *words) == generate(capsys, *words)
+
+
+def test_a_file_of_prompts_that_is_not_there(run: Path, capsys: Captured, tmp_path: Path):
+    said = refused(capsys, run, "--prompts", tmp_path / "nope.jsonl", "--out", tmp_path / "out.jsonl")
+    assert f"{tmp_path / 'nope.jsonl'} does not exist" in said

@@ -14,7 +14,9 @@ from petatron.config import load_config, resolve_config
 from petatron.config.checks.parallel_sizes import MESH_SIZES
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.fields import fields_by_name, flatten_config
+from petatron.kernels.matmul import unsupported_reason
 from petatron.models.batch import Batch
+from petatron.optim.loss_scaler import compute_dtype
 
 NUM_BATCHES = 4
 """Reused in turn."""
@@ -38,6 +40,13 @@ def bench_spec(flags: Sequence[str], *, silenced_flags: Collection[str] = ()) ->
         if notice.partition(" ")[0] not in silent:
             _log.info("note: %s", notice)
     return BenchSpec(run=run, device=device, compile=device.type == "cuda", fp8_recipe=None)
+
+
+def precision_text(spec: BenchSpec) -> str:
+    """Returns the precision for a table, with why it is a bad choice where the device emulates it."""
+    dtype = compute_dtype(spec.run.precision)
+    name, reason = str(dtype).removeprefix("torch."), unsupported_reason(spec.device.type, dtype)
+    return name if reason is None else f"{name}, although {reason}, which slows a peer down: use --no-bf16"
 
 
 def _check_one_process(flags: Sequence[str]) -> None:

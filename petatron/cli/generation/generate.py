@@ -74,7 +74,7 @@ def _check(options: argparse.Namespace) -> None:
         rule = "has no place for its answers" if options.out is None else "is for the answers to --prompts"
         where = ("--prompts", options.prompts) if options.out is None else ("--out", options.out)
         problems.append(Problem(where[0], str(where[1]), rule, "Give both --prompts and --out."))
-    if options.prompt and options.out is not None:
+    if options.prompt and options.prompts is None and options.out is not None:
         problems.append(Problem("--out", str(options.out), "is for --prompts", "Redirect the output instead: > FILE."))
     if (options.prompt or []).count("-") > 1:
         problems.append(Problem("--prompt", "-", "reads the input twice", "Give it once."))
@@ -148,6 +148,8 @@ class _Printer:
         self._texts: dict[int, str] = {}
         self._ended: dict[int, Completion] = {}
         self._begun = False
+        # A terminal must not obey what a model writes; a file or a program gets it as it is.
+        self._out = sys.stdout if sys.stdout.isatty() else raw_stream(sys.stdout)
 
     def add(self, request: int, prompt: str, number: int, params: SamplingParams) -> None:
         names = [f"prompt {number}"] * (self._num_prompts > 1) + [f"answer {params.sample + 1}"] * (self._n > 1)
@@ -168,9 +170,9 @@ class _Printer:
         request = self._order[0]
         if not self._begun:
             title, prompt = self._titles[request]
-            print(f"{title}\n" * self._titled + prompt, end="", flush=True)
+            print(f"{title}\n" * self._titled + prompt, end="", flush=True, file=self._out)
             self._begun = True
-        print(self._texts[request], end="", flush=True)
+        print(self._texts[request], end="", flush=True, file=self._out)
         self._texts[request] = ""
         if request not in self._ended:
             return False

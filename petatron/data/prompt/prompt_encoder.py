@@ -48,17 +48,32 @@ class PromptEncoder:
         self.prefix_ids = prefix_ids(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        return [*self.prefix_ids, *self._tokenizer.encode(text)]
+        """Returns a text's ids; `DataError` if it is not valid Unicode, as bytes of another encoding are not."""
+        return [*self.prefix_ids, *self._tokenizer.encode(check_unicode(text))]
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns a dialogue's prompt for the next answer; `DataError` where the template refuses it."""
-        text = self._template.render(messages)
+        text = check_unicode(self._template.render(messages))
         return self._tokenizer.encode(text) if self.has_template else self.encode(text)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """What ends an answer to messages besides the model's stop ids."""
         return () if self.has_template else PLAIN_STOP_STRINGS
+
+
+def check_unicode(text: str) -> str:
+    """Returns the text; `DataError` if it has surrogates, which stand for bytes that were not UTF-8, or for half a character.
+
+    >>> check_unicode("\\ud800")
+    Traceback (most recent call last):
+    petatron.base.errors.DataError: The text is not valid Unicode at character 1. Save it as UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"The text is not valid Unicode at character {error.start + 1}. Save it as UTF-8.") from error
+    return text
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:

@@ -73,8 +73,7 @@ class AnswersFile:
     def _check_settings(self, wanted: dict[str, Any]) -> None:
         if not self._settings_path.exists():
             raise DataError(
-                f"{self.path} exists, and {self._settings_path.name} beside it does not: it is not known how it was made. Choose "
-                "another --out, or remove it."
+                f"{self.path} exists, and is no file of answers: {self._settings_path.name} is not beside it. Choose another --out."
             )
         try:
             before = read_limited_json(self._settings_path, _MAX_SETTINGS_BYTES)

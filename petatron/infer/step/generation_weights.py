@@ -1,8 +1,8 @@
 """The weights of a model while an engine generates with them: as they are, or in FP8.
 
-In FP8 a weight of a layer's large GEMMs is rounded to e4m3 once, with a scale per output row, and the memory of the original is given
-back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms, output head and experts stay as
-they are. `release` leaves the model with its rounded weights, in its own precision.
+In FP8 a weight of a layer's large GEMMs is rounded to e4m3 once, with a scale per output row, and on a GPU the memory of the original
+is given back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms, output head and experts
+stay as they are. `release` leaves the model with its rounded weights, in its own precision.
 """
 
 from __future__ import annotations
@@ -93,8 +93,12 @@ class GenerationWeights:
         self._replaced, self._rounded, self._moved, self._freed = [], [], [], []
 
     def _free_originals(self, model: ParallelModel) -> None:
-        """Frees the buffers of rounded weights; other parameters in them get memory of their own."""
-        buffers = {original.untyped_storage().data_ptr(): original for _, original, _ in self._rounded}
+        """Frees the buffers of rounded weights; other parameters in them get memory of their own.
+
+        Host memory that NumPy has seen (a checkpoint was read into it) cannot be given back, and is kept.
+        """
+        originals = [original for _, original, _ in self._rounded if original.untyped_storage().resizable()]
+        buffers = {original.untyped_storage().data_ptr(): original for original in originals}
         rounded = {param for param, _, _ in self._rounded}
         params = {param for stage in model.stages.values() for param in stage.parameters()} - rounded
         for param in params:

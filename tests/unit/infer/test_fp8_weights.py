@@ -60,6 +60,16 @@ def test_every_weight_is_where_it_was():
     assert {param.untyped_storage()._cdata for param in model.module.parameters()} == buffers, "in the flat buffers"
 
 
+def test_host_memory_that_a_checkpoint_was_read_into_stays():
+    model = model_in("--fp64")
+    for param in model.module.parameters():
+        param.detach().numpy()  # after which it cannot be resized
+    engine = Engine(model, options=FP8)
+    found = engine.complete(PROMPTS, GREEDY)
+    engine.release()
+    assert [row[0].ids for row in Engine(model).complete(PROMPTS, GREEDY)] == [row[0].ids for row in found]
+
+
 def continuations(flags: str, world_size: int) -> list[list[int]]:
     engine = Engine(model_in(flags, world_size=world_size), options=FP8)
     answers = engine.complete_on_all_ranks(PROMPTS, GREEDY)
