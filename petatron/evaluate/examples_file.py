@@ -33,7 +33,8 @@ def read_examples(
         except ExampleError as error:
             problems.append(f"{path}:{number}: {error}.")
     if problems:
-        raise DataError("\n".join([*problems[:_MAX_PROBLEMS], "Correct the file, or choose the task it was made for."]))
+        more = ["There may be more: the file was read so far."] if len(problems) == _MAX_PROBLEMS else []
+        raise DataError("\n".join([*problems, *more, "Correct the file, or choose the task it was made for."]))
     if not found:
         raise DataError(f"{path} has no example. Give a file of JSON lines, one example on each.")
     return found

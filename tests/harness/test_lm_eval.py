@@ -335,3 +335,13 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["lm-eval", "ls", "tasks"]) == 1
     assert "petatron lm-eval needs lm_eval. Install it: pip install 'petatron[lm-eval]'" in capsys.readouterr().err
+
+
+def test_without_a_network_the_reason_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def offline() -> None:
+        raise ConnectionError("Couldn't reach 'some/data' on the Hub")
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", offline)
+    assert main(["lm-eval", "--tasks", "hellaswag"]) == 1
+    said = capsys.readouterr().err
+    assert "Couldn't reach 'some/data' on the Hub. lm_eval downloads" in said and "Traceback" not in said

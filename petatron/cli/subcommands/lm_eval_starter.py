@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 
-from petatron.base.errors import LaunchError
+from petatron.base.errors import DataError, LaunchError
 from petatron.base.terminal_escape import raw_stream
 
 COMMANDS = ("run", "ls", "validate")
@@ -30,6 +30,11 @@ def main(argv: Sequence[str]) -> int:
             cli_evaluate()
         except SystemExit as done:  # argparse ends the process after help and mistakes
             return done.code if isinstance(done.code, int) else int(done.code is not None)
+        except ConnectionError as error:
+            raise DataError(
+                f"{error}. lm_eval downloads a task's data when it is first used; without a network use what is in its cache, or a task "
+                "of your own with local files (--include_path FOLDER)."
+            ) from error
     return 0
 
 

@@ -57,6 +57,7 @@ def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
     return [
         (f"generate {shlex.quote(folder)} --prompt 'Once upon a time'", "continue a text with the model"),
         (f"chat {shlex.quote(folder)}", "talk to it"),
+        (f"serve {shlex.quote(folder)}", "answer clients of OpenAI's API, and a browser"),
     ]
 
 

@@ -17,6 +17,7 @@ from petatron.data.prompt.prompt_encoder import bos_ids
 from petatron.data.tokenizer import ByteTokenizer, NullTokenizer
 from petatron.evaluate.comparison_table import result_table
 from petatron.evaluate.estimate import Estimate, accuracy_estimate, ratio_estimate
+from petatron.evaluate.examples_file import read_examples
 from petatron.evaluate.lambada import read_lambada
 from petatron.evaluate.language_modeling import detokenize_wikitext, read_text_task, read_wikitext103
 from petatron.evaluate.multiple_choice import FORMATS, encode_pairs, read_multiple_choice
@@ -426,3 +427,14 @@ def test_the_table_has_a_column_for_each_checkpoint():
     ]
     nan = TaskResult(metrics={"loss": Estimate(math.nan)}, counts={})
     assert json.loads(json.dumps(nan.as_json(), allow_nan=False))["metrics"]["loss"]["value"] == "nan"
+
+
+def test_that_a_file_was_not_read_to_its_end_is_said(tmp_path: Path):
+    path = tmp_path / "f.jsonl"
+    for wrong, says in ((4, False), (5, True), (9, True)):
+        path.write_text("nothing\n" * wrong)
+        with pytest.raises(DataError) as error:
+            read_examples(path, dict)
+        lines = str(error.value).splitlines()
+        assert ("There may be more: the file was read so far." in lines) == says
+        assert sum(line.startswith(f"{path}:") for line in lines) == min(wrong, 5)

@@ -90,11 +90,18 @@ def test_commands_name_the_runs_own_paths_and_no_verb_that_does_not_exist() -> N
 
 def test_a_model_that_knows_text_can_be_asked_for_some() -> None:
     text = ["--save", "my runs/a", "--tokenizer-type", "ByteTokenizer"]
-    known = {"verbs": {"generate", "chat"}, "log_dir": Path("a"), "train_iters": 4, "complete": True, "saved": True}
+    known = {
+        "verbs": {"generate", "chat", "serve"},
+        "log_dir": Path("a"),
+        "train_iters": 4,
+        "complete": True,
+        "saved": True,
+    }
     run = load_config([*RUN, "--train-iters", "4", *text], preset="tiny-llama").config
     assert [command for command, _ in next_commands(run, **known)] == [
         "petatron generate 'my runs/a' --prompt 'Once upon a time'",
         "petatron chat 'my runs/a'",
+        "petatron serve 'my runs/a'",
     ]
     without = load_config([*RUN, "--train-iters", "4", *text[:2]], preset="tiny-llama").config
     assert next_commands(without, **known) == [], "ids alone are no text"
