@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class _RecomputableNorm:
             rows, *weights, eps=self.norm.eps, zero_centered_gamma=self.norm.zero_centered_gamma, branch=added
         )
         total = x.view_as(x) if branch is None else from_rows(total, x, batch_first=batch_first)
-        saved = (total, statistics, *(weight for weight in weights if weight is not None))
+        saved = (total, statistics, *cast("list[Tensor]", weights))
         return (total, from_rows(normal, x, batch_first=batch_first)), saved
 
     def backward(

@@ -17,6 +17,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE
 from petatron.infer.scheduler import ScheduledSequence
 from petatron.infer.step.decode_graphs import DecodeGraphs, StepInputs, StepOutputs
+from petatron.infer.step.recorded_steps import RecordedSteps
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
 from petatron.layers.spec.generation_state import GenerationStep, PagedState, Pages
@@ -115,6 +116,9 @@ class ModelSteps:
         self._width = None if boundary is None else boundary.width
         self._shards = model.mesh.tp.size if model.sequence_parallel else 1
         self._without_gradients = torch.inference_mode if can_use_inference_mode(model) else torch.no_grad
+        self._recorded = None
+        if options.recorded_steps and can_record(model):
+            self._recorded = RecordedSteps(self._run_last, page_size=page_size)
         self.graphs = None
         if options.cuda_graphs and can_capture(model):
             self.graphs = DecodeGraphs(
@@ -139,7 +143,14 @@ class ModelSteps:
         if self.runs_as_graph(packed):
             return self.run_graph(packed)
         with self._without_gradients():
-            return self._run_eager(packed)
+            return self._run_recorded(packed) or self._run_eager(packed)
+
+    def _run_recorded(self, packed: PackedStep) -> StepOutputs | None:
+        """Repeats a recorded decode step; None if there is none for this one."""
+        if self._recorded is None or packed.chunks or packed.logit_rows != list(range(packed.num_decodes)):
+            return None
+        rows = [packed.tokens, packed.positions, packed.slots]
+        return self._recorded.run(rows, packed.lengths, packed.page_tables)
 
     def _run_eager(self, packed: PackedStep) -> tuple[Tensor, Tensor] | None:
         pp = self._model.mesh.pp
@@ -177,7 +188,7 @@ class ModelSteps:
     def _receive(self, rows: int) -> Tensor:
         pp = self._model.mesh.pp
         assert self._width is not None, f"a stage before this one gives {HIDDEN}"
-        x = torch.empty((rows // self._shards, 1, self._width), dtype=self._model.dtype, device=self.device)
+        x = torch.empty((rows // self._shards, self._width), dtype=self._model.dtype, device=self.device)
         _, received = collectives.start_send_recv(pp, sends=[], receives=[(x, pp.rank - 1)])
         received[0].wait()
         return x
@@ -217,6 +228,12 @@ def can_capture(model: ParallelModel) -> bool:
     """
     split = model.sequence_parallel and model.mesh.tp.size > 1
     return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and model.spec.moe is None and not split
+
+
+def can_record(model: ParallelModel) -> bool:
+    """Whether a decode step is recorded: on a CPU, by one process, and without experts, whose dispatch needs the host."""
+    alone = model.mesh.world.size == 1
+    return model.mesh.device.type == "cpu" and alone and model.spec.moe is None and can_use_inference_mode(model)
 
 
 def can_use_inference_mode(model: ParallelModel) -> bool:

@@ -137,10 +137,10 @@ def decode_attention(
 ) -> Tensor:
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
     if batch.first_page is None:
-        k, v = (_gather_padded(pages, batch) for pages in (k_pages, v_pages))
+        k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
         visible = _visible(batch, k_pages.shape[1], window)
     else:
-        k, v = (_view_only_sequence(pages, batch, window) for pages in (k_pages, v_pages))
+        k, v = _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window)
         visible = None
     # The query heads of one kv head are rows of one sequence: nothing is repeated.
     q = q_NHE.reshape(batch.num_decodes, k.shape[1], -1, q_NHE.shape[-1])
@@ -158,10 +158,14 @@ def _view_only_sequence(pages: Tensor, batch: PagedBatch, window: int | None) ->
     return pages.flatten(0, 1).narrow(0, begin, count).transpose(0, 1).unsqueeze(0)
 
 
-def _gather_padded(pages: Tensor, batch: PagedBatch) -> Tensor:
-    """Returns a copy of every sequence's pages, [N, K, L, E], with as many as the longest has."""
-    read = _read_pages(batch, pages.shape[1])
-    return pages.index_select(0, read).view(batch.num_decodes, -1, *pages.shape[2:]).transpose(1, 2)
+def _gather_padded(name: str, pages: Tensor, batch: PagedBatch) -> Tensor:
+    """Returns a copy of every sequence's pages, [N, K, L, E], with as many as the longest has; all layers share its memory."""
+    read, name = _read_pages(batch, pages.shape[1]), f"{name} {tuple(pages.shape[2:])}"
+    if name in batch.computed:
+        gathered = torch.index_select(pages, 0, read, out=batch.computed[name])
+    else:
+        gathered = batch.computed[name] = pages.index_select(0, read)
+    return gathered.view(batch.num_decodes, -1, *pages.shape[2:]).transpose(1, 2)
 
 
 def _read_pages(batch: PagedBatch, page_size: int) -> Tensor:
