@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Call = Callable[[], Any]
 
@@ -36,7 +37,7 @@ class RecordedCalls:
         recorder = _Recorder()
         with recorder:
             self.outputs = function()
-        self._calls = recorder.calls
+        self._calls = recorder.calls_to_repeat()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -49,11 +50,18 @@ class RecordedCalls:
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs operations, and keeps those that compute as calls."""
+    """Runs operations, and keeps those that compute as calls.
+
+    What is made of no tensor (a range, a constant) is made once, unless an operation writes to it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self._calls: list[tuple[Call, int | None]] = []  # with the memory of what is made of no tensor
+        self._written: set[int] = set()
+
+    def calls_to_repeat(self) -> list[Call]:
+        return [call for call, memory in self._calls if memory is None or memory in self._written]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,21 +71,29 @@ class _Recorder(TorchDispatchMode):
             return found
         found = func(*args, **kwargs)
         results = tuple(found) if isinstance(found, (tuple, list)) else (found,)
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if not all(isinstance(result, Tensor) for result in results):
-            if any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
+            if inputs:
                 raise Unrecordable(f"{func} gives a value to Python")
-            return found  # of dtypes and sizes
+            return found  # of dtypes or sizes
         if func._schema.is_mutable:
-            self.calls.append(partial(_binding(func), *args, **kwargs))
-        elif not all(_is_view(result, (*args, *kwargs.values())) for result in results):
-            self.calls.append(_call_into(func, args, kwargs, results))
+            self._written.update(_memory(each) for each in _written(func, args, kwargs))
+            self._calls.append((_call_in_place(func, args, kwargs), None))
+        elif not {_memory(result) for result in results} <= {_memory(each) for each in inputs}:  # else views
+            constant = None if inputs else _memory(results[0])
+            self._calls.append((_call_into(func, args, kwargs, results), constant))
         return found
 
 
-def _is_view(result: Tensor, args: Sequence[Any]) -> bool:
-    """Whether a result has the memory of an argument."""
-    memory = result.untyped_storage().data_ptr()
-    return any(isinstance(arg, Tensor) and arg.untyped_storage().data_ptr() == memory for arg in args)
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the arguments that an operation writes to."""
+    named = kwargs | {argument.name: value for argument, value in zip(func._schema.arguments, args)}
+    changed = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [each for each in tree_leaves([named.get(name) for name in changed]) if isinstance(each, Tensor)]
 
 
 def _name(func: Any) -> str:
@@ -88,37 +104,43 @@ def _name(func: Any) -> str:
     return func._schema.name.split("::")[1]
 
 
-def _binding(func: Any) -> Callable[..., Any]:
-    """Returns the method of tensors for an operation in place, which is called faster than the operation itself."""
+def _call_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """Returns the call of an operation in place: as a method of tensors or a function with `out`, which are called faster."""
     name = _name(func)
-    return getattr(Tensor, name, func) if name.endswith("_") else func
+    if name.endswith("_"):
+        return partial(getattr(Tensor, name, func), *args, **kwargs)
+    others = {key: value for key, value in kwargs.items() if key != "out"}
+    function = _function_with_out(func, args, others, kwargs["out"]) if len(others) < len(kwargs) else None
+    return partial(function or func, *args, **kwargs)
 
 
 def _call_into(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: tuple[Tensor, ...]) -> Call:
-    """Returns a call that computes the results anew in their own memory; of several results the first."""
-    if len(results) == 1:
-        for holder in (torch, torch._C._nn):
-            function = getattr(holder, _name(func), None)
-            if function is not None and _writes_the_same(function, args, kwargs, results[0]):
-                return partial(function, *args, **kwargs, out=results[0])
+    """Returns a call that computes the results anew in their own memory."""
+    if _name(func) in ("clone", "_to_copy"):
+        return partial(results[0].copy_, args[0])
+    function = _function_with_out(func, args, kwargs, results[0]) if len(results) == 1 else None
+    if function is not None:
+        return partial(function, *args, **kwargs, out=results[0])
     return partial(_copy_results, getattr(torch, _name(func), func), args, kwargs, results)
 
 
-def _writes_the_same(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
-) -> bool:
-    """Whether a function takes these arguments and an `out`, and then computes the same; operations of one name may differ."""
-    out = torch.empty_like(result)
-    try:
-        function(*args, **kwargs, out=out)
-    except (TypeError, RuntimeError, ValueError):
-        return False
-    return out.stride() == result.stride() and torch.equal(out, result)
+def _function_with_out(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+) -> Callable[..., Any] | None:
+    """Returns the function of an operation's name that takes its arguments and an `out`, if it computes the same."""
+    for module in (torch, torch._C._nn):
+        function, out = getattr(module, _name(func), None), torch.empty_like(result)
+        try:
+            if function is not None and function(*args, **kwargs, out=out) is out and torch.equal(out, result):
+                return function
+        except (TypeError, RuntimeError, ValueError):  # it takes other arguments
+            continue
+    return None
 
 
 def _copy_results(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], results: tuple[Tensor, ...]
 ) -> None:
     found = function(*args, **kwargs)
-    for result, new in zip(results, found if isinstance(found, tuple) else (found,), strict=True):
+    for result, new in zip(results, found if isinstance(found, (tuple, list)) else (found,), strict=True):
         result.copy_(new)

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from petatron.base.log import get_logger
 from petatron.infer.pages import SCRATCH_PAGE
 from petatron.infer.step.decode_graphs import StepInputs, StepOutputs
-from petatron.infer.step.recorded_calls import RecordedCalls
+from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
 from petatron.kernels.attention.paged import PagedBatch
 
+_log = get_logger(__name__)
 _FIRST_STEPS = 3
 """So many steps of a shape run before it is recorded."""
 _MAX_RECORDINGS = 16
@@ -63,11 +65,12 @@ class RecordedSteps:
         self._run, self._page_size = run, page_size
         self._seen: Counter[StepShape] = Counter()
         self._recorded: OrderedDict[StepShape, _RecordedStep] = OrderedDict()
+        self._recordable = True
 
     def run(self, rows: list[list[int]], lengths: list[int], page_tables: list[list[int]]) -> StepOutputs | None:
         """Runs a step of ids, positions and slots; None if its shape is not recorded. The outputs are valid until the next step."""
         shape = StepShape(len(lengths), padded_pages(max(map(len, page_tables))))
-        if shape.sequences * shape.pages * self._page_size > _MAX_GATHERED_TOKENS:
+        if not self._recordable or shape.sequences * shape.pages * self._page_size > _MAX_GATHERED_TOKENS:
             return None
         step = self._recorded.get(shape)
         if step is not None:
@@ -77,7 +80,12 @@ class RecordedSteps:
         self._seen[shape] += 1
         if self._seen[shape] <= _FIRST_STEPS:
             return None
-        step = self._recorded[shape] = self._record(shape, rows, lengths, page_tables)
+        try:
+            step = self._recorded[shape] = self._record(shape, rows, lengths, page_tables)
+        except Unrecordable as error:
+            _log.debug("decode steps are not recorded: %s", error)
+            self._recordable = False
+            return None
         if len(self._recorded) > _MAX_RECORDINGS:
             forgotten, _ = self._recorded.popitem(last=False)
             del self._seen[forgotten]

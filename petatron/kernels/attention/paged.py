@@ -28,7 +28,7 @@ from petatron.kernels.attention import block_attention, causal_attention
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.flash import supports_varlen, widens
 from petatron.kernels.attention.mask import AttentionBounds, BlockMask
-from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +138,16 @@ def decode_attention(
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
     if batch.first_page is None:
         k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
-        visible = _visible(batch, k_pages.shape[1], window)
+        mask = _mask(batch, k_pages, window)
     else:
         k, v = _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window)
-        visible = None
+        mask = None
     # The query heads of one kv head are rows of one sequence: nothing is repeated.
     q = q_NHE.reshape(batch.num_decodes, k.shape[1], -1, q_NHE.shape[-1])
     if not widens(q):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).flatten(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)
     q, k, v = map(to_compute_dtype, (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).flatten(1, 2).to(q_NHE.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2).to(q_NHE.dtype)
 
 
 def _view_only_sequence(pages: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
@@ -176,12 +176,19 @@ def _read_pages(batch: PagedBatch, page_size: int) -> Tensor:
     return batch.computed["pages"]
 
 
-def _visible(batch: PagedBatch, page_size: int, window: int | None) -> Tensor:
-    """Returns the mask of the rows that each sequence sees, [N, 1, 1, L]."""
-    name = f"visible {window}"
+def _mask(batch: PagedBatch, pages: Tensor, window: int | None) -> Tensor:
+    """Returns what is added to scores, [N, 1, 1, L]: 0 where a sequence sees a row, minus infinity elsewhere.
+
+    In the precision that attention is computed in: of a mask of truth values every layer would make this one anew.
+    """
+    name, size = f"mask {window}", pages.shape[1]
     if name not in batch.computed:
-        position = torch.arange(-(-batch.max_length // page_size) * page_size, device=batch.lengths_N.device)
+        position = torch.arange(-(-batch.max_length // size) * size, device=pages.device)
         lengths = batch.lengths_N[: batch.num_decodes, None, None, None]
-        visible = position < lengths
-        batch.computed[name] = visible if window is None else visible & (position >= lengths - window)
+        hidden = position >= lengths
+        if window is not None:
+            hidden |= position < lengths - window
+        dtype = compute_dtype(pages.dtype) if widens(pages) else pages.dtype
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=pages.device)
+        batch.computed[name] = mask.masked_fill_(hidden, -torch.inf)
     return batch.computed[name]
