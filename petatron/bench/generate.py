@@ -1,9 +1,10 @@
 """`petatron bench generate`: the first token and the tokens after it, ours against transformers' `generate`, in one run.
 
 A batch of prompts, greedy, the same weights on both sides in the run's precision. The time of one new token is the prefill; the cost of
-each further token is the difference to a longer continuation. Sides alternate in both orders, and medians count. Both ignore the
-end-of-document token, so both generate the same number of tokens. `--ragged` prompts have lengths from a quarter of the longest on;
-transformers pads them on the left.
+each further token is the difference to a longer continuation. Sides alternate in both orders, and medians count; each has run once
+before, so that graphs, recordings and compilations exist. Neither knows an end-of-document token, so both generate the same number of
+tokens. `--ragged` prompts have lengths from a quarter of the longest on; transformers pads them on the left. On a CPU without
+instructions for bf16 compare with `--no-bf16`: transformers' GEMMs are emulated there, ours are widened.
 
 The limit is what reading takes: every weight but the embedding table once a step, and the keys and values of every sequence, at the
 bandwidth that copying a large tensor reaches on the same device in the same run.
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     ragged = ", of several lengths" if args.ragged else ""
     rows = [
         ("prompt", f"{args.prompt_tokens} tokens{ragged}, {args.new_tokens} new ones, greedy, {together}"),
+        ("precision", _precision(spec)),
     ]
     for name, (first, each) in medians.items():
         speed = f"({prompt_tokens / first:,.0f} tok/s), then {args.batch / each:,.1f} tok/s"
@@ -128,6 +130,16 @@ def _prompts(args: argparse.Namespace, spec: BenchSpec) -> list[list[int]]:
     return [torch.randint(size, (length,), generator=generator).tolist() for length in lengths]
 
 
+def _precision(spec: BenchSpec) -> str:
+    """Returns the precision of both sides, and on a CPU their number of threads."""
+    import torch
+
+    from petatron.optim.loss_scaler import compute_dtype
+
+    name = str(compute_dtype(spec.run.precision)).removeprefix("torch.")
+    return f"{name}, {torch.get_num_threads()} threads" if spec.device.type == "cpu" else name
+
+
 def _limit(args: argparse.Namespace, spec: BenchSpec, prompt_tokens: int) -> float:
     """Returns the tokens per second at which weights and cache are read at the speed of copying."""
     from petatron.bench.measure.timing import copy_bandwidth
@@ -175,6 +187,7 @@ def _transformers(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
     from petatron.optim.loss_scaler import compute_dtype
 
     model = build_model(spec.run, device=spec.device, dtype=compute_dtype(spec.run.precision)).eval()
+    model.generation_config.eos_token_id = None  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     prompts = _prompts(args, spec)
     padded = [[0] * (args.prompt_tokens - len(ids)) + ids for ids in prompts]
     prompt = torch.tensor(padded, device=spec.device)
@@ -187,7 +200,6 @@ def _transformers(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
             attention_mask=mask,
             **static,
             max_new_tokens=count,
-            min_new_tokens=count,
             do_sample=False,
             pad_token_id=0,
         )

@@ -69,9 +69,7 @@ def layer_norm(
     mean_R1 = wide.mean(dim=-1, keepdim=True)
     centered = wide - mean_R1
     rstd_R1 = centered.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
-    normal = _shifted(
-        centered * rstd_R1, weight_D, bias_D, total.dtype, zero_centered_gamma=zero_centered_gamma
-    )
+    normal = _shifted(centered * rstd_R1, weight_D, bias_D, total.dtype, zero_centered_gamma=zero_centered_gamma)
     return total, normal, torch.cat((mean_R1.t(), rstd_R1.t()))
 
 

@@ -132,9 +132,9 @@ class Decoder(StageModule):
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         if self.embedding is not None:
-            x_SBD = self._embed(batch.tokens, positions)
-            if generation is not None:  # packed tokens are rows [T, D] from here on: there is no batch to tell apart
-                x_SBD = x_SBD.squeeze(1)
+            embedded = self._embed(batch.tokens, positions)
+            # The packed tokens of a generation step are rows [T, D] from here on: there is no batch to tell apart.
+            x_SBD = embedded if generation is None else embedded.squeeze(1)
         assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
         rope_cos_sin = {rotary.spec: rotary(positions, x_SBD.dtype) for rotary in self._rotary_embeddings}
         context = ForwardContext(

@@ -242,7 +242,11 @@ def can_use_inference_mode(model: ParallelModel) -> bool:
     Only on CPUs, where it saves a third of the time of calls that compute nothing, like views.
     """
     fully_sharded = not isinstance(model.gradient_reducer, GradientReducer)
-    return model.mesh.device.type == "cpu" and not fully_sharded and not (model.fp8_gemms.linears or model.fp8_gemms.experts)
+    return (
+        model.mesh.device.type == "cpu"
+        and not fully_sharded
+        and not (model.fp8_gemms.linears or model.fp8_gemms.experts)
+    )
 
 
 def layer_states(model: ParallelModel) -> dict[int, PagedState]:

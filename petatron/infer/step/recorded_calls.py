@@ -35,7 +35,8 @@ class RecordedCalls:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         recorder = _Recorder()
-        with recorder:
+        # Outside inference mode operations that are made of others arrive here as those.
+        with torch.inference_mode(False), torch.no_grad(), recorder:
             self.outputs = function()
         self._calls = recorder.calls_to_repeat()
 
@@ -59,16 +60,18 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._calls: list[tuple[Call, int | None]] = []  # with the memory of what is made of no tensor
         self._written: set[int] = set()
+        self._functions = _FunctionsWithOut()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks this of a mode; True would import its compiler, which takes longer than most generations."""
+        return False
 
     def calls_to_repeat(self) -> list[Call]:
         return [call for call, memory in self._calls if memory is None or memory in self._written]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # what is made of other operations is recorded as those
-            found = func.decompose(*args, **kwargs)
-        if found is not NotImplemented:
-            return found
         found = func(*args, **kwargs)
         results = tuple(found) if isinstance(found, (tuple, list)) else (found,)
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -78,10 +81,10 @@ class _Recorder(TorchDispatchMode):
             return found  # of dtypes or sizes
         if func._schema.is_mutable:
             self._written.update(_memory(each) for each in _written(func, args, kwargs))
-            self._calls.append((_call_in_place(func, args, kwargs), None))
+            self._calls.append((_call_in_place(func, args, kwargs, self._functions), None))
         elif not {_memory(result) for result in results} <= {_memory(each) for each in inputs}:  # else views
             constant = None if inputs else _memory(results[0])
-            self._calls.append((_call_into(func, args, kwargs, results), constant))
+            self._calls.append((_call_into(func, args, kwargs, results, self._functions), constant))
         return found
 
 
@@ -91,7 +94,7 @@ def _memory(x: Tensor) -> int:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Returns the arguments that an operation writes to."""
-    named = kwargs | {argument.name: value for argument, value in zip(func._schema.arguments, args)}
+    named = {**kwargs} | {argument.name: value for argument, value in zip(func._schema.arguments, args)}
     changed = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return [each for each in tree_leaves([named.get(name) for name in changed]) if isinstance(each, Tensor)]
 
@@ -104,38 +107,56 @@ def _name(func: Any) -> str:
     return func._schema.name.split("::")[1]
 
 
-def _call_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Returns the call of an operation in place: as a method of tensors or a function with `out`, which are called faster."""
+class _FunctionsWithOut:
+    """The functions that compute what operations do, with an `out`; they are called faster than the operations themselves."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, int, tuple[str, ...]], Callable[..., Any] | None] = {}
+
+    def find(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+    ) -> Callable[..., Any] | None:
+        """Returns the function with an operation's name that takes its arguments and writes the same result, if there is one."""
+        key = func, len(args), tuple(kwargs)
+        if key not in self._found:
+            candidates = (getattr(module, _name(func), None) for module in (torch, torch._C._nn))
+            same = (each for each in candidates if each is not None and _writes(each, args, kwargs, result))
+            self._found[key] = next(same, None)
+        return self._found[key]
+
+
+def _writes(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> bool:
+    out = torch.empty_like(result)
+    try:
+        return function(*args, **kwargs, out=out) is out and torch.equal(out, result)
+    except (TypeError, RuntimeError, ValueError):  # it takes other arguments
+        return False
+
+
+def _call_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], functions: _FunctionsWithOut) -> Call:
+    """Returns the call of an operation that writes to its arguments."""
     name = _name(func)
     if name.endswith("_"):
         return partial(getattr(Tensor, name, func), *args, **kwargs)
     others = {key: value for key, value in kwargs.items() if key != "out"}
-    function = _function_with_out(func, args, others, kwargs["out"]) if len(others) < len(kwargs) else None
+    function = functions.find(func, args, others, kwargs["out"]) if "out" in kwargs else None
     return partial(function or func, *args, **kwargs)
 
 
-def _call_into(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: tuple[Tensor, ...]) -> Call:
+def _call_into(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    results: tuple[Tensor, ...],
+    functions: _FunctionsWithOut,
+) -> Call:
     """Returns a call that computes the results anew in their own memory."""
     if _name(func) in ("clone", "_to_copy"):
         return partial(results[0].copy_, args[0])
-    function = _function_with_out(func, args, kwargs, results[0]) if len(results) == 1 else None
+    function = functions.find(func, args, kwargs, results[0]) if len(results) == 1 else None
     if function is not None:
         return partial(function, *args, **kwargs, out=results[0])
     return partial(_copy_results, getattr(torch, _name(func), func), args, kwargs, results)
-
-
-def _function_with_out(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
-) -> Callable[..., Any] | None:
-    """Returns the function of an operation's name that takes its arguments and an `out`, if it computes the same."""
-    for module in (torch, torch._C._nn):
-        function, out = getattr(module, _name(func), None), torch.empty_like(result)
-        try:
-            if function is not None and function(*args, **kwargs, out=out) is out and torch.equal(out, result):
-                return function
-        except (TypeError, RuntimeError, ValueError):  # it takes other arguments
-            continue
-    return None
 
 
 def _copy_results(

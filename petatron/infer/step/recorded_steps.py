@@ -23,7 +23,7 @@ from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
 from petatron.kernels.attention.paged import PagedBatch
 
 _log = get_logger(__name__)
-_FIRST_STEPS = 3
+_FIRST_STEPS = 5
 """So many steps of a shape run before it is recorded."""
 _MAX_RECORDINGS = 16
 _MAX_GATHERED_TOKENS = 4096
