@@ -91,6 +91,7 @@ class RecordedSteps:
             del self._seen[forgotten]
         return step.calls.outputs
 
+    @torch.inference_mode(False)  # tensors made in it would hide what operations are made of
     def _record(
         self, shape: StepShape, rows: list[list[int]], lengths: list[int], page_tables: list[list[int]]
     ) -> _RecordedStep:
