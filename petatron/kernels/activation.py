@@ -56,8 +56,9 @@ def activation_backward(
 
 
 def gated_activation(gate_up_RG: Tensor, name: str) -> Tensor:
-    gate, up = (to_compute_dtype(part) for part in gate_up_RG.chunk(2, dim=-1))
-    return (ACTIVATIONS[GATE_ACTIVATIONS[name]](gate) * up).to(gate_up_RG.dtype)
+    gate, up = map(to_compute_dtype, gate_up_RG.chunk(2, dim=-1))
+    output = ACTIVATIONS[GATE_ACTIVATIONS[name]](gate) * up
+    return output if output.dtype == gate_up_RG.dtype else output.to(gate_up_RG.dtype)
 
 
 def gated_activation_backward(

@@ -16,4 +16,5 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def to_compute_dtype(x: Tensor) -> Tensor:
     """Converts to the compute dtype; returns x itself if it has it."""
-    return x.to(compute_dtype(x.dtype))
+    dtype = compute_dtype(x.dtype)
+    return x if x.dtype == dtype else x.to(dtype)  # even a cast to its own dtype is a call of a microsecond

@@ -42,7 +42,10 @@ def missing_instructions(dtype: torch.dtype, instructions: frozenset[str]) -> st
 
 def is_widened(a: Tensor, b: Tensor) -> bool:
     """Whether the GEMM of two tensors is widened; operands of two dtypes are PyTorch's to refuse."""
-    return a.device.type == "cpu" and a.dtype == b.dtype and unsupported_reason("cpu", a.dtype) is not None
+    dtype = a.dtype
+    if dtype not in _GEMM_INSTRUCTIONS or a.device.type != "cpu" or b.dtype != dtype:
+        return False
+    return unsupported_reason("cpu", dtype) is not None
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -27,12 +27,9 @@ def rms_norm(
     """Returns total, normalised total and reciprocal RMS; `zero_centered_gamma`: weights are stored as an offset from one."""
     total = x_RD if branch is None else x_RD + branch
     wide = to_compute_dtype(total)
-    rstd_R = torch.rsqrt(wide.square().mean(dim=-1) + eps)
-    return (
-        total,
-        _scaled(wide * rstd_R[:, None], weight_D, total.dtype, zero_centered_gamma=zero_centered_gamma),
-        rstd_R,
-    )
+    rstd_R1 = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+    normal = _scaled(wide * rstd_R1, weight_D, total.dtype, zero_centered_gamma=zero_centered_gamma)
+    return total, normal, rstd_R1.squeeze(-1)
 
 
 def rms_norm_backward(
@@ -69,14 +66,11 @@ def layer_norm(
     """Returns total, normalised total, and mean and reciprocal deviation [2, R]."""
     total = x_RD if branch is None else x_RD + branch
     wide = to_compute_dtype(total)
-    mean_R = wide.mean(dim=-1)
-    rstd_R = torch.rsqrt((wide - mean_R[:, None]).square().mean(dim=-1) + eps)
-    normal = (wide - mean_R[:, None]) * rstd_R[:, None]
-    return (
-        total,
-        _shifted(normal, weight_D, bias_D, total.dtype, zero_centered_gamma=zero_centered_gamma),
-        torch.stack((mean_R, rstd_R)),
-    )
+    mean_R1 = wide.mean(dim=-1, keepdim=True)
+    centered = wide - mean_R1
+    rstd_R1 = centered.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+    normal = _shifted(centered * rstd_R1, weight_D, bias_D, total.dtype, zero_centered_gamma=zero_centered_gamma)
+    return total, normal, torch.cat((mean_R1.t(), rstd_R1.t()))
 
 
 def layer_norm_backward(
@@ -107,17 +101,19 @@ def layer_norm_backward(
 
 
 def _effective_weight(weight_D: Tensor, dtype: torch.dtype, *, zero_centered_gamma: bool) -> Tensor:
-    return 1.0 + weight_D.to(dtype) if zero_centered_gamma else weight_D.to(dtype)
+    weight = weight_D if weight_D.dtype == dtype else weight_D.to(dtype)
+    return 1.0 + weight if zero_centered_gamma else weight
 
 
 def _scaled(normal: Tensor, weight_D: Tensor, dtype: torch.dtype, *, zero_centered_gamma: bool) -> Tensor:
     if zero_centered_gamma:  # float32 up to here, since one plus a small offset needs the digits
         return (normal * _effective_weight(weight_D, normal.dtype, zero_centered_gamma=True)).to(dtype)
-    return normal.to(dtype) * weight_D
+    return (normal if normal.dtype == dtype else normal.to(dtype)) * weight_D
 
 
 def _shifted(
     normal: Tensor, weight_D: Tensor, bias_D: Tensor, dtype: torch.dtype, *, zero_centered_gamma: bool
 ) -> Tensor:
     weight = _effective_weight(weight_D, normal.dtype, zero_centered_gamma=zero_centered_gamma)
-    return (normal * weight + bias_D.to(normal.dtype)).to(dtype)
+    shifted = normal * weight + (bias_D if bias_D.dtype == normal.dtype else bias_D.to(normal.dtype))
+    return shifted if shifted.dtype == dtype else shifted.to(dtype)

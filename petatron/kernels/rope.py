@@ -20,8 +20,9 @@ def split_qkv_rope(
     """Returns q [S, B, H, E], k and v [S, B, K, E]; cos and sin are [S, 1 or B, 1, n]."""
     heads = _heads(qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
     turned = num_heads + num_kv_heads
-    qk, v = apply_rope(heads[:, :, :turned], cos, sin), heads[:, :, turned:]
-    q, k, v = (make_contiguous(x, batch_first=batch_first) for x in (qk[:, :, :num_heads], qk[:, :, num_heads:], v))
+    qk, v = heads.split_with_sizes((turned, num_kv_heads), dim=2)
+    q, k = apply_rope(qk, cos, sin).split_with_sizes((num_heads, num_kv_heads), dim=2)
+    q, k, v = (make_contiguous(x, batch_first=batch_first) for x in (q, k, v))
     return q, k, v
 
 
@@ -37,7 +38,7 @@ def split_qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin
 def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns views q [S, B, H, E], k and v [S, B, K, E] of [S, B, (H + 2K) E]."""
     heads = _heads(qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+    q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=2)
     return q, k, v
 
 
@@ -49,10 +50,10 @@ def _heads(qkv: Tensor, *, num_heads: int, num_kv_heads: int) -> Tensor:
 def apply_rope(x_SBHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first `cos.shape[-1]` elements of each head."""
     width = cos.shape[-1]
-    rotated, unrotated = x_SBHE[..., :width], x_SBHE[..., width:]
+    rotated = x_SBHE if width == x_SBHE.shape[-1] else x_SBHE[..., :width]
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
-    return rotated if unrotated.shape[-1] == 0 else torch.cat((rotated, unrotated), dim=-1)
+    return rotated if width == x_SBHE.shape[-1] else torch.cat((rotated, x_SBHE[..., width:]), dim=-1)
 
 
 def make_contiguous(x: Tensor, *, batch_first: bool) -> Tensor:

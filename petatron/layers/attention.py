@@ -211,22 +211,30 @@ class Attention(BranchModule):
         return {"core_attn": self.core, "attention": self}
 
     def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
-        q, k, v = self._split_qkv(self.qkv(x_SBD), context)
-        if context.generation is None:
-            return self.out(self.core(q, k, v, context.documents).flatten(-2))
-        return self.out(self._cached_attention(q, k, v, context.generation).flatten(-2))
+        qkv = self.qkv(x_SBD)
+        if context.generation is not None:
+            return self.out(self._cached_attention(qkv, context, context.generation).flatten(-2))
+        q, k, v = self._split_qkv(qkv, context)
+        return self.out(self.core(q, k, v, context.documents).flatten(-2))
 
-    def _cached_attention(self, q_T1HE: Tensor, k_T1KE: Tensor, v_T1KE: Tensor, step: GenerationStep) -> Tensor:
-        """Attends to the tokens before through the pages of this layer; the packed tokens of a step are one row of the batch."""
+    def _cached_attention(self, qkv_TD: Tensor, context: ForwardContext, step: GenerationStep) -> Tensor:
+        """Attends to the tokens before through the pages of this layer; heads are split as those of a batch of one."""
         pages = step.pages[self.layer_index]
-        q, k, v = (x.squeeze(1) for x in (q_T1HE, k_T1KE, v_T1KE))
-        out = paged.paged_attention(
-            q, k, v, pages["key"], pages["value"], step.batch, window=self.window, kernels=self.paged_kernels
+        q, k, v = self._split_qkv(qkv_TD.unsqueeze(1), context)
+        return paged.paged_attention(
+            q.squeeze(1),
+            k.squeeze(1),
+            v.squeeze(1),
+            pages["key"],
+            pages["value"],
+            step.batch,
+            window=self.window,
+            kernels=self.paged_kernels,
         )
-        return out.unsqueeze(1)
 
     def _split_qkv(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        heads, groups, _ = (width // self.head_dim for width in self.qkv.sections)
+        q_width, kv_width, _ = self.qkv.sections
+        heads, groups = q_width // self.head_dim, kv_width // self.head_dim
         cos_sin = None if self.rope is None else context.rope_cos_sin[self.rope]
         if cos_sin is not None and self.q_norm is None:
             return split_qkv_rope(qkv, cos_sin, num_heads=heads, num_kv_heads=groups, kernels=self.kernels)

@@ -25,7 +25,8 @@ class ForwardContext:
     tensors: others that layers of a kind share, by name: an encoder's output, for one.
     router_statistics: one vector per layer index, summed over micro-batches and ranks later. Recompute in backward writes
         the same values again.
-    generation: the step of generation that this pass is, with what layers keep of the tokens before; None: a whole sequence.
+    generation: the step of generation that this pass is, with what layers keep of the tokens before; None: a whole sequence. The
+        activations of a step are rows [T, D], the packed tokens of all sequences, and not [S, B, D].
     """
 
     rope_cos_sin: Mapping[RopeSpec, RopeCosSin] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,15 +37,13 @@ class _RecomputableNorm:
         x, branch, *weights = inputs
         assert x is not None
         batch_first = is_batch_first(x)
-        rows, added = (
-            to_rows(x, batch_first=batch_first),
-            None if branch is None else to_rows(branch, batch_first=batch_first),
-        )
+        rows = to_rows(x, batch_first=batch_first)
+        added = None if branch is None else to_rows(branch, batch_first=batch_first)
         total, normal, statistics = self.forward_kernel(
             rows, *weights, eps=self.norm.eps, zero_centered_gamma=self.norm.zero_centered_gamma, branch=added
         )
         total = x.view_as(x) if branch is None else from_rows(total, x, batch_first=batch_first)
-        saved = (total, statistics, *(weight for weight in weights if weight is not None))
+        saved = (total, statistics, *cast("list[Tensor]", weights))
         return (total, from_rows(normal, x, batch_first=batch_first)), saved
 
     def backward(
@@ -118,10 +116,9 @@ class Norm(nn.Module):
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Recomputable]:
         """Returns x + branch, and its norm."""
-        forward, backward = (getattr(self.kernels, self.operation + suffix) for suffix in ("", "_backward"))
-        (total, value), handle = apply_recomputable(
-            _RecomputableNorm(forward, backward, self), x, branch, *self.weights()
-        )
+        kernels, operation = self.kernels, self.operation
+        function = _RecomputableNorm(getattr(kernels, operation), getattr(kernels, f"{operation}_backward"), self)
+        (total, value), handle = apply_recomputable(function, x, branch, *self.weights())
         return total, Recomputable(value, handle)
 
 

@@ -26,10 +26,10 @@ def from_rows(rows: Tensor, like: Tensor, *, batch_first: bool) -> Tensor:
     """Unflattens [R, O] to [S, B, ..., O], the other dimensions being those of `like`."""
     if like.dim() <= 2:
         return rows
-    first, second, *rest = like.shape[:-1]
     if batch_first:
+        first, second, *rest = like.shape[:-1]
         return rows.view(second, first, *rest, rows.shape[-1]).transpose(0, 1)
-    return rows.view(first, second, *rest, rows.shape[-1])
+    return rows.view(*like.shape[:-1], rows.shape[-1])
 
 
 def to_row_order(x_SB: Tensor, *, batch_first: bool) -> Tensor:

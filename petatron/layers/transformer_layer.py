@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -68,13 +68,26 @@ class Residual:
         self.x_SBD = x_SBD
 
 
+class _BranchNames(NamedTuple):
+    """The modules of a branch by their names in the layer, formatted once and not in every forward pass."""
+
+    branch: str
+    norm: str
+    post_norm: str
+    dropout: str
+
+    @classmethod
+    def of(cls, name: str) -> _BranchNames:
+        return cls(name, f"{name}_norm", f"{name}_post_norm", f"{name}_dropout")
+
+
 class TransformerLayer(nn.Module):
     """The branches of a `LayerSpec`, each with its norm and dropout."""
 
     def __init__(self, spec: LayerSpec, *, layer_index: int = 0) -> None:
         super().__init__()
         self.spec = spec
-        self._branch_names = tuple(branch.name for branch in spec.branches)
+        self._branches = tuple(_BranchNames.of(branch.name) for branch in spec.branches)
         for branch in spec.branches:
             self.add_module(f"{branch.name}_norm", spec.norm.build())
             self.add_module(branch.name, branch.build(layer_index))
@@ -84,7 +97,7 @@ class TransformerLayer(nn.Module):
 
     def branches(self) -> list[BranchModule]:
         """Returns the modules of the branches in their order."""
-        modules = [self._modules[name] for name in self._branch_names]
+        modules = [self._modules[names.branch] for names in self._branches]
         return [module for module in modules if isinstance(module, BranchModule)]
 
     def forward(
@@ -94,21 +107,21 @@ class TransformerLayer(nn.Module):
         modules = self._modules
         if self.spec.norm_placement == "post":
             return self._post_norm_forward(x_SBD if residual is None else residual.x_SBD + x_SBD, context), None
-        for name in self._branch_names:
-            norm: Norm = modules[f"{name}_norm"]  # pyright: ignore[reportAssignmentType]
+        for names in self._branches:
+            norm: Norm = modules[names.norm]  # pyright: ignore[reportAssignmentType]
             x_SBD, normed = norm.add_and_norm(*((x_SBD,) if residual is None else (residual.x_SBD, x_SBD)))
-            residual, x_SBD = Residual(x_SBD), self._run_branch(name, normed, context)
+            residual, x_SBD = Residual(x_SBD), self._run_branch(names, normed, context)
         return x_SBD, residual
 
     def _post_norm_forward(self, x_SBD: Tensor, context: ForwardContext) -> Tensor:
-        for name in self._branch_names:
-            norm: Norm = self._modules[f"{name}_norm"]  # pyright: ignore[reportAssignmentType]
-            y_SBD = self._run_branch(name, as_recomputable(x_SBD), context)
+        for names in self._branches:
+            norm: Norm = self._modules[names.norm]  # pyright: ignore[reportAssignmentType]
+            y_SBD = self._run_branch(names, as_recomputable(x_SBD), context)
             x_SBD = norm.add_and_norm(x_SBD, y_SBD)[1].value
         return x_SBD
 
-    def _run_branch(self, name: str, x: Recomputable, context: ForwardContext) -> Tensor:
+    def _run_branch(self, names: _BranchNames, x: Recomputable, context: ForwardContext) -> Tensor:
         modules = self._modules
-        y_SBD = modules[name](x, context)  # pyright: ignore[reportOptionalCall]
-        post_norm = modules.get(f"{name}_post_norm")
-        return modules[f"{name}_dropout"](y_SBD if post_norm is None else post_norm(y_SBD))  # pyright: ignore[reportOptionalCall]
+        y_SBD = modules[names.branch](x, context)  # pyright: ignore[reportOptionalCall]
+        post_norm = modules.get(names.post_norm)
+        return modules[names.dropout](y_SBD if post_norm is None else post_norm(y_SBD))  # pyright: ignore[reportOptionalCall]

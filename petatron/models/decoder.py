@@ -104,7 +104,7 @@ class Decoder(StageModule):
         x_SBD = self._run_stage(Batch(tokens_T.unsqueeze(0), positions=positions_T), x_SBD, None, {}, generation=step)
         if self.head is None or self.norm is None:
             return x_SBD
-        x_TD = self.head.gathered_input(self.norm(x_SBD)).squeeze(1)
+        x_TD = self.head.gathered_input(self.norm(x_SBD))
         return self.head.logits_of_rows(x_TD.index_select(0, rows_R), self._embedding_weight()), x_TD
 
     def _logits(self, x_SBD: Tensor) -> Tensor:
@@ -132,7 +132,9 @@ class Decoder(StageModule):
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         if self.embedding is not None:
-            x_SBD = self._embed(batch.tokens, positions)
+            embedded = self._embed(batch.tokens, positions)
+            # The packed tokens of a generation step are rows [T, D] from here on: there is no batch to tell apart.
+            x_SBD = embedded if generation is None else embedded.squeeze(1)
         assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
         rope_cos_sin = {rotary.spec: rotary(positions, x_SBD.dtype) for rotary in self._rotary_embeddings}
         context = ForwardContext(

@@ -5,8 +5,12 @@ sequences: those that *decode* one token each, and *chunks* of prompts. Its toke
 
     rows      decode 0 | decode 1 | ... | fresh chunk | fresh chunk | ... | continued chunk | ...
 
-A fresh chunk begins its sequence, so its keys are all in the step, and it is attended to as training attends to packed documents. A
-continued chunk also sees what its sequence has in pages.
+A fresh chunk begins its sequence, so its keys are all in the step. Several are attended to as training attends to packed documents
+where a kernel takes unequal lengths, and else one by one, each by the dense kernel. A continued chunk also sees what its sequence
+has in pages.
+
+What does not depend on the layer (the pages that are read, the mask) is computed once a step. A single sequence whose pages follow each
+other is read where it is; others are gathered, padded to the longest.
 
 T tokens, N sequences, H query heads, K kv heads, E head dim, P pages of a sequence.
 """
@@ -22,9 +26,9 @@ from torch import Tensor
 
 from petatron.kernels.attention import block_attention, causal_attention
 from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.flash import widens
+from petatron.kernels.attention.flash import supports_varlen, widens
 from petatron.kernels.attention.mask import AttentionBounds, BlockMask
-from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class PagedBatch:
     lengths_N: its tokens, this step's included; int32. max_length: the longest that decodes.
     num_decodes: so many first rows are one token of a sequence each.
     chunks: of prompts, fresh ones first. documents: the boundaries of the fresh ones, where there are several.
+    first_page: of the only sequence that decodes, where its pages follow each other in memory.
     """
 
     slots_T: Tensor
@@ -55,6 +60,7 @@ class PagedBatch:
     num_decodes: int
     chunks: tuple[PromptChunk, ...] = ()
     documents: Documents | None = None
+    first_page: int | None = None
     computed: dict[str, Tensor] = field(default_factory=dict)
     """What the reference computes once for all layers."""
 
@@ -104,10 +110,12 @@ def paged_attention(
             q_THE[: batch.num_decodes], k_pages, v_pages, batch, window=window
         )
     fresh = [chunk for chunk in batch.chunks if chunk.context == 0]
-    if fresh:
-        rows = slice(fresh[0].start, fresh[-1].stop)
+    together = batch.documents is None or supports_varlen(q_THE, v_TKE)
+    for first, last in [(fresh[0], fresh[-1])] if fresh and together else zip(fresh, fresh):
+        rows = slice(first.start, last.stop)
         q, k, v = (x[rows].unsqueeze(1) for x in (q_THE, k_TKE, v_TKE))
-        out[rows] = causal_attention(q, k, v, window=window, documents=batch.documents).squeeze(1)
+        documents = batch.documents if together else None
+        out[rows] = causal_attention(q, k, v, window=window, documents=documents).squeeze(1)
     for chunk in batch.chunks[len(fresh) :]:
         rows = slice(chunk.start, chunk.stop)
         out[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, batch.page_table_NP[chunk.sequence], chunk, window)
@@ -132,24 +140,45 @@ def _gather(pages: Tensor, page_table: Tensor, length: int) -> Tensor:
 
 def store_key_value(k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, slots_T: Tensor) -> None:
     """Writes the rows of every token to its slot."""
-    k_pages.flatten(0, 1).index_copy_(0, slots_T.long(), k_TKE)
-    v_pages.flatten(0, 1).index_copy_(0, slots_T.long(), v_TKE)
+    slots = slots_T if slots_T.dtype == torch.int64 else slots_T.long()
+    k_pages.flatten(0, 1).index_copy_(0, slots, k_TKE)
+    v_pages.flatten(0, 1).index_copy_(0, slots, v_TKE)
 
 
 def decode_attention(
     q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None
 ) -> Tensor:
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
-    count, size = batch.num_decodes, k_pages.shape[1]
-    read, visible = _read_pages(batch, size), _visible(batch, size, window)
-    k, v = (
-        pages.index_select(0, read).view(count, -1, *pages.shape[2:]).transpose(1, 2) for pages in (k_pages, v_pages)
-    )  # [N, K, L, E]
+    if batch.first_page is None:
+        k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
+        mask = _mask(batch, k_pages, window)
+    else:
+        k, v = _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window)
+        mask = None
     # The query heads of one kv head are rows of one sequence: nothing is repeated.
-    q = q_NHE.reshape(count, k.shape[1], -1, q_NHE.shape[-1])
-    if widens(q):
-        q, k, v = map(to_compute_dtype, (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).flatten(1, 2).to(q_NHE.dtype)
+    q = q_NHE.reshape(batch.num_decodes, k.shape[1], -1, q_NHE.shape[-1])
+    if not widens(q):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)
+    q, k, v = map(to_compute_dtype, (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2).to(q_NHE.dtype)
+
+
+def _view_only_sequence(pages: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+    """Returns what the only sequence sees, [1, K, L, E], without a copy."""
+    assert batch.first_page is not None and batch.num_decodes == 1
+    count = batch.max_length if window is None else min(window, batch.max_length)
+    begin = batch.first_page * pages.shape[1] + batch.max_length - count
+    return pages.flatten(0, 1).narrow(0, begin, count).transpose(0, 1).unsqueeze(0)
+
+
+def _gather_padded(name: str, pages: Tensor, batch: PagedBatch) -> Tensor:
+    """Returns a copy of every sequence's pages, [N, K, L, E], with as many as the longest has; all layers share its memory."""
+    read, name = _read_pages(batch, pages.shape[1]), f"{name} {tuple(pages.shape[2:])}"
+    if name in batch.computed:
+        gathered = torch.index_select(pages, 0, read, out=batch.computed[name])
+    else:
+        gathered = batch.computed[name] = pages.index_select(0, read)
+    return gathered.view(batch.num_decodes, -1, *pages.shape[2:]).transpose(1, 2)
 
 
 def store_and_decode(
@@ -175,12 +204,19 @@ def _read_pages(batch: PagedBatch, page_size: int) -> Tensor:
     return batch.computed["pages"]
 
 
-def _visible(batch: PagedBatch, page_size: int, window: int | None) -> Tensor:
-    """Returns the mask of the rows that each sequence sees, [N, 1, 1, L]."""
-    name = f"visible {window}"
+def _mask(batch: PagedBatch, pages: Tensor, window: int | None) -> Tensor:
+    """Returns what is added to scores, [N, 1, 1, L]: 0 where a sequence sees a row, minus infinity elsewhere.
+
+    In the precision that attention is computed in: of a mask of truth values every layer would make this one anew.
+    """
+    name, size = f"mask {window}", pages.shape[1]
     if name not in batch.computed:
-        position = torch.arange(-(-batch.max_length // page_size) * page_size, device=batch.lengths_N.device)
+        position = torch.arange(-(-batch.max_length // size) * size, device=pages.device)
         lengths = batch.lengths_N[: batch.num_decodes, None, None, None]
-        visible = position < lengths
-        batch.computed[name] = visible if window is None else visible & (position >= lengths - window)
+        hidden = position >= lengths
+        if window is not None:
+            hidden |= position < lengths - window
+        dtype = compute_dtype(pages.dtype) if widens(pages) else pages.dtype
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=pages.device)
+        batch.computed[name] = mask.masked_fill_(hidden, -torch.inf)
     return batch.computed[name]

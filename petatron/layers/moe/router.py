@@ -99,6 +99,8 @@ class Router(nn.Module):
     def forward(self, x_SBD: Tensor, *, with_loss: bool) -> tuple[Routing, Tensor | None, Tensor]:
         """Returns the routing, this rank's share of the router's losses if wanted, and `load_balancing.router_statistics`."""
         moe, experts = self.moe, self.weight.shape[0]
+        if x_SBD.dim() == 2:  # packed tokens of generation
+            x_SBD = x_SBD.unsqueeze(1)
         batch_first = is_batch_first(x_SBD)
         logits_TE = self._logits(to_rows(x_SBD, batch_first=batch_first))
         scores_TE = self._scores(logits_TE)

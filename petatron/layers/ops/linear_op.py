@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -79,8 +79,7 @@ class InputComm(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class GemmResult:
+class GemmResult(NamedTuple):
     """The result of a forward GEMM.
 
     gemm_input: the input of the whole GEMM, as `GemmForward.input_rows` expects it; saved for backward where needed.
@@ -129,6 +128,10 @@ class GatherThenGemm:
         return grad
 
 
+LOCAL_GEMM = GatherThenGemm()
+"""One GEMM without communication."""
+
+
 @dataclass(frozen=True, slots=True)
 class GemmOp:
     """A GEMM as an autograd op; `weight_grad_sink` None leaves weight gradients to autograd."""
@@ -145,7 +148,8 @@ class GemmOp:
         gemm_forward: GemmForward | None = None,
     ) -> Tensor:
         """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
-        gemm_forward = GatherThenGemm(input_comm) if gemm_forward is None else gemm_forward
+        if gemm_forward is None:
+            gemm_forward = LOCAL_GEMM if input_comm is None else GatherThenGemm(input_comm)
         if not torch.is_grad_enabled():  # a node costs more than a small GEMM
             return gemm_forward.forward(x.value, weight, self.gemm).y
         return _GemmFunction.apply(x.value, weight, self, x.handle, input_comm, gemm_forward)  # pyright: ignore[reportReturnType]

@@ -72,8 +72,11 @@ def split_qkv_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q [S, B, H, E], k and v [S, B, K, E] as new tensors in the memory order of `qkv`; q and k have rope applied."""
     if not torch.is_grad_enabled():
-        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        return kernels.split_qkv_rope(qkv, *rope_cos_sin, **sizes, batch_first=is_batch_first(qkv))
+        cos, sin = rope_cos_sin
+        batch_first = is_batch_first(qkv)
+        return kernels.split_qkv_rope(
+            qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, batch_first=batch_first
+        )
     return _SplitQKVRope.apply(qkv, *rope_cos_sin, num_heads, num_kv_heads, kernels)  # pyright: ignore[reportReturnType]
 
 

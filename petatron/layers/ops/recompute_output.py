@@ -176,5 +176,7 @@ def as_recomputable(x: Tensor | Recomputable) -> Recomputable:
     """
     if isinstance(x, Recomputable):
         return x
+    if not torch.is_grad_enabled():
+        return Recomputable(x, None)
     (value,), handle = apply_recomputable(_IDENTITY, x)
     return Recomputable(value, handle)

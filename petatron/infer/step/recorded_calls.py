@@ -1,0 +1,167 @@
+"""The tensor operations of a function on fixed tensors, recorded once and repeated without the Python around them.
+
+What a CUDA graph is to kernels, this is to calls of PyTorch on a CPU. A decode step of a small model is a thousand such calls of a few
+microseconds, and as much time again passes in the modules, contexts and checks between them. A recording keeps every tensor of the
+function where it is. Then views need not be made again: they still show what they showed. What computes is called again with its
+result as `out`, in the order of the first time.
+
+    recorded      t = view(weight)    y = mm(x, t)         z = view(y)    s = silu(z)
+    repeated                          mm(x, t, out=y)                     silu(z, out=s)
+
+So weights may change in place between repetitions, and inputs are changed by writing to the tensors that the function read. What Python
+decides from values is not repeated; `Unrecordable` is raised where it reads one through an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Call = Callable[[], Any]
+
+
+class Unrecordable(Exception):
+    """An operation gives a value to Python, which may decide by it what comes next."""
+
+
+class RecordedCalls:
+    """Runs a function, and repeats its tensor operations."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        recorder = _Recorder()
+        # Outside inference mode operations that are made of others arrive here as those.
+        with torch.inference_mode(False), torch.no_grad(), recorder:
+            self.outputs = function()
+        self._calls = recorder.calls_to_repeat()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def repeat(self) -> Any:
+        """Computes the outputs anew, in the same tensors, and returns them."""
+        for call in self._calls:
+            call()
+        return self.outputs
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs operations, and keeps those that compute as calls.
+
+    What is made of no tensor (a range, a constant) is made once, unless an operation writes to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Call, int | None]] = []  # with the memory of what is made of no tensor
+        self._written: set[int] = set()
+        self._functions = _FunctionsWithOut()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks this of a mode; True would import its compiler, which takes longer than most generations."""
+        return False
+
+    def calls_to_repeat(self) -> list[Call]:
+        return [call for call, memory in self._calls if memory is None or memory in self._written]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        results = tuple(found) if isinstance(found, (tuple, list)) else (found,)
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if not all(isinstance(result, Tensor) for result in results):
+            if inputs:
+                raise Unrecordable(f"{func} gives a value to Python")
+            return found  # of dtypes or sizes
+        if func._schema.is_mutable:
+            self._written.update(_memory(each) for each in _written(func, args, kwargs))
+            self._calls.append((_call_in_place(func, args, kwargs, self._functions), None))
+        elif not {_memory(result) for result in results} <= {_memory(each) for each in inputs}:  # else views
+            constant = None if inputs else _memory(results[0])
+            self._calls.append((_call_into(func, args, kwargs, results, self._functions), constant))
+        return found
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the arguments that an operation writes to."""
+    named = {**kwargs} | {argument.name: value for argument, value in zip(func._schema.arguments, args)}
+    changed = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [each for each in tree_leaves([named.get(name) for name in changed]) if isinstance(each, Tensor)]
+
+
+def _name(func: Any) -> str:
+    """
+    >>> _name(torch.ops.aten.add.Tensor)
+    'add'
+    """
+    return func._schema.name.split("::")[1]
+
+
+class _FunctionsWithOut:
+    """The functions that compute what operations do, with an `out`; they are called faster than the operations themselves."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, int, tuple[str, ...]], Callable[..., Any] | None] = {}
+
+    def find(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+    ) -> Callable[..., Any] | None:
+        """Returns the function with an operation's name that takes its arguments and writes the same result, if there is one."""
+        key = func, len(args), tuple(kwargs)
+        if key not in self._found:
+            candidates = (getattr(module, _name(func), None) for module in (torch, torch._C._nn))
+            same = (each for each in candidates if each is not None and _writes(each, args, kwargs, result))
+            self._found[key] = next(same, None)
+        return self._found[key]
+
+
+def _writes(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> bool:
+    out = torch.empty_like(result)
+    try:
+        return function(*args, **kwargs, out=out) is out and torch.equal(out, result)
+    except (TypeError, RuntimeError, ValueError):  # it takes other arguments
+        return False
+
+
+def _call_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], functions: _FunctionsWithOut) -> Call:
+    """Returns the call of an operation that writes to its arguments."""
+    name = _name(func)
+    if name.endswith("_"):
+        return partial(getattr(Tensor, name, func), *args, **kwargs)
+    others = {key: value for key, value in kwargs.items() if key != "out"}
+    function = functions.find(func, args, others, kwargs["out"]) if "out" in kwargs else None
+    return partial(function or func, *args, **kwargs)
+
+
+def _call_into(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    results: tuple[Tensor, ...],
+    functions: _FunctionsWithOut,
+) -> Call:
+    """Returns a call that computes the results anew in their own memory."""
+    if _name(func) in ("clone", "_to_copy"):
+        return partial(results[0].copy_, args[0])
+    function = functions.find(func, args, kwargs, results[0]) if len(results) == 1 else None
+    if function is not None:
+        return partial(function, *args, **kwargs, out=results[0])
+    return partial(_copy_results, getattr(torch, _name(func), func), args, kwargs, results)
+
+
+def _copy_results(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], results: tuple[Tensor, ...]
+) -> None:
+    found = function(*args, **kwargs)
+    for result, new in zip(results, found if isinstance(found, (tuple, list)) else (found,), strict=True):
+        result.copy_(new)

@@ -1,0 +1,127 @@
+"""Decode steps on a CPU, recorded for each shape of batch and repeated (`recorded_calls.py`).
+
+The shape is the number of sequences and the pages of the longest, rounded up, so that a recording serves for dozens of steps. It costs as
+much as a few steps that are not recorded, so a shape is recorded when it has occurred a few times; and a recording gathers what the
+sequences have in pages, so sequences with many tokens, whose attention takes longer than any call, are not recorded.
+
+N sequences, P pages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from petatron.base.log import get_logger
+from petatron.infer.pages import SCRATCH_PAGE
+from petatron.infer.step.decode_graphs import StepInputs, StepOutputs
+from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
+from petatron.kernels.attention.paged import PagedBatch
+
+_log = get_logger(__name__)
+_FIRST_STEPS = 5
+"""So many steps of a shape run before it is recorded."""
+_MAX_RECORDINGS = 16
+_MAX_GATHERED_TOKENS = 4096
+_MIN_PAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The shape of a decode step: sequences, and pages that each may have."""
+
+    sequences: int
+    pages: int
+
+
+def padded_pages(pages: int) -> int:
+    """Returns the pages of the shape for a longest sequence of so many: some at least, and then eight numbers an octave.
+
+    >>> [padded_pages(pages) for pages in (1, 5, 16, 17, 33, 100)]
+    [4, 8, 16, 20, 40, 104]
+    """
+    step = max(_MIN_PAGES, (1 << (pages - 1).bit_length()) // 8)
+    return -(-pages // step) * step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RecordedStep:
+    """The tensors that a recording reads (ids, positions and slots; lengths; page tables), and its calls."""
+
+    rows_3N: Tensor
+    lengths_N: Tensor
+    table_NP: Tensor
+    calls: RecordedCalls
+
+
+class RecordedSteps:
+    """Runs decode steps of one stage that is the whole model."""
+
+    def __init__(self, run: Callable[[StepInputs], StepOutputs], *, page_size: int) -> None:
+        self._run, self._page_size = run, page_size
+        self._seen: Counter[StepShape] = Counter()
+        self._recorded: OrderedDict[StepShape, _RecordedStep] = OrderedDict()
+        self._recordable = True
+
+    def run(self, rows: np.ndarray, lengths: list[int], page_tables: list[list[int]]) -> StepOutputs | None:
+        """Runs a step of ids, positions and slots; None if its shape is not recorded. The outputs are valid until the next step."""
+        shape = StepShape(len(lengths), padded_pages(max(map(len, page_tables))))
+        if not self._recordable or shape.sequences * shape.pages * self._page_size > _MAX_GATHERED_TOKENS:
+            return None
+        step = self._recorded.get(shape)
+        if step is not None:
+            self._recorded.move_to_end(shape)
+            _write_inputs(step.rows_3N, step.lengths_N, step.table_NP, rows, lengths, page_tables)
+            return step.calls.repeat()
+        self._seen[shape] += 1
+        if self._seen[shape] <= _FIRST_STEPS:
+            return None
+        try:
+            step = self._recorded[shape] = self._record(shape, rows, lengths, page_tables)
+        except Unrecordable as error:
+            _log.debug("decode steps are not recorded: %s", error)
+            self._recordable = False
+            return None
+        if len(self._recorded) > _MAX_RECORDINGS:
+            forgotten, _ = self._recorded.popitem(last=False)
+            del self._seen[forgotten]
+        return step.calls.outputs
+
+    @torch.inference_mode(False)  # tensors made in it would hide what operations are made of
+    def _record(
+        self, shape: StepShape, rows: np.ndarray, lengths: list[int], page_tables: list[list[int]]
+    ) -> _RecordedStep:
+        rows_3N = torch.zeros((3, shape.sequences), dtype=torch.int64)
+        lengths_N = torch.zeros(shape.sequences, dtype=torch.int32)
+        table_NP = torch.full((shape.sequences, shape.pages), SCRATCH_PAGE, dtype=torch.int32)
+        _write_inputs(rows_3N, lengths_N, table_NP, rows, lengths, page_tables)
+        tokens, positions, slots = rows_3N
+        wanted = torch.arange(shape.sequences)
+        most = shape.pages * self._page_size
+
+        def step() -> StepOutputs:
+            batch = PagedBatch(slots, table_NP, lengths_N, most, shape.sequences)
+            return self._run((tokens, positions, batch, wanted))
+
+        return _RecordedStep(rows_3N, lengths_N, table_NP, RecordedCalls(step))
+
+
+def _write_inputs(
+    rows_3N: Tensor,
+    lengths_N: Tensor,
+    table_NP: Tensor,
+    rows: np.ndarray,
+    lengths: list[int],
+    page_tables: list[list[int]],
+) -> None:
+    rows_3N.numpy()[:] = rows
+    lengths_N.numpy()[:] = lengths
+    table = table_NP.numpy()
+    table[:] = SCRATCH_PAGE
+    for row, pages in zip(table, page_tables, strict=True):
+        row[: len(pages)] = pages
