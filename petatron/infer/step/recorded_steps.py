@@ -40,10 +40,10 @@ class StepShape:
 
 
 def padded_pages(pages: int) -> int:
-    """Returns the pages of the shape for a longest sequence of so many: some at least, and then eight numbers an octave.
+    """Returns the pages of the shape for a longest sequence of so many: some at least, and then four numbers an octave.
 
     >>> [padded_pages(pages) for pages in (1, 5, 16, 17, 33, 100)]
-    [4, 8, 16, 20, 40, 104]
+    [4, 8, 16, 20, 40, 112]
     """
     step = max(_MIN_PAGES, (1 << (pages - 1).bit_length()) // 8)
     return -(-pages // step) * step
