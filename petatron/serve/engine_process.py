@@ -99,6 +99,10 @@ class EngineProcess:
         self._learn(self._ask({"reload": str(step)}))
         return self
 
+    def check_alive(self) -> None:
+        if not self._process.is_alive():
+            raise self._gone()
+
     def close(self) -> None:
         """Ends the engines of all ranks, and the process."""
         if self._process.is_alive():
