@@ -103,6 +103,14 @@ class EngineThread:
             generation.cancelled = True
             self._commands.put(lambda: self._cancel(generation))
 
+    def cancel_open(self, why: NotServingError) -> int:
+        """Ends all open sequences with an error for who waits, without waiting for the step that runs; returns how many."""
+        cancelled = tuple(self._open)
+        for generation in cancelled:
+            self.cancel(generation)
+        self._deliver([(generation, None, why) for generation in cancelled])
+        return len(cancelled)
+
     async def swap(self, load: Callable[[], ServedEngine]) -> ServedEngine:
         """Replaces the engine by what `load` returns, after open sequences have finished.
 
