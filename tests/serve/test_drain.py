@@ -56,7 +56,7 @@ def _draining_server(drain_timeout_s: float) -> Iterator[_Draining]:
         thread.start()
         assert ready.wait(20)
         yield _Draining(server, thread, engine, url)
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
         thread.join(10)
 
 
@@ -108,4 +108,23 @@ def test_a_client_that_sends_no_more_is_cut_off(caplog: pytest.LogCaptureFixture
             time.sleep(0.1)
             running.signal()
             assert running.end_s() < 3
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_a_second_signal_ends_at_once_and_quietly(caplog: pytest.LogCaptureFixture):
+    answers: dict = {}
+    with _draining_server(30) as running:
+        asking = [
+            _ask(running.url, {**LONG, "stream": name == "stream"}, answers, name) for name in ("plain", "stream")
+        ]
+        _wait_for_work(running.engine, 24)
+        running.signal()
+        time.sleep(0.15)
+        assert running.thread.is_alive() and not answers, "the first signal drains"
+        running.signal()
+        assert running.end_s() < 2
+        for thread in asking:
+            thread.join()
+    assert all(isinstance(answer, httpx.RemoteProtocolError | httpx.ReadError) for answer in answers.values()), answers
+    assert running.engine.closed
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]

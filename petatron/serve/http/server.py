@@ -75,15 +75,18 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._state, self._on_ready = state, on_ready
         self._drain_until_s: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain_until_s is not None:
-            self.should_exit = self.force_exit = True
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._end_at_once)
             return
         self._drain_until_s = time.monotonic() + self._state.options.limits.drain_timeout_s
         self._state.thread.drain()
@@ -102,6 +105,12 @@ class DrainingServer(uvicorn.Server):
         cut_off = asyncio.get_running_loop().call_later(max(left_s, _LAST_WRITES_S), self._cut_off_clients)
         await super().shutdown(sockets)
         cut_off.cancel()
+
+    def _end_at_once(self) -> None:
+        """As if all clients had left. uvicorn's own way would end tasks and the lifespan in mid-air, with a traceback for each."""
+        self.should_exit = True
+        self._state.thread.cancel_open(NotServingError("The server was told to end at once."))
+        self._cut_off_clients()
 
     def _cut_off_clients(self) -> None:
         for connection in tuple(self.server_state.connections):
