@@ -82,6 +82,9 @@ class CheckpointEngine:
         self._replace(broadcast_object(str(step), self._model.mesh.control))
         return self
 
+    def check_alive(self) -> None:
+        """Holds always: this engine lives in the process that asks."""
+
     def close(self) -> None:
         """Ends the engines of all ranks; at rank 0."""
         if self._engine is not None:

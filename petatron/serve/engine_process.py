@@ -99,13 +99,18 @@ class EngineProcess:
         self._learn(self._ask({"reload": str(step)}))
         return self
 
+    def check_alive(self) -> None:
+        if not self._process.is_alive():
+            raise self._gone()
+
     def close(self) -> None:
         """Ends the engines of all ranks, and the process."""
         if self._process.is_alive():
             with suppress(LaunchError):  # it may end by itself meanwhile
                 self._ask({"close": True})
-            self._process.join(_END_TIMEOUT_S)
+        # The answer is the last that it does, and an interpreter with torch takes a second to end by itself.
         self._kill()
+        self._process.join(_END_TIMEOUT_S)
         self._pipe.close()
 
     def _learn(self, facts: Mapping[str, Any]) -> None:
@@ -157,7 +162,6 @@ def _run_engine(pipe: Connection, checkpoint: str, flags: Sequence[str], options
         _obey(pipe, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the server was killed
-    stop_process_group()
 
 
 def _obey(pipe: Connection, engine: CheckpointEngine) -> None:
@@ -174,6 +178,7 @@ def _obey(pipe: Connection, engine: CheckpointEngine) -> None:
                 _send(pipe, _facts(engine))
         else:
             engine.close()
+            stop_process_group()
             _send(pipe, {})
             return
 

@@ -24,6 +24,7 @@ from petatron.serve.engine_protocol import ServedEngine, ServedEngineStats
 from petatron.serve.generation import Generation, GenerationCancelled, NotServingError, QueueFullError
 
 EngineState = Literal["serving", "swapping", "draining", "failed"]
+_ALIVE_CHECK_S = 0.2
 _log = get_logger(__name__)
 
 
@@ -102,6 +103,14 @@ class EngineThread:
             generation.cancelled = True
             self._commands.put(lambda: self._cancel(generation))
 
+    def cancel_open(self, why: NotServingError) -> int:
+        """Ends all open sequences with an error for who waits, without waiting for the step that runs; returns how many."""
+        cancelled = tuple(self._open)
+        for generation in cancelled:
+            self.cancel(generation)
+        self._deliver([(generation, None, why) for generation in cancelled])
+        return len(cancelled)
+
     async def swap(self, load: Callable[[], ServedEngine]) -> ServedEngine:
         """Replaces the engine by what `load` returns, after open sequences have finished.
 
@@ -174,7 +183,7 @@ class EngineThread:
     def _take_commands(self) -> None:
         idle = self.failure is not None or (not self._engine.has_work and self._swap is None)
         try:
-            command = self._commands.get(block=idle, timeout=self._idle_step_s)
+            command = self._wait_for_command() if idle else self._commands.get_nowait()
         except queue.Empty:
             if idle and self.failure is None:
                 self._step()
@@ -185,6 +194,20 @@ class EngineThread:
                 command = self._commands.get_nowait()
             except queue.Empty:
                 return
+
+    def _wait_for_command(self) -> Callable[[], None]:
+        """Raises `queue.Empty` when an idle step is due, and what the engine raises if it has ended meanwhile: health must say so
+        before a request is lost."""
+        until_s = time.monotonic() + self._idle_step_s
+        while True:
+            left_s = max(until_s - time.monotonic(), 0.0)
+            try:
+                return self._commands.get(timeout=min(left_s, _ALIVE_CHECK_S))
+            except queue.Empty:
+                if self.failure is None:
+                    self._engine.check_alive()
+                if left_s <= _ALIVE_CHECK_S:
+                    raise
 
     def _submit(self, generations: Sequence[Generation]) -> None:
         if self.failure is not None:

@@ -57,6 +57,7 @@ class FakeEngine:
         self.finished: dict[int, Completion] = {}
         self.seen: list[tuple[list[int], SamplingParams]] = []
         self.fail_with: Exception | None = None
+        self.ended_with: Exception | None = None
         self.closed = False
         self._next = 0
         self._counts = FakeStats()
@@ -99,6 +100,10 @@ class FakeEngine:
         for _ in range(count):
             ids.append(int(self.logprobs(ids).argmax()))
         return bytes(ids[-count:]).decode()
+
+    def check_alive(self) -> None:
+        if self.ended_with is not None:
+            raise self.ended_with
 
     def close(self) -> None:
         self.closed = True

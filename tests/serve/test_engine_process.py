@@ -107,9 +107,11 @@ def test_a_process_that_was_killed_fails_the_server(elsewhere: EngineProcess):
     with live_server(elsewhere) as server, server.client() as http:
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
         assert elsewhere.pid is not None
+        assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
         os.kill(elsewhere.pid, signal.SIGKILL)
+        server.wait_until(lambda: http.get("/healthz").status_code == 503, timeout_s=5)  # before any request is lost
+        assert http.get("/readyz").json()["status"] == "failed"
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 503
-        assert http.get("/healthz").status_code == 503
     with pytest.raises(LaunchError, match="exit code -9"):
         elsewhere.step()
 

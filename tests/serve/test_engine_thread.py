@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from petatron.base.errors import LaunchError
 from petatron.serve.http import follow_run as follow_run_module
 from petatron.serve.http.follow_run import follow_run
 from petatron.serve.http.server_state import ServerState
@@ -100,6 +101,15 @@ def test_an_engine_that_fails_is_reported_and_served_no_more():
             assert http.get("/healthz").status_code == 503 and http.get("/readyz").json()["status"] == "failed"
             assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
         assert server.thread.num_open == 0
+
+
+def test_an_idle_engine_that_has_ended_is_reported_without_a_request():
+    engine = FakeEngine()
+    with live_server(engine) as server, server.client() as http:
+        assert http.get("/healthz").status_code == 200
+        engine.ended_with = LaunchError("The engine's process has ended.")
+        server.wait_until(lambda: http.get("/healthz").status_code == 503, timeout_s=5)
+        assert http.get("/readyz").json()["status"] == "failed" and not engine.seen
 
 
 class _Reloadable(FakeEngine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import signal
 import socket
 import sys
@@ -57,6 +58,7 @@ def _serve(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, fl
     else:
         _listen(args, checkpoint, options, flags)
     stop_process_group()
+    gc.freeze()  # what is left ends with the process: to look through all of torch for cycles would take most of a second
     return 0
 
 

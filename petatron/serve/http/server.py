@@ -1,7 +1,13 @@
-"""Listens, answers, and drains on SIGTERM or Ctrl-C: nothing new is accepted, what is open finishes, then the process ends with 0."""
+"""Listens, answers, and drains on SIGTERM or Ctrl-C: nothing new is accepted, what is open finishes, then the process ends with 0.
+
+After `drain_timeout_s` the sequences that are open are cancelled, and their clients told so. A client that does not read its answer is
+cut off: its request then ends as that of a client that has left, whereas cancelled tasks would fill the log with tracebacks.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -12,10 +18,11 @@ from fastapi import FastAPI
 
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
+from petatron.serve.generation import NotServingError
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.serve_options import ServeOptions
 
-_KEEP_ALIVE_S, _LAST_WRITES_S = 30, 5
+_KEEP_ALIVE_S, _LAST_WRITES_S, _STUCK_S = 30, 0.5, 5
 _log = get_logger(__name__)
 
 
@@ -42,7 +49,12 @@ def address_of(listener: socket.socket) -> str:
 
 
 def run_server(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
-    """Serves until a signal ends it, or the engine has failed."""
+    """Serves until a signal ends it."""
+    build_server(app, on_ready=on_ready).run(sockets=[listener])
+
+
+def build_server(app: FastAPI, *, on_ready: Callable[[], None]) -> DrainingServer:
+    state: ServerState = app.state.petatron
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -51,9 +63,9 @@ def run_server(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], 
         ws="none",
         lifespan="on",
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_LAST_WRITES_S,
+        timeout_graceful_shutdown=math.ceil(state.options.limits.drain_timeout_s) + _STUCK_S,
     )
-    DrainingServer(config, app.state.petatron, on_ready).run(sockets=[listener])
+    return DrainingServer(config, state, on_ready)
 
 
 class DrainingServer(uvicorn.Server):
@@ -63,23 +75,43 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._state, self._on_ready = state, on_ready
         self._drain_until_s: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain_until_s is not None:
-            self.should_exit = self.force_exit = True
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._end_at_once)
             return
         self._drain_until_s = time.monotonic() + self._state.options.limits.drain_timeout_s
         self._state.thread.drain()
 
     async def on_tick(self, counter: int) -> bool:
         if self._drain_until_s is not None and not self.should_exit:
-            late = time.monotonic() > self._drain_until_s
-            if late:
-                _log.warning("%d sequences are cancelled: draining took too long", self._state.thread.num_open)
-            self.should_exit = late or self._state.thread.num_open == 0
+            if time.monotonic() > self._drain_until_s:
+                why = NotServingError("The server shuts down, and this request took longer than it waits.")
+                num_cancelled = self._state.thread.cancel_open(why)
+                _log.warning("%d sequences are cancelled: draining took too long", num_cancelled)
+            self.should_exit = self._state.thread.num_open == 0
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        left_s = 0.0 if self._drain_until_s is None else self._drain_until_s - time.monotonic()
+        cut_off = asyncio.get_running_loop().call_later(max(left_s, _LAST_WRITES_S), self._cut_off_clients)
+        await super().shutdown(sockets)
+        cut_off.cancel()
+
+    def _end_at_once(self) -> None:
+        """As if all clients had left. uvicorn's own way would end tasks and the lifespan in mid-air, with a traceback for each."""
+        self.should_exit = True
+        self._state.thread.cancel_open(NotServingError("The server was told to end at once."))
+        self._cut_off_clients()
+
+    def _cut_off_clients(self) -> None:
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
