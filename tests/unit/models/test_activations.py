@@ -48,6 +48,7 @@ LLAMA = (
     f"{BASE} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     "--untie-embeddings-and-output-weights --hidden-dropout 0 "
 )
+MLA = "--multi-latent-attention --kv-lora-rank 20 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
 MODELS = {
     "gpt": f"{BASE} --hidden-dropout 0",
     "gpt-dropout": BASE,
@@ -57,6 +58,8 @@ MODELS = {
     "no-positions": f"{LLAMA} --position-embedding-type none --qk-layernorm --activation quick_gelu",
     "gpt-qk-norm": f"{BASE} --qk-layernorm --activation squared_relu",
     "relu": f"{BASE} --activation relu",
+    "mla": f"{LLAMA} {MLA} --q-lora-rank 12 --qk-layernorm",
+    "mla-hidden-queries": f"{LLAMA} {MLA} --micro-batch-size 1",
 }
 RECOMPUTE = {
     "nothing": MemoryConfig(),
