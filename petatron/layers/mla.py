@@ -51,6 +51,7 @@ class MlaSpec(BranchSpec):
     """
 
     name = "attention"
+    title = "multi-head latent attention"
     region = "attention"
     inner_regions = ("core_attn",)
 

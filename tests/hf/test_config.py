@@ -252,7 +252,7 @@ UNWRITABLE = {
     "latent": (_MOE + "--moe-latent-size 16", "--moe-latent-size 16"),
     "latent attention": (
         _ROPE + "--multi-latent-attention",
-        "--multi-latent-attention cannot be written as a Hugging Face llama model, which has keys and values of their own",
+        "--multi-latent-attention cannot be written as a Hugging Face llama model, which has only heads with keys and values of their own",
     ),
     "ungated shared expert": (_SHARED, "--moe-shared-expert-gate False cannot be written as a Hugging Face qwen2_moe"),
     "shared with head norms": (_SHARED + "--qk-layernorm", "--moe-shared-expert-intermediate-size 32"),

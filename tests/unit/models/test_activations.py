@@ -308,6 +308,14 @@ def test_split_over_tensor_parallel_ranks(ranks: RankPool, kind: str, sequence: 
         _compare(found, without_effect="layernorm")
 
 
+@pytest.mark.parametrize("queries", ["--q-lora-rank 12 --qk-layernorm", ""], ids=["latent", "hidden"])
+@pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
+def test_latent_attention_over_tensor_parallel_ranks(ranks: RankPool, queries: str, sequence: str):
+    flags = f"{LLAMA} {MLA} {queries} --vocab-size 128 --tp 2 {sequence}"
+    for found in ranks.run(_measure_on_rank, 2, flags, list(RECOMPUTE)):
+        _compare(found, without_effect="layernorm")
+
+
 def _measure_both_ways(flags: str) -> tuple[int, int]:
     """What is kept as training does it, and if products kept what they gather."""
     run = run_of(flags, world_size=dist.get_world_size())
