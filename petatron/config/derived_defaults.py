@@ -142,6 +142,9 @@ def _derive_model(values: _DerivedValues) -> None:
         values.fill("num_query_groups", 1, "multi-query, as --group-query-attention alone means")
     elif heads > 0:
         values.fill("num_query_groups", heads, "the number of heads")
+    if values["multi_latent_attention"]:
+        width = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
+        values.fill("kv_channels", width, "the two parts of a query/key head of latent attention")
     values.fill("kv_channels", _exact_quotient(hidden, heads), "hidden size / heads")
     if values["seq_length"] > 0:
         values.fill("max_position_embeddings", values["seq_length"], "the sequence length")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
-from petatron.config.flags.megatron_flags import SECTION_ALIASES
+from petatron.config.flags.megatron_flags import FORMER_SECTIONS, SECTION_ALIASES
 from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, value_problem
 from petatron.config.schema.fields import (
     FieldInfo,
@@ -160,6 +160,8 @@ class _YamlReader:
             name = key.value if key.id == "scalar" else ""
             if name in sections():
                 self.read_section(node, name)
+            elif node.id == "mapping" and name in FORMER_SECTIONS:
+                self.read_section(node, FORMER_SECTIONS[name])
             elif node.id == "mapping" and name in SECTION_ALIASES:
                 section = SECTION_ALIASES[name]
                 self.add_problem(key, name, "is not a section", f"The section is called {section}.")

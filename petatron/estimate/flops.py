@@ -13,6 +13,10 @@ width e, plus g h u for a shared expert of width u. With a latent width l the ex
 the latent space and out of it cost 2 h l. Experts that a token is not routed to cost nothing, so a step costs that of a dense model
 of the *active* parameters.
 
+Latent attention has, in place of h (q + 2k), the down-projections h (a + c + r) to latents of widths a and c and a rotary key of
+width r, and the up-projections a q + c (k + v), with q = heads x query width, k = heads x key width without r, v = heads x value
+width; it multiplies 6 (q + v) per pair instead of 12 q. Without a query latent h q stands for h a + a q.
+
 The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s^2 / 2, what a causal model needs;
 `full` counts s^2, as papers that quote higher utilisation do. A sliding window of w tokens leaves w s - w^2 / 2 of the
 causal pairs. Norms, activations, softmax, the embedding lookup and recompute are not counted: these are model FLOPs, the work
@@ -28,13 +32,14 @@ from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import padded_rows
 
 
-def flops_formula(*, causal: bool = True, experts: bool = False) -> str:
+def flops_formula(*, causal: bool = True, experts: bool = False, latent: bool = False) -> str:
     """Returns the formula behind the reported TFLOP/s and MFU, for people."""
     pairs = "s^2/2" if causal else "s^2"
+    qkv, width = ("h (a + c + r) + a q + c (k + v) + v h", "6 L (q + v)") if latent else ("h (q + 2k) + q h", "12 L q")
     if not experts:
-        return f"6 T (L (h (q + 2k) + q h + g h f) + h V) + 12 L q (T/s) {pairs}"
-    layers = "L (h (q + 2k) + q h) + dense layers g h f + MoE layers (h E + K g h e + g h u)"
-    return f"6 T ({layers} + h V) + 12 L q (T/s) {pairs}"
+        return f"6 T (L ({qkv} + g h f) + h V) + {width} (T/s) {pairs}"
+    layers = f"L ({qkv}) + dense layers g h f + MoE layers (h E + K g h e + g h u)"
+    return f"6 T ({layers} + h V) + {width} (T/s) {pairs}"
 
 
 def model_flops_per_token(spec: ModelSpec, *, tp_size: int = 1, causal: bool = True) -> float:

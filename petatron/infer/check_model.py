@@ -22,7 +22,9 @@ def check_model(model: ParallelModel, options: EngineOptions) -> None:
         problems.append(Problem("--fp8-weights", "", rule, "Load it without a --data-parallel-sharding-strategy."))
     if problems:
         raise ConfigError(problems)
-    mixed = sorted({b.name for layer in set(model.spec.layers) for b in layer.branches if not b.can_generate})
+    mixed = sorted(
+        {b.title or b.name for layer in set(model.spec.layers) for b in layer.branches if not b.can_generate}
+    )
     if mixed:
         raise DataError(
             f"This model does not continue text: its {', '.join(mixed)} layers have no state to generate with."

@@ -11,6 +11,7 @@ from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
 from petatron.layers.attention import AttentionSpec
+from petatron.layers.mla import MlaSpec
 from petatron.layers.mlp import MLPSpec
 from petatron.layers.moe.moe_layer import MoESpec
 from petatron.layers.norm import NormSpec
@@ -39,7 +40,7 @@ class DecoderSpec(ModelSpec):
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct rotary embeddings of all layers."""
         mixers = (layer.mixer for layer in dict.fromkeys(self.layers))
-        ropes = (mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec))
+        ropes = (mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec | MlaSpec))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property
@@ -115,7 +116,8 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     ('MoESpec', True)
     """
     norm = norm_spec(config)
-    mixer, mlp = attention_spec(config), mlp_spec(config, config.ffn_hidden_size)
+    mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
+    mlp = mlp_spec(config, config.ffn_hidden_size)
     is_moe = moe_layers(RunConfig(model=config, moe=moe))
     experts = moe_spec(config, moe) if any(is_moe) else None
 
@@ -143,6 +145,25 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         out_bias=config.add_bias_linear,
         qk_norm=norm_spec(config, head_dim) if config.qk_layernorm else None,
         rope=rope_spec(config, head_dim) if config.position_embedding_type in ("rope", "yarn") else None,
+        window=config.window_size,
+        dropout=config.attention_dropout,
+        std=config.init_method_std,
+        out_std=residual_std(config.init_method_std, config.num_layers),
+    )
+
+
+def mla_spec(config: ModelConfig) -> MlaSpec:
+    return MlaSpec(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        q_rank=config.q_lora_rank,
+        kv_rank=config.kv_lora_rank,
+        nope_dim=config.qk_head_dim,
+        v_dim=config.v_head_dim,
+        rope=replace(rope_spec(config, config.qk_pos_emb_head_dim), rotary_dim=config.qk_pos_emb_head_dim),
+        q_norm=norm_spec(config, config.q_lora_rank) if config.qk_layernorm and config.q_lora_rank else None,
+        kv_norm=norm_spec(config, config.kv_lora_rank) if config.qk_layernorm else None,
+        out_bias=config.add_bias_linear,
         window=config.window_size,
         dropout=config.attention_dropout,
         std=config.init_method_std,

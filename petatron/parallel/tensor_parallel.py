@@ -39,6 +39,7 @@ from petatron.layers.comm_slot import CommSlot
 from petatron.layers.dropout import Dropout
 from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.linear import Linear
+from petatron.layers.mla import MultiLatentAttention
 from petatron.layers.moe.experts import GroupedLinear
 from petatron.layers.norm import Norm
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
@@ -262,6 +263,7 @@ def apply_tensor_parallel(
     """
     column, row = ColumnParallelOp(axis, sequence_parallel), RowParallelOp(axis, sequence_parallel)
     column_linear, row_linear = column, row
+    to_whole_sequence = collectives.gather_from_region if sequence_parallel else collectives.copy_to_region
     if overlap_chunks is not None:
         assert sequence_parallel and axis.size > 1
         column_linear = replace(column, overlap=AllGatherOverlap(axis, overlap_chunks))
@@ -273,10 +275,9 @@ def apply_tensor_parallel(
         elif isinstance(module, TokenEmbedding):
             module.output_comm = row.reduce_output
         elif isinstance(module, OutputHead):
-            module.linear_op = column
-            module.input_comm = partial(
-                collectives.gather_from_region if sequence_parallel else collectives.copy_to_region, axis=axis
-            )
+            module.linear_op, module.input_comm = column, partial(to_whole_sequence, axis=axis)
+        elif isinstance(module, MultiLatentAttention):
+            module.rotary_key_comm = partial(to_whole_sequence, axis=axis)
         elif isinstance(module, PositionEmbedding) and sequence_parallel:
             module.output_comm = partial(collectives.local_slice, axis=axis)
         elif isinstance(module, Dropout) and not sequence_parallel and axis.size > 1:

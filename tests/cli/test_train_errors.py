@@ -63,8 +63,8 @@ def test_every_problem_at_once(capsys):
 
 
 def test_later_features_are_refused_not_ignored(capsys):
-    _, text = _fails(capsys, *"--mock-data --multi-latent-attention --mtp-num-layers 1".split())
-    assert text.count("not in this version") == 2
+    _, text = _fails(capsys, *"--mock-data --mtp-num-layers 1".split())
+    assert text.count("not in this version") == 1
 
 
 @pytest.mark.parametrize(

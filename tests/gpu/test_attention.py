@@ -58,6 +58,19 @@ def test_causal_attention(dtype: torch.dtype, heads: int, groups: int, window: i
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("window", "documents"), [(None, False), (300, False), (None, True)])
+def test_values_narrower_than_keys(dtype: torch.dtype, window: int | None, documents: bool):
+    """The widths of DeepSeek's latent attention."""
+    rounded, exact = inputs(4, 4, dtype, width=192)
+    rounded[2], exact[2] = (x[2].detach()[..., :128].requires_grad_() for x in (rounded, exact))
+    starts = starts_on_device() if documents else None
+    packed = None if starts is None else Documents.of(starts)
+    ours = with_gradients(causal_attention(*rounded, window=window, documents=packed), rounded)
+    wanted = with_gradients(reference.attention(*exact, window=window, document_starts_BS=starts), exact)
+    assert_close(ours, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("window", "documents"), [(None, False), (300, True)])
 def test_pieces(dtype: torch.dtype, window: int | None, documents: bool):
     """What context parallelism uses in every precision: kernels for whole pieces and tiles for the others."""

@@ -250,6 +250,10 @@ UNWRITABLE = {
     "groups": (_MOE + "--moe-router-num-groups 2 --moe-router-group-topk 1", "--moe-router-group-topk 1"),
     "scaled": (_MOE + "--moe-router-topk-scaling-factor 2.5", "--moe-router-topk-scaling-factor 2.5"),
     "latent": (_MOE + "--moe-latent-size 16", "--moe-latent-size 16"),
+    "latent attention": (
+        _ROPE + "--multi-latent-attention",
+        "--multi-latent-attention cannot be written as a Hugging Face llama model, which has only heads with keys and values of their own",
+    ),
     "ungated shared expert": (_SHARED, "--moe-shared-expert-gate False cannot be written as a Hugging Face qwen2_moe"),
     "shared with head norms": (_SHARED + "--qk-layernorm", "--moe-shared-expert-intermediate-size 32"),
     "experts without rotation": (_MOE + "--position-embedding-type none", "--position-embedding-type none"),

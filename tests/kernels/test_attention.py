@@ -40,6 +40,28 @@ def test_equals_reference(dtype: torch.dtype, heads: int, groups: int, window: i
         torch.testing.assert_close(mine, true, rtol=0, atol=BOUNDS[dtype] * max(1.0, true.abs().max().item()))
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("value_width", [1, 5, 8, 11])
+@pytest.mark.parametrize("window", [None, 3])
+def test_values_may_have_another_width_than_keys(dtype: torch.dtype, value_width: int, window: int | None):
+    """As those of latent attention do: narrower ones are padded for the fused kernels."""
+    q, k, _ = inputs(12, 4, 2, 8, dtype)
+    v = torch.randn(12, 2, 2, value_width, dtype=dtype, requires_grad=True)
+    ours, wanted = both([q, k, v], window)
+    for mine, true in zip(ours, wanted):
+        assert mine.shape == true.shape and mine.dtype == dtype
+        torch.testing.assert_close(mine, true, rtol=0, atol=BOUNDS[dtype] * max(1.0, true.abs().max().item()))
+
+
+def test_padding_of_values_is_not_saved():
+    q, k, _ = inputs(12, 2, 2, 8, torch.float64)
+    v = torch.randn(12, 2, 2, 5, dtype=torch.float64, requires_grad=True)
+    widths: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: widths.append(x.shape[-1]) or x, lambda x: x):
+        causal_attention(q, k, v)
+    assert sorted(widths) == [5, 5, 8, 8, 12], "values, output, queries, keys and log-sum-exp"
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     length=st.integers(1, 20),

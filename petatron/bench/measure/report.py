@@ -68,11 +68,10 @@ def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements)
         assert ours is not None
         ratios[name] = _compare_with_peer(ours, contenders[name], pairs)
         rows += _ratio_rows(name, ratios[name])
-    experts = spec.run.moe.num_experts is not None
+    kinds = {"experts": spec.run.moe.num_experts is not None, "latent": spec.run.model.multi_latent_attention}
     for causal, label in ((False, "full"), (True, "causal")):
-        text = (
-            f"{flops_formula(causal=causal, experts=experts)} = {format_si(flops[causal], 'FLOP per token', digits=5)}"
-        )
+        formula = flops_formula(causal=causal, **kinds)
+        text = f"{formula} = {format_si(flops[causal], 'FLOP per token', digits=5)}"
         rows.append((f"FLOPs, {label}", text))
     values = {
         "device": {"name": device.name, "memory_bytes": device.memory_bytes, "peak_flops": device.peak("bfloat16")},

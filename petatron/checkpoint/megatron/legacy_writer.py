@@ -136,7 +136,9 @@ def _layout_problems(model: ModelConfig, moe: MoEConfig | None, tp: int, pp: int
         ]
     elif ep > 1:
         shared.append(("--expert-model-parallel-size", ep, "a model without experts:", 1))
-    return [
+    latent = "has weights that the Megatron writer has no names for"
+    fix = "Such a model is saved in Petatron's own names."
+    return [Problem("--multi-latent-attention", "", latent, fix)] * model.multi_latent_attention + [
         Problem(flag, str(size), f"does not divide {of} {whole}", "Use 1, or a divisor.")
         for flag, size, of, whole in shared
         if size < 1 or not whole or whole % size

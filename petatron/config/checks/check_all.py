@@ -28,8 +28,7 @@ from petatron.config.value_origins import Setting
 
 # Path of a field -> the feature that any value but its default requires.
 UNSUPPORTED_FIELDS: Mapping[str, str] = {
-    "latent.multi_latent_attention": "multi-latent attention",
-    "latent.mtp_num_layers": "multi-token prediction",
+    "model.mtp_num_layers": "multi-token prediction",
 }
 
 

@@ -11,12 +11,19 @@ from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
 
 ROTARY_TYPES = ("rope", "yarn")
+LATENT_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_LATENT = "--multi-latent-attention"
 REQUIRED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
 def check_model(config: RawRunConfig) -> Iterator[Problem]:
     yield from _sizes(config.model)
-    yield from _heads(config)
+    yield from _heads(config.model)
+    if config.model.multi_latent_attention:
+        yield from _latent_attention(config.model)
+        if config.log.sample_prompts is not None:
+            rule = f"continues text, which a model with {_LATENT} cannot do in this version"
+            yield Problem("--sample-prompts", config.log.sample_prompts, rule, "Leave it out.")
     yield from _positions(config.model)
     yield from _numbers(config.model)
 
@@ -36,8 +43,7 @@ def _sizes(model: RawModelConfig) -> Iterator[Problem]:
         yield from at_least(name, getattr(model, name), 1)
 
 
-def _heads(config: RawRunConfig) -> Iterator[Problem]:
-    model = config.model
+def _heads(model: RawModelConfig) -> Iterator[Problem]:
     heads, groups = model.num_attention_heads, model.num_query_groups
     if heads > 0 and model.hidden_size > 0 and model.kv_channels is None:
         rule = f"is not a multiple of --num-attention-heads {heads}, and --kv-channels is not set"
@@ -50,9 +56,25 @@ def _heads(config: RawRunConfig) -> Iterator[Problem]:
         elif groups != heads and not model.group_query_attention:
             rule = "shares key/value heads, but --group-query-attention is turned off"
             yield Problem("--num-query-groups", str(groups), rule, f"Leave one out, or use {heads}.")
-    if config.latent.multi_latent_attention and model.group_query_attention:
-        rule = "cannot be combined with --multi-latent-attention, which has no key/value heads to share"
+
+
+def _latent_attention(model: RawModelConfig) -> Iterator[Problem]:
+    """Rules of `--multi-latent-attention`: its sizes, and what of other attention it has not."""
+    for name in LATENT_WIDTHS:
+        yield from at_least(name, getattr(model, name), 1)
+    positions, rotary = model.position_embedding_type, model.qk_pos_emb_head_dim
+    if positions not in ROTARY_TYPES:
+        rule = f"rotates a part of each head, but --position-embedding-type is {positions}"
+        yield Problem(_LATENT, "", rule, "Use --position-embedding-type rope, or yarn.")
+    if rotary > 0 and rotary % 2:
+        rule = "is odd, and rotary embedding rotates pairs"
+        yield Problem("--qk-pos-emb-head-dim", str(rotary), rule, f"Nearest: {multiples_near(rotary, 2)}.")
+    if model.group_query_attention:
+        rule = f"cannot be combined with {_LATENT}, which has no key/value heads to share"
         yield Problem("--group-query-attention", "", rule, "Leave one out.")
+    if model.add_qkv_bias:
+        rule = f"cannot be combined with {_LATENT}, whose query, key and value projections have no bias"
+        yield Problem("--add-qkv-bias", "", rule, "Leave one out.")
 
 
 def _positions(model: RawModelConfig) -> Iterator[Problem]:
@@ -78,6 +100,8 @@ def _rotary(model: RawModelConfig) -> Iterator[Problem]:
     percent, width = model.rotary_percent, model.kv_channels
     if not 0 < percent <= 1:
         yield Problem("--rotary-percent", f"{percent:g}", "is not in (0, 1]", "Use 1 to rotate the whole head.")
+    elif model.multi_latent_attention:
+        pass  # it rotates --qk-pos-emb-head-dim, whole
     elif width is not None and width > 0 and (int(width * percent) % 2 or int(width * percent) == 0):
         rule = f"rotates {int(width * percent)} of --kv-channels {width}, which is not an even number above 0"
         yield Problem("--rotary-percent", f"{percent:g}", rule, "Use an even head width, or a fraction that gives one.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.checks.model import LATENT_WIDTHS
 from petatron.config.checks.moe import router_cannot_learn
 from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, flatten_config
 from petatron.config.schema.model import GATED_ACTIVATIONS
@@ -19,7 +20,7 @@ _LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
 _YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
 _ROPE_SCALING = ("rope_scaling_factor", "original_max_position_embeddings")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps", "exp_avg_dtype", "exp_avg_sq_dtype")
-_MTP = ("mtp_num_layers", "mtp_loss_scaling_factor")
+_LATENT_SIZES = "latent attention has head widths of its own"
 _LOAD = (
     "no_load_optim",
     "no_load_rng",
@@ -116,10 +117,8 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, f"the optimizer is {config.optim.optimizer}") for name in muon)
     if config.optim.optimizer != "sgd":
         yield "sgd_momentum", f"the optimizer is {config.optim.optimizer}"
-    if not config.latent.multi_latent_attention:
-        latent = (name for name, info in fields_by_name().items() if info.section == "latent" and name not in _MTP)
-        yield from ((name, "it is for --multi-latent-attention") for name in latent if name != "multi_latent_attention")
-    if config.latent.mtp_num_layers is None:
+    yield from _unused_attention(config)
+    if config.model.mtp_num_layers is None:
         yield "mtp_loss_scaling_factor", "it is for --mtp-num-layers"
     if config.checkpoint.load is None:
         yield from ((name, "there is no --load") for name in _LOAD)
@@ -138,6 +137,13 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     if not config.log.profile:
         names = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
         yield from ((name, "it is for --profile") for name in names)
+
+
+def _unused_attention(config: RawRunConfig) -> Iterator[tuple[str, str]]:
+    if not config.model.multi_latent_attention:
+        yield from ((name, "it is for --multi-latent-attention") for name in LATENT_WIDTHS)
+        return
+    yield from ((name, _LATENT_SIZES) for name in ("kv_channels", "rotary_percent"))
 
 
 def _unused_fp8(config: RawRunConfig) -> Iterator[tuple[str, str]]:

@@ -42,9 +42,12 @@ ALIASES: Mapping[str, str] = {
     "--optimizer-nvme-path": "optimizer_nvme_offload",
     "--dataloader-inter-document-masking": "reset_attention_mask",
     "--layernorm-epsilon": "norm_epsilon",
+    "--mscale": "yarn_mscale",
+    "--mscale-all-dim": "yarn_mscale_all_dim",
     "--muon-use-nesterov": "muon_nesterov",
     "--persistent-save-interval": "save_interval",
     "--rope-theta": "rotary_base",
+    "--rotary-scaling-factor": "rope_scaling_factor",
 }
 
 SHORTHANDS: Mapping[str, Shorthand] = {
@@ -337,7 +340,7 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "moe_token_dispatcher_type": {"flex": "the flex token dispatcher"},
     "moe_router_load_balancing_type": {"quantile_balancing": "quantile balancing"},
     "fp8_recipe": {"mxfp8": "the mxfp8 recipe", "custom": "custom FP8 recipes"},
-    "recompute_modules": {"mla_up_proj": "multi-latent attention"},
+    "recompute_modules": {"mla_up_proj": "recompute of the up-projections of latent attention alone"},
     "dataloader_type": {"external": "external data loaders"},
     "tokenizer_type": {
         "BertWordPieceLowerCase": _BERT,
@@ -353,4 +356,6 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
 }
 
 # A key of a YAML file that is easily mistaken for a section -> the section's name.
+FORMER_SECTIONS: Mapping[str, str] = {"latent": "model"}
+"""Sections that files of earlier versions have, and the one that has their fields now."""
 SECTION_ALIASES: Mapping[str, str] = {"optimizer": "optim"}

@@ -86,9 +86,25 @@ class RawModelConfig:
     add_qkv_bias: bool = False
     """Bias on the query/key/value projection even when the others have none (Qwen2)."""
     qk_layernorm: bool = False
-    """Normalise each query and key head (Qwen3)."""
+    """Normalise each query and key head (Qwen3); with `--multi-latent-attention` the latents (DeepSeek)."""
     window_size: SequenceLength | None = None
     """Sliding-window attention: how many tokens, itself included, a token sees. Unset means all."""
+    multi_latent_attention: bool = False
+    """Multi-head latent attention (DeepSeek): keys and values come from one narrow latent vector per token."""
+    q_lora_rank: Width | None = None
+    """Latent attention: width of the latent that queries come from; unset means that they come from the hidden state."""
+    kv_lora_rank: Width = 32
+    """Latent attention: width of the latent that keys and values come from."""
+    qk_head_dim: Width = 128
+    """Latent attention: width of the part of a query or key head without position."""
+    qk_pos_emb_head_dim: Width = 64
+    """Latent attention: width of the rotary part of a query or key head; all heads share that of the keys."""
+    v_head_dim: Width = 128
+    """Latent attention: width of a value head."""
+    mtp_num_layers: LayerCount | None = None
+    """Extra layers that predict further tokens ahead; unset means none."""
+    mtp_loss_scaling_factor: Factor = 0.1
+    """Weight of their loss."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output head weights of its own; by default it shares the token embedding."""
     hidden_dropout: Fraction = 0.1
@@ -174,25 +190,3 @@ class MoEConfig:
     """Compute the shared expert while the all-to-all of tokens is in flight, forward and backward; off: after it."""
     moe_latent_size: Width | None = None
     """Width that tokens are projected to before the routed experts and back from after them; unset means the hidden size."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttentionConfig:
-    """Multi-latent attention and multi-token prediction (DeepSeek)."""
-
-    multi_latent_attention: bool = False
-    """Compress keys and values into a latent vector."""
-    q_lora_rank: Width | None = None
-    """Rank of the query compression; unset means none."""
-    kv_lora_rank: Width = 32
-    """Rank of the key/value compression."""
-    qk_head_dim: Width = 128
-    """Width of the part of a query/key head without position."""
-    qk_pos_emb_head_dim: Width = 64
-    """Width of the rotated part of a query/key head."""
-    v_head_dim: Width = 128
-    """Width of a value head."""
-    mtp_num_layers: LayerCount | None = None
-    """Extra layers that predict further tokens ahead; unset means none."""
-    mtp_loss_scaling_factor: Factor = 0.1
-    """Weight of their loss."""

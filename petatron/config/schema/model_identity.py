@@ -46,6 +46,11 @@ REDUNDANT_FIELDS = frozenset({"group_query_attention"})
 _ROTARY_FIELDS = frozenset({"rotary_base", "rotary_percent", "use_rope_scaling"})
 _LLAMA3_FIELDS = frozenset({"rope_low_freq_factor", "rope_high_freq_factor"})
 _YARN_FIELDS = frozenset({"yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim"})
+_LATENT_FIELDS = frozenset(
+    {"multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
+)
+_LATENT_SIZES = _LATENT_FIELDS - {"multi_latent_attention"}
+_PREDICTION_FIELDS = frozenset({"mtp_num_layers", "mtp_loss_scaling_factor"})
 _SCALING_FIELDS = frozenset({"rope_scaling_factor", "original_max_position_embeddings"})
 
 
@@ -61,13 +66,16 @@ def is_identity_field(name: str) -> bool:
 def model_identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
     """Returns the settings that define the function of a model's weights, as stored in a checkpoint.
 
-    A dense model has no expert settings, and a decoder no type, so that checkpoints from before there were others still match.
+    A dense model has no expert settings, a decoder no type, and a model without latent attention or multi-token prediction none of
+    theirs, so that checkpoints from before there were others still match.
     """
     experts = asdict(moe) if moe is not None and moe.num_experts is not None else {}
     identity = {name: value for name, value in (asdict(model) | experts).items() if is_identity_field(name)}
     if identity["model_type"] == "decoder":
         del identity["model_type"]
-    return identity
+    lacking = frozenset() if model.multi_latent_attention else _LATENT_FIELDS
+    lacking |= frozenset() if model.mtp_num_layers is not None else _PREDICTION_FIELDS
+    return {name: value for name, value in identity.items() if name not in lacking}
 
 
 def identity_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
@@ -80,6 +88,7 @@ def identity_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
     ['num_layers']
     """
     ignored = REDUNDANT_FIELDS | _unused_fields(ours)
+    theirs, ours = ({"multi_latent_attention": False, **settings} for settings in (theirs, ours))
     return [
         name
         for name in sorted(theirs.keys() & ours.keys())
@@ -99,6 +108,7 @@ def _unused_fields(settings: Mapping[str, Any]) -> frozenset[str]:
     unused: frozenset[str] = frozenset()
     if settings.get("model_type", "decoder") != "decoder":
         return unused
+    unused |= {"rotary_percent", "kv_channels"} if settings.get("multi_latent_attention") else _LATENT_SIZES
     positions = settings.get("position_embedding_type")
     if positions not in (None, "rope", "yarn"):
         unused |= _ROTARY_FIELDS

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from petatron.config.schema.model import LatentAttentionConfig, ModelConfig, MoEConfig, RawModelConfig
+from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.parallel import MemoryConfig, ParallelConfig, PrecisionConfig, RawParallelConfig
 from petatron.config.schema.training import (
     CheckpointConfig,
@@ -41,7 +41,6 @@ class RawRunConfig:
 
     model: RawModelConfig = field(default_factory=RawModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
-    latent: LatentAttentionConfig = field(default_factory=LatentAttentionConfig)
     parallel: RawParallelConfig = field(default_factory=RawParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)

@@ -2,7 +2,7 @@
 
 Causally, a token attends to itself and the tokens before it, at most `window` of them, and none before the start of its document.
 
-    neither window nor documents       cuDNN on Hopper, else PyTorch's choice
+    neither window nor documents       cuDNN on Hopper, else PyTorch's choice; FlashAttention where values are narrower than keys
     documents                          cuDNN on Hopper for long ones (`documents.py`), else FlashAttention on NVIDIA GPUs
     windows, with or without them      FlashAttention on NVIDIA GPUs
     everything else                    the sequence is cut into rectangles (`mask.py`), so that masked-out parts cost neither
@@ -108,7 +108,8 @@ def _kernel_of_ours(q_BHSE: Tensor, v_BKSE: Tensor) -> ModuleType | None:
     """Returns the module that calls the kernel instead of PyTorch's `scaled_dot_product_attention`, where that is faster."""
     if q_BHSE.shape[2] >= cudnn.MIN_SEQUENCE_LENGTH and cudnn.unsupported_tensors_reason(q_BHSE, v_BKSE) is None:
         return cudnn
-    return flash if flash.widens(q_BHSE) and flash.supports(q_BHSE, v_BKSE) else None
+    ours = flash.widens(q_BHSE) or q_BHSE.shape[-1] != v_BKSE.shape[-1]
+    return flash if ours and flash.supports(q_BHSE, v_BKSE) else None
 
 
 class _KernelAttention(torch.autograd.Function):

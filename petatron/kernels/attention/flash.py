@@ -3,11 +3,15 @@
 `supports` says whether the device has one for these tensors; where it has none, tiles are used. All take [B, H, S, E], with kv
 heads not repeated, and a log-sum-exp of [B, H, S] in at least float32. The backward kernels use the output and the log-sum-exp
 they are given, so with those over the keys of all blocks the gradients of one block are right.
+
+The kernels take heads of one width. Values narrower than keys (latent attention) are padded with zeros, and the zeros of the output
+dropped; what is saved for backward is not padded.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.attention.documents import Documents
@@ -19,14 +23,14 @@ _aten = torch.ops.aten
 
 def supports(q_BHSE: Tensor, v_BKSE: Tensor) -> bool:
     """Whether there is a kernel for full and causal blocks of such tensors."""
-    if q_BHSE.shape[-1] != v_BKSE.shape[-1]:
+    if q_BHSE.shape[-1] < v_BKSE.shape[-1]:
         return False
     return q_BHSE.device.type == "cpu" or _supported_on_cuda(q_BHSE)
 
 
 def supports_varlen(q: Tensor, v: Tensor) -> bool:
     """Whether there is a kernel for windows and documents."""
-    return q.shape[-1] == v.shape[-1] and _supported_on_cuda(q)
+    return q.shape[-1] >= v.shape[-1] and _supported_on_cuda(q)
 
 
 def unsupported_reason(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
@@ -46,27 +50,41 @@ def _supported_on_cuda(q: Tensor) -> bool:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Returns output and log-sum-exp; a causal block is square. The output is float32 where the CPU widens GEMMs."""
+    width, v = v.shape[-1], _padded(v, q.shape[-1])
     if q.device.type == "cpu":
         q, k, v = _widened(q, k, v)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        return out, lse
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
-    return out, lse
+    else:
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+    return _unpadded(out, width), lse
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v, in float32 where the CPU widens GEMMs; `out` and `lse` are those over all keys."""
-    lse = lse.contiguous()
+    lse, width = lse.contiguous(), v.shape[-1]
+    grad, v, out = (_padded(x, q.shape[-1]) for x in (grad, v, out))
     if q.device.type == "cpu":
         grad, q, k, v, out = _widened(grad, q, k, v, out)
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+        return dq, dk, dv[..., :width]
     # The RNG state is not read without dropout; the lengths of packed sequences are None for a dense batch.
     unread = torch.zeros((), dtype=torch.int64, device=q.device)
-    return _aten._scaled_dot_product_flash_attention_backward(
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unread, unread
     )
+    return dq, dk, dv[..., :width]
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Appends zeros to heads; whatever is as wide is returned as it is."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _unpadded(x: Tensor, width: int) -> Tensor:
+    """Drops what was appended; the result is dense, in the memory order of `x`."""
+    return x if x.shape[-1] == width else x[..., :width].clone()
 
 
 def widens(q: Tensor) -> bool:
@@ -111,7 +129,7 @@ def varlen_attention(
 ) -> Tensor:
     """Causal attention with windows and documents in one differentiable call."""
     length, batch = q_SBHE.shape[:2]
-    q, k, v = (x.transpose(0, 1).contiguous() for x in (q_SBHE, k_SBKE, v_SBKE))
+    q, k, v = (x.transpose(0, 1).contiguous() for x in (q_SBHE, k_SBKE, _padded(v_SBKE, q_SBHE.shape[-1])))
     left = -1 if window is None else window - 1
     if documents is None:
         out = _flash_forward(q, k, v, None, length, dropout, left)
@@ -120,7 +138,7 @@ def varlen_attention(
         out = _flash_forward(q, k, v, documents.cu_seqlens, documents.max_seqlen, dropout, left).unflatten(
             0, (batch, length)
         )
-    return out.transpose(0, 1)
+    return out[..., : v_SBKE.shape[-1]].transpose(0, 1)
 
 
 def _flash_forward(

@@ -55,11 +55,13 @@ class BranchSpec(ABC):
     """One residual branch. Subclasses are frozen dataclasses of resolved numbers.
 
     name: of the module in its layer, and so of its tensors: `layers.3.attention.q.weight`.
+    title: what messages call it; None: its name.
     hidden_size: the width of the residual stream.
     region: the name of the whole branch in `--recompute-modules`; `inner_regions` are parts of it.
     """
 
     name: ClassVar[str]
+    title: ClassVar[str | None] = None
     region: ClassVar[str]
     inner_regions: ClassVar[tuple[str, ...]] = ()
     hidden_size: int

@@ -219,6 +219,10 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
     ]
     if model.model_type != "decoder":
         problems.append(unsupported_setting("model_type", model.model_type, family, "only decoder"))
+    if model.multi_latent_attention:
+        problems.append(
+            unsupported_setting("multi_latent_attention", "", family, "only heads with keys and values of their own")
+        )
     if "rotary_percent" in family.fixed and model.position_embedding_type not in ("rope", "yarn"):
         problems.append(
             unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")

@@ -29,7 +29,6 @@ def next_commands(
     """
     folder, found = run.checkpoint.save, []
     if saved and folder is not None:
-        exported = str(Path(folder).with_name(f"{Path(folder).name}-huggingface"))
         found += [
             (
                 _resume_command(run, folder, log_dir, train_iters if complete else None),
@@ -37,11 +36,11 @@ def next_commands(
             ),
             *_generation_commands(run, folder),
             (f"checkpoint verify {shlex.quote(folder)}", "check every byte of the checkpoint"),
-            (
-                f"checkpoint convert {shlex.quote(folder)} {shlex.quote(exported)} --to huggingface",
-                "export the model for transformers and others",
-            ),
         ]
+    if saved and folder is not None and not run.model.multi_latent_attention:
+        exported = str(Path(folder).with_name(f"{Path(folder).name}-huggingface"))
+        words = f"checkpoint convert {shlex.quote(folder)} {shlex.quote(exported)} --to huggingface"
+        found.append((words, "export the model for transformers and others"))
     found += [
         (f"plot {shlex.quote(str(log_dir))}", "draw its curves"),
         (f"report {shlex.quote(str(log_dir))}", "one HTML file to send to a colleague"),
@@ -50,9 +49,9 @@ def next_commands(
 
 
 def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
-    """Only a model that knows text can be asked for some."""
+    """Only a model that knows text, and whose layers can generate, can be asked for some."""
     kind = run.tokenizer.tokenizer_type
-    if run.model.model_type != "decoder" or kind is None or kind == "NullTokenizer":
+    if run.model.model_type != "decoder" or run.model.multi_latent_attention or kind is None or kind == "NullTokenizer":
         return []
     return [
         (f"generate {shlex.quote(folder)} --prompt 'Once upon a time'", "continue a text with the model"),

@@ -58,7 +58,6 @@ _EFFECTS: Mapping[str, str] = {
     "optim": _TAKES_EFFECT_NOW,
     "schedule": _TAKES_EFFECT_NOW,
     "memory": _TAKES_EFFECT_NOW,
-    "latent": _TAKES_EFFECT_NOW,
     "train": _TAKES_EFFECT_NOW,
 }
 _IGNORED_SETTINGS = (

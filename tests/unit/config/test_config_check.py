@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -27,8 +28,45 @@ def test_the_base_is_valid():
     assert problems_of("") == []
 
 
+def test_latent_attention_has_head_widths_of_its_own():
+    assert problems_of(f"{LATENT} --num-attention-heads 6 --num-query-groups 6") == []
+    config = load_config([*BASE, *LATENT.split(), "--qk-head-dim", "24", "--qk-pos-emb-head-dim", "12"]).config
+    assert config.model.kv_channels == 36
+
+
+def test_latent_attention_cannot_continue_prompts(tmp_path: Path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("hello")
+    flags = f"--sample-prompts {file} --sample-interval 2 --tokenizer-type ByteTokenizer"
+    assert problems_of(flags) == []
+    rule = f"--sample-prompts {file} continues text, which a model with --multi-latent-attention cannot do in this version. Leave it out."
+    assert problems_of(f"{LATENT} {flags}") == [rule]
+
+
+LATENT = "--multi-latent-attention --num-query-groups 8 --no-group-query-attention"
 # Flags beside the valid base, and the whole message that must come out, alone.
 ONE_PROBLEM = [
+    (f"{LATENT} --kv-lora-rank 0", "--kv-lora-rank 0 is below 1. Use 1 or more."),
+    (f"{LATENT} --q-lora-rank -2", "--q-lora-rank -2 is below 1. Use 1 or more."),
+    (
+        f"{LATENT} --qk-pos-emb-head-dim 7",
+        "--qk-pos-emb-head-dim 7 is odd, and rotary embedding rotates pairs. Nearest: 6 or 8.",
+    ),
+    (
+        f"{LATENT} --position-embedding-type none",
+        "--multi-latent-attention rotates a part of each head, but --position-embedding-type is none. "
+        "Use --position-embedding-type rope, or yarn.",
+    ),
+    (
+        "--multi-latent-attention",
+        "--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. "
+        "Leave one out.",
+    ),
+    (
+        f"{LATENT} --add-qkv-bias",
+        "--add-qkv-bias cannot be combined with --multi-latent-attention, whose query, key and value projections have no bias. "
+        "Leave one out.",
+    ),
     (
         "--num-layers 0",
         "--num-layers is not set. Give a positive number, or start from a preset such as --preset llama3-8b.",

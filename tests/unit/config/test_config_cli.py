@@ -219,7 +219,7 @@ def test_help_and_reference_document_every_field():
 
 def test_presets_that_cannot_run_say_what_is_absent(capsys: pytest.CaptureFixture[str]):
     code, out, _ = run(capsys, "config", "presets")
-    absent = "cannot run in this version, which has no multi-latent attention and multi-token prediction"
+    absent = "cannot run in this version, which has no multi-token prediction"
     assert code == 0
     assert [line.split()[0] for line in out.splitlines() if "cannot run" in line] == ["deepseek-v3"]
     assert absent in out
@@ -229,8 +229,8 @@ def test_a_preset_that_cannot_run_is_one_problem_of_the_preset(capsys: pytest.Ca
     code, _, err = run(capsys, "train", "deepseek-v3", "--mock-data", "--lr", "1e-3", "--train-iters", "2")
     assert code == 2
     assert err == (
-        "1 problem in this configuration:\n  --preset deepseek-v3 needs multi-latent attention and multi-token prediction, "
+        "1 problem in this configuration:\n  --preset deepseek-v3 needs multi-token prediction, "
         "which this version does not have. Use another preset (`petatron config presets` says which can run), or override "
         "what it needs.\n"
     )
-    assert "--multi-latent-attention needs" in run(capsys, "train", "tiny-llama", "--multi-latent-attention")[2]
+    assert "--mtp-num-layers 1 needs" in run(capsys, "train", "tiny-llama", "--mtp-num-layers", "1")[2]

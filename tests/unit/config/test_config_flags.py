@@ -105,7 +105,7 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--cuda-graph-impl none 3", "'3' is not a flag and follows no flag that takes it. Flags start with two dashes."),
         ("--moe-extended-tp", "--moe-extended-tp is an old name. Use --expert-tensor-parallel-size."),
         ("--cp-comm-type allgather", "--cp-comm-type allgather is not one of p2p, all_gather, a2a or a2a+p2p. Did you mean all_gather?"),
-        ("--recompute-modules core_attn mla_up_proj", "--recompute-modules mla_up_proj needs multi-latent attention, which is not in this version. Use core_attn, attention, layernorm, mlp, moe, moe_act or shared_experts."),
+        ("--recompute-modules core_attn mla_up_proj", "--recompute-modules mla_up_proj needs recompute of the up-projections of latent attention alone, which is not in this version. Use core_attn, attention, layernorm, mlp, moe, moe_act or shared_experts."),
         ("--recompute-modules mpl", "--recompute-modules mpl is not one of core_attn, attention, layernorm, mlp, moe, moe_act or shared_experts. Did you mean mlp?"),
         ("--recompute-modules zzz", "--recompute-modules zzz is not one of core_attn, attention, layernorm, mlp, moe, moe_act or shared_experts. It is: With selective recompute: which modules."),
         ("--recompute-modules layer_norm", "--recompute-modules layer_norm is not one of core_attn, attention, layernorm, mlp, moe, moe_act or shared_experts. Did you mean layernorm?"),

@@ -18,7 +18,7 @@ BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100"
 LATER = "which is not in this version."
 # Rules about flags that are not themselves refused still speak, beside the refusals of others.
 WITH_REFUSALS = [
-    ("--multi-latent-attention", "--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. Leave one out."),
+    ("--mtp-num-layers 1 --multi-latent-attention", "--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. Leave one out."),
 ]  # fmt: skip
 
 

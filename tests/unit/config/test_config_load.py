@@ -99,6 +99,13 @@ def test_a_hint_is_not_buried_in_what_follows_from_the_mistake(tmp_path: Path):
     assert (loaded.config.optim.lr, loaded.config.optim.optimizer) == (2, "sgd")
 
 
+def test_a_section_of_earlier_versions_is_read(tmp_path: Path):
+    old = write(
+        tmp_path, "latent:\n  multi_latent_attention: false\n  kv_lora_rank: 48\n  mtp_loss_scaling_factor: 0.1\n"
+    )
+    assert load_config(MOCK, preset="tiny-llama", files=[old]).config.model.kv_lora_rank == 48
+
+
 def test_unreadable_files_are_one_problem_each(tmp_path: Path):
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
@@ -268,6 +275,22 @@ def test_settings_without_effect_are_said_aloud():
         "--no-moe-grouped-gemm has no effect: the model has no experts",
         "--split has no effect: there is no --data-path to split",
     }
+
+
+def test_head_widths_that_latent_attention_does_not_use_are_said_aloud():
+    latent = (
+        "--multi-latent-attention --num-query-groups 8 --no-group-query-attention --kv-channels 32 --rotary-percent 0.5"
+    )
+    assert set(load_config([*MOCK, *latent.split()], preset="tiny-llama").notices) == {
+        "--kv-channels has no effect: latent attention has head widths of its own",
+        "--rotary-percent has no effect: latent attention has head widths of its own",
+    }
+
+
+def test_megatron_s_names_of_yarn_settings():
+    flags = "--position-embedding-type yarn --rotary-scaling-factor 40 --mscale 0.7 --mscale-all-dim 0.9"
+    model = load_config([*MOCK, *flags.split()], preset="tiny-llama").config.model
+    assert (model.rope_scaling_factor, model.yarn_mscale, model.yarn_mscale_all_dim) == (40, 0.7, 0.9)
 
 
 def test_details_without_their_switch_are_said_aloud():

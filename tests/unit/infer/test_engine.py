@@ -202,3 +202,12 @@ def test_layers_without_a_generation_state_are_refused():
 
     with pytest.raises(DataError, match="This model does not continue text: its gla layers have no state"):
         Engine(model_in("--model-type hybrid"))
+
+
+def test_latent_attention_cannot_generate():
+    with pytest.raises(DataError, match="does not continue text: its multi-head latent attention layers have no state"):
+        Engine(
+            model_in(
+                "--multi-latent-attention --num-query-groups 4 --no-group-query-attention --position-embedding-type rope"
+            )
+        )

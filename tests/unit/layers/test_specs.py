@@ -29,6 +29,8 @@ MODELS = {
     "tied": "--no-untie-embeddings-and-output-weights",
     "experts": "--num-experts 4 --moe-layer-freq [0,1] --moe-ffn-hidden-size 24",
     "latent": "--num-experts 4 --moe-latent-size 16 --moe-shared-expert-intermediate-size 24 --swiglu",
+    "latent attention": "--multi-latent-attention --num-query-groups 4 --q-lora-rank 12 --qk-layernorm --position-embedding-type rope",
+    "hidden queries": "--multi-latent-attention --num-query-groups 4 --position-embedding-type yarn",
     "gated shared": "--num-experts 4 --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --swiglu",
 }
 

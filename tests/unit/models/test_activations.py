@@ -48,6 +48,7 @@ LLAMA = (
     f"{BASE} --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     "--untie-embeddings-and-output-weights --hidden-dropout 0 "
 )
+MLA = "--multi-latent-attention --kv-lora-rank 20 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
 MODELS = {
     "gpt": f"{BASE} --hidden-dropout 0",
     "gpt-dropout": BASE,
@@ -57,6 +58,8 @@ MODELS = {
     "no-positions": f"{LLAMA} --position-embedding-type none --qk-layernorm --activation quick_gelu",
     "gpt-qk-norm": f"{BASE} --qk-layernorm --activation squared_relu",
     "relu": f"{BASE} --activation relu",
+    "mla": f"{LLAMA} {MLA} --q-lora-rank 12 --qk-layernorm",
+    "mla-hidden-queries": f"{LLAMA} {MLA} --micro-batch-size 1",
 }
 RECOMPUTE = {
     "nothing": MemoryConfig(),
@@ -301,6 +304,14 @@ def _measure_on_rank(flags: str, names: list[str]) -> dict[str, tuple[int, int]]
 @pytest.mark.parametrize("kind", ["gpt-dropout", "qwen3"])
 def test_split_over_tensor_parallel_ranks(ranks: RankPool, kind: str, sequence: str):
     flags = f"{MODELS[kind]} --num-query-groups 2 --vocab-size 128 --tp 2 {sequence}"
+    for found in ranks.run(_measure_on_rank, 2, flags, list(RECOMPUTE)):
+        _compare(found, without_effect="layernorm")
+
+
+@pytest.mark.parametrize("queries", ["--q-lora-rank 12 --qk-layernorm", ""], ids=["latent", "hidden"])
+@pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
+def test_latent_attention_over_tensor_parallel_ranks(ranks: RankPool, queries: str, sequence: str):
+    flags = f"{LLAMA} {MLA} {queries} --vocab-size 128 --tp 2 {sequence}"
     for found in ranks.run(_measure_on_rank, 2, flags, list(RECOMPUTE)):
         _compare(found, without_effect="layernorm")
 

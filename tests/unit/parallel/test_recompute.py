@@ -36,6 +36,7 @@ from tests.unit.models.kept import alive_bytes
 from tests.unit.models.test_activations import (
     BASE,
     LLAMA,
+    MLA,
     RECOMPUTE,
     SELECTIVE,
     batch_of,
@@ -55,6 +56,7 @@ MODELS = {
     "gpt": f"{BASE} --attention-dropout 0.2 --hidden-dropout 0.3",
     "llama": f"{LLAMA} --hidden-dropout 0.3 --num-query-groups 2 --qk-layernorm",
     "window": f"{LLAMA} --window-size 5 --attention-dropout 0.2",
+    "mla": f"{LLAMA} {MLA} --q-lora-rank 12 --qk-layernorm --hidden-dropout 0.3 --attention-dropout 0.2",
     "moe": f"{LLAMA} --hidden-dropout 0.3 {MIXTURE}",
     "moe-gelu": f"{BASE} {MIXTURE} --moe-expert-capacity-factor 0.8",
 }

@@ -80,6 +80,14 @@ def test_commands_name_the_runs_own_paths_and_no_verb_that_does_not_exist() -> N
         "petatron checkpoint verify 'my runs/a'",
         "petatron checkpoint convert 'my runs/a' 'my runs/a-huggingface' --to huggingface",
     ]
+    latent = "--multi-latent-attention --num-query-groups 8 --no-group-query-attention --tokenizer-type ByteTokenizer".split()
+    unwritable = load_config([*RUN, "--train-iters", "40", *latent], preset="tiny-llama").config
+    verbs = known["verbs"] | {"generate", "chat"}
+    left = [
+        command for command, _ in next_commands(unwritable, **{**known, "verbs": verbs}, complete=False, saved=True)
+    ]
+    assert [command.split()[1] for command in left] == ["train", "checkpoint"], "neither generation nor an export"
+    assert "verify" in left[1]
     longer, purpose = next_commands(run, **known, complete=True, saved=True, launcher="slurm")[0]
     assert longer.endswith("--load 'my runs/a' --train-iters 80 --override-opt-param-scheduler")
     assert purpose.endswith("started with slurm as before")

@@ -1,0 +1,224 @@
+"""Multi-head latent attention (DeepSeek-V2, DeepSeek-V3): keys and values of all heads come from one narrow vector per token.
+
+    q latent   c_q  = norm(W_dq x)                       q = [W_uq c_q without position | rope(...)] of each head
+    kv latent  c_kv, k_r = W_dkv x;  norm(c_kv)          k = [W_uk c_kv of each head | rope(k_r) of all heads],   v = W_uv c_kv
+    y = W_o softmax(q k^T scale) v                       scale = t^2 / sqrt(width of a query)
+
+Without a query latent, q = W_q x. With YaRN t is 0.1 mscale_all_dim ln(factor) + 1, else 1. Queries and keys are wider than values.
+
+Tensor parallelism shards what has heads, W_uq, W_uk and W_uv by columns and W_o by rows. The down-projections are small and whole on
+every rank. Under sequence parallelism they see this rank's tokens, and the sequence is all-gathered *after* them: a token travels as
+its latents, q rank + kv rank + rotary width numbers (2,112 in DeepSeek-V3) instead of hidden size (7,168). Gradients of the
+down-projections and of the norms are then partial sums over ranks, as those of every norm are. The rotary key, which heads of all ranks
+use, has a communication slot of its own: its gradient is the sum over all heads.
+
+S sequence, B batch, D hidden, H heads of this rank, E width of a query or key head, V of a value head, R rotary width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from petatron.kernels.rope import apply_rope
+from petatron.layers.attention import CoreAttention
+from petatron.layers.comm_slot import CommSlot, identity
+from petatron.layers.forward_context import ForwardContext, RopeCosSin
+from petatron.layers.linear import Linear
+from petatron.layers.norm import Norm, NormSpec
+from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.rope import RopeSpec
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
+from petatron.sharding.shard_spec import Section, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaSpec(BranchSpec):
+    """Multi-head latent attention.
+
+    q_rank: the width of the query latent; None: queries come from the hidden state.
+    kv_rank: the width of the latent of keys and values.
+    nope_dim, v_dim: the width of the part of a query or key head without position, and of a value head; `rope` has the rotary width.
+    q_norm, kv_norm: the norms of the latents.
+    window: the number of tokens that one attends to, itself included; None: all.
+    std, out_std: of the initial weights of the first GEMMs and of the last one.
+    """
+
+    name = "attention"
+    title = "multi-head latent attention"
+    region = "attention"
+    inner_regions = ("core_attn",)
+
+    hidden_size: int
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    v_dim: int
+    rope: RopeSpec
+    q_norm: NormSpec | None
+    kv_norm: NormSpec | None
+    out_bias: bool
+    window: int | None
+    dropout: float
+    std: float
+    out_std: float
+
+    @property
+    def sequence_sharding(self) -> SequenceSharding:
+        return "zigzag"
+
+    @property
+    def separates_documents(self) -> bool:
+        return True
+
+    @property
+    def qk_dim(self) -> int:
+        """The width of a query or key head."""
+        return self.nope_dim + self.rope.rotary_dim
+
+    @property
+    def query_scale(self) -> float:
+        """The factor on queries besides that of attention itself, 1 / sqrt(width): YaRN's temperature, squared."""
+        if self.rope.scaling != "yarn" or self.rope.scaling_factor <= 1.0:
+            return 1.0
+        return (0.1 * self.rope.mscale_all_dim * math.log(self.rope.scaling_factor) + 1.0) ** 2
+
+    def build(self, layer_index: int) -> MultiLatentAttention:
+        return MultiLatentAttention(self)
+
+    def params(self) -> Mapping[str, ParamSpec]:
+        heads, rotary = self.num_heads, self.rope.rotary_dim
+        q_rows, kv_rows = heads * self.qk_dim, heads * (self.nope_dim + self.v_dim)
+        params: dict[str, ParamSpec] = {}
+        if self.q_rank is not None:
+            down = linear_params(self.hidden_size, self.q_rank, REPLICATED, bias=False, std=self.std)
+            params |= with_prefix("q_down", down) | with_prefix("q_norm", _norm_params(self.q_norm))
+        params |= with_prefix("q_up", self._up_params("q_up", self.q_input_size, q_rows))
+        down = linear_params(self.hidden_size, self.kv_rank + rotary, REPLICATED, bias=False, std=self.std)
+        params |= with_prefix("kv_down", down) | with_prefix("kv_norm", _norm_params(self.kv_norm))
+        params |= with_prefix("kv_up", self._up_params("kv_up", self.kv_rank, kv_rows))
+        out = linear_params(heads * self.v_dim, self.hidden_size, Shard(tp=1), bias=self.out_bias, std=self.out_std)
+        return params | with_prefix("out", out)
+
+    def _up_params(self, name: str, width: int, rows: int) -> dict[str, ParamSpec]:
+        """Returns the weight of an up-projection, whose rows are shared out by whole heads."""
+        by_head = Shard(tp=0, sections=(Section(name, rows, self.num_heads),))
+        return linear_params(width, rows, by_head, bias=False, std=self.std)
+
+    @property
+    def q_input_size(self) -> int:
+        """The width that queries are computed from."""
+        return self.hidden_size if self.q_rank is None else self.q_rank
+
+    def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
+        visible = min(self.window or seq_length, seq_length)
+        pairs = visible * seq_length - visible * visible / 2 if causal else float(seq_length * seq_length)
+        return 6 * self.num_heads * (self.qk_dim + self.v_dim) * pairs
+
+    def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        if self.region in recomputed:
+            return 0
+        rows, heads = shape.gathered_tokens, self.num_heads // shape.tp
+        saved = shape.activation_bytes(rows, heads * 2 * (self.qk_dim + self.v_dim))
+        saved += self._latent_bytes(shape)
+        saved += shape.fp8_input_bytes(self.q_input_size, self.kv_rank, heads * self.v_dim)
+        log_sum_exp = rows * heads * shape.compute_bytes
+        return saved + (0 if "core_attn" in recomputed else log_sum_exp)
+
+    def _latent_bytes(self, shape: ActivationShape) -> int:
+        """Returns the bytes of the latents, which norms save with their statistics; rotary keys are in one tensor with theirs."""
+        saved = shape.activation_bytes(shape.tokens, (self.q_rank or 0) + self.kv_rank + self.rope.rotary_dim)
+        norms = (self.kv_norm, self.q_norm if self.q_rank is not None else None)
+        return saved + sum(norm.statistics_bytes(shape, shape.tokens) for norm in norms if norm is not None)
+
+    def regathered_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        if not shape.sequence_parallel or shape.fp8_recipe is not None or {self.region, FULL}.isdisjoint(recomputed):
+            return 0
+        return shape.activation_bytes(shape.gathered_tokens, self.q_input_size + self.kv_rank)
+
+    def context_parallel_bytes(self, shape: ActivationShape) -> int:
+        width = self.num_heads // shape.tp * (self.qk_dim + self.v_dim)
+        return shape.activation_bytes(shape.gathered_tokens, width)
+
+    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
+        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
+        if region == "core_attn":
+            return self._core_flops(shape)
+        return self.forward_flops(shape) - (0.0 if shape.fp8_recipe is not None else self._out_flops(shape))
+
+    def forward_flops(self, shape: ActivationShape) -> float:
+        heads, rows = self.num_heads // shape.tp, shape.gathered_tokens
+        down = self.hidden_size * ((self.q_rank or 0) + self.kv_rank + self.rope.rotary_dim)
+        up = heads * (self.q_input_size * self.qk_dim + self.kv_rank * (self.nope_dim + self.v_dim))
+        gemms = 2.0 * (shape.tokens * down + rows * up)
+        return self.norm_flops(shape) + gemms + self._core_flops(shape) + self._out_flops(shape)
+
+    def _core_flops(self, shape: ActivationShape) -> float:
+        visible = min(self.window or shape.whole_sequence, shape.whole_sequence)
+        heads = self.num_heads // shape.tp
+        return float(shape.gathered_tokens * heads * (self.qk_dim + self.v_dim) * visible)
+
+    def _out_flops(self, shape: ActivationShape) -> float:
+        return 2.0 * shape.gathered_tokens * (self.num_heads // shape.tp) * self.v_dim * self.hidden_size
+
+
+def _norm_params(norm: NormSpec | None) -> dict[str, ParamSpec]:
+    return {} if norm is None else norm.params()
+
+
+class MultiLatentAttention(BranchModule):
+    """out(core(q, k, v)) with q, k and v from latents; the down-projections are small, and stay out of FP8."""
+
+    fp8_linears = ("q_up", "kv_up", "out")
+
+    def __init__(self, spec: MlaSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        hidden, heads, rotary = spec.hidden_size, spec.num_heads, spec.rope.rotary_dim
+        has_q_latent = spec.q_rank is not None
+        self.q_down = Linear(hidden, (spec.q_rank,), bias=False) if spec.q_rank is not None else None
+        self.q_norm = spec.q_norm.build() if has_q_latent and spec.q_norm is not None else None
+        self.q_up = Linear(spec.q_input_size, (heads * spec.qk_dim,), bias=False)
+        self.kv_down = Linear(hidden, (spec.kv_rank + rotary,), bias=False)
+        self.kv_norm = None if spec.kv_norm is None else spec.kv_norm.build()
+        self.kv_up = Linear(spec.kv_rank, (heads * (spec.nope_dim + spec.v_dim),), bias=False)
+        self.rotary_key_comm: CommSlot = identity
+        self.core = CoreAttention(window=spec.window, dropout=spec.dropout)
+        self.out = Linear(heads * spec.v_dim, (hidden,), bias=spec.out_bias)
+
+    def recompute_regions(self) -> Mapping[str, nn.Module]:
+        return {"core_attn": self.core, "attention": self}
+
+    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+        assert context.generation is None, "the spec says that it cannot generate"
+        cos_sin = context.rope_cos_sin[self.spec.rope]
+        q_SBHE = self._queries(x_SBD, cos_sin)
+        k_SBHE, v_SBHV = self._keys_and_values(x_SBD, cos_sin)
+        return self.out(self.core(q_SBHE, k_SBHE, v_SBHV, context.documents).flatten(-2))
+
+    def _queries(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin) -> Tensor:
+        latent = x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
+        q_SBHE = self.q_up(latent).unflatten(-1, (-1, self.spec.qk_dim))
+        nope, rotary = q_SBHE.split((self.spec.nope_dim, self.spec.rope.rotary_dim), dim=-1)
+        q_SBHE = torch.cat((nope, apply_rope(rotary, *cos_sin)), dim=-1)
+        return q_SBHE if self.spec.query_scale == 1.0 else q_SBHE * self.spec.query_scale
+
+    def _keys_and_values(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        latent, rotary_SBR = self.kv_down(x_SBD).split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
+        kv = self.kv_up(_normed(self.kv_norm, latent)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
+        nope, v_SBHV = kv.split((spec.nope_dim, spec.v_dim), dim=-1)
+        rotary_SB1R = apply_rope(self.rotary_key_comm(rotary_SBR).unsqueeze(2), *cos_sin)
+        k_SBHE = torch.cat((nope, rotary_SB1R.expand(-1, -1, nope.shape[2], -1)), dim=-1)
+        return k_SBHE, v_SBHV.contiguous()  # a view would keep the keys' part of the GEMM's output for backward
+
+
+def _normed(norm: Norm | None, latent: Tensor) -> Tensor | Recomputable:
+    return latent if norm is None else norm.add_and_norm(latent)[1]
