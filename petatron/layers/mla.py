@@ -177,6 +177,7 @@ class MultiLatentAttention(BranchModule):
     """out(core(q, k, v)) with q, k and v from latents; the down-projections are small, and stay out of FP8."""
 
     fp8_linears = ("q_up", "kv_up", "out")
+    sequence_slots = ("rotary_key_comm",)
 
     def __init__(self, spec: MlaSpec) -> None:
         super().__init__()

@@ -39,7 +39,6 @@ from petatron.layers.comm_slot import CommSlot
 from petatron.layers.dropout import Dropout
 from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.linear import Linear
-from petatron.layers.mla import MultiLatentAttention
 from petatron.layers.moe.experts import GroupedLinear
 from petatron.layers.norm import Norm
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
@@ -269,6 +268,8 @@ def apply_tensor_parallel(
         column_linear = replace(column, overlap=AllGatherOverlap(axis, overlap_chunks))
         row_linear = replace(row, overlap=ReduceScatterOverlap(axis, overlap_chunks))
     for name, module in model.named_modules():
+        for slot in getattr(module, "sequence_slots", ()):
+            setattr(module, slot, partial(to_whole_sequence, axis=axis))
         if isinstance(module, Linear):
             tp = params[f"{name}.weight"].shard.tp
             module.linear_op = ReplicatedOp() if tp is None else column_linear if tp == 0 else row_linear
@@ -276,8 +277,6 @@ def apply_tensor_parallel(
             module.output_comm = row.reduce_output
         elif isinstance(module, OutputHead):
             module.linear_op, module.input_comm = column, partial(to_whole_sequence, axis=axis)
-        elif isinstance(module, MultiLatentAttention):
-            module.rotary_key_comm = partial(to_whole_sequence, axis=axis)
         elif isinstance(module, PositionEmbedding) and sequence_parallel:
             module.output_comm = partial(collectives.local_slice, axis=axis)
         elif isinstance(module, Dropout) and not sequence_parallel and axis.size > 1:
