@@ -9,6 +9,9 @@ import numpy as np
 import openai
 import pytest
 
+from petatron.data.prompt.prompt_encoder import PromptEncoder
+from petatron.data.tokenizer import ByteTokenizer
+from petatron.serve.model_card import ModelCard
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 
@@ -274,3 +277,20 @@ def test_tokenizer_routes(server: LiveServer):
         assert http.post("/tokenize", json={}).status_code == 400
         info = http.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|endoftext|>" and info["vocab_size"] == 257 and "assistant" in info["chat_template"]
+
+
+def test_a_model_without_a_chat_template_gets_the_dialogue_of_petatron_chat():
+    engine = FakeEngine()
+    card = ModelCard.of_engine(engine, name="fake", created_s=1)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    encoder = PromptEncoder(ByteTokenizer())
+    body = {"messages": messages, "max_tokens": 6, "temperature": 0, "stop": "Z"}
+    with live_server(engine, card=card) as server, server.client() as http:
+        found = http.post("/v1/chat/completions", json=body).json()
+        ids, params = engine.seen[-1]
+        assert ids == encoder.encode_messages(messages) == list(b"Be brief.\n\nUser: Hi\nAssistant:")
+        assert params.stop_strings == ("Z", *encoder.stop_strings)
+        assert found["choices"][0]["message"]["content"] == engine.greedy(ids, 6)
+        assert http.post("/tokenize", json={"messages": messages}).json()["tokens"] == ids
+        assert http.get("/v1/models").json()["data"][0]["chat_format"] == "plain"
+        assert http.get("/tokenizer_info").json()["chat_template"] is None
