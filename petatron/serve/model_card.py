@@ -72,6 +72,11 @@ class ModelCard:
         )
 
     @property
+    def max_prompt_tokens(self) -> int:
+        """As many as there are positions: of prompt and answer together the last token is never an input."""
+        return self.max_length - 1
+
+    @property
     def chat_prefix_ids(self) -> tuple[int, ...]:
         return () if self.has_chat_template else self.prefix_ids
 

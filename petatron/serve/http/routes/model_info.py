@@ -30,7 +30,7 @@ def _card(model: ModelCard) -> dict[str, Any]:
         "object": "model",
         "created": model.created_s,
         "owned_by": "petatron",
-        "max_model_len": model.max_length,
+        "max_model_len": model.max_prompt_tokens,
         "step": model.step,
         "chat_format": "template" if model.has_chat_template else "plain",
     }
@@ -47,7 +47,7 @@ async def post_tokenize(request: Request) -> JSONResponse:
         ids = await encode_text(body.prompt or "", model)
     if body.add_special_tokens and model.special_tokens.get("bos_token") and model.bos_id is not None:
         ids = [model.bos_id, *ids]
-    answer = {"count": len(ids), "max_model_len": model.max_length, "tokens": ids}
+    answer = {"count": len(ids), "max_model_len": model.max_prompt_tokens, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [model.texts.text_of(token) for token in ids]
     return JSONResponse(answer)
@@ -69,7 +69,7 @@ async def get_tokenizer_info(request: Request) -> JSONResponse:
     answer: dict[str, Any] = {
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": tokenizer.vocab_size,
-        "model_max_length": model.max_length,
+        "model_max_length": model.max_prompt_tokens,
         "eos_token_id": tokenizer.eod,
         "bos_token_id": model.bos_id if "bos_token" in model.special_tokens else None,
         "chat_template": model.chat_template.source if model.has_chat_template else None,
