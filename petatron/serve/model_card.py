@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from petatron.base.errors import DataError
 from petatron.data.prompt.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
-from petatron.data.prompt.prompt_encoder import prefix_ids
+from petatron.data.prompt.prompt_encoder import PLAIN_STOP_STRINGS, PLAIN_TEMPLATE, prefix_ids
 from petatron.data.tokenizer import Tokenizer
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.token_texts import TokenTexts
@@ -17,7 +17,8 @@ from petatron.serve.token_texts import TokenTexts
 class ModelCard:
     """Replaced as a whole when the engine is.
 
-    prefix_ids: that the tokenizer puts before a text, which a chat template writes itself. stop_ids: that end an answer unless a
+    chat_template: the plain dialogue of `petatron chat` where `has_chat_template` is false. prefix_ids: that the tokenizer puts
+    before a text, which a chat template writes itself. stop_ids: that end an answer unless a
     request says otherwise. step: of the training run, where it follows one.
     """
 
@@ -26,7 +27,8 @@ class ModelCard:
     vocab_size: int
     tokenizer: Tokenizer | None
     texts: TokenTexts
-    chat_template: ChatTemplate | None
+    chat_template: ChatTemplate
+    has_chat_template: bool
     stop_ids: tuple[int, ...]
     bos_id: int | None
     step: int | None = None
@@ -59,7 +61,8 @@ class ModelCard:
             vocab_size=engine.vocab_size,
             tokenizer=tokenizer,
             texts=TokenTexts(tokenizer),
-            chat_template=given or own,
+            chat_template=given or own or ChatTemplate(PLAIN_TEMPLATE),
+            has_chat_template=(given or own) is not None,
             stop_ids=tuple(sorted({*stop_ids, *(() if eod is None else (eod,))})),
             bos_id=_id_of(tokenizer, special.get("bos_token"), eod),
             step=step,
@@ -67,6 +70,20 @@ class ModelCard:
             special_tokens=special,
             prefix_ids=() if tokenizer is None else prefix_ids(tokenizer),
         )
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """As many as there are positions: of prompt and answer together the last token is never an input."""
+        return self.max_length - 1
+
+    @property
+    def chat_prefix_ids(self) -> tuple[int, ...]:
+        return () if self.has_chat_template else self.prefix_ids
+
+    @property
+    def chat_stop_strings(self) -> tuple[str, ...]:
+        """What ends an answer to messages besides the stop ids."""
+        return () if self.has_chat_template else PLAIN_STOP_STRINGS
 
     def encode(self, text: str) -> list[int]:
         return self.needed_tokenizer().encode(text)

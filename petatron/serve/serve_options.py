@@ -58,7 +58,9 @@ class ServeOptions:
         problems = list(self.limits.problems())
         if not 0 <= self.port < 1 << 16:
             problems.append(Problem("--port", str(self.port), "is not a port", "Use 0 (any free one) to 65535."))
-        if not self.api_keys and not is_loopback(self.host):
+        if not is_address(self.host):
+            problems.append(Problem("--host", self.host, "is not an address", f"Use one such as {DEFAULT_HOST}."))
+        elif not self.api_keys and not is_loopback(self.host):
             rule = "is reachable from other machines, and no API key is set"
             fix = f"Add --api-key-file FILE or set {API_KEY_VARIABLE}, or listen on {DEFAULT_HOST}."
             problems.append(Problem("--host", self.host, rule, fix))
@@ -72,6 +74,21 @@ class ServeOptions:
 
 def flag_of(name: str) -> str:
     return "--" + name.removesuffix("_s").replace("_", "-")
+
+
+def is_address(host: str) -> bool:
+    """Whether a host can be listened on: numbers alone must be an IP address, and a name may be one.
+
+    >>> [is_address(host) for host in ("300.1.1.1", "127.0.0.1", "::1", "node7", "")]
+    [False, True, True, True, True]
+    """
+    if host.strip("0123456789.") or not host:
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

@@ -155,6 +155,8 @@ def test_off_loopback_a_key_is_required():
     for host in ("0.0.0.0", "::", "192.168.0.4", "node7"):
         with pytest.raises(ConfigError, match="no API key is set"):
             ServeOptions(host=host).check()
+    with pytest.raises(ConfigError, match=r"300\.1\.1\.1 is not an address"):
+        ServeOptions(host="300.1.1.1", api_keys=(KEY,)).check()
     with pytest.raises(ConfigError, match="shorter than 16"):
         ServeOptions(api_keys=("short",)).check()
     with pytest.raises(ConfigError, match="--max-batch"):

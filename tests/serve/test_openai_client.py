@@ -9,6 +9,9 @@ import numpy as np
 import openai
 import pytest
 
+from petatron.data.prompt.prompt_encoder import PromptEncoder
+from petatron.data.tokenizer import ByteTokenizer
+from petatron.serve.model_card import ModelCard
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 
@@ -242,7 +245,10 @@ def test_a_wrong_request_is_an_error_object(server: LiveServer, body: dict, para
     ("body", "said"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0: a part of type image_url is not supported: messages have text alone",
+        ),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "needs logprobs"),
         ({"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, "none or auto"),
         (
@@ -274,3 +280,47 @@ def test_tokenizer_routes(server: LiveServer):
         assert http.post("/tokenize", json={}).status_code == 400
         info = http.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|endoftext|>" and info["vocab_size"] == 257 and "assistant" in info["chat_template"]
+
+
+def test_a_model_without_a_chat_template_gets_the_dialogue_of_petatron_chat():
+    engine = FakeEngine()
+    card = ModelCard.of_engine(engine, name="fake", created_s=1)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    encoder = PromptEncoder(ByteTokenizer())
+    body = {"messages": messages, "max_tokens": 6, "temperature": 0, "stop": "Z"}
+    with live_server(engine, card=card) as server, server.client() as http:
+        found = http.post("/v1/chat/completions", json=body).json()
+        ids, params = engine.seen[-1]
+        assert ids == encoder.encode_messages(messages) == list(b"Be brief.\n\nUser: Hi\nAssistant:")
+        assert params.stop_strings == ("Z", *encoder.stop_strings)
+        assert found["choices"][0]["message"]["content"] == engine.greedy(ids, 6)
+        assert http.post("/tokenize", json={"messages": messages}).json()["tokens"] == ids
+        assert http.get("/v1/models").json()["data"][0]["chat_format"] == "plain"
+        assert http.get("/tokenizer_info").json()["chat_template"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": 5}, "prompt: Input should be a valid string or a valid list"),
+        ({"prompt": "a", "stop": ""}, "stop: String should have at least 1 character"),
+        ({"prompt": "a", "stop": ["b", 1]}, "stop.1: Input should be a valid string"),
+        (
+            {"prompt": "a", "n": 0, "top_p": 2},
+            "n: Input should be greater than or equal to 1; top_p: Input should be less",
+        ),
+    ],
+)
+def test_a_wrong_field_is_named_as_it_was_written(server: LiveServer, body: dict, said: str):
+    with server.client() as http:
+        error = http.post("/v1/completions", json=body).json()["error"]
+    assert error["message"].startswith(said) and error["param"] == said.split(":")[0].split(".")[0]
+
+
+def test_the_longest_prompt_is_what_the_model_card_says(server: LiveServer):
+    with server.client() as http:
+        most = http.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert http.post("/tokenize", json={"prompt": "a"}).json()["max_model_len"] == most
+        assert http.post("/v1/completions", json={"prompt": [65] * most, "max_tokens": 1}).status_code == 200
+        refused = http.post("/v1/completions", json={"prompt": [65] * (most + 1), "max_tokens": 1})
+    assert refused.status_code == 400 and f"takes {most}." in refused.json()["error"]["message"]

@@ -148,10 +148,10 @@ def test_a_prompt_is_typed_streamed_stopped_and_hovered(live: LiveServer, open_p
     engine: GatedEngine = live.engine
     engine.allowed = 8
     with open_page(live.url) as page:
-        _wait(page, "#model", "fake · 200 tokens of context")
+        _wait(page, "#model", "fake · 199 tokens of context")
         _set(page, temperature=0, max_tokens=120)
         page.locator("#prompt").press_sequentially("Once upon")
-        _wait(page, "#prompt-count", "9 of 200 tokens")
+        _wait(page, "#prompt-count", "9 of 199 tokens")
         page.keyboard.press("Control+Enter")
         tokens = _tokens(page, 8)
         _wait(page, "#state", "generating")

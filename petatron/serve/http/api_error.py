@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from petatron.base.errors import ConfigError, PetatronError
 from petatron.serve.generation import NotServingError, QueueFullError
 
 RETRY_AFTER_S = 1
+_ALTERNATIVE = re.compile(r"\[|^(str|int|float|bool|constrained-\w+)$")
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -68,12 +72,25 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def _validation_error(error: ValidationError) -> ApiError:
-    """Names every wrong field; a union's alternatives are told as one."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    texts = dict.fromkeys(f"{_path(one['loc'])}: {one['msg'].removeprefix('Value error, ')}" for one in found[:8])
-    first = next((str(part) for part in found[0]["loc"] if isinstance(part, str)), None)
-    return ApiError(400, "; ".join(texts), param=first, code="invalid_value")
+    """Names every wrong field of the body, with one reason."""
+    fields: dict[str, list[ErrorDetails]] = {}
+    for one in error.errors(include_url=False, include_context=False, include_input=False):
+        fields.setdefault(str(one["loc"][0]) if one["loc"] else "", []).append(one)
+    text = "; ".join(_reason(found) for found in list(fields.values())[:8])
+    return ApiError(400, text, param=next(iter(fields)) or None, code="invalid_value")
+
+
+def _reason(found: Sequence[ErrorDetails]) -> str:
+    """Of a union's alternatives, the one whose type the value has tells most; then the one that came furthest."""
+    typed = [one for one in found if not one["type"].endswith("_type")] or found
+    paths = [_path(one["loc"]) for one in typed]
+    path = max(paths, key=lambda one: one.count("."))
+    reasons = dict.fromkeys(one["msg"].removeprefix("Value error, ") for one, own in zip(typed, paths) if own == path)
+    first, *others = reasons
+    alternatives = [one.removeprefix("Input should be ") for one in others if one.startswith("Input should be ")]
+    return f"{path}: {' or '.join([first, *alternatives])}"
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    return ".".join(str(part)[:40] for part in location if "[" not in str(part)) or "body"
+    """Returns a field as the client wrote it: pydantic also names the alternatives of a union, such as constrained-str."""
+    return ".".join(str(part)[:40] for part in location if not _ALTERNATIVE.search(str(part))) or "body"

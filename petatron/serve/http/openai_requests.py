@@ -99,6 +99,13 @@ class TextPart(BaseModel):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        if isinstance(given, dict) and isinstance(kind := given.get("type"), str) and kind != "text":
+            raise ValueError(f"a part of type {kind[:40]} is not supported: messages have text alone")
+        return given
+
 
 class ChatMessage(BaseModel):
     """Further fields (tool_calls, name, reasoning_content) reach the template as they are."""

@@ -62,8 +62,7 @@ def check_prompt(ids: Sequence[int], model: ModelCard, limits: ServeLimits, *, p
         raise ApiError(
             400, "The prompt is empty, and there is nothing to continue. Send at least one token.", param=param
         )
-    # Positions: of prompt and answer the last token is never an input.
-    most = min(model.max_length - 1, limits.max_prompt_tokens or model.max_length)
+    most = min(model.max_prompt_tokens, limits.max_prompt_tokens or model.max_prompt_tokens)
     if len(ids) > most:
         text = f"The prompt has {len(ids)} tokens, and this server takes {most}. Shorten the prompt."
         raise ApiError(400, text, param=param, code="context_length_exceeded")

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: messages through the tokenizer's chat template, answered as a message."""
+"""`POST /v1/chat/completions`: messages through the tokenizer's chat template, or as a plain dialogue, answered as a message."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -31,7 +32,7 @@ async def post_chat_completion(request: Request) -> Response:
     _check(body)
     limits, n = state.options.limits, body.n or 1
     check_batch(n, state)
-    ids = await encode_text(await chat_prompt(body, model), model)
+    ids = await encode_chat(await chat_prompt(body, model), model)
     check_prompt(ids, model, limits, param="messages")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = sampling_params(
@@ -41,6 +42,7 @@ async def post_chat_completion(request: Request) -> Response:
         max_new_tokens=new_tokens(asked, model.max_length, [ids], model, limits),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    params = replace(params, stop_strings=tuple(dict.fromkeys((*params.stop_strings, *model.chat_stop_strings))))
     inbox: Inbox | None = asyncio.Queue() if body.stream else None
     generations = [
         Generation(prompt, one, index=index, inbox=inbox)
@@ -73,16 +75,15 @@ async def render_messages(
     values: dict[str, Any] | None = None,
 ) -> str:
     """Renders beside the event loop: a template is a program of others."""
-    template = model.chat_template
-    if template is None:
-        text = (
-            "The served model has no chat template. Use /v1/completions, or start the server with --chat-template FILE."
-        )
-        raise ApiError(400, text, param="messages", code="no_chat_template")
     plain = [_plain(message) for message in messages]
     return await asyncio.to_thread(
-        template.render, plain, tools=tools, add_generation_prompt=add_generation_prompt, values=values
+        model.chat_template.render, plain, tools=tools, add_generation_prompt=add_generation_prompt, values=values
     )
+
+
+async def encode_chat(text: str, model: ModelCard) -> list[int]:
+    """Returns the ids of rendered messages."""
+    return [*model.chat_prefix_ids, *await encode_text(text, model)]
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.json_body import read_body
 from petatron.serve.http.openai_requests import DetokenizeRequest, TokenizeRequest
-from petatron.serve.http.routes.chat import render_messages
+from petatron.serve.http.routes.chat import encode_chat, render_messages
 from petatron.serve.http.sampling import encode_text
 from petatron.serve.http.server_state import state_of
 from petatron.serve.model_card import ModelCard
@@ -30,8 +30,9 @@ def _card(model: ModelCard) -> dict[str, Any]:
         "object": "model",
         "created": model.created_s,
         "owned_by": "petatron",
-        "max_model_len": model.max_length,
+        "max_model_len": model.max_prompt_tokens,
         "step": model.step,
+        "chat_format": "template" if model.has_chat_template else "plain",
     }
 
 
@@ -41,12 +42,12 @@ async def post_tokenize(request: Request) -> JSONResponse:
     if body.messages is not None:
         generation_prompt = body.add_generation_prompt
         text = await render_messages(body.messages, model, add_generation_prompt=generation_prompt)
+        ids = await encode_chat(text, model)
     else:
-        text = body.prompt or ""
-    ids = await encode_text(text, model)
+        ids = await encode_text(body.prompt or "", model)
     if body.add_special_tokens and model.special_tokens.get("bos_token") and model.bos_id is not None:
         ids = [model.bos_id, *ids]
-    answer = {"count": len(ids), "max_model_len": model.max_length, "tokens": ids}
+    answer = {"count": len(ids), "max_model_len": model.max_prompt_tokens, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [model.texts.text_of(token) for token in ids]
     return JSONResponse(answer)
@@ -68,10 +69,10 @@ async def get_tokenizer_info(request: Request) -> JSONResponse:
     answer: dict[str, Any] = {
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": tokenizer.vocab_size,
-        "model_max_length": model.max_length,
+        "model_max_length": model.max_prompt_tokens,
         "eos_token_id": tokenizer.eod,
         "bos_token_id": model.bos_id if "bos_token" in model.special_tokens else None,
-        "chat_template": None if model.chat_template is None else model.chat_template.source,
+        "chat_template": model.chat_template.source if model.has_chat_template else None,
     }
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         answer[name] = model.special_tokens.get(name)
