@@ -147,7 +147,8 @@ CALLED: dict[str, set[str]] = {
     "adamw": {"adamw", "sum_of_squares"},
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
     "packed documents": {"gather_rows", "scatter_rows"},
-    "paged attention": {"store_key_value", "decode_attention"},
+    "paged attention": {"store_key_value", "decode_attention", "store_and_decode"},
+    "GEMM of few rows": {"few_rows_gemm"},
     "FP8 casts and GEMMs": {field.name for field in dataclasses.fields(Fp8Kernels)},
     "FP8 weight gather": {field.name for field in dataclasses.fields(GatherCastKernels)},
 }
@@ -182,7 +183,8 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
         for module in (module for name, module in fast if name == "triton"):
             assert module == f"triton.{plain[1]}"
             used.add(f"petatron.kernels.{module}")
-    assert used == written
+    shared = {"petatron.kernels.triton.dependent_launch"}  # how kernels are launched, not one of them
+    assert used == written - shared and shared < written
 
 
 def test_what_the_compiler_gives_up_is_computed_all_the_same(monkeypatch: pytest.MonkeyPatch):
