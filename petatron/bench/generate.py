@@ -6,7 +6,7 @@ before, so that graphs, recordings and compilations exist. Neither knows an end-
 tokens. `--ragged` prompts have lengths from a quarter of the longest on; transformers pads them on the left. On a CPU without
 instructions for bf16 compare with `--no-bf16`: transformers' GEMMs are emulated there, ours are widened.
 
-`--fp8-weights` rounds the layers' weights of our side; against `bf16` it is compared with itself without. Against `forward` only the
+`--fp8-weights` quantises the layers' weights of our side; against `bf16` it is compared with itself without. Against `forward` only the
 prompt counts: the engine's prefill and the forward pass of training over the same tokens, both without the output head's GEMM.
 
 The limit is what reading takes: every weight but the embedding table once a step, and the keys and values of every sequence, at the
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts at once (default: 1)")
     parser.add_argument("--ragged", action="store_true", help="prompts of several lengths")
-    parser.add_argument("--fp8-weights", action="store_true", help="our weights are rounded to FP8")
+    parser.add_argument("--fp8-weights", action="store_true", help="our weights are quantised to FP8")
     parser.add_argument(
         "--against",
         choices=("hf", "hf-compiled", "bf16", "forward"),
@@ -130,7 +130,7 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
     }
     found = [*minimum_problems(least), *(problems("hf", spec) if args.against in ("hf", "hf-compiled") else ())]
     if args.fp8_weights != (args.against == "bf16") and args.against in ("bf16", "forward"):
-        rule, fix = "compares the engine with rounded weights", "Give --fp8-weights too."
+        rule, fix = "compares the engine with quantised weights", "Give --fp8-weights too."
         if args.against == "forward":
             rule, fix = "compares the same weights", "Leave out --fp8-weights."
         found.append(Problem("--against", args.against, rule, fix))
@@ -162,7 +162,7 @@ def _limit(args: argparse.Namespace, spec: BenchSpec, prompt_tokens: int) -> flo
     params = model.params()
     tables = [param.num_active_elements for param in params.values() if param.role == "vocabulary"]
     layers = sum(param.num_active_elements for param in params.values()) - sum(tables)
-    # Of the vocabulary's tables only the head's is read; rounded weights have one byte.
+    # Of the vocabulary's tables only the head's is read; quantised weights have one byte.
     read = layers / (bytes_each if args.fp8_weights else 1) + max(tables, default=0)
     states = [branch.generation_state(1) for layer in model.layers for branch in layer.branches]
     per_token = sum(state.elements_per_token for state in states if state is not None)

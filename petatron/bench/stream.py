@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shortest", type=int, default=16, metavar="N", help="of prompts and answers (default: 16)")
     parser.add_argument("--longest", type=int, default=2048, metavar="N", help="of prompts and answers (default: 2048)")
     parser.add_argument("--max-batch-size", type=int, default=256, metavar="N", help="that run at once (default: 256)")
-    parser.add_argument("--fp8-weights", action="store_true", help="our weights are rounded to FP8")
+    parser.add_argument("--fp8-weights", action="store_true", help="our weights are quantised to FP8")
     parser.add_argument(
         "--against", choices=("hf", "hf-static"), help="transformers' continuous batching, or its static batches of 16"
     )

@@ -18,7 +18,7 @@ def check_model(model: ParallelModel, options: EngineOptions) -> None:
         fix = "Load the model without it; --pp may stay."
         problems.append(Problem("--num-virtual-stages-per-pipeline-rank", str(model.plan.virtual), rule, fix))
     if options.fp8_weights and model.fully_sharded:
-        rule = "rounds whole weights, and this model's are sharded over data-parallel ranks"
+        rule = "quantises whole weights, and this model's are sharded over data-parallel ranks"
         problems.append(Problem("--fp8-weights", "", rule, "Load it without a --data-parallel-sharding-strategy."))
     if problems:
         raise ConfigError(problems)

@@ -7,7 +7,7 @@
 Without a query latent, q = W_q x. With YaRN t is 0.1 mscale_all_dim ln(factor) + 1, else 1. Queries and keys are wider than values.
 
 Tensor parallelism shards what has heads, W_uq, W_uk and W_uv by columns and W_o by rows. The down-projections are small and whole on
-every rank. Under sequence parallelism they see this rank's tokens, and the sequence is all-gathered *after* them: a token travels as
+every rank. Under sequence parallelism they see this rank's tokens, and the sequence is all-gathered *after* them: of a token are sent
 its latents, q rank + kv rank + rotary width numbers (2,112 in DeepSeek-V3) instead of hidden size (7,168). Gradients of the
 down-projections and of the norms are then partial sums over ranks, as those of every norm are. The rotary key, which heads of all ranks
 use, has a communication slot of its own: its gradient is the sum over all heads.

@@ -81,7 +81,7 @@ def test_prefill_against_the_forward_pass_of_training(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--against bf16", ["--against bf16 compares the engine with rounded weights. Give --fp8-weights too."]),
+        ("--against bf16", ["--against bf16 compares the engine with quantised weights. Give --fp8-weights too."]),
         (
             "--against forward --fp8-weights --ragged",
             [

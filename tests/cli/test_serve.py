@@ -18,35 +18,37 @@ def no_key_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PETATRON_API_KEY", raising=False)
 
 
-def _fails(capsys: pytest.CaptureFixture[str], words: list[str], said: str, *, code: int = 2) -> None:
+def _assert_fails(capsys: pytest.CaptureFixture[str], words: list[str], said: str, *, code: int = 2) -> None:
     assert main(["serve", *words]) == code
     assert said in capsys.readouterr().err
 
 
 def test_wrong_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     here = str(tmp_path)
-    _fails(capsys, [], "CHECKPOINT is not given")
-    _fails(capsys, ["--tp", "2", here], "CHECKPOINT is not given")
-    _fails(capsys, [here, "--load", here], "is given twice")
-    _fails(capsys, [str(tmp_path / "none")], "is not a folder")
-    _fails(capsys, [here, "--host", "0.0.0.0"], "no API key is set")
-    _fails(capsys, [here, "--max-open", "0", "--port", "70000"], "--port 70000 is not a port")
-    _fails(capsys, [here, "--watch"], "needs the folder of a run")
-    _fails(capsys, [here], "holds no checkpoint", code=1)
-    _fails(capsys, [here, "--api-key-file", str(tmp_path / "none")], "--api-key-file", code=1)
+    _assert_fails(capsys, [], "CHECKPOINT is not given")
+    _assert_fails(capsys, ["--tp", "2", here], "CHECKPOINT is not given")
+    _assert_fails(capsys, [here, "--load", here], "is given twice")
+    _assert_fails(capsys, [str(tmp_path / "none")], "is not a folder")
+    _assert_fails(capsys, [here, "--host", "0.0.0.0"], "no API key is set")
+    _assert_fails(capsys, [here, "--max-open", "0", "--port", "70000"], "--port 70000 is not a port")
+    _assert_fails(capsys, [here, "--watch"], "needs the folder of a run")
+    _assert_fails(capsys, [here], "holds no checkpoint", code=1)
+    _assert_fails(capsys, [here, "--api-key-file", str(tmp_path / "none")], "--api-key-file", code=1)
     (tmp_path / "empty").write_text("\n")
-    _fails(capsys, [here, "--api-key-file", str(tmp_path / "empty")], "has no key")
+    _assert_fails(capsys, [here, "--api-key-file", str(tmp_path / "empty")], "has no key")
 
 
 def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    _fails(capsys, [str(tmp_path)], "pip install 'petatron[serve]'", code=1)
+    _assert_fails(capsys, [str(tmp_path)], "pip install 'petatron[serve]'", code=1)
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "keys"
     file.write_text("0123456789abcdef0\n0123456789abcdef1\n")
-    _fails(capsys, [str(tmp_path), "--host", "0.0.0.0", "--api-key-file", str(file)], "holds no checkpoint", code=1)
+    _assert_fails(
+        capsys, [str(tmp_path), "--host", "0.0.0.0", "--api-key-file", str(file)], "holds no checkpoint", code=1
+    )
     assert api_key_from_env({"PETATRON_API_KEY": "x"}) == "x" and api_key_from_env({"PETATRON_API_KEY": ""}) is None
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
 _SAMPLING = SamplingParams()
 _ENGINE = EngineOptions()
-FP8_WEIGHTS_HELP = "round the weights of layers to FP8: half the bytes to read, and less memory"
+FP8_WEIGHTS_HELP = "quantise the weights of layers to FP8: half the bytes to read, and less memory"
 OTHER_FLAGS = (
     "All other words are flags of `petatron train`, mostly a layout: --tp 2, --pp 2, --ep 2, --dp 2 start as many ranks, and "
     "torchrun and srun work as there. The layout in which the checkpoint was trained does not matter."

@@ -1,8 +1,8 @@
 """The weights of a model while an engine generates with them: as they are, or in FP8.
 
-In FP8 a weight of a layer's large GEMMs is rounded to e4m3 once, with a scale per output row, and on a GPU the memory of the original
+In FP8 a weight of a layer's large GEMMs is quantised to e4m3 once, with a scale per output row, and on a GPU the memory of the original
 is given back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms, output head and experts
-stay as they are. `release` leaves the model with its rounded weights, in its own precision.
+stay as they are. `release` leaves the model with the dequantised weights, in its own precision.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from petatron.parallel.tensor_parallel import gemm_of, set_gemm
 _log = get_logger(__name__)
 _NUM_COUNTERS = 8192
 """One for 64 output rows of a GEMM: enough for half a million of them."""
-_FEW_ROWS = {False: 16, True: 64}
-"""Up to so many rows a kernel of its own is faster than the library; with FP8 weights, which the library would need widened."""
+_FEW_ROWS = 16
+"""Up to so many rows a kernel of its own is faster than the library; with FP8 weights, which the library needs widened, it decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class GenerationGemm:
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
         used = weight if self.fp8_weight is None else self.fp8_weight
-        if x_RD.shape[0] <= _FEW_ROWS[self.fp8_weight is not None]:
-            return self.kernels.few_rows_gemm(x_RD, used, self.counters), ()
-        return many_rows_gemm(x_RD, used), ()
+        if self.fp8_weight is None and x_RD.shape[0] > _FEW_ROWS:
+            return many_rows_gemm(x_RD, used), ()
+        return self.kernels.few_rows_gemm(x_RD, used, self.counters), ()
 
     def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
         """See `ChunkedGemm`."""
@@ -60,7 +60,7 @@ class GenerationWeights:
         context = KernelContext.of(model.mesh.device, model.dtype, allow_compile=False)
         choice = choose_kernel("GEMM of few rows", context)
         self._replaced: list[tuple[Linear, LinearOp]] = []
-        self._rounded: list[tuple[nn.Parameter, Tensor, Fp8Operand]] = []
+        self._quantised: list[tuple[nn.Parameter, Tensor, Fp8Operand]] = []
         self._moved: list[tuple[nn.Parameter, Tensor]] = []
         self._freed: list[tuple[Tensor, int]] = []
         if not fp8 and choice.name == "reference":
@@ -68,39 +68,39 @@ class GenerationWeights:
         counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=model.mesh.device)
         cast = choose_kernel("FP8 casts and GEMMs", context).functions.cast_rows_only
         for module in _large_linears(model):
-            rounded = cast(module.weight.detach(), E4M3) if fp8 else None
-            if rounded is None and gemm_of(module) is not PLAIN_GEMM:
+            quantised = cast(module.weight.detach(), E4M3) if fp8 else None
+            if quantised is None and gemm_of(module) is not PLAIN_GEMM:
                 continue
             self._replaced.append((module, module.linear_op))
-            set_gemm(module, GenerationGemm(choice.functions, counters, rounded))
-            if rounded is not None:
-                self._rounded.append((module.weight, module.weight.data, rounded))
+            set_gemm(module, GenerationGemm(choice.functions, counters, quantised))
+            if quantised is not None:
+                self._quantised.append((module.weight, module.weight.data, quantised))
         if fp8:
             self._free_originals(model)
-            _log.info("%d weights of this rank are in FP8; %s", len(self._rounded), choice)
+            _log.info("%d weights of this rank are in FP8; %s", len(self._quantised), choice)
 
     def release(self) -> None:
-        """Gives the model its GEMMs back, and its weights as they were rounded."""
+        """Gives the model its GEMMs back, and the dequantised weights."""
         for module, linear_op in self._replaced:
             module.linear_op = linear_op
         for buffer, size in self._freed:
             buffer.untyped_storage().resize_(size)
             buffer.zero_()
-        for param, original, rounded in self._rounded:
-            param.data = original.copy_(dequantise(rounded))
+        for param, original, quantised in self._quantised:
+            param.data = original.copy_(dequantise(quantised))
         for param, original in self._moved:
             param.data = original.copy_(param.data)
-        self._replaced, self._rounded, self._moved, self._freed = [], [], [], []
+        self._replaced, self._quantised, self._moved, self._freed = [], [], [], []
 
     def _free_originals(self, model: ParallelModel) -> None:
-        """Frees the buffers of rounded weights; other parameters in them get memory of their own.
+        """Frees the buffers of quantised weights; other parameters in them get memory of their own.
 
         Host memory that NumPy has seen (a checkpoint was read into it) cannot be given back, and is kept.
         """
-        originals = [original for _, original, _ in self._rounded if original.untyped_storage().resizable()]
+        originals = [original for _, original, _ in self._quantised if original.untyped_storage().resizable()]
         buffers = {original.untyped_storage().data_ptr(): original for original in originals}
-        rounded = {param for param, _, _ in self._rounded}
-        params = {param for stage in model.stages.values() for param in stage.parameters()} - rounded
+        quantised = {param for param, _, _ in self._quantised}
+        params = {param for stage in model.stages.values() for param in stage.parameters()} - quantised
         for param in params:
             if param.data.untyped_storage().data_ptr() in buffers:
                 self._moved.append((param, param.data))

@@ -38,10 +38,6 @@ class PackedStep:
     logit_rows: list[int]
 
     @property
-    def is_decode(self) -> bool:
-        return not self.chunks
-
-    @property
     def first_page(self) -> int | None:
         """The first page of the only sequence that decodes, if its pages follow each other."""
         if self.num_decodes != 1:

@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel of a decode step starts while the one before it ends.
 
 A decode step of one sequence is a chain of kernels of a few microseconds, and between two of them a GPU is idle for about one. A kernel
-that is launched this way is resident before its predecessor has ended: it does what needs no input (a GEMM requests its weights), then
+that is launched this way is resident before its predecessor has ended: it does what needs no input (a GEMM prefetches its weights), then
 waits. Every such kernel waits, so what comes after it also comes after all before it. Without the launch option both instructions do
 nothing, and large kernels are launched without it: their gaps are nothing beside their work.
 """

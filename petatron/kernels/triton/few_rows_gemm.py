@@ -1,15 +1,15 @@
-"""x W^T for up to 64 rows: all its time is the reading of the weight.
+"""x W^T for up to 64 rows (a skinny GEMM): all its time is the reading of the weight.
 
-A program reads a strip of 64 output rows, or a part of its length where there are fewer strips than multiprocessors; the program that
-ends last of a strip adds the parts, in their order, so the result does not depend on which was last. Weights do not depend on the kernel
-before, so the beginning of the strips is requested into the second-level cache before the program waits for it
+A program reads a strip of 64 output rows, or a part of its length where there are fewer strips than multiprocessors (split-K); the
+program that ends last of a strip adds the parts, in their order, so the result does not depend on which was last. Weights do not depend
+on the kernel before, so the beginning of the strips is prefetched into the L2 cache before the program waits for it
 (`dependent_launch.py`); more than a few megabytes of them would displace each other.
 
 FP8 weights are widened in registers. The bits of an e4m3 number, sign and the rest apart, are those of a bfloat16 number 2^120 times
 smaller, subnormal ones included: two shifts and two masks for two numbers, where a conversion takes six instructions. x is scaled by
 2^100 beforehand, and the sum by 2^20 afterwards, so that float32 sums stay in range; both are exact.
 
-A decode step of one sequence on an H200, in us, by what is requested early (MB):
+A decode step of one sequence on an H200, in us, by what is prefetched (MB):
 
 | model, weights       | library | 0     | 2     | 6     | 16    |
 |----------------------|---------|-------|-------|-------|-------|
@@ -42,7 +42,7 @@ _LENGTH = 128
 _ENOUGH_STRIPS = 200
 """More strips than that keep every multiprocessor of a large GPU busy without splitting them."""
 _MAX_SPLITS = 4
-_MAX_REQUESTED = 2 * 2**20
+_MAX_PREFETCHED = 2 * 2**20
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _few_rows_gemm(
     TILE: tl.constexpr,
     FP8: tl.constexpr,
     WIDEN_BITS: tl.constexpr,
-    REQUESTED: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     strip, split = tl.program_id(0), tl.program_id(1)
@@ -72,8 +72,8 @@ def _few_rows_gemm(
     begin = split * each
     inside = output < outputs
     lines = weight + output.to(tl.int64) * LENGTH + begin
-    if DEPENDENT and REQUESTED > 0:
-        _request(lines, inside, REQUESTED)
+    if DEPENDENT and PREFETCHED > 0:
+        _prefetch(lines, inside, PREFETCHED)
     wait_for_inputs(DEPENDENT)
     # The operand of the tensor cores' longer side comes from shared memory, and widened weights are in registers.
     total = tl.zeros((ROWS, STRIP), tl.float32) if FP8 else tl.zeros((STRIP, ROWS), tl.float32)
@@ -112,8 +112,8 @@ def _few_rows_gemm(
 
 
 @triton.jit
-def _request(lines, inside, size: tl.constexpr):
-    """Requests so many bytes from each address into the second-level cache."""
+def _prefetch(lines, inside, size: tl.constexpr):
+    """Prefetches so many bytes from each address into the L2 cache."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r,r",
@@ -177,7 +177,7 @@ def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Operand, counters: Tensor) -
         TILE=_LENGTH,
         FP8=fp8,
         WIDEN_BITS=bits,
-        REQUESTED=_requested_bytes(outputs * splits, length // splits * values.element_size()),
+        PREFETCHED=_prefetched_bytes(outputs * splits, length // splits * values.element_size()),
         num_warps=4,
         num_stages=4,
         **launch_options(rows, x_RD),
@@ -185,13 +185,13 @@ def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Operand, counters: Tensor) -
     return out
 
 
-def _requested_bytes(lines: int, length: int) -> int:
-    """Returns how many bytes of each line are requested early, in units of the cache.
+def _prefetched_bytes(lines: int, length: int) -> int:
+    """Returns how many bytes of each line are prefetched, in cache lines.
 
-    >>> _requested_bytes(4096, 4096), _requested_bytes(28672, 4096), _requested_bytes(1024, 512)
+    >>> _prefetched_bytes(4096, 4096), _prefetched_bytes(28672, 4096), _prefetched_bytes(1024, 512)
     (512, 0, 512)
     """
-    return min(length, _MAX_REQUESTED // lines // 128 * 128)
+    return min(length, _MAX_PREFETCHED // lines // 128 * 128)
 
 
 def _num_splits(strips: int, length: int) -> int:

@@ -92,4 +92,4 @@ def refused(flags: str) -> str:
 def test_fully_sharded_weights_are_refused(ranks: RankPool):
     flags = "--dp 2 --use-torch-fsdp2 --micro-batch-size 1"
     for text in ranks.run(refused, 2, flags):
-        assert "--fp8-weights rounds whole weights" in text and "--data-parallel-sharding-strategy" in text
+        assert "--fp8-weights quantises whole weights" in text and "--data-parallel-sharding-strategy" in text
