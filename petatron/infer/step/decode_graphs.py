@@ -21,6 +21,8 @@ from torch import Tensor
 
 from petatron.infer.pages import SCRATCH_PAGE
 from petatron.kernels.attention.paged import PagedBatch
+from petatron.kernels.most_likely import MostLikelyKernels
+from petatron.kernels.registry import KernelContext, choose_kernel
 
 StepInputs = tuple[Tensor, Tensor, PagedBatch, Tensor]
 """Ids, positions, where they are stored, and the rows whose logits are wanted."""
@@ -106,6 +108,7 @@ class DecodeGraphs:
         self,
         run: Callable[[StepInputs], StepOutputs],
         device: torch.device,
+        dtype: torch.dtype,
         *,
         most: int,
         multiple: int,
@@ -115,6 +118,8 @@ class DecodeGraphs:
         self._run, self._device, self._max_length = run, device, max_length
         self._page_size, self._pages = page_size, -(-max_length // page_size)
         self._sizes = captured_sizes(most, multiple)
+        context = KernelContext.of(device, dtype, allow_compile=False)
+        self._kernels: MostLikelyKernels = choose_kernel("most likely id", context).functions
         self._captured: dict[int, _CapturedStep] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -179,7 +184,7 @@ class DecodeGraphs:
         table = inputs[_NUM_COLUMNS:].view(size, -1)
         batch = PagedBatch(slots, table, lengths, self._max_length, size)
         logits, hidden = self._run((tokens, positions, batch, torch.arange(size, device=self._device)))
-        self.ids[:size] = most_likely(logits)
+        self.ids[:size] = self._kernels.most_likely(logits)
         return logits, hidden
 
 
@@ -194,16 +199,3 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def most_likely(logits_RV: Tensor) -> Tensor:
-    """Returns the most likely id of each row, the smaller of two; in two passes, since one block a row is slow for few rows.
-
-    >>> most_likely(torch.tensor([[1.0, 3.0, 3.0, 2.0]])).tolist()
-    [1]
-    """
-    size = logits_RV.shape[1]
-    width = next((each for each in range(512, 1, -1) if size % each == 0), 1)
-    values, columns = logits_RV.unflatten(1, (-1, width)).max(dim=2)
-    chunk = values.argmax(dim=1, keepdim=True)
-    return (chunk * width + columns.gather(1, chunk)).squeeze(1)

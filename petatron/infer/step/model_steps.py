@@ -121,6 +121,7 @@ class ModelSteps:
             self.graphs = DecodeGraphs(
                 self._run_last,
                 self.device,
+                model.dtype,
                 most=options.max_sequences,
                 multiple=self._shards,
                 page_size=page_size,
