@@ -47,9 +47,9 @@ _ENOUGH_STRIPS = 200
 """More strips than that keep every multiprocessor of a large GPU busy without splitting them."""
 _MAX_SPLITS = 4
 _MAX_PREFETCHED = 2 * 2**20
-_BLOCK_ROWS = 32
+_BLOCK_ROWS = 64
 """Rows of one program."""
-_MAX_FP8_ROWS = 256
+_MAX_FP8_ROWS = 128
 """More rows are worth a weight that is dequantised as a whole, and the library's GEMM."""
 _DEQUANTISED = 4096
 
