@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from petatron.kernels.matmul import matmul
+from petatron.kernels.gemm import PLAIN_GEMM, Gemm
 from petatron.kernels.vocab_parallel_cross_entropy import (
     REFERENCE,
     CrossEntropyKernels,
@@ -77,6 +77,7 @@ class OutputHead(nn.Module):
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.vocab_shard = VocabShard(vocab_size, 0, vocab_size)
         self.linear_op: LinearOp = local_linear
+        self.rows_gemm: Gemm = PLAIN_GEMM
         self.input_comm: CommSlot = identity
         self.weight_grad_sink: WeightGradSink | None = None
         self.kernels: CrossEntropyKernels = REFERENCE
@@ -94,7 +95,8 @@ class OutputHead(nn.Module):
 
     def logits_of_rows(self, x_RD: Tensor, embedding_weight: Tensor | None) -> Tensor:
         """Returns logits [R, vocabulary] of some rows of the gathered input, whole on every rank."""
-        return self.vocab_shard.full_logits(matmul(x_RD, self._weight(embedding_weight).t()))
+        logits, _ = self.rows_gemm.forward(x_RD, self._weight(embedding_weight))
+        return self.vocab_shard.full_logits(logits)
 
     def losses(
         self,

@@ -1,4 +1,6 @@
-"""The weights of a model while an engine generates with them: as they are, or in FP8.
+"""The weights of a model while an engine generates with them: as they are, with copies that a CPU computes faster with, or in FP8.
+
+On a CPU the GEMMs of layers and output head may make such copies (`host_gemm.py`), where all of them fit a quarter of its memory.
 
 In FP8 a weight of a layer's large GEMMs is quantised to e4m3 once, with a scale per output row, and on a GPU the memory of the original
 is given back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms, output head and experts
@@ -13,17 +15,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from petatron.base.device import host_memory_bytes
 from petatron.base.log import get_logger
+from petatron.infer.step.host_gemm import HostGemm
 from petatron.kernels.few_rows_gemm import FewRowsGemmKernels, many_rows_gemm
 from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand, dequantise
 from petatron.kernels.gemm import PLAIN_GEMM, Tensors, WeightGrad
 from petatron.kernels.registry import KernelContext, choose_kernel
+from petatron.kernels.matmul import unsupported_reason
 from petatron.layers.linear import Linear, LinearOp
+from petatron.layers.output_head import OutputHead
 from petatron.parallel.fp8 import fp8_linears
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.tensor_parallel import gemm_of, set_gemm
 
 _log = get_logger(__name__)
+_COPIES_SHARE = 0.25
+"""Of a machine's memory, for copies of one kind of all its ranks' weights."""
 _NUM_COUNTERS = 8192
 """One for 64 output rows of a GEMM: enough for half a million of them."""
 _FEW_ROWS = 16
@@ -56,13 +64,19 @@ class GenerationGemm:
 class GenerationWeights:
     """Replaces the GEMMs of a model's layers, until `release`."""
 
-    def __init__(self, model: ParallelModel, *, fp8: bool) -> None:
+    def __init__(self, model: ParallelModel, *, fp8: bool, copies: bool = True) -> None:
+        """`copies`: a CPU may hold weights a second time."""
         context = KernelContext.of(model.mesh.device, model.dtype, allow_compile=False)
         choice = choose_kernel("GEMM of few rows", context)
         self._replaced: list[tuple[Linear, LinearOp]] = []
         self._quantised: list[tuple[nn.Parameter, Tensor, Fp8Operand]] = []
         self._moved: list[tuple[nn.Parameter, Tensor]] = []
         self._freed: list[tuple[Tensor, int]] = []
+        self._heads: list[OutputHead] = []
+        self._host_gemms: list[HostGemm] = []
+        if copies and not fp8 and model.mesh.device.type == "cpu" and not model.fully_sharded:
+            self._copy_weights(model)
+            return
         if not fp8 and choice.name == "reference":
             return
         counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=model.mesh.device)
@@ -83,6 +97,8 @@ class GenerationWeights:
         """Gives the model its GEMMs back, and the dequantised weights."""
         for module, linear_op in self._replaced:
             module.linear_op = linear_op
+        for head in self._heads:
+            head.rows_gemm = PLAIN_GEMM
         for buffer, size in self._freed:
             buffer.untyped_storage().resize_(size)
             buffer.zero_()
@@ -91,6 +107,38 @@ class GenerationWeights:
         for param, original in self._moved:
             param.data = original.copy_(param.data)
         self._replaced, self._quantised, self._moved, self._freed = [], [], [], []
+        self._heads, self._host_gemms = [], []
+
+    def forget_copies(self) -> None:
+        """Forgets the copies: weights have changed."""
+        for gemm in self._host_gemms:
+            gemm.forget_copies()
+
+    def _copy_weights(self, model: ParallelModel) -> None:
+        """Makes plain GEMMs such that copy their weights when it pays."""
+        linears = [module for module in _large_linears(model) if gemm_of(module) is PLAIN_GEMM]
+        stages = model.stages.values()
+        heads = [module for stage in stages for module in stage.modules() if isinstance(module, OutputHead)]
+        elements = sum(param.numel() for stage in stages for param in stage.parameters())
+        needed = elements * torch.float32.itemsize * model.mesh.world.size
+        available = host_memory_bytes() * _COPIES_SHARE
+        if available and needed > available:
+            _log.info(
+                "weights are not copied for faster steps: %.0f GB are more than a quarter of memory", needed / 1e9
+            )
+            return
+        if (reason := unsupported_reason("cpu", model.dtype)) is not None:
+            _log.info("weights are converted to float32 once: %s", reason)
+        for module in linears:
+            self._replaced.append((module, module.linear_op))
+            set_gemm(module, self._new_host_gemm())
+        for head in heads:
+            head.rows_gemm = self._new_host_gemm()
+            self._heads.append(head)
+
+    def _new_host_gemm(self) -> HostGemm:
+        self._host_gemms.append(HostGemm())
+        return self._host_gemms[-1]
 
     def _free_originals(self, model: ParallelModel) -> None:
         """Frees the buffers of quantised weights; other parameters in them get memory of their own.

@@ -1,0 +1,59 @@
+"""The GEMM of a weight on a CPU while an engine generates: with copies of the weight that are made once and not in every step.
+
+Two kinds of copies, each where it pays: in float32, where the CPU has no instructions for the weight's dtype and a GEMM would convert it
+(`kernels/matmul.py`); and packed, for decode steps of several sequences (`kernels/packed_gemm.py`). Both compute what the GEMM without
+them does, up to the order of its sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
+from petatron.kernels.gemm import Tensors, WeightGrad
+from petatron.kernels.matmul import is_widened
+from petatron.kernels.packed_gemm import pack_weight, packed_gemm, packing_unsupported_reason
+
+_MAX_FEW_ROWS = 64
+_CALLS_BEFORE_PACKING = 3
+"""So many GEMMs of few rows come before a weight is packed: a short prompt is one."""
+
+
+@dataclass(slots=True, eq=False)
+class HostGemm:
+    """x W^T of one weight, which changes only before `forget_copies`."""
+
+    _widened: Tensor | None = None
+    _packed: Tensor | None = None
+    _few_rows_calls: int = 0
+
+    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
+        if not is_widened(x_RD, weight):
+            return self._multiply(x_RD, weight), ()
+        if self._widened is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._widened = weight.detach().to(compute_dtype(weight.dtype))
+        return self._multiply(to_compute_dtype(x_RD), self._widened).to(x_RD.dtype), ()
+
+    def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
+        """See `ChunkedGemm`."""
+        for x, out in zip(x_NRD, out_NRO):
+            out.copy_(self.forward(x, weight)[0])
+
+    def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
+        raise AssertionError("an engine computes no gradients")
+
+    def forget_copies(self) -> None:
+        """Forgets the copies: the weight has changed."""
+        self._widened, self._packed, self._few_rows_calls = None, None, 0
+
+    def _multiply(self, x_RD: Tensor, weight: Tensor) -> Tensor:
+        rows = x_RD.shape[0]
+        if self._packed is None and 1 < rows <= _MAX_FEW_ROWS:
+            self._few_rows_calls += 1
+            if self._few_rows_calls == _CALLS_BEFORE_PACKING and packing_unsupported_reason(weight.dtype) is None:
+                self._packed = pack_weight(weight)
+        return x_RD @ weight.t() if self._packed is None or rows == 1 else packed_gemm(x_RD, self._packed)
