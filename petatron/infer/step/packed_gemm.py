@@ -3,9 +3,9 @@
 A BLAS copies both operands of a GEMM into the order in which its kernel reads them. With thousands of rows that costs nothing; with 2 to 64
 the copy of the weight is most of the GEMM. Two other orders of the weight are cheaper. [D, O] in place of [O, D] is copied faster. And
 oneDNN has operations, those that PyTorch's own compiler uses for frozen weights, that take a weight in oneDNN's order and copy nothing,
-but spend some 100 microseconds before they multiply. On Arm (OpenBLAS, float32, 8 rows) the first takes 0.5 to 0.88 of the time at any size,
-the second 0.4 to 0.65 from a million elements and a width of 768 on. One row is a matrix-vector product, for which nothing is copied. MKL copies less, so where
-PyTorch has it weights stay as they are.
+but spend some 100 microseconds before they multiply. On Arm (OpenBLAS, float32, 8 rows, one thread) the first takes 0.5 to 0.88 of the
+time at any size, the second 0.4 to 0.65 from a million elements and a width of 768 on. One row is a matrix-vector product, for which
+nothing is copied. MKL copies less, so where PyTorch has it weights stay as they are.
 """
 
 from __future__ import annotations
