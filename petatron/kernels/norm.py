@@ -27,7 +27,7 @@ def rms_norm(
     """Returns total, normalised total and reciprocal RMS; `zero_centered_gamma`: weights are stored as an offset from one."""
     total = x_RD if branch is None else x_RD + branch
     wide = to_compute_dtype(total)
-    rstd_R1 = _reciprocal_rms(wide, eps)
+    rstd_R1 = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
     normal = _scaled(wide * rstd_R1, weight_D, total.dtype, zero_centered_gamma=zero_centered_gamma)
     return total, normal, rstd_R1.squeeze(-1)
 
@@ -98,13 +98,6 @@ def layer_norm_backward(
         else None
     )
     return out.to(total_RD.dtype), (grad * normal).sum(dim=0), grad.sum(dim=0), output
-
-
-def _reciprocal_rms(x_RD: Tensor, eps: float) -> Tensor:
-    """Returns 1 / sqrt(mean(x^2) + eps), [R, 1], in three operations: in a decode step on a CPU each costs more than its arithmetic."""
-    norm_R1 = torch.linalg.vector_norm(x_RD, dim=-1, keepdim=True)
-    eps_1 = torch.full((), eps, dtype=x_RD.dtype, device=x_RD.device)
-    return torch.addcmul(eps_1, norm_R1, norm_R1, value=1 / x_RD.shape[-1]).rsqrt_()
 
 
 def _effective_weight(weight_D: Tensor, dtype: torch.dtype, *, zero_centered_gamma: bool) -> Tensor:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Call = Callable[[], Any]
-_MODULES = (torch, torch._C._nn, torch._C._linalg)
+_MODULES = (torch, torch._C._nn)
 """Where functions have the names of operations."""
 
 
