@@ -92,7 +92,7 @@ class Engine:
         self.max_length = min(self.options.max_length or positions + 1, positions + 1)
         """The last new token is never an input, so it needs no position."""
         self._mesh = model.mesh
-        self._weights = GenerationWeights(model, fp8=self.options.fp8_weights)
+        self._weights = GenerationWeights(model, fp8=self.options.fp8_weights, copies=self.options.copied_weights)
         num_pages = choose_num_pages(model, self.options, max_length=self.max_length)
         page_size = self.options.page_size
         self._steps = ModelSteps(model, self.options, num_pages=num_pages, max_length=self.max_length)
@@ -216,9 +216,11 @@ class Engine:
         self._weights.release()
 
     def forget_prefixes(self) -> None:
-        """Forgets all cached prefixes: the weights have changed. At every rank, while nothing runs."""
+        """Forgets all that was computed from the weights: they have changed. At every rank, while nothing runs."""
         for scheduler in self._schedulers:
             scheduler.pool.forget_prefixes()
+        self._weights.host_gemms.forget_copies()
+        self._steps.forget_recordings()
 
     def step(self) -> list[TokenEvent]:
         """Runs one step of all requests; returns what became known.
@@ -240,7 +242,8 @@ class Engine:
         # Ranks that share experts exchange as many rows each.
         least = max(layout.num_tokens for layout in layouts) if self._shares_experts else 1
         packed = self._pack(own, least=least)
-        outputs = self._steps.run(packed)
+        with self._weights.host_gemms.step():
+            outputs = self._steps.run(packed)
         step = _InFlightStep(layouts, outputs)
         rows = own.sampled_rows(self._steps.device)
         alone = self._mesh.pp.size == 1 and self._mesh.dp.size == 1

@@ -1,4 +1,6 @@
-"""The weights of a model while an engine generates with them: as they are, or in FP8.
+"""The weights of a model while an engine generates with them: as they are, with copies that a CPU computes faster with, or in FP8.
+
+On a CPU the GEMMs of layers and output head may make such copies (`host_gemm.py`), where all of them fit a quarter of its memory.
 
 In FP8 a weight of a layer's large GEMMs, or of the output head, is quantised to e4m3 once, with a scale per output row, and on a GPU the
 memory of the original is given back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms and
@@ -14,10 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from petatron.base.device import host_memory_bytes
 from petatron.base.log import get_logger
+from petatron.infer.step.host_gemm import HostGemm, HostGemms
 from petatron.kernels.few_rows_gemm import FewRowsGemmKernels, Fp8Weight, many_rows_gemm
 from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand
-from petatron.kernels.gemm import PLAIN_GEMM, Tensors, WeightGrad
+from petatron.kernels.gemm import PLAIN_GEMM, PlainGemm, Tensors, WeightGrad
+from petatron.kernels.matmul import unsupported_reason
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.linear import Linear, LinearOp
 from petatron.layers.output_head import OutputHead, plain_logits_gemm
@@ -28,6 +33,8 @@ from petatron.parallel.tensor_parallel import gemm_of, set_gemm
 
 CastRows = Callable[[Tensor, torch.dtype], Fp8Operand]
 _log = get_logger(__name__)
+_COPIES_SHARE = 0.25
+"""Of a machine's memory, for copies of one kind of all its ranks' weights."""
 _NUM_COUNTERS = 8192
 """One for 64 output rows of a GEMM: enough for half a million of them."""
 _FEW_ROWS = 16
@@ -64,7 +71,8 @@ class GenerationGemm:
 class GenerationWeights:
     """Replaces the GEMMs of a model's layers, until `release`."""
 
-    def __init__(self, model: ParallelModel, *, fp8: bool) -> None:
+    def __init__(self, model: ParallelModel, *, fp8: bool, copies: bool = True) -> None:
+        """`copies`: a CPU may hold weights a second time."""
         context = KernelContext.of(model.mesh.device, model.dtype, allow_compile=False)
         choice = choose_kernel("GEMM of few rows", context)
         self._replaced: list[tuple[Linear, LinearOp]] = []
@@ -73,6 +81,10 @@ class GenerationWeights:
         self._kernels: FewRowsGemmKernels = choice.functions
         self._moved: list[tuple[nn.Parameter, Tensor]] = []
         self._freed: list[tuple[Tensor, int]] = []
+        self.host_gemms = HostGemms()
+        if copies and not fp8 and model.mesh.device.type == "cpu" and not model.fully_sharded:
+            self._copy_weights(model)
+            return
         if not fp8 and choice.name == "reference":
             return
         counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=model.mesh.device)
@@ -105,6 +117,27 @@ class GenerationWeights:
         for param, original in self._moved:
             param.data = original.copy_(param.data)
         self._replaced, self._heads, self._quantised, self._moved, self._freed = [], [], [], [], []
+        self.host_gemms = HostGemms()
+
+    def _copy_weights(self, model: ParallelModel) -> None:
+        """Makes plain GEMMs such that copy their weights when it pays."""
+        linears = [module for module in _large_linears(model) if isinstance(gemm_of(module), PlainGemm | HostGemm)]
+        elements = sum(param.numel() for stage in model.stages.values() for param in stage.parameters())
+        needed = elements * torch.float32.itemsize * model.mesh.world.size
+        available = host_memory_bytes() * _COPIES_SHARE
+        if available and needed > available:
+            _log.info(
+                "weights are not copied for faster steps: %.0f GB are more than a quarter of memory", needed / 1e9
+            )
+            return
+        if (reason := unsupported_reason("cpu", model.dtype)) is not None:
+            _log.info("weights are converted to float32 once: %s", reason)
+        for module in linears:
+            self._replaced.append((module, module.linear_op))
+            set_gemm(module, self.host_gemms.new())
+        for head, _ in _output_heads(model):
+            head.logits_gemm = self.host_gemms.new().product
+            self._heads.append(head)
 
     def _quantise(self, weight: nn.Parameter, cast: CastRows, *, keeps_original: bool = False) -> Fp8Weight:
         packed = self._kernels.pack_fp8(cast(weight.detach(), E4M3), weight.dtype)

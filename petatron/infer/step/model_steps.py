@@ -162,6 +162,11 @@ class ModelSteps:
         sent[0].wait()
         return None
 
+    def forget_recordings(self) -> None:
+        """Forgets recorded steps, which read copies of weights."""
+        if self._recorded is not None:
+            self._recorded.forget()
+
     def release(self) -> None:
         """Frees pages and graphs; no step can be run after it."""
         self._pages.clear()
