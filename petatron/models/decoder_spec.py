@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.required_settings import required
+from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
@@ -116,22 +117,36 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     ('MoESpec', True)
     """
     norm = norm_spec(config)
-    mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
     mlp = mlp_spec(config, config.ffn_hidden_size)
     is_moe = moe_layers(RunConfig(model=config, moe=moe))
     experts = moe_spec(config, moe) if any(is_moe) else None
 
-    def layer(channel_mixer: BranchSpec) -> LayerSpec:
+    def layer(mixer: BranchSpec, channel_mixer: BranchSpec) -> LayerSpec:
         return LayerSpec(mixer=mixer, channel_mixer=channel_mixer, norm=norm, dropout=config.hidden_dropout)
 
-    dense_layer, moe_layer = layer(mlp), None if experts is None else layer(experts)
-    layers = tuple(moe_layer if chosen and moe_layer is not None else dense_layer for chosen in is_moe)
+    channel_mixers = (experts if chosen and experts is not None else mlp for chosen in is_moe)
+    layers = tuple(map(layer, mixer_specs(config), channel_mixers))
     return DecoderSpec(config, None if experts is None else moe, layers, norm)
 
 
 def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
     """Returns the norm of a config, over the hidden size unless another width is given."""
     return NormSpec(config.normalization, width or config.hidden_size, config.norm_epsilon, config.apply_layernorm_1p)
+
+
+def mixer_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
+    """Yields the mixer of every layer: some have a window, some no positions, and those with a window may have a rope of their own."""
+    mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
+    local_rope = mixer.rope
+    if mixer.rope is not None and config.rotary_base_local is not None:
+        local_rope = RopeSpec(rotary_dim=mixer.rope.rotary_dim, base=config.rotary_base_local)
+    for has_window, has_no_rope in zip(window_layers(config), no_rope_layers(config), strict=True):
+        rope = None if has_no_rope else local_rope if has_window else mixer.rope
+        window = config.window_size if has_window else None
+        if isinstance(mixer, AttentionSpec):
+            yield replace(mixer, window=window, rope=rope)
+        else:
+            yield replace(mixer, window=window, rope=rope or mixer.rope)
 
 
 def attention_spec(config: ModelConfig) -> AttentionSpec:
@@ -173,6 +188,10 @@ def mla_spec(config: ModelConfig) -> MlaSpec:
 
 def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
     yarn = config.position_embedding_type == "yarn"
+    interpolation = config.rotary_seq_len_interpolation_factor
+    if interpolation is not None and not yarn:
+        rotary_dim = int(head_dim * config.rotary_percent)
+        return RopeSpec(rotary_dim=rotary_dim, base=config.rotary_base, scaling="linear", scaling_factor=interpolation)
     return RopeSpec(
         rotary_dim=int(head_dim * config.rotary_percent),
         base=config.rotary_base,

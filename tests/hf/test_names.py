@@ -190,9 +190,7 @@ def test_a_family_without_names_for_the_experts(tmp_path: Path):
 
 
 def test_unknown_family(tmp_path: Path):
-    with pytest.raises(
-        ConfigError, match=r'model_type "mamba".*Families: gpt2, llama, mistral, qwen2, qwen3, gemma, mixtral'
-    ):
+    with pytest.raises(ConfigError, match=r'model_type "mamba".*Families: gpt2, llama, mistral, '):
         to_hf("mamba", {}, spec_of("gpt2", tmp_path))
 
 

@@ -51,6 +51,15 @@ def _mistral(**changes: Any) -> Any:
     return transformers.MistralForCausalLM(transformers.MistralConfig(**{**_SHAPE, **changes}))
 
 
+def _ministral(**changes: Any) -> Any:
+    return transformers.MinistralForCausalLM(transformers.MinistralConfig(**{**_SHAPE, **changes}))
+
+
+def _smollm3(**changes: Any) -> Any:
+    base = {**_SHAPE, "pad_token_id": None, "no_rope_layer_interval": 2, **changes}
+    return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**base))
+
+
 def _qwen2(**changes: Any) -> Any:
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**_SHAPE, **changes}))
 
@@ -93,7 +102,13 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "llama-yarn-mscale": lambda: _llama(rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.4}),
     "llama-yarn-attention-factor": lambda: _llama(rope_parameters={**_YARN, "attention_factor": 1.3, "beta_fast": 8}),
     "mistral-window": lambda: _mistral(sliding_window=5),
+    "ministral-alternating": lambda: _ministral(
+        sliding_window=5, head_dim=8, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "smollm3": _smollm3,
+    "llama-linear": lambda: _llama(rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}),
     "qwen2-qkv-bias": _qwen2,
+    "qwen2-last-layers-window": lambda: _qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=1),
     "gemma": _gemma,
     "gemma-mqa-untied": lambda: _gemma(num_key_value_heads=1, tie_word_embeddings=False),
     "qwen3-head-norm": lambda: _qwen3(tie_word_embeddings=True),

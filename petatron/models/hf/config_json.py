@@ -1,9 +1,9 @@
 """Converts config.json of a Hugging Face model to the values of a `ModelConfig` and a `MoEConfig`, and back.
 
-Most of it is the families' tables; here are the settings that are several keys on one side: heads, the sliding window, biases,
-dropout. The experts have a file of their own, `moe_config_json.py`. Everything the decoder (or the family) cannot express is a
-problem, and all problems are raised at once. A setting that matters only in training and that a family has no key for, such as
-dropout in Llama, is left out when writing.
+Most of it is the families' tables; here are the settings that are several keys on one side: heads, biases, dropout. Windows, rope and
+experts have files of their own (`window_config_json.py`, `rope_config_json.py`, `moe_config_json.py`). Everything the decoder (or the
+family) cannot express is a problem, and all problems are raised at once. A setting that matters only in training and that a family has
+no key for, such as dropout in Llama, is left out when writing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
+from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
 from petatron.models.hf.family import Family
@@ -25,13 +26,19 @@ from petatron.models.hf.moe_config_json import (
 )
 from petatron.models.hf.rope_config_json import rope_from_hf_config, rope_to_hf_config
 from petatron.models.hf.setting_types import wrong_types
+from petatron.models.hf.window_config_json import windows_from_hf_config, windows_to_hf_config
 from petatron.models.model_spec import ModelSpec
 
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
 _TRAINING_ONLY = ("hidden_dropout",)
 # Parts of a model that a family does not have unless its tables name them.
-_OPTIONAL_PARTS: Mapping[str, Any] = {"window_size": None, "multi_latent_attention": False, "mtp_num_layers": None}
+_OPTIONAL_PARTS: Mapping[str, Any] = {
+    "window_size": None,
+    "multi_latent_attention": False,
+    "mtp_num_layers": None,
+    **variant_defaults(),
+}
 _UNSUPPORTED_FIX = "Use another model; the decoder has no such part."
 
 
@@ -46,7 +53,7 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     """
     family = FAMILIES[family_name_of_config(config)]
     full = {**family.defaults, **config}
-    full |= {key: full[other] for key, other in family.aliases.items() if key not in full and other in full}
+    full |= {key: full[other] for key, other in family.aliases.items() if key not in config and other in config}
     problems = _missing_keys(family, full)
     named = {problem.where for problem in problems}
     problems += [problem for problem in wrong_types(family, full) if problem.where not in named]
@@ -54,12 +61,14 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         raise ConfigError(problems)
     values: dict[str, Any] = {**family.fixed, **{ours: full[key] for ours, key in family.keys.items()}}
     values["untie_embeddings_and_output_weights"] = not full["tie_word_embeddings"]
+    windows, problems = windows_from_hf_config(family, full, values["num_layers"])
+    values |= {"window_size": None, **windows}
     for part, found in (
         _read_heads(values),
         _read_activation(family, full),
-        _read_window(family, full, values["num_layers"]),
         _read_biases(family, full),
-        rope_from_hf_config(full, values["max_position_embeddings"]) if family.has_rope else ({}, []),
+        rope_from_hf_config(family, full, values) if family.has_rope else ({}, []),
+        ({}, []) if family.read_more is None else family.read_more(full),
     ):
         values |= part
         problems += found
@@ -107,26 +116,6 @@ def _read_activation(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict
         return {"activation": family.activations[name]}, []
     known = ", ".join(family.activations)
     return {}, [Problem(family.activation_key, f'"{name}"', "is not an activation the decoder has", f"It has {known}.")]
-
-
-def _read_window(family: Family, hf_config: Mapping[str, Any], num_layers: int) -> tuple[dict[str, Any], list[Problem]]:
-    """Reads the window: Mistral has one in every layer, Qwen in those from `max_window_layers` on or named by `layer_types`."""
-    window = hf_config["sliding_window"] if "sliding_window" in family.defaults else None
-    if "use_sliding_window" in family.defaults and not hf_config["use_sliding_window"]:
-        window = None
-    counted = "max_window_layers" in family.defaults
-    if window is not None and not counted and "layer_types" in family.defaults and not hf_config["layer_types"]:
-        rule = "is missing, and a sliding window in some layers cannot be told from one in all"
-        return {}, [Problem("layer_types", "", rule, "Name the kind of every layer in config.json.")]
-    first = num_layers if window is None else hf_config["max_window_layers"] if counted else 0
-    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-    kinds = set(hf_config.get("layer_types") or default)
-    if kinds == {"full_attention"}:
-        return {"window_size": None}, []
-    if kinds == {"sliding_attention"} and window is not None:
-        return {"window_size": window}, []
-    rule = f"with sliding_window {window} is not one kind of attention for all layers, which is what the decoder has"
-    return {}, [Problem("layer_types", " and ".join(sorted(kinds)), rule, _UNSUPPORTED_FIX)]
 
 
 def _read_biases(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -180,14 +169,15 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     content |= {key: getattr(model, ours) for ours, key in family.keys.items()}
     content[family.activation_key] = _activation_names(family)[model.activation]
     content["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-    content |= dict(family.single_values) | {"bos_token_id": None, "eos_token_id": None}
+    content |= dict(family.single_values) | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if "embd_pdrop" in family.defaults:
         content["embd_pdrop"] = model.hidden_dropout
     if "mlp_bias" in family.defaults:
         content |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
-    content |= _window_keys(family, model)
+    content |= windows_to_hf_config(family, model)
     if family.has_rope:
-        content |= rope_to_hf_config(model)
+        content |= rope_to_hf_config(family, model)
+    content |= {} if family.write_more is None else family.write_more(spec)
     return content | ({} if spec.moe is None else moe_to_hf_config(family, spec.moe, spec))
 
 
@@ -212,17 +202,6 @@ def _unsupported_settings(spec: ModelSpec, family: Family) -> list[Problem]:
     if spec.moe is None and family.moe_keys:
         problems.append(unsupported_setting("num_experts", None, family, "always some"))
     return problems
-
-
-def _window_keys(family: Family, model: ModelConfig) -> dict[str, Any]:
-    kind = "full_attention" if model.window_size is None else "sliding_attention"
-    content = {
-        "sliding_window": model.window_size,
-        "use_sliding_window": model.window_size is not None,
-        "max_window_layers": 0,
-        "layer_types": [kind] * model.num_layers,
-    }
-    return {key: value for key, value in content.items() if key in family.defaults}
 
 
 def _activation_names(family: Family) -> dict[str, str]:
@@ -263,4 +242,10 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
 def _names_setting(family: Family, name: str) -> bool:
     if name == "window_size":
         return "sliding_window" in family.defaults
-    return name in family.fixed or name in family.keys
+    if name == "window_attn_skip_freq":
+        return "layer_types" in family.defaults
+    if name == "rotary_seq_len_interpolation_factor":
+        return family.has_rope
+    if name == "rotary_base_local":
+        return family.rope_by_layer_type
+    return name in family.fixed or name in family.keys or name in family.more_settings

@@ -6,13 +6,16 @@ A family is a file of this folder, or a part of one, and a line of this list; no
 from petatron.models.hf.families.gemma import GEMMA
 from petatron.models.hf.families.gpt2 import GPT2
 from petatron.models.hf.families.llama import LLAMA
-from petatron.models.hf.families.mistral import MISTRAL, MIXTRAL
+from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from petatron.models.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from petatron.models.hf.families.smollm3 import SMOLLM3
 
 FAMILIES = (
     GPT2,
     LLAMA,
     MISTRAL,
+    MINISTRAL,
+    SMOLLM3,
     QWEN2,
     QWEN3,
     GEMMA,

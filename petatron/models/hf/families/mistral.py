@@ -1,4 +1,4 @@
-"""Mistral (a sliding window in every layer) and Mixtral (experts in every layer, under names of their own).
+"""Mistral (a sliding window in every layer), Ministral (in some layers) and Mixtral (experts in every layer, under names of their own).
 
 Mixtral computes a softmax over all experts, chooses the top K of it and divides the chosen weights by their sum. The result is the
 softmax over the chosen logits, which is our routing without `moe_router_pre_softmax`.
@@ -54,4 +54,10 @@ MIXTRAL = like_llama(
         "moe_ffn_hidden_size": "intermediate_size",
     },
     moe_fixed={**MOE_FIXED, **NO_SHARED_EXPERT, "moe_router_pre_softmax": False},
+)
+MINISTRAL = like_llama(
+    name="ministral",
+    architecture="MinistralForCausalLM",
+    defaults={**MISTRAL.defaults, "layer_types": None},
+    fixed=MISTRAL.fixed,
 )
