@@ -80,6 +80,15 @@ def yarn_attention_scaling(factor: float, *, mscale: float, mscale_all_dim: floa
     return (log_scale * mscale + 1.0) / (log_scale * mscale_all_dim + 1.0)
 
 
+def pairs_apart(x: Tensor, rotary_dim: int) -> Tensor:
+    """Moves pairs of neighbouring channels half of `rotary_dim` apart, where rope rotates them.
+
+    Scores do not notice that queries and keys have another order of channels, if it is the same, so nothing is moved back.
+    """
+    rotary, others = x[..., :rotary_dim], x[..., rotary_dim:]
+    return torch.cat((rotary[..., ::2], rotary[..., 1::2], others), dim=-1)
+
+
 class RotaryEmbedding(nn.Module):
     """Computes cos and sin of the angles of positions: [S] or [B, S] to two of [S, 1 or B, 1, rotary_dim]."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.required_settings import required
@@ -27,6 +29,12 @@ from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, Model
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
 
+_SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
+    "vanilla": None,
+    "off-by-one": "zero",
+    "learnable": "learned",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec(ModelSpec):
@@ -43,6 +51,13 @@ class DecoderSpec(ModelSpec):
         mixers = (layer.mixer for layer in dict.fromkeys(self.layers))
         ropes = (mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec | MlaSpec))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """The factor on embeddings; None: 1."""
+        if self.config.scale_embeddings:
+            return math.sqrt(self.config.hidden_size)
+        return None if self.config.embedding_multiplier == 1.0 else self.config.embedding_multiplier
 
     @property
     def has_position_table(self) -> bool:
@@ -122,7 +137,15 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     experts = moe_spec(config, moe) if any(is_moe) else None
 
     def layer(mixer: BranchSpec, channel_mixer: BranchSpec) -> LayerSpec:
-        return LayerSpec(mixer=mixer, channel_mixer=channel_mixer, norm=norm, dropout=config.hidden_dropout)
+        return LayerSpec(
+            mixer=mixer,
+            channel_mixer=channel_mixer,
+            norm=norm,
+            dropout=config.hidden_dropout,
+            norm_placement=config.norm_placement,
+            residual_branches=config.residual_branches,
+            residual_multiplier=config.residual_multiplier,
+        )
 
     channel_mixers = (experts if chosen and experts is not None else mlp for chosen in is_moe)
     layers = tuple(map(layer, mixer_specs(config), channel_mixers))
@@ -164,6 +187,11 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         dropout=config.attention_dropout,
         std=config.init_method_std,
         out_std=residual_std(config.init_method_std, config.num_layers),
+        qk_norm_scope=config.qk_layernorm_scope,
+        rope_interleaved=config.rotary_interleaved,
+        softmax_scale=config.softmax_scale,
+        softcap=config.attn_logit_softcapping,
+        sinks=_SINKS[config.softmax_type],
     )
 
 

@@ -21,8 +21,25 @@ MODELS = {
         "--num-layers 4 --window-size 5 --window-attn-skip-freq 2 --no-rope-freq [0,1,0,0] --rotary-base-local 100 "
         "--rotary-seq-len-interpolation-factor 3"
     ),
+    "norms on outputs and projections": "--norm-placement output --qk-layernorm --qk-layernorm-scope projection --num-query-groups 2",
+    "norms on both sides, caps, scales": (
+        "--norm-placement both --attn-logit-softcapping 0.7 --final-logit-softcapping 0.9 --softmax-scale 0.6 "
+        "--embedding-multiplier 3 --residual-multiplier 0.4 --logits-scaling 0.3 --qk-layernorm --num-query-groups 2"
+    ),
+    "parallel branches": "--residual-branches parallel --normalization LayerNorm --rotary-percent 0.5 --add-bias-linear",
+    "one norm for parallel branches": "--residual-branches parallel_shared_norm --rotary-interleaved --qk-layernorm",
+    "learned sinks": "--softmax-type learnable --num-query-groups 2 --window-size 5 --window-attn-skip-freq 2",
+    "sinks of zero, capped": "--softmax-type off-by-one --attn-logit-softcapping 0.5 --rotary-interleaved",
 }
-PLAIN = {"windows and positions by layer": "--num-layers 4 --window-size 5"}
+PLAIN = {
+    "windows and positions by layer": "--num-layers 4 --window-size 5",
+    "norms on outputs and projections": "--norm-placement output --qk-layernorm --num-query-groups 2",
+    "norms on both sides, caps, scales": "--norm-placement both --qk-layernorm --num-query-groups 2",
+    "parallel branches": "--normalization LayerNorm --rotary-percent 0.5 --add-bias-linear",
+    "one norm for parallel branches": "--residual-branches parallel_shared_norm --qk-layernorm",
+    "learned sinks": "--num-query-groups 2 --window-size 5 --window-attn-skip-freq 2",
+    "sinks of zero, capped": "--attn-logit-softcapping 0.5 --rotary-interleaved",
+}
 """The model without its variants, or without one of them."""
 LAYOUTS = {
     "tp2-sp": ("--tp 2 --sequence-parallel", 2),

@@ -32,7 +32,7 @@ _MODEL_FIELDS = (
     "init_method_std", "make_vocab_size_divisible_by", "apply_layernorm_1p",
 )  # fmt: skip
 # Variants of layers that Megatron has an argument for; a pattern of layers is a number or a list there.
-_VARIANT_FIELDS = ("window_attn_skip_freq", "no_rope_freq", "rotary_seq_len_interpolation_factor")
+_VARIANT_FIELDS = ("window_attn_skip_freq", "no_rope_freq", "rotary_seq_len_interpolation_factor", "rotary_interleaved")
 _CONVERTED_SEPARATELY = ("moe_layer_freq", "moe_router_force_load_balancing")
 _MOE_FIELDS = tuple(field.name for field in dataclasses.fields(MoEConfig) if field.name not in _CONVERTED_SEPARATELY)
 # Megatron hard-codes these for Llama-3 rope scaling and has no argument for them.
@@ -53,8 +53,7 @@ _UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (),
     "qk_l2_norm": (),
     "quick_geglu": (),
-    "rotary_interleaved": (),
-    "softmax_type": ("vanilla",),
+    "softmax_type": ("vanilla",),  # its learned scores have no name in our maps of Megatron's weights
 }
 _FIX = "Such a checkpoint cannot be converted."
 _SCALARS = (bool, int, float, str)
@@ -196,7 +195,7 @@ def _variants(arguments: Mapping[str, Any]) -> dict[str, Any]:
         values["window_attn_skip_freq"] = None
     if values["rotary_seq_len_interpolation_factor"] == 1:
         values["rotary_seq_len_interpolation_factor"] = None
-    return {name: value for name, value in values.items() if value not in (None, 0)}
+    return {name: value for name, value in values.items() if value}
 
 
 def _moe_values(arguments: Mapping[str, Any], model: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
@@ -250,7 +249,6 @@ def arguments_from_config(
         "context_parallel_size": 1,
         "apply_layernorm_1p": model.apply_layernorm_1p,
         "apply_query_key_layer_scaling": False,
-        "rotary_interleaved": False,
         "transformer_impl": "transformer_engine",
         "use_mcore_models": True,
         "tokenizer_type": None,

@@ -6,15 +6,20 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.checks.rule_helpers import above, at_least
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.layer_patterns import layer_pattern_problems
+from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import RawModelConfig
 
 _ROTARY_TYPES = ("rope", "yarn")
+_NOT_LATENT = ("qk_layernorm_scope", "rotary_interleaved", "softmax_type", "softmax_scale", "attn_logit_softcapping")
 
 
 def check_layer_variants(model: RawModelConfig) -> Iterator[Problem]:
     yield from _patterns(model)
     yield from _rotary(model)
+    yield from _norms_and_residuals(model)
+    yield from _scores(model)
 
 
 def _patterns(model: RawModelConfig) -> Iterator[Problem]:
@@ -36,6 +41,7 @@ def _rotary(model: RawModelConfig) -> Iterator[Problem]:
         "--no-rope-freq": model.no_rope_freq,
         "--rotary-base-local": model.rotary_base_local,
         "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor,
+        "--rotary-interleaved": model.rotary_interleaved or None,
     }
     for flag, value in settings.items():
         if value is not None and positions not in _ROTARY_TYPES:
@@ -54,3 +60,32 @@ def _rotary(model: RawModelConfig) -> Iterator[Problem]:
         if positions == "yarn" or model.use_rope_scaling:
             rule = "is one way to scale rotary positions, and another is set"
             yield Problem("--rotary-seq-len-interpolation-factor", f"{factor:g}", rule, "Leave one out.")
+
+
+def _norms_and_residuals(model: RawModelConfig) -> Iterator[Problem]:
+    branches, placement = model.residual_branches, model.norm_placement
+    if branches != "sequential" and placement != "pre":
+        rule = f"needs norms before the branches, but --norm-placement is {placement}"
+        yield Problem("--residual-branches", branches, rule, "Use --norm-placement pre.")
+    if model.qk_layernorm_scope == "projection" and not model.qk_layernorm:
+        rule = "says what --qk-layernorm normalises, which is not set"
+        yield Problem("--qk-layernorm-scope", "projection", rule, "Add --qk-layernorm, or leave it out.")
+    if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
+        rule = f"is an RMSNorm, but --normalization is {model.normalization}"
+        yield Problem("--qk-layernorm-scope", "projection", rule, "Use --normalization RMSNorm.")
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        yield from above(name, getattr(model, name), 0)
+    if model.scale_embeddings and model.embedding_multiplier != 1.0:
+        rule = "and --scale-embeddings are two factors on embeddings"
+        yield Problem("--embedding-multiplier", f"{model.embedding_multiplier:g}", rule, "Leave one out.")
+
+
+def _scores(model: RawModelConfig) -> Iterator[Problem]:
+    for name in ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"):
+        yield from above(name, getattr(model, name), 0)
+    plain = variant_defaults()
+    for name in _NOT_LATENT if model.multi_latent_attention else ():
+        value = getattr(model, name)
+        if value != plain[name]:
+            rule = "cannot be combined with --multi-latent-attention"
+            yield Problem(flag_name(name), f"{value}", rule, "Leave one out.")

@@ -221,6 +221,11 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
         for name, default in _OPTIONAL_PARTS.items()
         if getattr(model, name) != default and not _names_setting(family, name)
     ]
+    problems += [
+        unsupported_setting(name, None, family, "always one")
+        for name in family.required
+        if getattr(model, name) is None
+    ]
     if model.add_qkv_bias and not model.add_bias_linear and not _names_setting(family, "add_qkv_bias"):
         problems.append(unsupported_setting("add_qkv_bias", True, family, "biases everywhere or nowhere"))
     if family.heads_divide_width and model.hidden_size % model.num_attention_heads:

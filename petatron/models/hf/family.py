@@ -53,6 +53,7 @@ class Family:
     read_more, write_more: what tables cannot say: further ModelConfig values from config.json, with what the decoder cannot express,
         and further keys of config.json.
     more_settings: the ModelConfig fields that these two are about.
+    required: optional ModelConfig fields that every model of the family has set.
     heads_divide_width: whether transformers refuses a width that is no multiple of the heads.
     activations: names of activations there and here; the first of several for one of ours is the one written.
     """
@@ -78,4 +79,5 @@ class Family:
     read_more: ReadMore | None = None
     write_more: Callable[[ModelSpec], Mapping[str, Any]] | None = None
     more_settings: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
     heads_divide_width: bool = False

@@ -3,10 +3,12 @@
 A family is a file of this folder, or a part of one, and a line of this list; nothing else knows it by name.
 """
 
-from petatron.models.hf.families.gemma import GEMMA
+from petatron.models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from petatron.models.hf.families.gpt2 import GPT2
+from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
 from petatron.models.hf.families.llama import LLAMA
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
+from petatron.models.hf.families.olmo import OLMO2, OLMO3, OLMOE
 from petatron.models.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from petatron.models.hf.families.smollm3 import SMOLLM3
 
@@ -19,7 +21,14 @@ FAMILIES = (
     QWEN2,
     QWEN3,
     GEMMA,
+    GEMMA2,
+    GEMMA3,
+    OLMO2,
+    OLMO3,
+    GRANITE,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
+    OLMOE,
+    GRANITE_MOE,
 )
