@@ -238,7 +238,7 @@ UNWRITABLE = {
         "--normalization LayerNorm cannot be written as a Hugging Face llama",
     ),
     "plain MLP": (_ROPE + "--activation gelu", "--activation gelu"),
-    "partial rope": (_ROPE + "--rotary-percent 0.5", "--rotary-percent 0.5"),
+    "partial rope": (_ROPE + "--rotary-percent 0.5 --qk-layernorm", "--rotary-percent 0.5"),
     "no positions": (_ROPE + "--position-embedding-type none", "--position-embedding-type none"),
     "window with biases": (
         _ROPE + "--add-bias-linear --window-size 4 --kv-channels 8",

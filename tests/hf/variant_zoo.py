@@ -39,6 +39,12 @@ def _gemma(family: str, **changes: Any) -> Any:
     return _build(family, **{**base, **changes})
 
 
+def _neox(**changes: Any) -> Any:
+    base = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**{**base, "rotary_pct": 0.5, **changes}))
+
+
+_PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _GEMMA3_ROPE = {
     _FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
     _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
@@ -57,6 +63,13 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "olmo2": lambda: _build("Olmo2"),
     "olmo3": lambda: _build("Olmo3", sliding_window=5, layer_types=[_SLIDING, _FULL], rope_parameters=_OLMO3_ROPE),
     "olmoe-moe": lambda: _build("Olmoe", num_experts=4, num_experts_per_tok=2),
+    "phi3": lambda: _build("Phi3"),
+    "phi3-partial-window": lambda: _build("Phi3", sliding_window=5, rope_parameters=_PARTIAL_ROPE),
+    "starcoder2": lambda: _build("Starcoder2", sliding_window=5),
+    "starcoder2-no-biases": lambda: _build("Starcoder2", use_bias=False, tie_word_embeddings=False),
+    "nemotron": lambda: _build("Nemotron", head_dim=16),
+    "gpt-neox": lambda: _neox(),
+    "gpt-neox-sequential": lambda: _neox(use_parallel_residual=False, hidden_act="gelu_new"),
     "granite": lambda: _build("Granite", **_MULTIPLIERS),
     "granite-biases": lambda: _build("Granite", **_MULTIPLIERS, attention_bias=True, mlp_bias=True),
     "granite-moe": lambda: _build("GraniteMoe", **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),

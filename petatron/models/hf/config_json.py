@@ -39,6 +39,7 @@ _OPTIONAL_PARTS: Mapping[str, Any] = {
     "mtp_num_layers": None,
     **variant_defaults(),
 }
+_EMBEDDING_DROPOUTS = {"embd_pdrop": "resid_pdrop", "embedding_dropout": "residual_dropout"}
 _UNSUPPORTED_FIX = "Use another model; the decoder has no such part."
 
 
@@ -133,11 +134,10 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
         for key, value in family.single_values.items()
         if hf_config[key] != value
     ]
-    if hf_config.get("embd_pdrop") != hf_config.get("resid_pdrop"):
-        rule = f"is not resid_pdrop {hf_config.get('resid_pdrop')}, and the decoder has one dropout for both"
-        problems.append(
-            Problem("embd_pdrop", str(hf_config.get("embd_pdrop")), rule, "Make them equal in config.json.")
-        )
+    for embedding, residual in _EMBEDDING_DROPOUTS.items():
+        if embedding in family.defaults and hf_config[embedding] != hf_config[residual]:
+            rule = f"is not {residual} {hf_config[residual]}, and the decoder has one dropout for both"
+            problems.append(Problem(embedding, str(hf_config[embedding]), rule, "Make them equal in config.json."))
     if hf_config.get("quantization_config"):
         rule = "says that the weights are quantized, and only plain ones can be read"
         problems.append(Problem("quantization_config", "", rule, "Use the model's unquantized weights."))
@@ -170,8 +170,7 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     content[family.activation_key] = _activation_names(family)[model.activation]
     content["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     content |= dict(family.single_values) | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    if "embd_pdrop" in family.defaults:
-        content["embd_pdrop"] = model.hidden_dropout
+    content |= {key: model.hidden_dropout for key in _EMBEDDING_DROPOUTS if key in family.defaults}
     if "mlp_bias" in family.defaults:
         content |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     content |= windows_to_hf_config(family, model)
@@ -220,6 +219,11 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
         unsupported_setting(name, getattr(model, name), family, "no such part")
         for name, default in _OPTIONAL_PARTS.items()
         if getattr(model, name) != default and not _names_setting(family, name)
+    ]
+    problems += [
+        unsupported_setting(name, getattr(model, name), family, "other ways")
+        for name, values in family.unsupported_choices.items()
+        if getattr(model, name) in values
     ]
     problems += [
         unsupported_setting(name, None, family, "always one")

@@ -15,19 +15,24 @@ from petatron.base.errors import Problem
 from petatron.config.schema.model import ActivationName
 from petatron.models.model_spec import ModelSpec
 
+OWN_MODEL_TYPE = "petatron"
+"""The `model_type` of a folder in our own names, for a model that no family can express."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleMapping:
     """`logical_modules`, fused along their output if there are several, and the Hugging Face module of the same tensors.
 
     A `#` in the name means one such module per expert, where ours holds all experts of a layer. `transposed`: the matrix is
-    stored [in, out] there; `no_weight_suffix`: the name is the weight's own, without `.weight`.
+    stored [in, out] there; `no_weight_suffix`: the name is the weight's own, without `.weight`; `fused_by_head`: the rows of one head
+    of each module are adjacent, and then those of the next head.
     """
 
     logical_modules: tuple[str, ...]
     hf_module: str
     transposed: bool = False
     no_weight_suffix: bool = False
+    fused_by_head: bool = False
 
 
 ReadMore = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[Problem]]]
@@ -54,6 +59,8 @@ class Family:
         and further keys of config.json.
     more_settings: the ModelConfig fields that these two are about.
     required: optional ModelConfig fields that every model of the family has set.
+    unsupported_choices: values of ModelConfig fields with choices that the family has no word for.
+    models, what_differs: the published models of the family, and what tells them apart, for the table of `docs/huggingface.md`.
     heads_divide_width: whether transformers refuses a width that is no multiple of the heads.
     activations: names of activations there and here; the first of several for one of ours is the one written.
     """
@@ -80,4 +87,7 @@ class Family:
     write_more: Callable[[ModelSpec], Mapping[str, Any]] | None = None
     more_settings: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
+    unsupported_choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    models: str = ""
+    what_differs: str = ""
     heads_divide_width: bool = False

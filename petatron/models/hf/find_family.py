@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
@@ -12,23 +12,81 @@ from petatron.models.hf.family import Family
 FAMILIES: Mapping[str, Family] = {family.name: family for family in ALL_FAMILIES}
 
 
+# Keys that say nothing of the mathematics, or that every family reads.
+_COMMON_KEYS = (
+    *(
+        "architectures",
+        "auto_map",
+        "model_type",
+        "transformers_version",
+        "_name_or_path",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+    ),
+    *("rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "return_dict", "output_attentions"),
+    *("output_hidden_states", "chunk_size_feed_forward", "problem_type", "id2label", "label2id", "is_encoder_decoder"),
+    *("pretraining_tp", "classifier_dropout", "router_aux_loss_coef", "output_router_logits", "is_decoder"),
+)
+_MAX_NAMED = 8
+
+
 def get_family(name: str) -> Family:
     """Returns the tables of a family."""
     if name not in FAMILIES:
-        raise ConfigError([_unknown_family(name)])
+        raise ConfigError([_unknown_family(name, {})])
     return FAMILIES[name]
 
 
 def family_name_of_config(config: Mapping[str, Any]) -> str:
-    """Returns the family that the content of a config.json names.
+    """Returns the family that the content of a config.json names; the error about one that is not here names the nearest.
 
     >>> family_name_of_config({"model_type": "qwen3"})
     'qwen3'
     """
-    return get_family(str(config.get("model_type", ""))).name
+    name = str(config.get("model_type", ""))
+    if name not in FAMILIES:
+        raise ConfigError([_unknown_family(name, config)])
+    return name
 
 
-def _unknown_family(name: str) -> Problem:
-    known = ", ".join(FAMILIES)
+def _unknown_family(name: str, config: Mapping[str, Any]) -> Problem:
     rule = "is not a family this version can read or write" if name else "is missing"
-    return Problem("model_type", f'"{name}"' if name else "", rule, f"Families: {known}.")
+    fix = f"Families: {', '.join(FAMILIES)}."
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and text.get("model_type") in FAMILIES:
+        inside = f"Its text model is a {text['model_type']}, which is one: save that by itself."
+        return Problem("model_type", f'"{name}"', rule, f"{inside} {fix}")
+    if name and _own_keys(config):
+        fix = f"{_nearest_family(config)} {fix}"
+    return Problem("model_type", f'"{name}"' if name else "", rule, fix)
+
+
+def _nearest_family(config: Mapping[str, Any]) -> str:
+    """Returns a sentence on the family with most keys in common with a config.json, and what differs."""
+    keys = _own_keys(config)
+    family = min(FAMILIES.values(), key=lambda each: len(keys ^ _needed_keys(each)) + len(keys - _known_keys(each)))
+    missing = sorted(_needed_keys(family) - family.defaults.keys() - keys)
+    more = sorted(keys - _known_keys(family))
+    differences = [f"it lacks {_named(missing)}"] * bool(missing) + [f"it has {_named(more)} besides"] * bool(more)
+    same = "config.json has the same settings, so what differs is in its code"
+    return f"The nearest is {family.name}; {' and '.join(differences) or same}."
+
+
+def _own_keys(config: Mapping[str, Any]) -> set[str]:
+    """Returns the keys of settings that are set and that not every family has."""
+    ids = {key for key in config if key.endswith("_token_id")}
+    return {key for key, value in config.items() if value is not None} - ids - set(_COMMON_KEYS)
+
+
+def _needed_keys(family: Family) -> set[str]:
+    return {*family.keys.values(), *family.moe_keys.values(), family.activation_key}
+
+
+def _known_keys(family: Family) -> set[str]:
+    return _needed_keys(family) | {*family.defaults, *family.aliases.values()}
+
+
+def _named(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
+    return ", ".join(f"{key:.40}" for key in keys[:_MAX_NAMED]) + more

@@ -44,7 +44,7 @@ LLAMA = "--activation swiglu --position-embedding-type rope --normalization RMSN
 MODELS = {
     "llama": f"{LLAMA} --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
     "gpt2": "--position-embedding-type learned_absolute --activation gelu_tanh",
-    "no family": "--position-embedding-type rope --activation squared_relu",
+    "no family": "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --activation squared_relu",
     "mixtral": f"{LLAMA} --num-experts 4 --moe-router-topk 2 --untie-embeddings-and-output-weights",
     "expert bias": f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-router-enable-expert-bias "
     "--moe-router-score-function sigmoid",

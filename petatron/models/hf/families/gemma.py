@@ -19,6 +19,8 @@ from petatron.models.model_spec import ModelSpec
 GEMMA = like_llama(
     name="gemma",
     architecture="GemmaForCausalLM",
+    models="Gemma (1)",
+    what_differs="norms that multiply by one plus their weight, embeddings times the square root of the width, tanh GELU gates",
     defaults={
         **LLAMA_DEFAULTS,
         "num_key_value_heads": 16,
@@ -66,6 +68,8 @@ def _write_query_scale(spec: ModelSpec) -> dict[str, Any]:
 GEMMA2 = like_llama(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
+    models="Gemma 2",
+    what_differs="norms before and after branches, soft caps of scores and logits, windows in every second layer",
     mappings=_POST_NORM_MAPPINGS,
     keys={
         **LLAMA_KEYS,
@@ -96,6 +100,8 @@ GEMMA2 = like_llama(
 GEMMA3 = like_llama(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    models="Gemma 3 (text)",
+    what_differs="qk-norm, windows in five of six layers, with a rope of their own",
     mappings=_POST_NORM_MAPPINGS,
     keys=GEMMA2.keys,
     activation_key="hidden_activation",

@@ -36,6 +36,8 @@ _MULTIPLIERS = {
 GRANITE = like_llama(
     name="granite",
     architecture="GraniteForCausalLM",
+    models="Granite 3",
+    what_differs="factors on embeddings, residuals, scores and logits",
     keys=_KEYS,
     defaults={**LLAMA_DEFAULTS, **_MULTIPLIERS, "attention_bias": False, "mlp_bias": False},
     required=("softmax_scale",),
@@ -43,6 +45,8 @@ GRANITE = like_llama(
 GRANITE_MOE = like_llama(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
+    models="Granite 3 MoE",
+    what_differs="Granite's factors, experts in every layer",
     mappings=(
         *LLAMA_MAPPINGS,
         ModuleMapping(("layers.*.mlp.router",), f"{_MOE}.router.layer"),

@@ -17,6 +17,8 @@ from petatron.models.hf.shared_tables import (
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
+    models="Llama 1 to 3",
+    what_differs="rotary positions, RMSNorm, a gated MLP; linear, Llama 3 and YaRN scaling",
     prefix="model.",
     mappings=LLAMA_MAPPINGS,
     ignored_tensors=("*rotary_emb.inv_freq",),

@@ -29,12 +29,16 @@ _MIXTRAL_MAPPINGS = (
 MISTRAL = like_llama(
     name="mistral",
     architecture="MistralForCausalLM",
+    models="Mistral",
+    what_differs="a sliding window in every layer",
     defaults={**LLAMA_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False},
 )
 MIXTRAL = like_llama(
     name="mixtral",
     architecture="MixtralForCausalLM",
+    models="Mixtral",
+    what_differs="experts in every layer, weights normalised over the chosen ones",
     mappings=_MIXTRAL_MAPPINGS,
     in_memory_mappings=FUSED_EXPERT_MAPPINGS,
     defaults={
@@ -58,6 +62,8 @@ MIXTRAL = like_llama(
 MINISTRAL = like_llama(
     name="ministral",
     architecture="MinistralForCausalLM",
+    models="Ministral",
+    what_differs="a window in some layers",
     defaults={**MISTRAL.defaults, "layer_types": None},
     fixed=MISTRAL.fixed,
 )

@@ -37,12 +37,16 @@ _SLIDING_WINDOW_DEFAULTS = {key: value for key, value in SLIDING_WINDOW_DEFAULTS
 QWEN2 = like_llama(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
+    models="Qwen 2, 2.5",
+    what_differs="biases on q, k and v",
     defaults={**LLAMA_DEFAULTS, **SLIDING_WINDOW_DEFAULTS, "num_key_value_heads": 32, "max_position_embeddings": 32768},
     fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": True},
 )
 QWEN3 = like_llama(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
+    models="Qwen 3",
+    what_differs="a norm on every query and key head",
     defaults={
         **QWEN2.defaults,
         "head_dim": 128,
@@ -54,6 +58,8 @@ QWEN3 = like_llama(
 QWEN2_MOE = like_llama(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
+    models="Qwen 1.5 and 2 MoE",
+    what_differs="a shared expert with a gate; dense layers in between",
     mappings=(*SEPARATE_EXPERT_MAPPINGS, *_SHARED_EXPERT_MAPPINGS),
     in_memory_mappings=(*FUSED_EXPERT_MAPPINGS, *_SHARED_EXPERT_MAPPINGS),
     keys={**LLAMA_KEYS, "add_qkv_bias": "qkv_bias"},
@@ -73,6 +79,8 @@ QWEN2_MOE = like_llama(
 QWEN3_MOE = like_llama(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    models="Qwen 3 MoE",
+    what_differs="head norms; dense layers in between",
     mappings=SEPARATE_EXPERT_MAPPINGS,
     in_memory_mappings=FUSED_EXPERT_MAPPINGS,
     defaults={

@@ -33,6 +33,8 @@ def _write_no_rope(spec: ModelSpec) -> dict[str, Any]:
 SMOLLM3 = like_llama(
     name="smollm3",
     architecture="SmolLM3ForCausalLM",
+    models="SmolLM3",
+    what_differs="every fourth layer has no positions",
     keys={name: key for name, key in LLAMA.keys.items() if name != "kv_channels"},
     defaults={
         **LLAMA_DEFAULTS,
