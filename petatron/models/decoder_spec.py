@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.required_settings import required
+from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
@@ -26,6 +29,12 @@ from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, Model
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
 
+_SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
+    "vanilla": None,
+    "off-by-one": "zero",
+    "learnable": "learned",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec(ModelSpec):
@@ -42,6 +51,13 @@ class DecoderSpec(ModelSpec):
         mixers = (layer.mixer for layer in dict.fromkeys(self.layers))
         ropes = (mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec | MlaSpec))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """The factor on embeddings; None: 1."""
+        if self.config.scale_embeddings:
+            return math.sqrt(self.config.hidden_size)
+        return None if self.config.embedding_multiplier == 1.0 else self.config.embedding_multiplier
 
     @property
     def has_position_table(self) -> bool:
@@ -116,22 +132,44 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     ('MoESpec', True)
     """
     norm = norm_spec(config)
-    mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
     mlp = mlp_spec(config, config.ffn_hidden_size)
     is_moe = moe_layers(RunConfig(model=config, moe=moe))
     experts = moe_spec(config, moe) if any(is_moe) else None
 
-    def layer(channel_mixer: BranchSpec) -> LayerSpec:
-        return LayerSpec(mixer=mixer, channel_mixer=channel_mixer, norm=norm, dropout=config.hidden_dropout)
+    def layer(mixer: BranchSpec, channel_mixer: BranchSpec) -> LayerSpec:
+        return LayerSpec(
+            mixer=mixer,
+            channel_mixer=channel_mixer,
+            norm=norm,
+            dropout=config.hidden_dropout,
+            norm_placement=config.norm_placement,
+            residual_branches=config.residual_branches,
+            residual_multiplier=config.residual_multiplier,
+        )
 
-    dense_layer, moe_layer = layer(mlp), None if experts is None else layer(experts)
-    layers = tuple(moe_layer if chosen and moe_layer is not None else dense_layer for chosen in is_moe)
+    channel_mixers = (experts if chosen and experts is not None else mlp for chosen in is_moe)
+    layers = tuple(map(layer, mixer_specs(config), channel_mixers))
     return DecoderSpec(config, None if experts is None else moe, layers, norm)
 
 
 def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
     """Returns the norm of a config, over the hidden size unless another width is given."""
     return NormSpec(config.normalization, width or config.hidden_size, config.norm_epsilon, config.apply_layernorm_1p)
+
+
+def mixer_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
+    """Yields the mixer of every layer: some have a window, some no positions, and those with a window may have a rope of their own."""
+    mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
+    local_rope = mixer.rope
+    if mixer.rope is not None and config.rotary_base_local is not None:
+        local_rope = RopeSpec(rotary_dim=mixer.rope.rotary_dim, base=config.rotary_base_local)
+    for has_window, has_no_rope in zip(window_layers(config), no_rope_layers(config), strict=True):
+        rope = None if has_no_rope else local_rope if has_window else mixer.rope
+        window = config.window_size if has_window else None
+        if isinstance(mixer, AttentionSpec):
+            yield replace(mixer, window=window, rope=rope)
+        else:
+            yield replace(mixer, window=window, rope=rope or mixer.rope)
 
 
 def attention_spec(config: ModelConfig) -> AttentionSpec:
@@ -149,6 +187,11 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         dropout=config.attention_dropout,
         std=config.init_method_std,
         out_std=residual_std(config.init_method_std, config.num_layers),
+        qk_norm_scope=config.qk_layernorm_scope,
+        rope_interleaved=config.rotary_interleaved,
+        softmax_scale=config.softmax_scale,
+        softcap=config.attn_logit_softcapping,
+        sinks=_SINKS[config.softmax_type],
     )
 
 
@@ -173,6 +216,10 @@ def mla_spec(config: ModelConfig) -> MlaSpec:
 
 def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
     yarn = config.position_embedding_type == "yarn"
+    interpolation = config.rotary_seq_len_interpolation_factor
+    if interpolation is not None and not yarn:
+        rotary_dim = int(head_dim * config.rotary_percent)
+        return RopeSpec(rotary_dim=rotary_dim, base=config.rotary_base, scaling="linear", scaling_factor=interpolation)
     return RopeSpec(
         rotary_dim=int(head_dim * config.rotary_percent),
         base=config.rotary_base,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
+from petatron.config.checks.layer_variants import check_layer_variants
 from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, within
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import RawModelConfig
@@ -26,6 +27,7 @@ def check_model(config: RawRunConfig) -> Iterator[Problem]:
             yield Problem("--sample-prompts", config.log.sample_prompts, rule, "Leave it out.")
     yield from _positions(config.model)
     yield from _numbers(config.model)
+    yield from check_layer_variants(config.model)
 
 
 def _sizes(model: RawModelConfig) -> Iterator[Problem]:

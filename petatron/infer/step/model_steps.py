@@ -232,8 +232,10 @@ class ModelSteps:
 
 
 def can_capture(model: ParallelModel) -> bool:
-    """Whether a decode step is one CUDA graph: on one stage, and without experts, whose dispatch needs the host."""
-    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and model.spec.moe is None
+    """Whether a decode step is one CUDA graph: on one stage, in fused kernels, and without experts, whose dispatch needs the host."""
+    branches = (branch for layer in set(model.spec.layers) for branch in layer.branches)
+    fused = all(branch.decodes_in_fused_kernels for branch in branches)
+    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and model.spec.moe is None and fused
 
 
 def can_record(model: ParallelModel) -> bool:
