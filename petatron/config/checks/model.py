@@ -21,9 +21,6 @@ def check_model(config: RawRunConfig) -> Iterator[Problem]:
     yield from _heads(config.model)
     if config.model.multi_latent_attention:
         yield from _latent_attention(config.model)
-        if config.log.sample_prompts is not None:
-            rule = f"continues text, which a model with {_LATENT} cannot do in this version"
-            yield Problem("--sample-prompts", config.log.sample_prompts, rule, "Leave it out.")
     yield from _positions(config.model)
     yield from _numbers(config.model)
 

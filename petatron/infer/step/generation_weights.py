@@ -1,8 +1,9 @@
 """The weights of a model while an engine generates with them: as they are, or in FP8.
 
 In FP8 a weight of a layer's large GEMMs is quantised to e4m3 once, with a scale per output row, and on a GPU the memory of the original
-is given back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms, output head and experts
-stay as they are. `release` leaves the model with the dequantised weights, in its own precision.
+is given back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms, output head, experts and
+the absorbed up-projections of latent attention stay as they are. `release` leaves the model with the dequantised weights, in its own
+precision.
 """
 
 from __future__ import annotations
@@ -115,6 +116,12 @@ class GenerationWeights:
 def _large_linears(model: ParallelModel) -> Iterator[Linear]:
     for stage in model.stages.values():
         for layer in stage.layers.values():
+            absorbed = {getattr(owner, name) for owner in layer.modules() for name in _absorbed_linears(owner)}
             for _, module in fp8_linears(layer):
-                if isinstance(module, Linear):
+                if isinstance(module, Linear) and module not in absorbed:
                     yield module
+
+
+def _absorbed_linears(owner: nn.Module) -> tuple[str, ...]:
+    """Returns the names of linears whose weights a module multiplies itself while it generates, in the model's precision."""
+    return getattr(owner, "absorbed_linears", ())
