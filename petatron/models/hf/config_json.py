@@ -16,7 +16,7 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.model import ModelConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
 from petatron.models.hf.family import Family
-from petatron.models.hf.find_family import FAMILIES, family_name_for_model, family_name_of_config
+from petatron.models.hf.find_family import FAMILIES, family_name_of_config
 from petatron.models.hf.moe_config_json import (
     moe_from_hf_config,
     moe_to_hf_config,
@@ -30,6 +30,8 @@ from petatron.models.model_spec import ModelSpec
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
 _TRAINING_ONLY = ("hidden_dropout",)
+# Parts of a model that a family does not have unless its tables name them.
+_OPTIONAL_PARTS: Mapping[str, Any] = {"window_size": None, "multi_latent_attention": False, "mtp_num_layers": None}
 _UNSUPPORTED_FIX = "Use another model; the decoder has no such part."
 
 
@@ -57,7 +59,7 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         _read_activation(family, full),
         _read_window(family, full, values["num_layers"]),
         _read_biases(family, full),
-        rope_from_hf_config(full, values["max_position_embeddings"]) if "rotary_percent" in family.fixed else ({}, []),
+        rope_from_hf_config(full, values["max_position_embeddings"]) if family.has_rope else ({}, []),
     ):
         values |= part
         problems += found
@@ -184,16 +186,32 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     if "mlp_bias" in family.defaults:
         content |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     content |= _window_keys(family, model)
-    if "rotary_percent" in family.fixed:
+    if family.has_rope:
         content |= rope_to_hf_config(model)
     return content | ({} if spec.moe is None else moe_to_hf_config(family, spec.moe, spec))
 
 
 def _closest_family(spec: ModelSpec) -> tuple[Family, list[Problem]]:
-    """Returns the family closest to a model, and the model's settings that it has no key for."""
-    family = FAMILIES[family_name_for_model(spec.config, spec.moe)]
+    """Returns the family closest to a model, the first of several, and the model's settings that it has no key for."""
+    found = [(family, _unsupported_settings(spec, family)) for family in FAMILIES.values()]
+    return min(found, key=lambda pair: len(pair[1]) + 10 * _structural_differences(spec, pair[0]))
+
+
+def _structural_differences(spec: ModelSpec, family: Family) -> int:
+    """Counts differences by which a family is another kind of model, however few settings say so."""
+    rotary = spec.config.position_embedding_type != "learned_absolute"
+    return (family.has_rope != rotary) + (bool(family.moe_keys) != (spec.moe is not None))
+
+
+def _unsupported_settings(spec: ModelSpec, family: Family) -> list[Problem]:
     problems = _unsupported_by_family(spec.config, family)
-    return family, problems if spec.moe is None else problems + unsupported_moe_settings(family, spec.moe, spec)
+    if spec.moe is not None and family.moe_keys:
+        return problems + unsupported_moe_settings(family, spec.moe, spec)
+    if spec.moe is not None:
+        problems.append(unsupported_setting("num_experts", spec.moe.num_experts, family, "no experts"))
+    if spec.moe is None and family.moe_keys:
+        problems.append(unsupported_setting("num_experts", None, family, "always some"))
+    return problems
 
 
 def _window_keys(family: Family, model: ModelConfig) -> dict[str, Any]:
@@ -219,11 +237,16 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
     ]
     if model.model_type != "decoder":
         problems.append(unsupported_setting("model_type", model.model_type, family, "only decoder"))
-    if model.multi_latent_attention:
-        problems.append(
-            unsupported_setting("multi_latent_attention", "", family, "only heads with keys and values of their own")
-        )
-    if "rotary_percent" in family.fixed and model.position_embedding_type not in ("rope", "yarn"):
+    problems += [
+        unsupported_setting(name, getattr(model, name), family, "no such part")
+        for name, default in _OPTIONAL_PARTS.items()
+        if getattr(model, name) != default and not _names_setting(family, name)
+    ]
+    if model.add_qkv_bias and not model.add_bias_linear and not _names_setting(family, "add_qkv_bias"):
+        problems.append(unsupported_setting("add_qkv_bias", True, family, "biases everywhere or nowhere"))
+    if family.heads_divide_width and model.hidden_size % model.num_attention_heads:
+        problems.append(unsupported_setting("hidden_size", model.hidden_size, family, "a multiple of the heads"))
+    if family.has_rope and model.position_embedding_type not in ("rope", "yarn"):
         problems.append(
             unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")
         )
@@ -235,3 +258,9 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
     if "kv_channels" not in family.keys and model.kv_channels != model.hidden_size / model.num_attention_heads:
         problems.append(unsupported_setting("kv_channels", model.kv_channels, family, "only hidden size / heads"))
     return problems
+
+
+def _names_setting(family: Family, name: str) -> bool:
+    if name == "window_size":
+        return "sliding_window" in family.defaults
+    return name in family.fixed or name in family.keys

@@ -41,6 +41,8 @@ class Family:
     aliases: other spellings of keys, read but not written.
     moe_keys, moe_fixed: the same as `keys` and `fixed` for MoEConfig; no keys means that the family has no experts.
     single_values: keys for which the decoder supports a single value.
+    has_rope: whether positions are rotary, with the keys of `rope_config_json.py`.
+    heads_divide_width: whether transformers refuses a width that is no multiple of the heads.
     activations: names of activations there and here; the first of several for one of ours is the one written.
     """
 
@@ -59,3 +61,5 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     moe_keys: Mapping[str, str] = field(default_factory=dict)
     moe_fixed: Mapping[str, Any] = field(default_factory=dict)
+    has_rope: bool = True
+    heads_divide_width: bool = False

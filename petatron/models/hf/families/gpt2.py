@@ -39,6 +39,7 @@ GPT2 = Family(
         "attention_dropout": "attn_pdrop",
         "init_method_std": "initializer_range",
     },
+    has_rope=False,
     activation_key="activation_function",
     defaults={
         "n_inner": None,
@@ -59,7 +60,6 @@ GPT2 = Family(
         "normalization": "LayerNorm",
         "add_bias_linear": True,
         "qk_layernorm": False,
-        "window_size": None,
         "apply_layernorm_1p": False,
         "scale_embeddings": False,
     },
