@@ -4,7 +4,8 @@
     kv latent  c_kv, k_r = W_dkv x;  norm(c_kv)          k = [W_uk c_kv of each head | rope(k_r) of all heads],   v = W_uv c_kv
     y = W_o softmax(q k^T scale) v                       scale = t^2 / sqrt(width of a query)
 
-Without a query latent, q = W_q x. With YaRN t is 0.1 mscale_all_dim ln(factor) + 1, else 1. Queries and keys are wider than values.
+Without a query latent, q = W_q x. With YaRN t is 0.1 mscale_all_dim ln(factor) + 1, else 1. Queries and keys are wider than values. The
+rotary pairs are neighbours in the rows of W_uq and W_dkv, as in DeepSeek's and Megatron-LM's weights.
 
 Tensor parallelism shards what has heads, W_uq, W_uk and W_uv by columns and W_o by rows. The down-projections are small and whole on
 every rank. Under sequence parallelism they see this rank's tokens, and the sequence is all-gathered *after* them: of a token are sent
@@ -110,7 +111,9 @@ class MlaSpec(BranchSpec):
         if self.q_rank is not None:
             down = linear_params(self.hidden_size, self.q_rank, REPLICATED, bias=False, std=self.std)
             params |= with_prefix("q_down", down) | with_prefix("q_norm", _norm_params(self.q_norm))
-        params |= with_prefix("q_up", self._up_params("q_up", self.q_input_size, q_rows))
+        params |= with_prefix(
+            "q_up", self._up_params("q" if self.q_rank is None else "q_up", self.q_input_size, q_rows)
+        )
         down = linear_params(self.hidden_size, self.kv_rank + rotary, REPLICATED, bias=False, std=self.std)
         params |= with_prefix("kv_down", down) | with_prefix("kv_norm", _norm_params(self.kv_norm))
         params |= with_prefix("kv_up", self._up_params("kv_up", self.kv_rank, kv_rows))
@@ -220,7 +223,7 @@ class MultiLatentAttention(BranchModule):
         latent = x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
         q_SBHE = _batch_of_one(self.q_up(latent)).unflatten(-1, (-1, self.spec.qk_dim))
         nope, rotary = q_SBHE.split((self.spec.nope_dim, self.spec.rope.rotary_dim), dim=-1)
-        q_SBHE = torch.cat((nope, apply_rope(rotary, *cos_sin)), dim=-1)
+        q_SBHE = torch.cat((nope, apply_rope(_neighbours_to_halves(rotary), *cos_sin)), dim=-1)
         return q_SBHE if self.spec.query_scale == 1.0 else q_SBHE * self.spec.query_scale
 
     def _cached_attention(self, x_TD: Tensor | Recomputable, cos_sin: RopeCosSin, step: GenerationStep) -> Tensor:
@@ -233,7 +236,7 @@ class MultiLatentAttention(BranchModule):
         return paged_latent_attention(
             self._queries(x_TD, cos_sin).squeeze(1),
             latent_TC,
-            apply_rope(rotary_TR[:, None, None], *cos_sin).flatten(1),
+            apply_rope(_neighbours_to_halves(rotary_TR)[:, None, None], *cos_sin).flatten(1),
             LatentPages(pages["latent"], pages["rope_key"]),
             step.batch,
             up=LatentUpProjection.of(self.kv_up.weight, nope_dim=spec.nope_dim, v_dim=spec.v_dim),
@@ -245,9 +248,14 @@ class MultiLatentAttention(BranchModule):
         latent, rotary_SBR = self.kv_down(x_SBD).split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
         kv = self.kv_up(_normed(self.kv_norm, latent)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
         nope, v_SBHV = kv.split((spec.nope_dim, spec.v_dim), dim=-1)
-        rotary_SB1R = apply_rope(self.rotary_key_comm(rotary_SBR).unsqueeze(2), *cos_sin)
+        rotary_SB1R = apply_rope(_neighbours_to_halves(self.rotary_key_comm(rotary_SBR)).unsqueeze(2), *cos_sin)
         k_SBHE = torch.cat((nope, rotary_SB1R.expand(-1, -1, nope.shape[2], -1)), dim=-1)
         return k_SBHE, v_SBHV.contiguous()  # a view would keep the keys' part of the GEMM's output for backward
+
+
+def _neighbours_to_halves(rotary: Tensor) -> Tensor:
+    """Permutes pairs of neighbours, DeepSeek's, to the pairs (i, i + n / 2) that rope rotates; scores do not depend on the order."""
+    return rotary.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def _batch_of_one(x: Tensor) -> Tensor:

@@ -170,6 +170,8 @@ class MoEConfig:
     """Groups of experts for group-limited routing."""
     moe_router_group_topk: ExpertCount | None = None
     """Groups each token may use."""
+    moe_router_group_score_topk: ExpertCount | None = None
+    """Best experts of a group whose scores are summed to rank it; unset: `--moe-router-topk` / `--moe-router-group-topk`."""
     moe_router_topk_scaling_factor: Factor | None = None
     """Factor on the chosen scores."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None

@@ -15,19 +15,21 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.model import ModelConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
-from petatron.models.hf.family import Family
+from petatron.models.hf.family import Family, unsupported_setting
 from petatron.models.hf.find_family import FAMILIES, family_name_of_config
 from petatron.models.hf.moe_config_json import (
     moe_from_hf_config,
     moe_to_hf_config,
     unsupported_moe_settings,
-    unsupported_setting,
 )
-from petatron.models.hf.rope_config_json import rope_from_hf_config, rope_to_hf_config
+from petatron.models.hf.rope_config_json import latent_yarn_problems, rope_from_hf_config, rope_to_hf_config
 from petatron.models.hf.setting_types import wrong_types
 from petatron.models.model_spec import ModelSpec
 
-_COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_COUNTS = (
+    "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+    "v_head_dim",
+)  # fmt: skip
 _MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
 _TRAINING_ONLY = ("hidden_dropout",)
 # Parts of a model that a family does not have unless its tables name them.
@@ -60,6 +62,7 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         _read_window(family, full, values["num_layers"]),
         _read_biases(family, full),
         rope_from_hf_config(full, values["max_position_embeddings"]) if family.has_rope else ({}, []),
+        ({}, latent_yarn_problems(full) if values.get("multi_latent_attention") else []),
     ):
         values |= part
         problems += found
@@ -88,6 +91,8 @@ def _missing_keys(family: Family, hf_config: Mapping[str, Any]) -> list[Problem]
 def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     width = values.get("kv_channels")
+    if values.get("multi_latent_attention"):
+        width = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
     if width is None and hidden % heads:
         rule = f"does not divide the width {hidden}, and no head_dim is given"
         return {}, [Problem("num_attention_heads", f"{heads}", rule, "Take config.json from the model's own folder.")]
@@ -149,10 +154,24 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
         problems.append(
             Problem("embd_pdrop", str(hf_config.get("embd_pdrop")), rule, "Make them equal in config.json.")
         )
-    if hf_config.get("quantization_config"):
-        rule = "says that the weights are quantized, and only plain ones can be read"
+    if hf_config.get("quantization_config") and fp8_block_size(hf_config) is None:
+        rule = "says that the weights are quantized, and only plain ones and FP8 by blocks can be read"
         problems.append(Problem("quantization_config", "", rule, "Use the model's unquantized weights."))
     return problems
+
+
+def fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns the rows and columns of a block that has a scale, where config.json says that weights are in FP8 by blocks.
+
+    >>> fp8_block_size({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}})
+    (128, 128)
+    """
+    match hf_config.get("quantization_config"):
+        case {"quant_method": "fp8", "weight_block_size": [rows, columns], **others} if (
+            others.get("fmt", "e4m3") == "e4m3"
+        ):
+            return (rows, columns) if is_count(rows, 1) and is_count(columns, 1) else None
+    return None
 
 
 def matching_family(spec: ModelSpec) -> Family | None:
@@ -200,7 +219,8 @@ def _closest_family(spec: ModelSpec) -> tuple[Family, list[Problem]]:
 def _structural_differences(spec: ModelSpec, family: Family) -> int:
     """Counts differences by which a family is another kind of model, however few settings say so."""
     rotary = spec.config.position_embedding_type != "learned_absolute"
-    return (family.has_rope != rotary) + (bool(family.moe_keys) != (spec.moe is not None))
+    latent = family.fixed.get("multi_latent_attention", False) != spec.config.multi_latent_attention
+    return (family.has_rope != rotary) + (bool(family.moe_keys) != (spec.moe is not None)) + latent
 
 
 def _unsupported_settings(spec: ModelSpec, family: Family) -> list[Problem]:
@@ -250,12 +270,17 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
         problems.append(
             unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")
         )
+    both = model.yarn_mscale and model.yarn_mscale_all_dim
+    neither = model.yarn_mscale == 1.0 and not model.yarn_mscale_all_dim
+    if model.multi_latent_attention and model.position_embedding_type == "yarn" and not (both or neither):
+        problems.append(unsupported_setting("yarn_mscale", model.yarn_mscale, family, "both mscales or neither"))
     if model.activation not in _activation_names(family):
         known = ", ".join(_activation_names(family))
         problems.append(unsupported_setting("activation", model.activation, family, known))
     if "num_query_groups" not in family.keys and model.num_query_groups != model.num_attention_heads:
         problems.append(unsupported_setting("num_query_groups", model.num_query_groups, family, "as many as heads"))
-    if "kv_channels" not in family.keys and model.kv_channels != model.hidden_size / model.num_attention_heads:
+    own_width = model.hidden_size / model.num_attention_heads
+    if "kv_channels" not in family.keys and not model.multi_latent_attention and model.kv_channels != own_width:
         problems.append(unsupported_setting("kv_channels", model.kv_channels, family, "only hidden size / heads"))
     return problems
 

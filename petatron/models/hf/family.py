@@ -1,4 +1,4 @@
-"""The tables that describe a family of Hugging Face models: no code.
+"""The tables that describe a family of Hugging Face models.
 
 A `ModuleMapping` pairs modules of ours with the Hugging Face module that holds their tensors; `*` stands for the layer and `#` for
 the expert. The other tables of a `Family` are about config.json. Whether a row's tensors exist at all (biases, qk-norms, an untied
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from petatron.base.errors import Problem
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import ActivationName
 
 
@@ -19,19 +21,21 @@ class ModuleMapping:
     """`logical_modules`, fused along their output if there are several, and the Hugging Face module of the same tensors.
 
     A `#` in the name means one such module per expert, where ours holds all experts of a layer. `transposed`: the matrix is
-    stored [in, out] there; `no_weight_suffix`: the name is the weight's own, without `.weight`.
+    stored [in, out] there; `no_weight_suffix`: the name is the tensor's own, without `.weight`; `leaf` is then its name in our module.
     """
 
     logical_modules: tuple[str, ...]
     hf_module: str
     transposed: bool = False
     no_weight_suffix: bool = False
+    leaf: str = "weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family.
 
+    other_names: further model types with this family's names, keys and mathematics.
     in_memory_mappings: the mappings of a transformers model in memory, where they differ from those of its files.
     prefix: the part of names that a checkpoint of the bare model, without its head, leaves out.
     ignored_tensors: patterns of tensors in old checkpoints that are no weights.
@@ -42,6 +46,7 @@ class Family:
     moe_keys, moe_fixed: the same as `keys` and `fixed` for MoEConfig; no keys means that the family has no experts.
     single_values: keys for which the decoder supports a single value.
     has_rope: whether positions are rotary, with the keys of `rope_config_json.py`.
+    group_score_topk: how many of its experts' scores are summed to rank a group of experts; None: experts have no groups.
     heads_divide_width: whether transformers refuses a width that is no multiple of the heads.
     activations: names of activations there and here; the first of several for one of ours is the one written.
     """
@@ -63,3 +68,11 @@ class Family:
     moe_fixed: Mapping[str, Any] = field(default_factory=dict)
     has_rope: bool = True
     heads_divide_width: bool = False
+    group_score_topk: int | None = None
+    other_names: tuple[str, ...] = ()
+
+
+def unsupported_setting(name: str, value: object, family: Family, allowed: str) -> Problem:
+    """Returns the problem of a setting that the family has no key for."""
+    rule = f"cannot be written as a Hugging Face {family.name} model, which has {allowed}"
+    return Problem(flag_name(name), str(value), rule, "Such a model is saved in Petatron's own names.")

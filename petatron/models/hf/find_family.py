@@ -14,6 +14,7 @@ FAMILIES: Mapping[str, Family] = {family.name: family for family in ALL_FAMILIES
 
 def get_family(name: str) -> Family:
     """Returns the tables of a family."""
+    name = next((family.name for family in ALL_FAMILIES if name in family.other_names), name)
     if name not in FAMILIES:
         raise ConfigError([_unknown_family(name)])
     return FAMILIES[name]

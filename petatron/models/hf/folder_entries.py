@@ -58,9 +58,21 @@ class FolderEntry:
     regions: tuple[EntryRegion, ...]
 
 
+def folder_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Returns the shapes of all logical tensors that a folder holds: the weights, and the expert biases of routers that have some."""
+    shapes, moe = dict(spec.logical_shapes()), spec.moe
+    if moe is not None and moe.moe_router_enable_expert_bias:
+        shapes |= {
+            name.removesuffix("weight") + "expert_bias": shape[:1]
+            for name, shape in shapes.items()
+            if name.endswith(".mlp.router.weight")
+        }
+    return shapes
+
+
 def folder_entries(spec: ModelSpec) -> tuple[FolderEntry, ...]:
     """Returns every tensor of the model's folder: in the family's names where a family can express the model, else in ours."""
-    shapes, family = spec.logical_shapes(), matching_family(spec)
+    shapes, family = folder_shapes(spec), matching_family(spec)
     if family is None:
         return tuple(
             FolderEntry(name, shape, (EntryRegion(name, (0,) * len(shape), shape, (0,) * len(shape)),))
@@ -77,7 +89,7 @@ def family_entries(
     entries: list[FolderEntry] = []
     for mapping in mappings:
         for layer in range(layers) if "*" in mapping.hf_module else range(1):
-            for leaf in ("weight",) if mapping.no_weight_suffix else ("weight", "bias"):
+            for leaf in (mapping.leaf,) if mapping.no_weight_suffix else ("weight", "bias"):
                 entries += _mapping_entries(mapping, layer, leaf, shapes)
     unnamed = shapes.keys() - {region.name for entry in entries for region in entry.regions}
     if unnamed:

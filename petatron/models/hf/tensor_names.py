@@ -16,7 +16,7 @@ from petatron.base.errors import CheckpointError
 from petatron.base.text import abbreviate_names
 from petatron.models.hf.family import Family
 from petatron.models.hf.find_family import get_family
-from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries
+from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_shapes
 from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
 
@@ -29,7 +29,7 @@ def to_logical(family: str, hf_tensors: Mapping[str, Tensor], spec: ModelSpec) -
     Raises `CheckpointError` with all that do not fit.
     """
     table = get_family(family)
-    shapes = spec.logical_shapes()
+    shapes = folder_shapes(spec)
     entries = _matching_entries(table, shapes, hf_tensors)
     stored = stored_names_by_full_name(table, hf_tensors, {entry.name for entry in entries})
     tied_head = stored.pop(output_head_name(table), None) if _OUTPUT_HEAD not in shapes else None
@@ -59,7 +59,7 @@ def to_logical(family: str, hf_tensors: Mapping[str, Tensor], spec: ModelSpec) -
 def to_hf(family: str, logical: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """Returns the tensors of a Hugging Face checkpoint from logical ones; a tied head is left out, as transformers saves it."""
     table = get_family(family)
-    shapes = spec.logical_shapes()
+    shapes = folder_shapes(spec)
     entries = family_entries(table, table.mappings, shapes)
     problems = [f"{name} is missing" for name in shapes if name not in logical]
     problems += [f"{name} is not a tensor of this model" for name in logical if name not in shapes]

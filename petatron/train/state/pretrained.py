@@ -178,4 +178,6 @@ def _load_state_dict(model: Model, content: Mapping[str, Any], tensors: Mapping[
     for group in model.param_groups:
         for piece, view in group_tensor_shards(group, group.weights()):
             view.copy_(logical[piece.name][piece.logical_slices()])
+    for name, bias in model.router_statistics.expert_biases():
+        bias.copy_(logical[name])
     model.all_gather_params()
