@@ -13,15 +13,21 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.open_model import open_model_source
-from petatron.config import resolve_config
+from petatron.config import load_config, resolve_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.models.batch import Batch
 from petatron.models.hf import family_name_of_config, from_hf_config, matching_family, to_hf_config
+from petatron.train.build_run import build_model
+from petatron.train.state.run_model import Model
 from tests.dist import RankPool
 from tests.hf.test_config import derived
 from tests.hf.zoo import build, truth
@@ -35,6 +41,7 @@ PUBLISHED: dict[str, Any] = {
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280, "max_position_embeddings": 163840,
     "rms_norm_eps": 1e-06, "rope_theta": 10000, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
     "initializer_range": 0.02, "tie_word_embeddings": False, "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1,
+    "num_nextn_predict_layers": 1,
     "rope_scaling": {
         "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 4096, "type": "yarn",
@@ -303,3 +310,76 @@ def test_fp8_without_a_word_in_the_config_is_refused(fp8: tuple[Path, dict[str, 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="_scale_inv is not a tensor of this model"):
         open_model_source(tmp_path)
+
+
+_PREDICTING = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --mock-data --lr 1e-3 --train-iters 1 "
+    "--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights --q-lora-rank 20 --kv-lora-rank 12 "
+    "--qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 7 --moe-layer-freq [0,1] --init-method-std 0.2 "
+    f"--make-vocab-size-divisible-by 4 --micro-batch-size 2 --mtp-num-layers 2 {_V3}"
+)
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
+    """A model with two depths of multi-token prediction, in its own folder."""
+    run = load_config(_PREDICTING.split()).config
+    model, folder = build_model(run, petatron.launch(run)), tmp_path_factory.mktemp("mtp") / "model"
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def test_depths_of_prediction_are_those_of_transformers(
+    predicting: tuple[Path, Model], monkeypatch: pytest.MonkeyPatch
+):
+    """transformers loads them apart from the model, and by the number that DeepSeek-V3's layer has."""
+    folder, model = predicting
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "deepseek_v3" and config["num_nextn_predict_layers"] == 2
+    pattern = [r"model\.layers\.[23]\..*"]
+    monkeypatch.setattr(DeepseekV3PreTrainedModel, "_keys_to_ignore_on_load_unexpected", pattern)
+    theirs, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), found
+    depths = MtpModel.from_pretrained(theirs)
+    ids = torch.randint(60, (2, 17), generator=torch.Generator().manual_seed(5))
+    mask, sums = torch.ones(2, 16), []
+    with torch.no_grad():
+        hidden = theirs.model(ids[:, :-1]).last_hidden_state
+        for depth in range(3):
+            count = 16 - depth
+            if depth:
+                ahead, positions = ids[:, depth : depth + count], torch.arange(count).expand(2, -1)
+                hidden = depths.forward_layer(depth - 1, hidden[:, :count], positions, None, input_ids=ahead)
+            logits = theirs.lm_head(hidden)
+            labels = ids[:, depth + 1 :]
+            sums.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="sum").double())
+    ours, counts = model.evaluate_losses([Batch(ids[:, :-1], ids[:, 1:], mask)])
+    assert counts.tolist() == [32, 30, 28]
+    torch.testing.assert_close(ours, torch.stack(sums), rtol=1e-5, atol=1e-3)
+
+
+def test_depths_come_back_and_copies_beside_them_are_skipped(predicting: tuple[Path, Model], tmp_path: Path):
+    folder, model = predicting
+    weights = load_file(folder / "model.safetensors")
+    assert "model.layers.2.eh_proj.weight" in weights and "model.layers.3.mlp.gate.e_score_correction_bias" in weights
+    weights["model.layers.2.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.3.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    again = dict(petatron.from_pretrained(tmp_path).module.named_parameters())
+    assert all(torch.equal(again[name][: len(value)], value) for name, value in model.module.named_parameters())
+
+
+def test_depths_that_transformers_left_out_are_not_missed(predicting: tuple[Path, Model], tmp_path: Path):
+    theirs = AutoModelForCausalLM.from_pretrained(predicting[0])
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert 2 in (config.get("num_nextn_predict_layers"), config.get("num_mtp_layers")), "it still counts them"
+    for source in (tmp_path, theirs):
+        assert petatron.from_pretrained(source).spec.config.mtp_num_layers is None
+
+
+def test_a_wrong_number_of_depths_is_refused():
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers -1 is not a whole number of layers"):
+        from_hf_config({**PUBLISHED, "num_nextn_predict_layers": -1})
+    assert from_hf_config({**PUBLISHED, "num_nextn_predict_layers": 0})[0]["mtp_num_layers"] is None

@@ -27,6 +27,7 @@ from petatron.config.schema.model_identity import identity_differences
 from petatron.models.hf import (
     OWN_MODEL_TYPE,
     FolderEntry,
+    drop_missing_predictions,
     family_name_of_config,
     folder_entries,
     folder_shapes,
@@ -68,7 +69,11 @@ def load_config_json(path: Path) -> dict[str, Any]:
 def read_model_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns ModelConfig and MoEConfig values from a folder's config.json; the second is empty for a dense model."""
     with reading_untrusted(path / CONFIG_FILE, model_folder_error), naming_file(path / CONFIG_FILE):
-        return parse_config_json(load_config_json(path))
+        content = load_config_json(path)
+        model, moe = parse_config_json(content)
+        if model.get("mtp_num_layers") and content.get("model_type") != OWN_MODEL_TYPE:
+            model = drop_missing_predictions(content, model, _tensor_infos(path))
+        return model, moe
 
 
 @contextmanager

@@ -102,9 +102,9 @@ class RawModelConfig:
     v_head_dim: Width = 128
     """Latent attention: width of a value head."""
     mtp_num_layers: LayerCount | None = None
-    """Extra layers that predict further tokens ahead; unset means none."""
+    """Multi-token prediction (DeepSeek-V3): layers after the last one, each of which predicts one token further ahead; unset means none."""
     mtp_loss_scaling_factor: Factor = 0.1
-    """Weight of their loss."""
+    """Weight of the mean of their losses, beside that of the next token."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output head weights of its own; by default it shares the token embedding."""
     hidden_dropout: Fraction = 0.1

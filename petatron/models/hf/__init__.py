@@ -14,7 +14,13 @@ from petatron.models.hf.fill_model import fill_model
 from petatron.models.hf.find_family import FAMILIES, family_name_of_config, get_family
 from petatron.models.hf.folder_config_json import OWN_MODEL_TYPE, build_config_json, parse_config_json
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries, folder_shapes
-from petatron.models.hf.tensor_names import output_head_name, stored_names_by_full_name, to_hf, to_logical
+from petatron.models.hf.tensor_names import (
+    drop_missing_predictions,
+    output_head_name,
+    stored_names_by_full_name,
+    to_hf,
+    to_logical,
+)
 
 __all__ = [
     "FAMILIES",
@@ -23,6 +29,7 @@ __all__ = [
     "Family",
     "FolderEntry",
     "build_config_json",
+    "drop_missing_predictions",
     "family_entries",
     "family_name_of_config",
     "fill_model",

@@ -62,6 +62,7 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         _read_window(family, full, values["num_layers"]),
         _read_biases(family, full),
         rope_from_hf_config(full, values["max_position_embeddings"]) if family.has_rope else ({}, []),
+        _read_predictions(family, full),
         ({}, latent_yarn_problems(full) if values.get("multi_latent_attention") else []),
     ):
         values |= part
@@ -112,6 +113,17 @@ def _read_activation(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict
         return {"activation": family.activations[name]}, []
     known = ", ".join(family.activations)
     return {}, [Problem(family.activation_key, f'"{name}"', "is not an activation the decoder has", f"It has {known}.")]
+
+
+def _read_predictions(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Reads the depths of multi-token prediction; whether the folder has their weights is not known here."""
+    for key in family.mtp_keys:
+        count = hf_config.get(key)
+        if count is not None and (not is_count(count) or count > MAX_LAYERS):
+            return {}, [Problem(key, f"{count!r:.40}", "is not a whole number of layers", "Correct config.json.")]
+        if count is not None:
+            return {"mtp_num_layers": count or None}, []
+    return {"mtp_num_layers": None} if family.mtp_keys else {}, []
 
 
 def _read_window(family: Family, hf_config: Mapping[str, Any], num_layers: int) -> tuple[dict[str, Any], list[Problem]]:
@@ -205,6 +217,7 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     if "mlp_bias" in family.defaults:
         content |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     content |= _window_keys(family, model)
+    content |= dict.fromkeys(family.mtp_keys[:1], model.mtp_num_layers or 0)
     if family.has_rope:
         content |= rope_to_hf_config(model)
     return content | ({} if spec.moe is None else moe_to_hf_config(family, spec.moe, spec))
@@ -288,4 +301,6 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
 def _names_setting(family: Family, name: str) -> bool:
     if name == "window_size":
         return "sliding_window" in family.defaults
+    if name == "mtp_num_layers":
+        return bool(family.mtp_keys)
     return name in family.fixed or name in family.keys

@@ -46,6 +46,7 @@ class Family:
     moe_keys, moe_fixed: the same as `keys` and `fixed` for MoEConfig; no keys means that the family has no experts.
     single_values: keys for which the decoder supports a single value.
     has_rope: whether positions are rotary, with the keys of `rope_config_json.py`.
+    mtp_keys: keys of the number of depths of multi-token prediction, the first of which is written; none: the family has no such.
     group_score_topk: how many of its experts' scores are summed to rank a group of experts; None: experts have no groups.
     heads_divide_width: whether transformers refuses a width that is no multiple of the heads.
     activations: names of activations there and here; the first of several for one of ours is the one written.
@@ -70,6 +71,7 @@ class Family:
     heads_divide_width: bool = False
     group_score_topk: int | None = None
     other_names: tuple[str, ...] = ()
+    mtp_keys: tuple[str, ...] = ()
 
 
 def unsupported_setting(name: str, value: object, family: Family, allowed: str) -> Problem:

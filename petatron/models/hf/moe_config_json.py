@@ -61,7 +61,7 @@ def moe_from_hf_config(
 
 def format_moe_layer_freq(spec: ModelSpec) -> str:
     """Returns the value of `moe_layer_freq` for the MoE layers of a model."""
-    return _layer_freq([layer in spec.moe_layers for layer in range(len(spec.layers))])
+    return _layer_freq([layer in spec.moe_layers for layer in range(spec.config.num_layers)])
 
 
 def _layer_freq(is_moe: Sequence[bool]) -> str:

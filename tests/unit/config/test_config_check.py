@@ -65,6 +65,16 @@ ONE_PROBLEM = [
         "--add-qkv-bias cannot be combined with --multi-latent-attention, whose query, key and value projections have no bias. "
         "Leave one out.",
     ),
+    ("--mtp-num-layers 0", "--mtp-num-layers 0 is below 1. Use 1 or more."),
+    (
+        "--mtp-num-layers 1 --mtp-loss-scaling-factor -1",
+        "--mtp-loss-scaling-factor -1.0 is below 0. Use 0 or more.",
+    ),
+    (
+        "--mtp-num-layers 1 --position-embedding-type learned_absolute",
+        "--mtp-num-layers 1 looks up tokens ahead, for which a table of positions would end too early. "
+        "Use --position-embedding-type rope, or none.",
+    ),
     (
         "--num-layers 0",
         "--num-layers is not set. Give a positive number, or start from a preset such as --preset llama3-8b.",

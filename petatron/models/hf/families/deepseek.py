@@ -6,6 +6,9 @@ model, `e_score_correction_bias`), ranks groups by their best two, and divides t
 in float32, and both normalise latents with an epsilon of 1e-6 whatever `rms_norm_eps` says.
 
 Rotary pairs are neighbours in these weights, as in ours (`layers/mla.py`).
+
+V3's folders have depths of multi-token prediction as layers after the last, with copies of embedding and head. transformers does not load
+them with the model and leaves them out where it saves one, although its config.json still counts them.
 """
 
 from __future__ import annotations
@@ -33,6 +36,12 @@ _MAPPINGS = (
     ModuleMapping(("layers.*.mlp.shared.gate",), "model.layers.*.mlp.shared_experts.gate_proj"),
     ModuleMapping(("layers.*.mlp.shared.up",), "model.layers.*.mlp.shared_experts.up_proj"),
     ModuleMapping(("layers.*.mlp.shared.down",), "model.layers.*.mlp.shared_experts.down_proj"),
+)
+_MTP_MAPPINGS = (
+    ModuleMapping(("layers.*.embedding_norm",), "model.layers.*.enorm"),
+    ModuleMapping(("layers.*.hidden_norm",), "model.layers.*.hnorm"),
+    ModuleMapping(("layers.*.projection",), "model.layers.*.eh_proj"),
+    ModuleMapping(("layers.*.norm",), "model.layers.*.shared_head.norm"),
 )
 _EXPERT_BIAS = ModuleMapping(
     ("layers.*.mlp.router",),
@@ -121,8 +130,15 @@ DEEPSEEK_V3 = like_llama(
     name="deepseek_v3",
     other_names=("kimi_k2",),
     architecture="DeepseekV3ForCausalLM",
-    mappings=(*_MAPPINGS, _EXPERT_BIAS, *_SEPARATE_EXPERTS),
-    in_memory_mappings=(*_MAPPINGS, _EXPERT_BIAS, *_FUSED_EXPERTS),
+    mappings=(*_MAPPINGS, *_MTP_MAPPINGS, _EXPERT_BIAS, *_SEPARATE_EXPERTS),
+    in_memory_mappings=(*_MAPPINGS, *_MTP_MAPPINGS, _EXPERT_BIAS, *_FUSED_EXPERTS),
+    # Copies of the embedding and the head, which depths of multi-token prediction share.
+    ignored_tensors=(
+        "*rotary_emb.inv_freq",
+        "model.layers.*.embed_tokens.weight",
+        "model.layers.*.shared_head.head.weight",
+    ),
+    mtp_keys=("num_nextn_predict_layers", "num_mtp_layers"),
     keys=_KEYS,
     defaults={
         **_DEFAULTS,
