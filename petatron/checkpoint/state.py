@@ -20,7 +20,22 @@ WEIGHT_PREFIX = "model/"
 MASTER_PREFIX = "master/"
 """Key prefix of the optimizer's master weights, where they are separate tensors."""
 ROUTER_PREFIX = "router/"
-"""Key prefix of router state that is not a parameter."""
+"""Key prefix of router state that is not a parameter: the expert biases, which are saved in the model folder too."""
+
+
+def folder_tensor_key(name: str) -> str:
+    """Returns the key of a logical tensor of the model folder.
+
+    >>> folder_tensor_key("layers.1.mlp.router.weight"), folder_tensor_key("layers.1.mlp.router.expert_bias")
+    ('model/layers.1.mlp.router.weight', 'router/layers.1.mlp.router.expert_bias')
+    """
+    return (ROUTER_PREFIX if name.endswith(".router.expert_bias") else WEIGHT_PREFIX) + name
+
+
+def folder_tensor_name(key: str) -> str | None:
+    """Returns the name of the logical tensor with a key of the model folder; None for keys of other state."""
+    kind, _, name = key.partition("/")
+    return name if f"{kind}/" in (WEIGHT_PREFIX, ROUTER_PREFIX) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

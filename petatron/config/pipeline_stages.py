@@ -10,6 +10,8 @@ and at most one applies:
 - accounting: embedding and/or loss count as one layer in an even split;
 - a layout string, see `config/schema/pipeline_layout_string.py`.
 
+Depths of multi-token prediction are on the last stage, with the loss, whichever way applies.
+
 `stage_problems` tells why a config cannot be split; `pipeline_stages` splits a config that can.
 """
 
@@ -26,6 +28,7 @@ from petatron.config.schema.pipeline_layout_string import (
     EMBEDDING,
     LAYER,
     LOSS,
+    PREDICTION,
     PipelineLayoutError,
     parse_pipeline_layout,
 )
@@ -58,7 +61,7 @@ def pipeline_stages(config: RunConfig) -> tuple[PipelineStage, ...]:
     problems = list(stage_problems(config))
     if problems:
         raise ConfigError(problems)
-    counts = _layers_per_stage(config)
+    counts = _layers_and_predictions_per_stage(config)
     starts = [sum(counts[:index]) for index in range(len(counts))]
     return tuple(
         PipelineStage(tuple(range(start, start + count)), has_embedding=index == 0, has_loss=index == len(counts) - 1)
@@ -68,7 +71,11 @@ def pipeline_stages(config: RunConfig) -> tuple[PipelineStage, ...]:
 
 def max_layers_per_stage(config: RawRunConfig) -> int | None:
     """Returns the most layers on one stage; None while the layers cannot be split."""
-    return max(_layers_per_stage(config)) if _has_sizes(config) and not any(stage_problems(config)) else None
+    return (
+        max(_layers_and_predictions_per_stage(config))
+        if _has_sizes(config) and not any(stage_problems(config))
+        else None
+    )
 
 
 def stage_problems(config: RawRunConfig) -> Iterator[Problem]:
@@ -96,6 +103,11 @@ def _num_virtual_stages(parallel: RawParallelConfig) -> int:
 
 def _is_uneven(parallel: RawParallelConfig) -> bool:
     return getattr(parallel, _FIRST) is not None or getattr(parallel, _LAST) is not None
+
+
+def _layers_and_predictions_per_stage(config: RawRunConfig) -> Sequence[int]:
+    *others, last = _layers_per_stage(config)
+    return [*others, last + max(config.model.mtp_num_layers or 0, 0)]
 
 
 def _layers_per_stage(config: RawRunConfig) -> Sequence[int]:
@@ -234,6 +246,13 @@ def _layout_problems(config: RawRunConfig, text: str) -> Iterator[Problem]:
     if whole.count(LAYER) != layers:
         rule = f"has {whole.count(LAYER)} layers (t), but --num-layers is {layers}"
         yield Problem(_LAYOUT, text, rule, "Write one t per layer.")
+    predictions, depths = whole.count(PREDICTION), config.model.mtp_num_layers or 0
+    if predictions and predictions != depths:
+        rule = f"has {predictions} depths of multi-token prediction (m), but --mtp-num-layers is {depths}"
+        yield Problem(_LAYOUT, text, rule, "Write one m per depth, or none: they are where the loss is.")
+    elif not cut[-1].removesuffix(LOSS).endswith(PREDICTION * predictions):
+        rule = "has m elsewhere than right before the L, and multi-token prediction is where the loss is"
+        yield Problem(_LAYOUT, text, rule, "Write every m right before the L.")
     if len(cut) % pp:
         rule = f"has {len(cut)} stages, which is not a multiple of {_PIPELINE} {pp}"
         yield Problem(_LAYOUT, text, rule, f"Use {multiples_near(len(cut), pp)} stages; | ends a stage.")

@@ -42,7 +42,8 @@ def layer_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[st
     """Returns the bytes that one layer saves of one micro-batch while `modules` are recomputed."""
     if FULL in modules:
         return layer_input_bytes(layer, shape)
-    saved = 0 if "layernorm" in modules else saved_norm_output_bytes(layer, shape, modules)
+    saved = layer.extra_saved_bytes(shape)
+    saved += 0 if "layernorm" in modules else saved_norm_output_bytes(layer, shape, modules)
     for branch in layer.branches:
         norms = (branch.name in layer.input_norms) + (branch.name in layer.output_norms)
         saved += norms * layer.norm.saved_bytes(shape, shape.tokens) + branch.saved_bytes(shape, modules)

@@ -17,6 +17,8 @@ Latent attention has, in place of h (q + 2k), the down-projections h (a + c + r)
 width r, and the up-projections a q + c (k + v), with q = heads x query width, k = heads x key width without r, v = heads x value
 width; it multiplies 6 (q + v) per pair instead of 12 q. Without a query latent h q stands for h a + a q.
 
+Every depth of multi-token prediction is one more layer, with 2 h^2 for its projection, and one more h V.
+
 The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s^2 / 2, what a causal model needs;
 `full` counts s^2, as papers that quote higher utilisation do. A sliding window of w tokens leaves w s - w^2 / 2 of the
 causal pairs. Norms, activations, softmax, the embedding lookup and recompute are not counted: these are model FLOPs, the work
@@ -45,7 +47,7 @@ def flops_formula(*, causal: bool = True, experts: bool = False, latent: bool = 
 def model_flops_per_token(spec: ModelSpec, *, tp_size: int = 1, causal: bool = True) -> float:
     """Returns forward and backward FLOPs per token of a full training sequence."""
     length = spec.config.seq_length
-    gemm_flops = 6 * (_layer_gemm_elements(spec) + head_gemm_elements(spec, tp_size=tp_size))
+    gemm_flops = 6 * (_layer_gemm_elements(spec) + spec.num_predictions * head_gemm_elements(spec, tp_size=tp_size))
     mixing_flops = sum(
         count * branch.mixing_flops(length, causal=causal)
         for layer, count in spec.count_layers().items()

@@ -140,9 +140,8 @@ def moment_bytes(run: RunConfig, *, elements: int, in_matrices: int) -> int:
 
 def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> ElementCounts:
     """Returns the element counts of a rank with these stages; without any, the whole model's."""
-    local_stages = local_stages or [
-        PipelineStage(tuple(range(run.model.num_layers)), has_embedding=True, has_loss=True)
-    ]
+    spec = model_spec(run)
+    local_stages = local_stages or [spec.whole]
     # Merged, so that a tied head is the embedding where one rank has both.
     layers = tuple(layer for stage in local_stages for layer in stage.layer_indices)
     merged = PipelineStage(
@@ -150,7 +149,7 @@ def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] |
     )
     layout = Layout.from_config(run.parallel)
     coordinate = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
-    return _stage_element_counts(model_spec(run), merged, coordinate)
+    return _stage_element_counts(spec, merged, coordinate)
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,8 @@
     kv latent  c_kv, k_r = W_dkv x;  norm(c_kv)          k = [W_uk c_kv of each head | rope(k_r) of all heads],   v = W_uv c_kv
     y = W_o softmax(q k^T scale) v                       scale = t^2 / sqrt(width of a query)
 
-Without a query latent, q = W_q x. With YaRN t is 0.1 mscale_all_dim ln(factor) + 1, else 1. Queries and keys are wider than values.
+Without a query latent, q = W_q x. With YaRN t is 0.1 mscale_all_dim ln(factor) + 1, else 1. Queries and keys are wider than values. The
+rotary pairs are neighbours in the rows of W_uq and W_dkv, as in DeepSeek's and Megatron-LM's weights.
 
 Tensor parallelism shards what has heads, W_uq, W_uk and W_uv by columns and W_o by rows. The down-projections are small and whole on
 every rank. Under sequence parallelism they see this rank's tokens, and the sequence is all-gathered *after* them: of a token are sent
@@ -24,16 +25,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, paged_latent_attention
 from petatron.kernels.rope import apply_rope
 from petatron.layers.attention import CoreAttention
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext, RopeCosSin
 from petatron.layers.linear import Linear
 from petatron.layers.norm import Norm, NormSpec
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -90,8 +93,16 @@ class MlaSpec(BranchSpec):
             return 1.0
         return (0.1 * self.rope.mscale_all_dim * math.log(self.rope.scaling_factor) + 1.0) ** 2
 
+    @property
+    def can_generate(self) -> bool:
+        return True
+
+    def generation_state(self, tp: int) -> PagedState | None:
+        """The latent and the rotary key, which all heads share: the same on every rank."""
+        return PagedState((("latent", (self.kv_rank,)), ("rope_key", (self.rope.rotary_dim,))))
+
     def build(self, layer_index: int) -> MultiLatentAttention:
-        return MultiLatentAttention(self)
+        return MultiLatentAttention(self, layer_index)
 
     def params(self) -> Mapping[str, ParamSpec]:
         heads, rotary = self.num_heads, self.rope.rotary_dim
@@ -100,7 +111,9 @@ class MlaSpec(BranchSpec):
         if self.q_rank is not None:
             down = linear_params(self.hidden_size, self.q_rank, REPLICATED, bias=False, std=self.std)
             params |= with_prefix("q_down", down) | with_prefix("q_norm", _norm_params(self.q_norm))
-        params |= with_prefix("q_up", self._up_params("q_up", self.q_input_size, q_rows))
+        params |= with_prefix(
+            "q_up", self._up_params("q" if self.q_rank is None else "q_up", self.q_input_size, q_rows)
+        )
         down = linear_params(self.hidden_size, self.kv_rank + rotary, REPLICATED, bias=False, std=self.std)
         params |= with_prefix("kv_down", down) | with_prefix("kv_norm", _norm_params(self.kv_norm))
         params |= with_prefix("kv_up", self._up_params("kv_up", self.kv_rank, kv_rows))
@@ -177,11 +190,12 @@ class MultiLatentAttention(BranchModule):
     """out(core(q, k, v)) with q, k and v from latents; the down-projections are small, and stay out of FP8."""
 
     fp8_linears = ("q_up", "kv_up", "out")
+    absorbed_linears = ("kv_up",)
     sequence_slots = ("rotary_key_comm",)
 
-    def __init__(self, spec: MlaSpec) -> None:
+    def __init__(self, spec: MlaSpec, layer_index: int) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.layer_index = spec, layer_index
         hidden, heads, rotary = spec.hidden_size, spec.num_heads, spec.rope.rotary_dim
         has_q_latent = spec.q_rank is not None
         self.q_down = Linear(hidden, (spec.q_rank,), bias=False) if spec.q_rank is not None else None
@@ -198,27 +212,55 @@ class MultiLatentAttention(BranchModule):
         return {"core_attn": self.core, "attention": self}
 
     def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
-        assert context.generation is None, "the spec says that it cannot generate"
         cos_sin = context.rope_cos_sin[self.spec.rope]
+        if context.generation is not None:
+            return self.out(self._cached_attention(x_SBD, cos_sin, context.generation).flatten(-2))
         q_SBHE = self._queries(x_SBD, cos_sin)
         k_SBHE, v_SBHV = self._keys_and_values(x_SBD, cos_sin)
         return self.out(self.core(q_SBHE, k_SBHE, v_SBHV, context.documents).flatten(-2))
 
     def _queries(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin) -> Tensor:
         latent = x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
-        q_SBHE = self.q_up(latent).unflatten(-1, (-1, self.spec.qk_dim))
+        q_SBHE = _batch_of_one(self.q_up(latent)).unflatten(-1, (-1, self.spec.qk_dim))
         nope, rotary = q_SBHE.split((self.spec.nope_dim, self.spec.rope.rotary_dim), dim=-1)
-        q_SBHE = torch.cat((nope, apply_rope(rotary, *cos_sin)), dim=-1)
+        q_SBHE = torch.cat((nope, apply_rope(_neighbours_to_halves(rotary), *cos_sin)), dim=-1)
         return q_SBHE if self.spec.query_scale == 1.0 else q_SBHE * self.spec.query_scale
+
+    def _cached_attention(self, x_TD: Tensor | Recomputable, cos_sin: RopeCosSin, step: GenerationStep) -> Tensor:
+        """Attends through the pages of this layer to the tokens before; of them only latent and rotary key are known."""
+        spec, pages = self.spec, step.pages[self.layer_index]
+        latent_TC, rotary_TR = self.kv_down(x_TD).split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
+        normed = as_recomputable(_normed(self.kv_norm, latent_TC)).value
+        whole = self.rotary_key_comm(torch.cat((normed, rotary_TR), dim=-1))
+        latent_TC, rotary_TR = whole.split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
+        return paged_latent_attention(
+            self._queries(x_TD, cos_sin).squeeze(1),
+            latent_TC,
+            apply_rope(_neighbours_to_halves(rotary_TR)[:, None, None], *cos_sin).flatten(1),
+            LatentPages(pages["latent"], pages["rope_key"]),
+            step.batch,
+            up=LatentUpProjection.of(self.kv_up.weight, nope_dim=spec.nope_dim, v_dim=spec.v_dim),
+            window=spec.window,
+        )
 
     def _keys_and_values(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin) -> tuple[Tensor, Tensor]:
         spec = self.spec
         latent, rotary_SBR = self.kv_down(x_SBD).split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
         kv = self.kv_up(_normed(self.kv_norm, latent)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
         nope, v_SBHV = kv.split((spec.nope_dim, spec.v_dim), dim=-1)
-        rotary_SB1R = apply_rope(self.rotary_key_comm(rotary_SBR).unsqueeze(2), *cos_sin)
+        rotary_SB1R = apply_rope(_neighbours_to_halves(self.rotary_key_comm(rotary_SBR)).unsqueeze(2), *cos_sin)
         k_SBHE = torch.cat((nope, rotary_SB1R.expand(-1, -1, nope.shape[2], -1)), dim=-1)
         return k_SBHE, v_SBHV.contiguous()  # a view would keep the keys' part of the GEMM's output for backward
+
+
+def _neighbours_to_halves(rotary: Tensor) -> Tensor:
+    """Permutes pairs of neighbours, DeepSeek's, to the pairs (i, i + n / 2) that rope rotates; scores do not depend on the order."""
+    return rotary.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def _batch_of_one(x: Tensor) -> Tensor:
+    """The packed rows of a generation step as a batch of one sequence; a batch is returned as it is."""
+    return x.unsqueeze(1) if x.dim() == 2 else x
 
 
 def _normed(norm: Norm | None, latent: Tensor) -> Tensor | Recomputable:

@@ -13,6 +13,7 @@ from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.norm import Norm, NormSpec
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
 
@@ -60,6 +61,10 @@ class LayerSpec:
     def params(self) -> Mapping[str, ParamSpec]:
         """Returns every parameter by its name in the layer."""
         return _layer_params(self)
+
+    def extra_saved_bytes(self, shape: ActivationShape) -> int:
+        """Returns the bytes that the layer saves of one micro-batch besides its branches with their norms."""
+        return 0
 
 
 @lru_cache(maxsize=256)

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.layers.dropout import Dropout
-from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.forward_context import ForwardContext
-from petatron.layers.output_head import OutputHead
+from petatron.layers.mtp import embedding_name
 from petatron.layers.rope import RotaryEmbedding
 from petatron.layers.spec.generation_state import GenerationStep
+from petatron.layers.vocabulary.embedding import PositionEmbedding, TokenEmbedding
+from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
+from petatron.models.mtp_batch import labels_name, tokens_name
 from petatron.models.stage_inputs_outputs import StageOutput
 from petatron.models.stage_module import StageModule, run_layers_sequentially
 
@@ -26,8 +28,14 @@ if TYPE_CHECKING:
 HIDDEN = "hidden"
 """The tensor between two stages."""
 LM_LOSS = "lm loss"
+
 TOKEN_LOSSES, GREEDY_TARGETS = "token_losses", "greedy_targets"
 """Outputs for evaluation, of a batch with labels."""
+
+
+def mtp_loss(depth: int) -> str:
+    """Returns the name of the loss of a depth of multi-token prediction."""
+    return f"mtp {depth} loss"
 
 
 class Decoder(StageModule):
@@ -44,6 +52,7 @@ class Decoder(StageModule):
         self.embedding_dropout = Dropout(config.hidden_dropout)
         self._rotary_embeddings = [RotaryEmbedding(rope) for rope in spec.ropes]  # no parameters
         self.layers = nn.ModuleDict({str(index): spec.layers[index].build(index) for index in stage.layer_indices})
+        self.num_depths = len([index for index in stage.layer_indices if index >= config.num_layers])
         self.run_layers = run_layers_sequentially
         self.norm = spec.final_norm.build() if stage.has_loss else None
         # A tied head uses the embedding's weight if it is on the same stage, and else has a replica of it.
@@ -79,9 +88,11 @@ class Decoder(StageModule):
         labels also "token_losses" [B, S] and "greedy_targets" [B, S], whether a label is the most likely id.
         """
         statistics = {} if router_statistics is None else router_statistics
-        x_SBD = self._run_stage(batch, inputs.get(HIDDEN), aux_loss_scale, statistics)
+        x_SBD, ahead = self._stage_input(batch, inputs)
+        context = self._context(batch, x_SBD, ahead, aux_loss_scale, statistics)
+        x_SBD = self.run_layers(self._main_layers(), x_SBD, context)
         if self.head is None or self.norm is None:
-            return StageOutput({HIDDEN: x_SBD}, {}, {})
+            return StageOutput({HIDDEN: x_SBD, **(ahead if self.embedding is not None else {})}, {}, {})
         x_SBD, losses = self.norm(x_SBD), {}
         compute = {"logits": self._logits, "hidden_states": self._hidden_states}
         collected = {name: compute[name](x_SBD) for name in collect if name in compute}
@@ -89,10 +100,7 @@ class Decoder(StageModule):
             losses[LM_LOSS], greedy = self.head.losses_and_greedy(x_SBD, self._embedding_weight(), batch.labels.t())
             collected[GREEDY_TARGETS] = greedy.t()
         elif "labels" in batch or TOKEN_LOSSES in collect:
-            weights = None if loss_weights is None else loss_weights[LM_LOSS]
-            losses[LM_LOSS] = self.head.losses(
-                x_SBD, self._embedding_weight(), batch.labels.t(), loss_weights_SB=weights
-            )
+            losses = self._losses(batch, x_SBD, context, loss_weights, depths=0 if collect else self.num_depths)
         if TOKEN_LOSSES in collect:
             collected[TOKEN_LOSSES] = losses[LM_LOSS].t()
         return StageOutput({}, losses, collected)
@@ -100,12 +108,20 @@ class Decoder(StageModule):
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns logits [B, S, vocabulary], whole on every rank; needs embedding and head on one stage."""
         assert self.embedding is not None and self.head is not None and self.norm is not None
-        return self._logits(self.norm(self._run_stage(Batch(tokens_BS, positions=positions), None, None, {})))
+        batch = Batch(tokens_BS, positions=positions)
+        x_SBD = self._embed(tokens_BS, self._positions(batch))
+        return self._logits(self.norm(self.run_layers(self._main_layers(), x_SBD, self._context(batch, x_SBD))))
 
     def generation_step(
         self, tokens_T: Tensor, positions_T: Tensor, x_SBD: Tensor | None, step: GenerationStep, rows_R: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        x_SBD = self._run_stage(Batch(tokens_T.unsqueeze(0), positions=positions_T), x_SBD, None, {}, generation=step)
+        batch = Batch(tokens_T.unsqueeze(0), positions=positions_T)
+        if self.embedding is not None:
+            # The packed tokens of a generation step are rows [T, D] from here on: there is no batch to tell apart.
+            x_SBD = self._embed(batch.tokens, positions_T).squeeze(1)
+        assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
+        context = self._context(batch, x_SBD, {}, None, {}, generation=step)
+        x_SBD = self.run_layers(self._main_layers(), x_SBD, context)
         if self.head is None or self.norm is None:
             return x_SBD
         x_TD = self.head.gathered_input(self.norm(x_SBD))
@@ -122,33 +138,74 @@ class Decoder(StageModule):
     def _embedding_weight(self) -> Tensor | None:
         return None if self.embedding is None else self.embedding.weight
 
-    def _run_stage(
+    def _losses(
         self,
         batch: Batch,
-        x_SBD: Tensor | None,
-        aux_loss_scale: Tensor | None,
-        router_statistics: dict[int, Tensor],
+        x_SBD: Tensor,
+        context: ForwardContext,
+        loss_weights: Mapping[str, Tensor] | None,
+        *,
+        depths: int,
+    ) -> dict[str, Tensor]:
+        """Returns the token losses of the next token and of further ones; the head is used once, for all of them."""
+        assert self.head is not None
+        hidden, labels = [x_SBD], [batch.labels]
+        for depth, layer in enumerate(self._mtp_layers()[:depths], start=1):
+            hidden.append(self.run_layers([layer], hidden[-1], context))
+            labels.append(batch[labels_name(depth)])
+        names = [LM_LOSS, *(mtp_loss(depth) for depth in range(1, len(hidden)))]
+        weights = None
+        if loss_weights is not None:
+            weights = torch.cat([loss_weights[name] for name in names], dim=1) if depths else loss_weights[LM_LOSS]
+        together = torch.cat(hidden, dim=1) if depths else x_SBD
+        targets_SB = (torch.cat(labels) if depths else batch.labels).t()
+        losses = self.head.losses(together, self._embedding_weight(), targets_SB, loss_weights_SB=weights)
+        return dict(zip(names, losses.chunk(len(names), dim=1), strict=True)) if depths else {LM_LOSS: losses}
+
+    def _main_layers(self) -> list[nn.Module]:
+        """Returns the layers without the depths of multi-token prediction."""
+        layers = list(self.layers.values())
+        return layers[: len(layers) - self.num_depths]
+
+    def _mtp_layers(self) -> list[nn.Module]:
+        layers = list(self.layers.values())
+        return layers[len(layers) - self.num_depths :]
+
+    def _stage_input(self, batch: Batch, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the activations before the first layer, and the embeddings of tokens ahead by name."""
+        names = [embedding_name(depth) for depth in range(1, 1 + (self.config.mtp_num_layers or 0))]
+        if self.embedding is None:
+            return inputs[HIDDEN], {name: inputs[name] for name in names}
+        if not names:
+            return self._embed(batch.tokens, self._positions(batch)), {}
+        tokens = torch.cat([batch.tokens, *(batch[tokens_name(1 + k)] for k in range(len(names)))])
+        x_SBD, *ahead = self._embed(tokens, self._positions(batch)).chunk(1 + len(names), dim=1)
+        # Each has memory of its own: one part of the lookup would keep all of it for backward.
+        return x_SBD.clone(), {name: x.contiguous() for name, x in zip(names, ahead, strict=True)}
+
+    def _positions(self, batch: Batch) -> Tensor:
+        positions = batch.positions
+        return torch.arange(batch.tokens.shape[1], device=batch.tokens.device) if positions is None else positions
+
+    def _context(
+        self,
+        batch: Batch,
+        x_SBD: Tensor,
+        tensors: Mapping[str, Tensor] = MappingProxyType({}),
+        aux_loss_scale: Tensor | None = None,
+        router_statistics: dict[int, Tensor] | None = None,
         *,
         generation: GenerationStep | None = None,
-    ) -> Tensor:
-        """Returns the activations after the last layer."""
-        positions = batch.positions
-        if positions is None:
-            positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-        if self.embedding is not None:
-            embedded = self._embed(batch.tokens, positions)
-            # The packed tokens of a generation step are rows [T, D] from here on: there is no batch to tell apart.
-            x_SBD = embedded if generation is None else embedded.squeeze(1)
-        assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
-        rope_cos_sin = {rotary.spec: rotary(positions, x_SBD.dtype) for rotary in self._rotary_embeddings}
-        context = ForwardContext(
-            rope_cos_sin,
+    ) -> ForwardContext:
+        positions = self._positions(batch)
+        return ForwardContext(
+            {rotary.spec: rotary(positions, x_SBD.dtype) for rotary in self._rotary_embeddings},
             batch.documents,
             aux_loss_scale,
-            router_statistics=router_statistics,
+            tensors,
+            router_statistics={} if router_statistics is None else router_statistics,
             generation=generation,
         )
-        return self.run_layers(list(self.layers.values()), x_SBD, context)
 
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from petatron.config.pipeline_stages import PipelineStage
@@ -17,14 +18,16 @@ from petatron.layers.attention import AttentionSpec
 from petatron.layers.mla import MlaSpec
 from petatron.layers.mlp import MLPSpec
 from petatron.layers.moe.moe_layer import MoESpec
+from petatron.layers.mtp import MtpLayerSpec, embedding_name
 from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchSpec, residual_std
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
-from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, LM_LOSS, TOKEN_LOSSES, Decoder
+from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, LM_LOSS, TOKEN_LOSSES, Decoder, mtp_loss
 from petatron.models.model_spec import ModelSpec
+from petatron.models.mtp_batch import add_shifted_arrays, mask_name
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
@@ -38,7 +41,10 @@ _SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec(ModelSpec):
-    """Token embedding, layers, norm, output head; one loss, that of the next token."""
+    """Token embedding, layers, norm, output head; the loss of the next token, and of further ones with multi-token prediction.
+
+    Its depths are the last of `layers`, after the `num_layers` of the config.
+    """
 
     config: ModelConfig
     moe: MoEConfig | None
@@ -60,6 +66,10 @@ class DecoderSpec(ModelSpec):
         return None if self.config.embedding_multiplier == 1.0 else self.config.embedding_multiplier
 
     @property
+    def num_predictions(self) -> int:
+        return 1 + (self.config.mtp_num_layers or 0)
+
+    @property
     def has_position_table(self) -> bool:
         return self.config.position_embedding_type == "learned_absolute"
 
@@ -70,11 +80,14 @@ class DecoderSpec(ModelSpec):
 
     def io(self, stages: Sequence[PipelineStage]) -> ModelIO:
         hidden = (BoundaryTensor(HIDDEN, self.config.hidden_size),)
+        depths, weight = range(1, self.num_predictions), self.config.mtp_loss_scaling_factor
+        ahead = [BoundaryTensor(embedding_name(depth), self.config.hidden_size) for depth in depths]
         return ModelIO(
-            boundaries=((), *(hidden,) * (len(stages) - 1)),
-            losses=(LossSpec(LM_LOSS),),
+            boundaries=((), *((*hidden, *ahead),) * (len(stages) - 1)),
+            losses=(LossSpec(LM_LOSS), *(LossSpec(mtp_loss(k), mask_name(k), weight / len(depths)) for k in depths)),
             outputs=("logits", "hidden_states", TOKEN_LOSSES, GREEDY_TARGETS),
             sequence_order="contiguous" if self.sequence_sharding == "contiguous" else "zigzag",
+            extend_batch=partial(add_shifted_arrays, depths=len(depths)) if depths else None,
         )
 
     def build_stage(self, stage: PipelineStage) -> Decoder:
@@ -111,11 +124,13 @@ class DecoderSpec(ModelSpec):
         if stage.has_embedding:
             saved += shape.dropout_mask_bytes(config.hidden_size, config.hidden_dropout)
             saved += 8 * shape.sequence if self.has_position_table else 0
-            saved += 8 * shape.gathered_tokens if shape.tp > 1 else 0  # row indices of this rank's vocabulary shard
+            # Row indices of this rank's vocabulary shard, or of tokens with those ahead of them.
+            own_indices = shape.tp > 1 or self.num_predictions > 1
+            saved += 8 * self.num_predictions * shape.gathered_tokens if own_indices else 0
         if stage.has_loss:
             saved += self.final_norm.saved_bytes(shape, shape.tokens)
             # The gradient of the output GEMM's input.
-            saved += shape.activation_bytes(shape.gathered_tokens, config.hidden_size)
+            saved += self.num_predictions * shape.activation_bytes(shape.gathered_tokens, config.hidden_size)
             if shape.fully_sharded:
                 rows = padded_rows(self.vocab_size, config.make_vocab_size_divisible_by, shape.tp) // shape.tp
                 saved += rows * config.hidden_size * shape.compute_bytes
@@ -149,6 +164,8 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
 
     channel_mixers = (experts if chosen and experts is not None else mlp for chosen in is_moe)
     layers = tuple(map(layer, mixer_specs(config), channel_mixers))
+    std = config.init_method_std
+    layers += tuple(MtpLayerSpec.like(layers[-1], depth=k, std=std) for k in range(1, 1 + (config.mtp_num_layers or 0)))
     return DecoderSpec(config, None if experts is None else moe, layers, norm)
 
 

@@ -91,6 +91,11 @@ class ModelSpec(ABC):
         return before | layers | {name: param for name, param in outer.items() if name not in before}
 
     @property
+    def num_predictions(self) -> int:
+        """How many tokens the output head predicts at each position."""
+        return 1
+
+    @property
     def modules_before_layers(self) -> tuple[str, ...]:
         """The modules of the first stage that run before its layers."""
         return ("embedding", "position")

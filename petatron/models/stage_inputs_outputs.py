@@ -9,6 +9,7 @@ summed on the way back. A loss may be computed on any stage.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -64,13 +65,15 @@ class LossSpec:
 class ModelIO:
     """What a model takes and gives: `boundaries[k]` are the tensors into stage k, none into the first one.
 
-    `outputs` names what a forward pass can collect.
+    `outputs` names what a forward pass can collect. `extend_batch` adds arrays that the model computes of whole sequences, before
+    context parallelism splits them.
     """
 
     boundaries: tuple[tuple[BoundaryTensor, ...], ...]
     losses: tuple[LossSpec, ...]
     outputs: tuple[str, ...] = ()
     sequence_order: SequenceOrder = "zigzag"
+    extend_batch: Callable[[Batch], Batch] | None = None
 
     def __post_init__(self) -> None:
         assert self.boundaries and not self.boundaries[0], "nothing comes before the first stage"

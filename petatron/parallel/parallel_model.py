@@ -193,7 +193,8 @@ class ParallelModel:
         return self._pipeline.run(schedule, batches, collect=collect)
 
     def _split(self, batches: Sequence[Batch]) -> list[Batch]:
-        return [split_batch(batch, self.mesh.cp, order=self.io.sequence_order) for batch in batches]
+        whole = batches if self.io.extend_batch is None else map(self.io.extend_batch, batches)
+        return [split_batch(batch, self.mesh.cp, order=self.io.sequence_order) for batch in whole]
 
     def all_gather_params(self) -> None:
         """All-gathers weights that were changed from outside, and drops their FP8 caches."""

@@ -37,17 +37,17 @@ from torch import Tensor, nn
 from petatron.kernels.gemm import ChunkedGemm, Gemm, Tensors
 from petatron.layers.comm_slot import CommSlot
 from petatron.layers.dropout import Dropout
-from petatron.layers.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.linear import Linear
 from petatron.layers.moe.experts import GroupedLinear
 from petatron.layers.norm import Norm
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
-from petatron.layers.output_head import OutputHead
 from petatron.layers.projection_norm import ProjectionRMSNorm
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
-from petatron.layers.vocabulary_shard import VocabShard
+from petatron.layers.vocabulary.embedding import PositionEmbedding, TokenEmbedding
+from petatron.layers.vocabulary.output_head import OutputHead
+from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis

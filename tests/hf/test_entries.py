@@ -24,6 +24,7 @@ from petatron.models.hf import (
     build_config_json,
     fill_model,
     folder_entries,
+    folder_shapes,
     matching_family,
     parse_config_json,
     to_hf,
@@ -87,7 +88,7 @@ ANY, USUAL = st.one_of(specs(), specs(usual=True)), specs(usual=True)
 def assert_covers(entries: tuple[FolderEntry, ...], spec: ModelSpec) -> None:
     """Every element of every entry is in one region, and every element of every logical tensor too."""
     assert len({entry.name for entry in entries}) == len(entries)
-    held = {name: np.zeros(shape, int) for name, shape in spec.logical_shapes().items()}
+    held = {name: np.zeros(shape, int) for name, shape in folder_shapes(spec).items()}
     for entry in entries:
         counts = np.zeros(entry.shape, int)
         for region in entry.regions:
@@ -114,7 +115,7 @@ def test_a_folder_holds_what_transformers_saves(name: str, tmp_path: Path):
 def test_every_model_has_a_folder(spec: ModelSpec):
     entries, family = folder_entries(spec), matching_family(spec)
     assert_covers(entries, spec)
-    shapes = spec.logical_shapes()
+    shapes = folder_shapes(spec)
     if family is None:
         assert {entry.name: entry.shape for entry in entries} == shapes
     else:
@@ -144,7 +145,7 @@ def test_a_model_of_a_family_computes_the_same_there(spec: ModelSpec):
     family = matching_family(spec)
     assume(family is not None)
     assert family is not None
-    logical = {name: torch.randn(shape) for name, shape in spec.logical_shapes().items()}
+    logical = {name: torch.randn(shape) for name, shape in folder_shapes(spec).items()}
     ours, params = spec.build_stage(spec.whole).eval(), spec.params()
     assert isinstance(ours, Decoder)
     placements = {
@@ -183,7 +184,7 @@ def test_regions_of_fused_transposed_matrices_and_of_experts():
     assert expert.regions == (EntryRegion("layers.0.mlp.experts.gate.weight", (2, 0, 0), (1, 6, 4), (0, 0)),)
 
 
-def test_the_expert_bias_is_state_and_no_tensor_of_the_folder():
+def test_the_expert_bias_is_a_tensor_of_the_folder():
     model = ModelConfig(
         num_layers=1, hidden_size=4, ffn_hidden_size=6, num_attention_heads=2, num_query_groups=2, kv_channels=2,
         vocab_size=5, max_position_embeddings=3, position_embedding_type="rope", activation="swiglu",
@@ -191,5 +192,7 @@ def test_the_expert_bias_is_state_and_no_tensor_of_the_folder():
     moe = MoEConfig(
         num_experts=2, moe_ffn_hidden_size=6, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True
     )
-    names = [entry.name for entry in folder_entries(spec_from_config(model, moe))]
-    assert "layers.0.mlp.router.weight" in names and not any("expert_bias" in name for name in names)
+    spec = spec_from_config(model, moe)
+    shapes = {entry.name: entry.shape for entry in folder_entries(spec)}
+    assert shapes["layers.0.mlp.router.expert_bias"] == (2,) and shapes == folder_shapes(spec)
+    assert shapes.keys() - spec.logical_shapes().keys() == {"layers.0.mlp.router.expert_bias"}, "it is no parameter"

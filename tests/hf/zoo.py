@@ -73,6 +73,33 @@ def _qwen3_moe(**changes: Any) -> Any:
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**base))
 
 
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+
+
+def _deepseek_v2(**changes: Any) -> Any:
+    base = {**_SHAPE, **_DEEPSEEK, "num_experts_per_tok": 3, **changes}
+    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**base))
+
+
+def _deepseek_v3(**changes: Any) -> Any:
+    routing = {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
+    base = {**_SHAPE, **_DEEPSEEK, **routing, "num_mtp_layers": 0, **changes}
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**base))
+
+
+_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+
 BUILDERS: dict[str, Callable[[], Any]] = {
     "gpt2": _gpt2,
     "gpt2-relu-untied": lambda: _gpt2(activation_function="relu", n_inner=56, tie_word_embeddings=False),
@@ -98,6 +125,16 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "qwen3-moe": _qwen3_moe,
     "qwen3-moe-every-second": lambda: _qwen3_moe(decoder_sparse_step=2, norm_topk_prob=True, tie_word_embeddings=True),
 }
+BUILDERS |= {
+    "deepseek-v2-lite": lambda: _deepseek_v2(q_lora_rank=None),
+    "deepseek-v2-groups": lambda: _deepseek_v2(
+        **_GROUPS, rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
+    ),
+    "deepseek-v3": lambda: _deepseek_v3(rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.3}),
+    "deepseek-v3-ungrouped": lambda: _deepseek_v3(
+        n_group=1, topk_group=1, first_k_dense_replace=0, num_experts_per_tok=3
+    ),
+}
 # A softmax over the one expert of a token is 1: such a model can be used and converted, though its router could not be trained.
 ONE_EXPERT: dict[str, Callable[[], Any]] = {
     "mixtral-one-expert": lambda: _mixtral(num_experts_per_tok=1),
@@ -106,7 +143,7 @@ ONE_EXPERT: dict[str, Callable[[], Any]] = {
 PLAIN = tuple(BUILDERS)
 """The models that every test has in every form; of the variants most forms are later."""
 BUILDERS |= VARIANT_BUILDERS
-MIXED = [name for name in BUILDERS if any(word in name for word in ("moe", "mixtral", "gpt-oss"))]
+MIXED = [name for name in BUILDERS if any(word in name for word in ("moe", "mixtral", "gpt-oss", "deepseek"))]
 DENSE = [name for name in BUILDERS if name not in MIXED]
 
 
@@ -131,6 +168,9 @@ def build(name: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     return model
 
 
@@ -156,6 +196,7 @@ def truth(name: str) -> Truth:
     loss = model(tokens, labels=labels).loss
     loss.backward()
     grads = {key: value.grad for key, value in model.named_parameters()}
+    grads |= {key: torch.zeros_like(value) for key, value in weights.items() if key.endswith("e_score_correction_bias")}
     # transformers shifts the labels itself; ours come shifted, with the last position and the ignored ones left out.
     counted = torch.cat((labels[:, 1:] >= 0, torch.zeros(BATCH, 1, dtype=torch.bool)), dim=1)
     config = copy.deepcopy(model.config.to_dict())

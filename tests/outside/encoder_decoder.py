@@ -20,16 +20,16 @@ from petatron.config import ModelConfig, MoEConfig
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.kernels.attention import full_attention
 from petatron.layers.attention import AttentionSpec
-from petatron.layers.embedding import TokenEmbedding
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.norm import NormSpec
 from petatron.layers.ops.recompute_output import Recomputable
-from petatron.layers.output_head import OutputHead
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
+from petatron.layers.vocabulary.embedding import TokenEmbedding
+from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
 from petatron.models.decoder_spec import decoder_spec
 from petatron.models.model_spec import Collate, ModelSpec

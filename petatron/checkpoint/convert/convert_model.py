@@ -28,19 +28,17 @@ from petatron.checkpoint.convert.formats import ModelFormat, config_yaml_text, c
 from petatron.checkpoint.convert.open_model import ModelSource
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk, free_bytes
-from petatron.checkpoint.files.manifest import RankTable, StoredBox, StoredTensor
-from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, serialize_tensors
+from petatron.checkpoint.files.manifest import RankTable
+from petatron.checkpoint.files.safetensors_file import serialize_tensors
 from petatron.checkpoint.megatron import write_megatron
 from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, file_table_entries, plan_files
 from petatron.checkpoint.save.rank_writer import weight_index_file
-from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
+from petatron.checkpoint.state import ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.config.schema.model_identity import model_identity
 from petatron.models.hf import EntryRegion, FolderEntry, build_config_json, folder_entries, to_hf_config
-from petatron.sharding.boxes import Box
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 CONFIG_YAML_FILE = "config.yaml"
-_ROUTER_FILE = step_folder.rank_file_path(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +115,6 @@ def convert(
 def _check_hf_family(source: ModelSource) -> None:
     """Checks that a Hugging Face family can express the whole model."""
     remedy = "Convert it with --to petatron instead; petatron.from_pretrained opens that."
-    if source.router_keys:
-        raise CheckpointError(
-            f"{source.path} has expert biases, and the folder of a model has no place for them. {remedy}"
-        )
     try:
         to_hf_config(source.spec)
     except ConfigError as error:
@@ -200,9 +194,6 @@ class _ConversionWriter:
         step_folder.begin_step(folder, source.step, disk)
         draft = step_folder.make_tmp_step(folder, source.step, disk)
         table = self.write_model_folder(draft / step_folder.MODEL_FOLDER, f"{step_folder.MODEL_FOLDER}/")
-        if source.router_keys:
-            routers = self._write_router_state(draft)
-            table = RankTable({**table.files, **routers.files}, (*table.entries, *routers.entries), {})
         model = model_identity(source.spec.config, source.spec.moe)
         facts = {"optimizer": None, "facts": {"converted_from": source.format, "model": model}}
         written = step_folder.write_table(draft, 0, table, disk)
@@ -229,12 +220,10 @@ class _ConversionWriter:
 
     def _fetch(self, name: str) -> Tensor:
         """Reads a logical tensor into its own memory."""
-        if name not in self._weights:
-            return self._router_state(ROUTER_PREFIX + name)
         weight = self._weights[name]
         self._report_progress(name, weight.num_bytes)
         tensor = torch.empty(weight.shape, dtype=weight.dtype)
-        self._fill(name, [Chunk(WEIGHT_PREFIX + name, weight.shape, (0,) * len(weight.shape), tensor)])
+        self._fill(name, [Chunk(folder_tensor_key(name), weight.shape, (0,) * len(weight.shape), tensor)])
         return tensor
 
     def _fill(self, name: str, chunks: Sequence[Chunk]) -> None:
@@ -263,28 +252,12 @@ class _ConversionWriter:
             self._fill(entry.name, [_region_chunk(region, values, self._weights) for region in entry.regions])
             yield memory[:size]
 
-    def _write_router_state(self, tmp_step: Path) -> RankTable:
-        """Writes the state of routers, which is small and the same on every rank."""
-        tensors = {f"{key}@0": self._router_state(key) for key in self._source.router_keys}
-        stored = self._disk.write(tmp_step / _ROUTER_FILE, serialize_tensors(tensors))
-        rows = []
-        for key in self._source.router_keys:
-            tensor = tensors[f"{key}@0"]
-            box = StoredBox(_ROUTER_FILE, f"{key}@0", Box((0,), tuple(tensor.shape)), (0,))
-            rows.append((key, StoredTensor(tuple(tensor.shape), DTYPE_CODES[tensor.dtype], (box,))))
-        return RankTable({_ROUTER_FILE: stored}, tuple(rows), {})
-
-    def _router_state(self, key: str) -> Tensor:
-        shape = self._source.shapes[key]
-        tensor = torch.empty(shape, dtype=self._source.dtypes[key])
-        self._source.fill([Chunk(key, shape, (0,) * len(shape), tensor)])
-        return tensor
-
     def _aux_files(self) -> dict[str, bytes]:
         source, tokenizer = self._source, self._options.tokenizer
         dtype = str(_main_dtype(self._weights)).removeprefix("torch.")
         config = source.config_json or build_config_json(source.spec, dtype)
         config = {**strip_remote_code(config), "dtype": dtype, "torch_dtype": dtype}
+        config.pop("quantization_config", None)  # what was quantised is read dequantised
         kept = {
             name: path
             for name, path in source.companion_files.items()
@@ -313,12 +286,16 @@ class _ConversionWriter:
 def _weight_specs(
     source: ModelSource, entries: Sequence[FolderEntry], dtype: torch.dtype | None
 ) -> dict[str, WeightSpec]:
-    """Returns every logical weight with its target dtype; tensors fused in one entry have the dtype of the first."""
+    """Returns every logical weight with its target dtype; tensors fused in one entry have the dtype of the first.
+
+    Expert biases keep theirs: they add up small steps.
+    """
     weights: dict[str, WeightSpec] = {}
     for entry in entries:
-        kept = dtype or source.dtypes[WEIGHT_PREFIX + entry.regions[0].name]
+        key = folder_tensor_key(entry.regions[0].name)
+        kept = source.dtypes[key] if dtype is None or key.startswith(ROUTER_PREFIX) else dtype
         for region in entry.regions:
-            weights.setdefault(region.name, WeightSpec(source.shapes[WEIGHT_PREFIX + region.name], kept))
+            weights.setdefault(region.name, WeightSpec(source.shapes[folder_tensor_key(region.name)], kept))
     return weights
 
 
@@ -328,7 +305,7 @@ def _region_chunk(region: EntryRegion, values: Tensor, weights: Mapping[str, Wei
     part = part.transpose(-2, -1) if region.transposed else part
     while part.dim() < len(region.shape):
         part = part.unsqueeze(0)
-    return Chunk(WEIGHT_PREFIX + region.name, weights[region.name].shape, region.start, part)
+    return Chunk(folder_tensor_key(region.name), weights[region.name].shape, region.start, part)
 
 
 def _may_overflow(before: torch.dtype, after: torch.dtype) -> bool:

@@ -46,7 +46,8 @@ from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_precision
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
-from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
+from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk, folder_tensor_key, folder_tensor_name
+from petatron.models.hf import folder_shapes
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
@@ -72,10 +73,6 @@ class ModelSource:
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
     fill: Callable[[Sequence[Chunk]], None]
-
-    @property
-    def router_keys(self) -> list[str]:
-        return [key for key in self.shapes if key.startswith(ROUTER_PREFIX)]
 
 
 def open_model_source(
@@ -149,8 +146,8 @@ def _open_petatron(step: Path) -> ModelSource:
 
 def _check_weights(step: Path, manifest: Manifest, spec: ModelSpec) -> None:
     """Checks that the checkpoint has the weights of the model that its config.json describes, with their shapes."""
-    shapes = spec.logical_shapes()
-    there = {key.removeprefix(WEIGHT_PREFIX): tensor.shape for key, tensor in manifest.tensors.items()}
+    shapes = folder_shapes(spec)
+    there = {folder_tensor_name(key): tensor.shape for key, tensor in manifest.tensors.items()}
     wrong = [name for name, shape in shapes.items() if there.get(name) != shape]
     if wrong:
         raise CheckpointError(
@@ -180,7 +177,7 @@ def _manifest_source(
         box_reads.execute_reads(path, plan, manifest.files)
 
     kept = {key: tensor for key, tensor in manifest.tensors.items() if key.startswith((WEIGHT_PREFIX, ROUTER_PREFIX))}
-    source = ModelSource(
+    return ModelSource(
         format=model_format,
         path=path,
         step=manifest.step,
@@ -192,29 +189,12 @@ def _manifest_source(
         dtypes={key: DTYPES[tensor.dtype] for key, tensor in kept.items()},
         fill=fill,
     )
-    _check_router_state(source)
-    return source
-
-
-def _check_router_state(source: ModelSource) -> None:
-    """Checks that the expert bias is stored: without it the router selects other experts."""
-    moe = source.spec.moe
-    if moe is None or not moe.moe_router_enable_expert_bias:
-        return
-    missing = [
-        n for n in source.spec.moe_layers if f"{ROUTER_PREFIX}layers.{n}.mlp.router.expert_bias" not in source.shapes
-    ]
-    if missing:
-        raise CheckpointError(
-            f"{source.path} lacks the expert biases of layers {', '.join(map(str, missing))}, which the model chooses its experts "
-            "with and which stand in the state of a checkpoint. Give the checkpoint, not only the model's folder."
-        )
 
 
 def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
     checkpoint = open_megatron(path) if vocab_size is None else _open_with_vocab_size(path, vocab_size)
     values, spec = _resolve_spec(checkpoint.model, checkpoint.moe)
-    keys = {_state_key(name): tensor for name, tensor in checkpoint.tensors.items()}
+    keys = {folder_tensor_key(name): tensor for name, tensor in checkpoint.tensors.items()}
     return ModelSource(
         format="megatron",
         path=path,
@@ -240,10 +220,6 @@ def _open_with_vocab_size(path: Path, vocab_size: int) -> MegatronCheckpoint:
         rule = f"contradicts the checkpoint, whose arguments say {known}"
         raise ConfigError([Problem("--vocab-size", str(vocab_size), rule, "Leave it out.")])
     return checkpoint
-
-
-def _state_key(name: str) -> str:
-    return (ROUTER_PREFIX if name.endswith(".router.expert_bias") else WEIGHT_PREFIX) + name
 
 
 class _MegatronReader:

@@ -18,16 +18,20 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.model_companion_files import CONFIG_FILE
 from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
 from petatron.checkpoint.files.disk import BLOCK_BYTES
-from petatron.checkpoint.files.manifest import Manifest, StoredBox, StoredTensor
+from petatron.checkpoint.files.manifest import BlockScale, Manifest, StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import MAX_HEADER_BYTES, TensorInfo
+from petatron.checkpoint.load.block_scale import scale_shape
 from petatron.checkpoint.load.box_reads import read_checked_header
-from petatron.checkpoint.state import WEIGHT_PREFIX
+from petatron.checkpoint.state import folder_tensor_key
 from petatron.config.schema.model_identity import identity_differences
 from petatron.models.hf import (
     OWN_MODEL_TYPE,
     FolderEntry,
+    drop_missing_predictions,
     family_name_of_config,
     folder_entries,
+    folder_shapes,
+    fp8_block_size,
     get_family,
     output_head_name,
     parse_config_json,
@@ -40,6 +44,9 @@ from petatron.sharding.shard_spec import Shape
 
 _INDEX_FILE = "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 16 << 20
+_SCALE_SUFFIX, _FP8 = "_scale_inv", "F8_E4M3"
+_DEQUANTISED_DTYPE = "BF16"
+"""Of weights that a folder holds in FP8, where they are kept as they are."""
 
 
 def model_folder_error(path: Path, why: str) -> CheckpointError:
@@ -62,7 +69,11 @@ def load_config_json(path: Path) -> dict[str, Any]:
 def read_model_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns ModelConfig and MoEConfig values from a folder's config.json; the second is empty for a dense model."""
     with reading_untrusted(path / CONFIG_FILE, model_folder_error), naming_file(path / CONFIG_FILE):
-        return parse_config_json(load_config_json(path))
+        content = load_config_json(path)
+        model, moe = parse_config_json(content)
+        if model.get("mtp_num_layers") and content.get("model_type") != OWN_MODEL_TYPE:
+            model = drop_missing_predictions(content, model, _tensor_infos(path))
+        return model, moe
 
 
 @contextmanager
@@ -95,11 +106,13 @@ def check_stored_size(path: Path, spec: ModelSpec) -> None:
 def folder_manifest(path: Path, spec: ModelSpec) -> Manifest:
     """Locates every logical tensor of a model in a folder; everything that does not fit is one error."""
     _check_same_model(path, spec)
-    shapes = spec.logical_shapes()
+    shapes = folder_shapes(spec)
     entries = folder_entries(spec, str(load_config_json(path).get("model_type")))
     slots = _tensor_infos(path)
     known = {entry.name: entry for entry in entries}
-    stored = _stored_names(path, slots, known)
+    block = fp8_block_size(load_config_json(path))
+    scales = {} if block is None else {n: n + _SCALE_SUFFIX for n in slots if n + _SCALE_SUFFIX in slots}
+    stored = _stored_names(path, {name: slots[name] for name in slots.keys() - set(scales.values())}, known)
     problems = [f"{entry.name} is missing" for entry in entries if entry.name not in stored]
     problems += [f"{name} is not a tensor of this model" for full, name in stored.items() if full not in known]
     tensors: dict[str, StoredTensor] = {}
@@ -110,6 +123,9 @@ def folder_manifest(path: Path, spec: ModelSpec) -> Manifest:
         if slot.shape != entry.shape:
             problems.append(f"{stored[entry.name]} is {list(slot.shape)} there, and should be {list(entry.shape)}")
             continue
+        scale, wrong = _block_scale(stored[entry.name], slots, scales, block)
+        problems += wrong
+        dtype = slot.dtype if scale is None else _DEQUANTISED_DTYPE
         for region in entry.regions:
             box = StoredBox(
                 file,
@@ -117,8 +133,9 @@ def folder_manifest(path: Path, spec: ModelSpec) -> Manifest:
                 Box(region.start, region.shape),
                 region.start_in_entry,
                 transposed=region.transposed,
+                scale=scale,
             )
-            _add(tensors, WEIGHT_PREFIX + region.name, shapes[region.name], slot.dtype, box)
+            _add(tensors, folder_tensor_key(region.name), shapes[region.name], dtype, box)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems[:8])
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -127,6 +144,24 @@ def folder_manifest(path: Path, spec: ModelSpec) -> Manifest:
             f"and use the settings of its {CONFIG_FILE}."
         )
     return Manifest(step=0, layout="", facts={}, tensors=tensors, local={}, files={})
+
+
+def _block_scale(
+    name: str, infos: Mapping[str, tuple[str, TensorInfo]], scales: Mapping[str, str], block: Shape | None
+) -> tuple[BlockScale | None, list[str]]:
+    """Returns where the scales of a stored tensor are, and what is wrong with them; `scales` names those of all tensors."""
+    info = infos[name][1]
+    if block is None or (name not in scales and info.dtype != _FP8):
+        return None, [f"{name} is in FP8, of which config.json says nothing"] if info.dtype == _FP8 else []
+    if name not in scales:
+        return None, [f"{name} is in FP8 and has no {name}{_SCALE_SUFFIX}"]
+    if info.dtype != _FP8 or len(info.shape) != 2:
+        return None, [f"{name} has scales and is no matrix in FP8"]
+    file, found = infos[scales[name]]
+    wanted = scale_shape(info.shape, block)
+    if found.shape != wanted or found.dtype != "F32":
+        return None, [f"{scales[name]} is {found.dtype} {list(found.shape)} there, and should be F32 {list(wanted)}"]
+    return BlockScale(file, scales[name], block), []
 
 
 def _stored_names(

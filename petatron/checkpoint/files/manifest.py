@@ -38,10 +38,20 @@ class UnknownVersionError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class BlockScale:
+    """Where the scales of a quantised matrix are: one per block of so many rows and columns. No checkpoint of ours has some."""
+
+    file: str
+    entry_name: str
+    block: Shape
+
+
+@dataclass(frozen=True, slots=True)
 class StoredBox:
     """A box of a logical tensor, stored from `start_in_entry` on in the entry `entry_name` of a file.
 
     Leading dimensions of size 1 that the entry does not have are dropped; `transposed`: the entry has its two dimensions swapped.
+    `scale`: of an entry in FP8 that another program quantised.
     """
 
     file: str
@@ -49,6 +59,7 @@ class StoredBox:
     box: Box
     start_in_entry: Shape
     transposed: bool = False
+    scale: BlockScale | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +259,8 @@ def _file_from_json(name: str, value: Any) -> StoredFile:
 
 
 def box_to_json(stored: StoredBox) -> list[Any]:
-    """Serialises file, entry, start, shape, start in the entry, and whether it is transposed there."""
+    """Serialises file, entry, start, shape, start in the entry, whether it is transposed there, and its scale if it has one."""
+    scale = [] if stored.scale is None else [(stored.scale.file, stored.scale.entry_name, stored.scale.block)]
     return [
         stored.file,
         stored.entry_name,
@@ -256,13 +268,15 @@ def box_to_json(stored: StoredBox) -> list[Any]:
         stored.box.shape,
         stored.start_in_entry,
         stored.transposed,
+        *scale,
     ]
 
 
 def box_from_json(value: Sequence[Any]) -> StoredBox:
     """Parses what `box_to_json` wrote."""
-    file, name, start, shape, at, transposed = value
-    return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), bool(transposed))
+    file, name, start, shape, at, transposed, *scales = value
+    scale = next((BlockScale(path, entry, tuple(block)) for path, entry, block in scales), None)
+    return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), bool(transposed), scale)
 
 
 def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:

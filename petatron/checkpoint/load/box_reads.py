@@ -25,6 +25,7 @@ from petatron.checkpoint.files.entry_layout import entry_box, to_entry_layout
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, DTYPES, TensorInfo, read_header
 from petatron.checkpoint.files.step_folder import check_size, damaged_error, digest_mismatch_error
+from petatron.checkpoint.load.block_scale import apply_scale, read_scale
 from petatron.checkpoint.state import Chunk
 from petatron.sharding.boxes import Box, overlap
 from petatron.sharding.flat_shard import range_boxes
@@ -189,6 +190,10 @@ def _read_file(
                 wait(tasks)
     except OSError as error:
         raise damaged_error(path, f"cannot be read: {error.strerror or error}") from error
+    for read, fill in zip(reads, fills, strict=True):
+        if read.stored.scale is not None:
+            scale = read_scale(path.parent, read.stored.scale)
+            apply_scale(fill.target, fill.box, scale, read.stored.scale.block)
 
 
 def read_checked_header(path: Path, expected: StoredFile | None) -> dict[str, TensorInfo]:

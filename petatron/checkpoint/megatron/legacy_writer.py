@@ -138,7 +138,9 @@ def _layout_problems(model: ModelConfig, moe: MoEConfig | None, tp: int, pp: int
         shared.append(("--expert-model-parallel-size", ep, "a model without experts:", 1))
     latent = "has weights that the Megatron writer has no names for"
     fix = "Such a model is saved in Petatron's own names."
-    return [Problem("--multi-latent-attention", "", latent, fix)] * model.multi_latent_attention + [
+    unnamed = [("--multi-latent-attention", model.multi_latent_attention)]
+    unnamed += [("--mtp-num-layers", model.mtp_num_layers is not None)]
+    return [Problem(flag, "", latent, fix) for flag, given in unnamed if given] + [
         Problem(flag, str(size), f"does not divide {of} {whole}", "Use 1, or a divisor.")
         for flag, size, of, whole in shared
         if size < 1 or not whole or whole % size

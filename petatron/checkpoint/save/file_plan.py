@@ -14,7 +14,7 @@ import torch
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPE_CODES
-from petatron.checkpoint.state import WEIGHT_PREFIX
+from petatron.checkpoint.state import folder_tensor_key
 from petatron.models.hf.folder_entries import FolderEntry
 from petatron.sharding.boxes import Box, tiling_problem
 from petatron.sharding.shard_spec import Shape
@@ -105,7 +105,7 @@ def file_table_entries(file: FilePlan, weights: Mapping[str, WeightSpec], path: 
     """Returns the table entries for a file of the folder."""
     return [
         (
-            WEIGHT_PREFIX + region.name,
+            folder_tensor_key(region.name),
             StoredTensor(
                 weights[region.name].shape,
                 DTYPE_CODES[weights[region.name].dtype],

@@ -35,7 +35,7 @@ from petatron.checkpoint.save.file_plan import (
     shapes_from_entries,
 )
 from petatron.checkpoint.save.weight_transfers import ROUND_BYTES, PrimaryBox, TransferPlan, plan_transfers
-from petatron.checkpoint.state import WEIGHT_PREFIX, Chunk, ChunkMetadata, ModelFolder
+from petatron.checkpoint.state import Chunk, ChunkMetadata, ModelFolder, folder_tensor_key, folder_tensor_name
 from petatron.models.hf.folder_entries import FolderEntry
 from petatron.sharding.boxes import Box, BoxIndex, tiling_problem
 
@@ -86,7 +86,7 @@ class SavePlanner:
         self._folder_chunks: list[int] = []
         self._state_chunks: list[int] = []
         for index, chunk in enumerate(chunks):
-            in_folder = chunk.key.startswith(WEIGHT_PREFIX) and chunk.key.removeprefix(WEIGHT_PREFIX) in self._shapes
+            in_folder = folder_tensor_name(chunk.key) in self._shapes
             if chunk.primary and in_folder:
                 self._folder_chunks.append(index)
             elif chunk.primary and chunk.tensor.numel():
@@ -115,7 +115,7 @@ class SavePlanner:
         for name, number in self._tensor_indices.items():
             high, low = max_encoded[2 * number], len(_DTYPE_CODES) + 1 - max_encoded[2 * number + 1]
             if high != low:
-                raise _disagreement_error(WEIGHT_PREFIX + name, _DTYPE_CODES[low - 1], _DTYPE_CODES[high - 1])
+                raise _disagreement_error(folder_tensor_key(name), _DTYPE_CODES[low - 1], _DTYPE_CODES[high - 1])
         self._dtypes = {
             name: DTYPES[_DTYPE_CODES[max_encoded[2 * number] - 1]] for name, number in self._tensor_indices.items()
         }
@@ -190,7 +190,9 @@ class SavePlanner:
         return state, table
 
     def _name(self, index: int) -> str:
-        return self._chunks[index].key.removeprefix(WEIGHT_PREFIX)
+        name = folder_tensor_name(self._chunks[index].key)
+        assert name is not None, "asked of the folder's chunks only"
+        return name
 
 
 def owner_rank(key: str, world_size: int) -> int:

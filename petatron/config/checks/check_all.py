@@ -27,9 +27,7 @@ from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import Setting
 
 # Path of a field -> the feature that any value but its default requires.
-UNSUPPORTED_FIELDS: Mapping[str, str] = {
-    "model.mtp_num_layers": "multi-token prediction",
-}
+UNSUPPORTED_FIELDS: Mapping[str, str] = {}
 
 
 def missing_features(settings: Sequence[Setting]) -> list[str]:

@@ -22,9 +22,8 @@ def check_model(config: RawRunConfig) -> Iterator[Problem]:
     yield from _heads(config.model)
     if config.model.multi_latent_attention:
         yield from _latent_attention(config.model)
-        if config.log.sample_prompts is not None:
-            rule = f"continues text, which a model with {_LATENT} cannot do in this version"
-            yield Problem("--sample-prompts", config.log.sample_prompts, rule, "Leave it out.")
+    if config.model.mtp_num_layers is not None:
+        yield from _multi_token_prediction(config.model)
     yield from _positions(config.model)
     yield from _numbers(config.model)
     yield from check_layer_variants(config.model)
@@ -43,6 +42,20 @@ def _sizes(model: RawModelConfig) -> Iterator[Problem]:
         yield from at_least(name, getattr(model, name), 1)
     for name in ("vocab_size", "make_vocab_size_divisible_by", "original_max_position_embeddings"):
         yield from at_least(name, getattr(model, name), 1)
+
+
+def _multi_token_prediction(model: RawModelConfig) -> Iterator[Problem]:
+    """Rules of `--mtp-num-layers`."""
+    yield from at_least("mtp_num_layers", model.mtp_num_layers, 1)
+    yield from at_least("mtp_loss_scaling_factor", model.mtp_loss_scaling_factor, 0)
+    if model.position_embedding_type == "learned_absolute":
+        rule = "looks up tokens ahead, for which a table of positions would end too early"
+        yield Problem(
+            "--mtp-num-layers", str(model.mtp_num_layers), rule, "Use --position-embedding-type rope, or none."
+        )
+    if model.model_type != "decoder":
+        rule = f"is for the decoder, and --model-type is {model.model_type}"
+        yield Problem("--mtp-num-layers", str(model.mtp_num_layers), rule, "Leave it out.")
 
 
 def _heads(model: RawModelConfig) -> Iterator[Problem]:

@@ -67,6 +67,10 @@ def _groups(moe: MoEConfig, experts: int) -> Iterator[Problem]:
         return
     if chosen is None:
         return
+    summed, size = moe.moe_router_group_score_topk, experts // (groups or 1)
+    if summed is not None and not 1 <= summed <= size:
+        rule = f"is not between 1 and the {size} experts of a group"
+        yield Problem("--moe-router-group-score-topk", str(summed), rule, "DeepSeek-V3 uses 2, DeepSeek-V2 uses 1.")
     where = "--moe-router-group-topk"
     if not 1 <= chosen <= (groups or 0):
         rule = f"is not between 1 and --moe-router-num-groups {groups or 'none'}"

@@ -230,6 +230,7 @@ def _unused_moe(config: RawRunConfig) -> Iterator[tuple[str, str]]:
         yield "moe_token_drop_policy", "no token is dropped without --moe-expert-capacity-factor"
     if moe.moe_router_group_topk is None:
         yield "moe_router_num_groups", "it is for --moe-router-group-topk"
+        yield "moe_router_group_score_topk", "it is for --moe-router-group-topk"
     if moe.moe_shared_expert_intermediate_size is None:
         yield "moe_shared_expert_gate", "there is no shared expert"
     if (why := _no_shared_expert_overlap_reason(config)) is not None:

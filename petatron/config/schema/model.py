@@ -103,9 +103,9 @@ class RawModelConfig(LayerVariants):
     v_head_dim: Width = 128
     """Latent attention: width of a value head."""
     mtp_num_layers: LayerCount | None = None
-    """Extra layers that predict further tokens ahead; unset means none."""
+    """Multi-token prediction (DeepSeek-V3): layers after the last one, each of which predicts one token further ahead; unset means none."""
     mtp_loss_scaling_factor: Factor = 0.1
-    """Weight of their loss."""
+    """Weight of the mean of their losses, beside that of the next token."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output head weights of its own; by default it shares the token embedding."""
     hidden_dropout: Fraction = 0.1
@@ -171,6 +171,8 @@ class MoEConfig:
     """Groups of experts for group-limited routing."""
     moe_router_group_topk: ExpertCount | None = None
     """Groups each token may use."""
+    moe_router_group_score_topk: ExpertCount | None = None
+    """Best experts of a group whose scores are summed to rank it; unset: `--moe-router-topk` / `--moe-router-group-topk`."""
     moe_router_topk_scaling_factor: Factor | None = None
     """Factor on the chosen scores."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None

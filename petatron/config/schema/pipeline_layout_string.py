@@ -1,16 +1,16 @@
 """Parses the string of `--pipeline-model-parallel-layout` into stages.
 
-    layout := item*        item := symbol ['*' N] | '(' layout ')' ['*' N]       symbol := 'E' | 't' | 'L' | '|'
+    layout := item*        item := symbol ['*' N] | '(' layout ')' ['*' N]       symbol := 'E' | 't' | 'm' | 'L' | '|'
 
-E is the embedding, t a transformer layer, L the output head with the loss; `|` ends a stage. Commas and blanks mean
-nothing, so long strings can be grouped visually. `Et|(ttt|)*2tL` is four stages with 1, 3, 3 and 1 layers. Whether the
-stages fit the model is not checked here.
+E is the embedding, t a transformer layer, m a depth of multi-token prediction, L the output head with the loss; `|` ends a stage.
+Commas and blanks mean nothing, so long strings can be grouped visually. `Et|(ttt|)*2tL` is four stages with 1, 3, 3 and 1 layers.
+Whether the stages fit the model is not checked here.
 """
 
 from __future__ import annotations
 
-EMBEDDING, LAYER, LOSS, STAGE_END = "E", "t", "L", "|"
-_SYMBOLS = EMBEDDING + LAYER + LOSS + STAGE_END
+EMBEDDING, LAYER, PREDICTION, LOSS, STAGE_END = "E", "t", "m", "L", "|"
+_SYMBOLS = EMBEDDING + LAYER + PREDICTION + LOSS + STAGE_END
 _IGNORED = ", \t\n"
 # Far above any model; keeps `t*999999999` from filling memory before it is refused.
 _MAX_SYMBOLS = 100_000
@@ -39,10 +39,8 @@ def parse_pipeline_layout(text: str) -> tuple[str, ...]:
             unit = open_groups.pop()
         elif rest[0] in _SYMBOLS:
             unit = rest[0]
-        elif rest[0] == "m":
-            raise PipelineLayoutError("has m, a multi-token prediction layer, which is not in this version")
         else:
-            raise PipelineLayoutError(f"has {rest[0]!r}, which is none of E, t, L, |, brackets and * N")
+            raise PipelineLayoutError(f"has {rest[0]!r}, which is none of E, t, m, L, |, brackets and * N")
         count, rest = _parse_repeat_count(rest[1:])
         if len(open_groups[-1]) + len(unit) * count > _MAX_SYMBOLS:
             raise PipelineLayoutError(f"has more than {_MAX_SYMBOLS} symbols")

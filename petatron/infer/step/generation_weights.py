@@ -3,9 +3,9 @@
 On a CPU the GEMMs of layers and output head may make such copies (`host_gemm.py`), where all of them fit a quarter of its memory.
 
 In FP8 a weight of a layer's large GEMMs, or of the output head, is quantised to e4m3 once, with a scale per output row, and on a GPU the
-memory of the original is given back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms and
-experts stay as they are; a head that is tied to the embedding is quantised as a copy. `release` leaves the model with the dequantised
-weights, in its own precision.
+memory of the original is given back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms,
+experts and the absorbed up-projections of latent attention stay as they are; a head that is tied to the embedding is quantised as a
+copy. `release` leaves the model with the dequantised weights, in its own precision.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from petatron.kernels.gemm import PLAIN_GEMM, PlainGemm, Tensors, WeightGrad
 from petatron.kernels.matmul import unsupported_reason
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.linear import Linear, LinearOp
-from petatron.layers.output_head import OutputHead, plain_logits_gemm
+from petatron.layers.vocabulary.output_head import OutputHead, plain_logits_gemm
 from petatron.models.decoder import Decoder
 from petatron.parallel.fp8 import fp8_linears
 from petatron.parallel.parallel_model import ParallelModel
@@ -168,8 +168,9 @@ class GenerationWeights:
 def _large_linears(model: ParallelModel) -> Iterator[Linear]:
     for stage in model.stages.values():
         for layer in stage.layers.values():
+            absorbed = {getattr(owner, name) for owner in layer.modules() for name in _absorbed_linears(owner)}
             for _, module in fp8_linears(layer):
-                if isinstance(module, Linear):
+                if isinstance(module, Linear) and module not in absorbed:
                     yield module
 
 
@@ -180,3 +181,8 @@ def _output_heads(model: ParallelModel) -> Iterator[tuple[OutputHead, nn.Paramet
             weight = stage.head.used_weight(None if stage.embedding is None else stage.embedding.weight)
             assert isinstance(weight, nn.Parameter)
             yield stage.head, weight
+
+
+def _absorbed_linears(owner: nn.Module) -> tuple[str, ...]:
+    """Returns the names of linears whose weights a module multiplies itself while it generates, in the model's precision."""
+    return getattr(owner, "absorbed_linears", ())

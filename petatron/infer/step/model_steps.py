@@ -20,6 +20,7 @@ from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow, StepInputs, 
 from petatron.infer.step.recorded_steps import RecordedSteps
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
+from petatron.layers.mtp import MtpLayerSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState, Pages
 from petatron.mesh import collectives
 from petatron.models.decoder import HIDDEN
@@ -109,7 +110,8 @@ class ModelSteps:
             }
             for index, state in states.items()
         }
-        [boundary] = model.io.boundaries[1] if len(model.io.boundaries) > 1 else [None]
+        taken = model.io.boundaries[1] if len(model.io.boundaries) > 1 else ()
+        boundary = next((tensor for tensor in taken if tensor.name == HIDDEN), None)
         self._width = None if boundary is None else boundary.width
         self._shards = model.mesh.tp.size if model.sequence_parallel else 1
         self._without_gradients = torch.inference_mode if can_use_inference_mode(model) else torch.no_grad
@@ -262,6 +264,8 @@ def layer_states(model: ParallelModel) -> dict[int, PagedState]:
     found: dict[int, PagedState] = {}
     for stage in model.stages.values():
         for name in stage.layers:
+            if isinstance(model.spec.layers[int(name)], MtpLayerSpec):
+                continue  # it predicts what training wants to know, and generation does not run it
             for branch in model.spec.layers[int(name)].branches:
                 state = branch.generation_state(model.mesh.tp.size)
                 if state is not None:

@@ -143,13 +143,13 @@ def _continued_chunk(
     rules: ScoreRules | None,
 ) -> Tensor:
     length = chunk.context + chunk.stop - chunk.start
-    k, v = (_gather(pages, page_table_P, length).unsqueeze(1) for pages in (k_pages, v_pages))
+    k, v = (first_rows(pages, page_table_P, length).unsqueeze(1) for pages in (k_pages, v_pages))
     bounds = AttentionBounds.build(length, window=window, document_starts_BS=None, device=q_THE.device)
     mask = BlockMask((range(chunk.context, length),), (range(length),), bounds)
     return block_attention(q_THE.unsqueeze(1), k, v, mask, rules=rules).squeeze(1)
 
 
-def _gather(pages: Tensor, page_table: Tensor, length: int) -> Tensor:
+def first_rows(pages: Tensor, page_table: Tensor, length: int) -> Tensor:
     """Returns the first `length` rows of one sequence, [L, K, E]."""
     count = -(-length // pages.shape[1])
     return pages.index_select(0, page_table[:count]).flatten(0, 1)[:length]
@@ -168,7 +168,7 @@ def decode_attention(
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
     if batch.first_page is None:
         k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
-        mask = _mask(batch, k_pages, window)
+        mask = added_mask(batch, k_pages, window)
     else:
         k, v = _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window)
         mask = None
@@ -186,7 +186,7 @@ def decode_with_rules(
     """Returns what `decode_attention` does, with rules of scores."""
     if batch.first_page is None:
         k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
-        mask = _mask(batch, k_pages, window)
+        mask = added_mask(batch, k_pages, window)
     else:
         k, v = _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window)
         mask = None
@@ -212,7 +212,7 @@ def _view_only_sequence(pages: Tensor, batch: PagedBatch, window: int | None) ->
 
 def _gather_padded(name: str, pages: Tensor, batch: PagedBatch) -> Tensor:
     """Returns a copy of every sequence's pages, [N, K, L, E], with as many as the longest has; all layers share its memory."""
-    read, name = _read_pages(batch, pages.shape[1]), f"{name} {tuple(pages.shape[2:])}"
+    read, name = pages_to_read(batch, pages.shape[1]), f"{name} {tuple(pages.shape[2:])}"
     if name in batch.computed:
         gathered = torch.index_select(pages, 0, read, out=batch.computed[name])
     else:
@@ -235,7 +235,7 @@ def store_and_decode(
     return decode_attention(q_NHE, k_pages, v_pages, batch, window=window)
 
 
-def _read_pages(batch: PagedBatch, page_size: int) -> Tensor:
+def pages_to_read(batch: PagedBatch, page_size: int) -> Tensor:
     """Returns the pages that the longest sequence needs, of every sequence."""
     if "pages" not in batch.computed:
         table = batch.page_table_NP[: batch.num_decodes, : -(-batch.max_length // page_size)]
@@ -243,7 +243,7 @@ def _read_pages(batch: PagedBatch, page_size: int) -> Tensor:
     return batch.computed["pages"]
 
 
-def _mask(batch: PagedBatch, pages: Tensor, window: int | None) -> Tensor:
+def added_mask(batch: PagedBatch, pages: Tensor, window: int | None) -> Tensor:
     """Returns what is added to scores, [N, 1, 1, L]: 0 where a sequence sees a row, minus infinity elsewhere.
 
     In the precision that attention is computed in: of a mask of truth values every layer would make this one anew.

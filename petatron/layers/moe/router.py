@@ -181,8 +181,8 @@ class Router(nn.Module):
             ranking_TE = ranking_TE + self.expert_bias
         if moe.moe_router_num_groups is not None and moe.moe_router_group_topk is not None:
             groups_TGE = ranking_TE.unflatten(-1, (moe.moe_router_num_groups, -1))
-            # A group's score is the sum of the experts it would contribute if choices were spread evenly over the top groups.
-            each = max(1, k // moe.moe_router_group_topk)
+            # By default the sum of the experts it would contribute if choices were spread evenly over the top groups.
+            each = moe.moe_router_group_score_topk or max(1, k // moe.moe_router_group_topk)
             best = groups_TGE.topk(each, dim=-1).values.sum(-1).topk(moe.moe_router_group_topk, dim=-1).indices
             selected_TG = torch.zeros_like(groups_TGE[..., 0], dtype=torch.bool).scatter_(1, best, True)
             ranking_TE = groups_TGE.masked_fill(~selected_TG[..., None], float("-inf")).flatten(1)

@@ -36,9 +36,9 @@ class BranchModule(nn.Module):
     """A residual branch, called as (normed input, ForwardContext); the input may be a tensor or `Recomputable`.
 
     Its linears are `Linear`s, so that tensor parallelism, FP8 and the weight-gradient sink can fill their slots. Modules inside
-    may declare `fp8_linears`, the names of their children that may run in FP8, `sequence_slots`, those of `CommSlot`s that get the
-    whole sequence of a tensor which all tensor-parallel ranks use, and `kernel_slots()`, the registry's operation for
-    each attribute that holds kernels.
+    may declare `fp8_linears`, the names of their children that may run in FP8, `absorbed_linears`, those of them whose weights they
+    multiply themselves while they generate, `sequence_slots`, those of `CommSlot`s that get the whole sequence of a tensor which all
+    tensor-parallel ranks use, and `kernel_slots()`, the registry's operation for each attribute that holds kernels.
     """
 
     saves_input: bool = False

@@ -8,13 +8,19 @@ folder_entries(spec)                                                         # t
 build_config_json(spec, dtype)                                               # its config.json
 """
 
-from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config
+from petatron.models.hf.config_json import fp8_block_size, from_hf_config, matching_family, to_hf_config
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family
 from petatron.models.hf.fill_model import fill_model
 from petatron.models.hf.find_family import FAMILIES, family_name_of_config, get_family
 from petatron.models.hf.folder_config_json import build_config_json, parse_config_json
-from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries
-from petatron.models.hf.tensor_names import output_head_name, stored_names_by_full_name, to_hf, to_logical
+from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries, folder_shapes
+from petatron.models.hf.tensor_names import (
+    drop_missing_predictions,
+    output_head_name,
+    stored_names_by_full_name,
+    to_hf,
+    to_logical,
+)
 
 __all__ = [
     "FAMILIES",
@@ -23,10 +29,13 @@ __all__ = [
     "Family",
     "FolderEntry",
     "build_config_json",
+    "drop_missing_predictions",
     "family_entries",
     "family_name_of_config",
     "fill_model",
     "folder_entries",
+    "folder_shapes",
+    "fp8_block_size",
     "from_hf_config",
     "get_family",
     "matching_family",

@@ -16,20 +16,22 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
-from petatron.models.hf.family import Family
+from petatron.models.hf.family import Family, unsupported_setting
 from petatron.models.hf.find_family import FAMILIES, family_name_of_config
 from petatron.models.hf.moe_config_json import (
     moe_from_hf_config,
     moe_to_hf_config,
     unsupported_moe_settings,
-    unsupported_setting,
 )
-from petatron.models.hf.rope_config_json import rope_from_hf_config, rope_to_hf_config
+from petatron.models.hf.rope_config_json import latent_yarn_problems, rope_from_hf_config, rope_to_hf_config
 from petatron.models.hf.setting_types import wrong_types
 from petatron.models.hf.window_config_json import windows_from_hf_config, windows_to_hf_config
 from petatron.models.model_spec import ModelSpec
 
-_COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_COUNTS = (
+    "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+    "v_head_dim",
+)  # fmt: skip
 _MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
 _TRAINING_ONLY = ("hidden_dropout",)
 # Parts of a model that a family does not have unless its tables name them.
@@ -70,6 +72,8 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         _read_biases(family, full),
         rope_from_hf_config(family, full, values) if family.has_rope else ({}, []),
         ({}, []) if family.read_more is None else family.read_more(full),
+        _read_predictions(family, full),
+        ({}, latent_yarn_problems(full) if values.get("multi_latent_attention") else []),
     ):
         values |= part
         problems += found
@@ -98,6 +102,8 @@ def _missing_keys(family: Family, hf_config: Mapping[str, Any]) -> list[Problem]
 def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     width = values.get("kv_channels")
+    if values.get("multi_latent_attention"):
+        width = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
     if width is None and hidden % heads:
         rule = f"does not divide the width {hidden}, and no head_dim is given"
         return {}, [Problem("num_attention_heads", f"{heads}", rule, "Take config.json from the model's own folder.")]
@@ -119,6 +125,17 @@ def _read_activation(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict
     return {}, [Problem(family.activation_key, f'"{name}"', "is not an activation the decoder has", f"It has {known}.")]
 
 
+def _read_predictions(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Reads the depths of multi-token prediction; whether the folder has their weights is not known here."""
+    for key in family.mtp_keys:
+        count = hf_config.get(key)
+        if count is not None and (not is_count(count) or count > MAX_LAYERS):
+            return {}, [Problem(key, f"{count!r:.40}", "is not a whole number of layers", "Correct config.json.")]
+        if count is not None:
+            return {"mtp_num_layers": count or None}, []
+    return {"mtp_num_layers": None} if family.mtp_keys else {}, []
+
+
 def _read_biases(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     if "mlp_bias" not in family.defaults:
         return {}, []
@@ -138,10 +155,24 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
         if embedding in family.defaults and hf_config[embedding] != hf_config[residual]:
             rule = f"is not {residual} {hf_config[residual]}, and the decoder has one dropout for both"
             problems.append(Problem(embedding, str(hf_config[embedding]), rule, "Make them equal in config.json."))
-    if hf_config.get("quantization_config"):
-        rule = "says that the weights are quantized, and only plain ones can be read"
+    if hf_config.get("quantization_config") and fp8_block_size(hf_config) is None:
+        rule = "says that the weights are quantized, and only plain ones and FP8 by blocks can be read"
         problems.append(Problem("quantization_config", "", rule, "Use the model's unquantized weights."))
     return problems
+
+
+def fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns the rows and columns of a block that has a scale, where config.json says that weights are in FP8 by blocks.
+
+    >>> fp8_block_size({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}})
+    (128, 128)
+    """
+    match hf_config.get("quantization_config"):
+        case {"quant_method": "fp8", "weight_block_size": [rows, columns], **others} if (
+            others.get("fmt", "e4m3") == "e4m3"
+        ):
+            return (rows, columns) if is_count(rows, 1) and is_count(columns, 1) else None
+    return None
 
 
 def matching_family(spec: ModelSpec) -> Family | None:
@@ -174,6 +205,7 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     if "mlp_bias" in family.defaults:
         content |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
     content |= windows_to_hf_config(family, model)
+    content |= dict.fromkeys(family.mtp_keys[:1], model.mtp_num_layers or 0)
     if family.has_rope:
         content |= rope_to_hf_config(family, model)
     content |= {} if family.write_more is None else family.write_more(spec)
@@ -189,7 +221,8 @@ def _closest_family(spec: ModelSpec) -> tuple[Family, list[Problem]]:
 def _structural_differences(spec: ModelSpec, family: Family) -> int:
     """Counts differences by which a family is another kind of model, however few settings say so."""
     rotary = spec.config.position_embedding_type != "learned_absolute"
-    return (family.has_rope != rotary) + (bool(family.moe_keys) != (spec.moe is not None))
+    latent = family.fixed.get("multi_latent_attention", False) != spec.config.multi_latent_attention
+    return (family.has_rope != rotary) + (bool(family.moe_keys) != (spec.moe is not None)) + latent
 
 
 def _unsupported_settings(spec: ModelSpec, family: Family) -> list[Problem]:
@@ -238,12 +271,17 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
         problems.append(
             unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")
         )
+    both = model.yarn_mscale and model.yarn_mscale_all_dim
+    neither = model.yarn_mscale == 1.0 and not model.yarn_mscale_all_dim
+    if model.multi_latent_attention and model.position_embedding_type == "yarn" and not (both or neither):
+        problems.append(unsupported_setting("yarn_mscale", model.yarn_mscale, family, "both mscales or neither"))
     if model.activation not in _activation_names(family):
         known = ", ".join(_activation_names(family))
         problems.append(unsupported_setting("activation", model.activation, family, known))
     if "num_query_groups" not in family.keys and model.num_query_groups != model.num_attention_heads:
         problems.append(unsupported_setting("num_query_groups", model.num_query_groups, family, "as many as heads"))
-    if "kv_channels" not in family.keys and model.kv_channels != model.hidden_size / model.num_attention_heads:
+    own_width = model.hidden_size / model.num_attention_heads
+    if "kv_channels" not in family.keys and not model.multi_latent_attention and model.kv_channels != own_width:
         problems.append(unsupported_setting("kv_channels", model.kv_channels, family, "only hidden size / heads"))
     return problems
 
@@ -251,6 +289,8 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
 def _names_setting(family: Family, name: str) -> bool:
     if name == "window_size":
         return "sliding_window" in family.defaults
+    if name == "mtp_num_layers":
+        return bool(family.mtp_keys)
     if name == "window_attn_skip_freq":
         return "layer_types" in family.defaults
     if name == "rotary_seq_len_interpolation_factor":

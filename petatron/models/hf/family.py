@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from petatron.base.errors import Problem
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import ActivationName
 from petatron.models.model_spec import ModelSpec
 
@@ -24,14 +25,15 @@ class ModuleMapping:
     """`logical_modules`, fused along their output if there are several, and the Hugging Face module of the same tensors.
 
     A `#` in the name means one such module per expert, where ours holds all experts of a layer. `transposed`: the matrix is
-    stored [in, out] there; `no_weight_suffix`: the name is the weight's own, without `.weight`; `fused_by_head`: the rows of one head
-    of each module are adjacent, and then those of the next head.
+    stored [in, out] there; `no_weight_suffix`: the name is the tensor's own, without `.weight`; `leaf` is then its name in our module;
+    `fused_by_head`: the rows of one head of each module are adjacent, and then those of the next head.
     """
 
     logical_modules: tuple[str, ...]
     hf_module: str
     transposed: bool = False
     no_weight_suffix: bool = False
+    leaf: str = "weight"
     fused_by_head: bool = False
 
 
@@ -43,6 +45,7 @@ ReadMore = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[Problem]]]
 class Family:
     """One family.
 
+    other_names: further model types with this family's names, keys and mathematics.
     in_memory_mappings: the mappings of a transformers model in memory, where they differ from those of its files.
     prefix: the part of names that a checkpoint of the bare model, without its head, leaves out.
     ignored_tensors: patterns of tensors in old checkpoints that are no weights.
@@ -61,6 +64,8 @@ class Family:
     required: optional ModelConfig fields that every model of the family has set.
     unsupported_choices: values of ModelConfig fields with choices that the family has no word for.
     models, what_differs: the published models of the family, and what tells them apart, for the table of `docs/huggingface.md`.
+    mtp_keys: keys of the number of depths of multi-token prediction, the first of which is written; none: the family has no such.
+    group_score_topk: how many of its experts' scores are summed to rank a group of experts; None: experts have no groups.
     heads_divide_width: whether transformers refuses a width that is no multiple of the heads.
     activations: names of activations there and here; the first of several for one of ours is the one written.
     """
@@ -91,3 +96,12 @@ class Family:
     models: str = ""
     what_differs: str = ""
     heads_divide_width: bool = False
+    group_score_topk: int | None = None
+    other_names: tuple[str, ...] = ()
+    mtp_keys: tuple[str, ...] = ()
+
+
+def unsupported_setting(name: str, value: object, family: Family, allowed: str) -> Problem:
+    """Returns the problem of a setting that the family has no key for."""
+    rule = f"cannot be written as a Hugging Face {family.name} model, which has {allowed}"
+    return Problem(flag_name(name), str(value), rule, "Such a model is saved in Petatron's own names.")

@@ -33,6 +33,7 @@ _MAX_NAMED = 8
 
 def get_family(name: str) -> Family:
     """Returns the tables of a family."""
+    name = _first_name(name)
     if name not in FAMILIES:
         raise ConfigError([_unknown_family(name, {})])
     return FAMILIES[name]
@@ -44,10 +45,15 @@ def family_name_of_config(config: Mapping[str, Any]) -> str:
     >>> family_name_of_config({"model_type": "qwen3"})
     'qwen3'
     """
-    name = str(config.get("model_type", ""))
+    name = _first_name(str(config.get("model_type", "")))
     if name not in FAMILIES:
         raise ConfigError([_unknown_family(name, config)])
     return name
+
+
+def _first_name(name: str) -> str:
+    """Returns the name of a family that has others too."""
+    return next((family.name for family in ALL_FAMILIES if name in family.other_names), name)
 
 
 def _unknown_family(name: str, config: Mapping[str, Any]) -> Problem:

@@ -59,13 +59,25 @@ class FolderEntry:
     regions: tuple[EntryRegion, ...]
 
 
+def folder_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Returns the shapes of all logical tensors that a folder holds: the weights, and the expert biases of routers that have some."""
+    shapes, moe = dict(spec.logical_shapes()), spec.moe
+    if moe is not None and moe.moe_router_enable_expert_bias:
+        shapes |= {
+            name.removesuffix("weight") + "expert_bias": shape[:1]
+            for name, shape in shapes.items()
+            if name.endswith(".mlp.router.weight")
+        }
+    return shapes
+
+
 def folder_entries(spec: ModelSpec, model_type: str | None = None) -> tuple[FolderEntry, ...]:
     """Returns every tensor of a model's folder in the names of the `model_type` that its config.json has.
 
     None is that of the folder which is written: a family that can express the model, else our own. Several families may: a Phi-3
     without a window is a Llama whose matrices are fused.
     """
-    shapes = spec.logical_shapes()
+    shapes = folder_shapes(spec)
     if model_type is None:
         family = matching_family(spec)
     else:
@@ -80,12 +92,12 @@ def folder_entries(spec: ModelSpec, model_type: str | None = None) -> tuple[Fold
 
 def family_entries(family: Family, mappings: Sequence[ModuleMapping], spec: ModelSpec) -> tuple[FolderEntry, ...]:
     """Returns the entries of a model's tensors; raises `CheckpointError` if one of these has no name in the family."""
-    shapes, head_dim = spec.logical_shapes(), spec.config.kv_channels
+    shapes, head_dim = folder_shapes(spec), spec.config.kv_channels
     layers = 1 + max((int(name.split(".")[1]) for name in shapes if name.startswith("layers.")), default=-1)
     entries: list[FolderEntry] = []
     for mapping in mappings:
         for layer in range(layers) if "*" in mapping.hf_module else range(1):
-            for leaf in ("weight",) if mapping.no_weight_suffix else ("weight", "bias"):
+            for leaf in (mapping.leaf,) if mapping.no_weight_suffix else ("weight", "bias"):
                 entries += _mapping_entries(mapping, layer, leaf, shapes, head_dim)
     unnamed = shapes.keys() - {region.name for entry in entries for region in entry.regions}
     if unnamed:

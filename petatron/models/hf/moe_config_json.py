@@ -12,9 +12,13 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import MoEConfig
-from petatron.models.hf.family import Family
+from petatron.models.hf.deepseek_config_json import (
+    deepseek_routing_from_hf_config,
+    deepseek_routing_to_hf_config,
+    deepseek_unsupported_settings,
+)
+from petatron.models.hf.family import Family, unsupported_setting
 from petatron.models.model_spec import ModelSpec
 
 
@@ -25,9 +29,20 @@ def moe_from_hf_config(
     if not family.moe_keys:
         return {}, []
     values = {**family.moe_fixed, **{ours: hf_config[key] for ours, key in family.moe_keys.items()}}
-    if "norm_topk_prob" in family.defaults:
+    if "norm_topk_prob" in family.defaults and "moe_router_pre_softmax" not in family.moe_fixed:
         values["moe_router_pre_softmax"] = not hf_config["norm_topk_prob"]
+    if family.group_score_topk is not None:
+        found, problems = deepseek_routing_from_hf_config(family, hf_config, values)
+        if problems:
+            return {}, problems
+        values |= found
     is_moe = [True] * num_layers
+    if "first_k_dense_replace" in family.defaults:
+        dense = hf_config["first_k_dense_replace"] or 0
+        if not is_count(dense) or dense >= num_layers:
+            rule = f"leaves no layer of {num_layers} for the experts"
+            return {}, [Problem("first_k_dense_replace", f"{dense!r:.40}", rule, "Use fewer.")]
+        is_moe = [layer >= dense for layer in range(num_layers)]
     if "decoder_sparse_step" in family.defaults:
         step, dense = hf_config["decoder_sparse_step"], set(hf_config["mlp_only_layers"] or ())
         if not is_count(step, 1):
@@ -46,7 +61,7 @@ def moe_from_hf_config(
 
 def format_moe_layer_freq(spec: ModelSpec) -> str:
     """Returns the value of `moe_layer_freq` for the MoE layers of a model."""
-    return _layer_freq([layer in spec.moe_layers for layer in range(len(spec.layers))])
+    return _layer_freq([layer in spec.moe_layers for layer in range(spec.config.num_layers)])
 
 
 def _layer_freq(is_moe: Sequence[bool]) -> str:
@@ -62,8 +77,12 @@ def moe_to_hf_config(family: Family, moe: MoEConfig, spec: ModelSpec) -> dict[st
     """Returns the experts' keys; transformers adds the load-balancing loss only with `output_router_logits`."""
     content = {key: getattr(moe, ours) for ours, key in family.moe_keys.items()}
     content |= {"router_aux_loss_coef": moe.moe_aux_loss_coeff, "output_router_logits": False}
-    if "norm_topk_prob" in family.defaults:
+    if "norm_topk_prob" in family.defaults and "moe_router_pre_softmax" not in family.moe_fixed:
         content["norm_topk_prob"] = not moe.moe_router_pre_softmax
+    if family.group_score_topk is not None:
+        content |= deepseek_routing_to_hf_config(family, moe)
+    if "first_k_dense_replace" in family.defaults:
+        content["first_k_dense_replace"] = spec.moe_layers[0]
     if "decoder_sparse_step" in family.defaults:
         content["decoder_sparse_step"] = 1
         content["mlp_only_layers"] = [layer for layer in range(len(spec.layers)) if layer not in spec.moe_layers]
@@ -84,12 +103,12 @@ def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) ->
         problems.append(
             unsupported_setting("moe_router_load_balancing_type", "sinkhorn", family, "scores of another kind")
         )
-    if "decoder_sparse_step" not in family.defaults and len(spec.moe_layers) < len(spec.layers):
+    if family.group_score_topk is not None:
+        problems += deepseek_unsupported_settings(family, moe)
+    if "first_k_dense_replace" in family.defaults:
+        if spec.moe_layers != tuple(range(spec.moe_layers[0], len(spec.layers))):
+            allowed = "dense layers first, then experts in every layer"
+            problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, allowed))
+    elif "decoder_sparse_step" not in family.defaults and len(spec.moe_layers) < len(spec.layers):
         problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, "experts in every layer"))
     return problems
-
-
-def unsupported_setting(name: str, value: object, family: Family, allowed: str) -> Problem:
-    """Returns the problem of a setting that the family has no key for."""
-    rule = f"cannot be written as a Hugging Face {family.name} model, which has {allowed}"
-    return Problem(flag_name(name), str(value), rule, "Such a model is saved in Petatron's own names.")

@@ -90,6 +90,17 @@ def _scaling_from_hf(
     return values | scales, problems
 
 
+def latent_yarn_problems(hf_config: Mapping[str, Any]) -> list[Problem]:
+    """Returns YaRN settings by which latent attention scales its scores in another way than by the two mscales together."""
+    key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
+    given: Mapping[str, Any] = hf_config.get(key) or {}
+    scale, all_dim, factor = (given.get(name) for name in ("mscale", "mscale_all_dim", "attention_factor"))
+    if not all_dim or (scale and factor is None):
+        return []
+    rule = "scales scores of latent attention, and the decoder does so only where mscale is given and attention_factor is not"
+    return [Problem(f"{key}.mscale_all_dim", str(all_dim), rule, "Give mscale, or remove both.")]
+
+
 def _unsupported_rope(family: Family, key: str, rope_parameters: Mapping[str, Any]) -> list[Problem]:
     kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
     if any(isinstance(value, Mapping) for value in rope_parameters.values()):

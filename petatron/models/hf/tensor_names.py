@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,12 @@ from torch import Tensor
 from petatron.base.errors import CheckpointError
 from petatron.base.text import abbreviate_names
 from petatron.models.hf.family import Family
-from petatron.models.hf.find_family import get_family
-from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries
+from petatron.models.hf.find_family import family_name_of_config, get_family
+from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_shapes
 from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
 
+_PROJECTION = ("layers.*.projection",)
 _EMBEDDING, _OUTPUT_HEAD = "embedding.weight", "head.weight"
 
 
@@ -29,7 +31,7 @@ def to_logical(family: str, hf_tensors: Mapping[str, Tensor], spec: ModelSpec) -
     Raises `CheckpointError` with all that do not fit.
     """
     table = get_family(family)
-    shapes = spec.logical_shapes()
+    shapes = folder_shapes(spec)
     entries = _matching_entries(table, spec, hf_tensors)
     stored = stored_names_by_full_name(table, hf_tensors, {entry.name for entry in entries})
     tied_head = stored.pop(output_head_name(table), None) if _OUTPUT_HEAD not in shapes else None
@@ -59,7 +61,7 @@ def to_logical(family: str, hf_tensors: Mapping[str, Tensor], spec: ModelSpec) -
 def to_hf(family: str, logical: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """Returns the tensors of a Hugging Face checkpoint from logical ones; a tied head is left out, as transformers saves it."""
     table = get_family(family)
-    shapes = spec.logical_shapes()
+    shapes = folder_shapes(spec)
     entries = family_entries(table, table.mappings, spec)
     problems = [f"{name} is missing" for name in shapes if name not in logical]
     problems += [f"{name} is not a tensor of this model" for name in logical if name not in shapes]
@@ -130,6 +132,22 @@ def stored_names_by_full_name(family: Family, names: Iterable[str], expected: Co
     used = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored_tensors)]
     full = [name if name in expected else family.prefix + name for name in used]
     return {whole if whole in expected else name: name for whole, name in zip(full, used)}
+
+
+def drop_missing_predictions(
+    content: Mapping[str, Any], values: Mapping[str, Any], names: Container[str]
+) -> dict[str, Any]:
+    """Returns ModelConfig values without the depths of multi-token prediction that a config.json counts and the tensors lack.
+
+    transformers saves a model without them, and does not say so.
+    """
+    if not values.get("mtp_num_layers"):
+        return dict(values)
+    mapping = next(
+        (row for row in get_family(family_name_of_config(content)).mappings if row.logical_modules == _PROJECTION), None
+    )
+    first = None if mapping is None else mapping.hf_module.replace("*", str(values["num_layers"])) + ".weight"
+    return {**values, "mtp_num_layers": values["mtp_num_layers"] if first is None or first in names else None}
 
 
 def _name_problems(entries: Sequence[FolderEntry], stored: Mapping[str, str]) -> list[str]:

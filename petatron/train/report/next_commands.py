@@ -51,7 +51,7 @@ def next_commands(
 def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
     """Only a model that knows text, and whose layers can generate, can be asked for some."""
     kind = run.tokenizer.tokenizer_type
-    if run.model.model_type != "decoder" or run.model.multi_latent_attention or kind is None or kind == "NullTokenizer":
+    if run.model.model_type != "decoder" or kind is None or kind == "NullTokenizer":
         return []
     return [
         (f"generate {shlex.quote(folder)} --prompt 'Once upon a time'", "continue a text with the model"),

@@ -37,7 +37,7 @@ from petatron.config import RunConfig
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.models.hf import family_name_of_config, parse_config_json, to_logical
+from petatron.models.hf import drop_missing_predictions, family_name_of_config, parse_config_json, to_logical
 from petatron.models.registry import model_spec
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_model, launch
@@ -113,7 +113,9 @@ def from_pretrained(
         return model
     content, tensors = source.config.to_dict(), source.state_dict()
     stored = next(iter(tensors.values())).dtype
-    run = _run_config(parse_config_json(content), mesh, flags, precision, stored=stored)
+    values, experts = parse_config_json(content)
+    settings = drop_missing_predictions(content, values, tensors), experts
+    run = _run_config(settings, mesh, flags, precision, stored=stored)
     model = build_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
     _load_state_dict(model, content, tensors)
     model.companion_files = CompanionFiles.from_config_json(content, {})
@@ -178,4 +180,6 @@ def _load_state_dict(model: Model, content: Mapping[str, Any], tensors: Mapping[
     for group in model.param_groups:
         for piece, view in group_tensor_shards(group, group.weights()):
             view.copy_(logical[piece.name][piece.logical_slices()])
+    for name, bias in model.router_statistics.expert_biases():
+        bias.copy_(logical[name])
     model.all_gather_params()

@@ -15,7 +15,6 @@ from petatron.checkpoint.manager import CheckpointManager
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from petatron.mesh.mesh import Axis
 from petatron.mesh.object_collectives import all_gather_objects
-from petatron.models.model_spec import ModelSpec
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.state.export_hf_folder import CompanionFiles
 from petatron.train.state.save_and_load import save_with_manager
@@ -53,7 +52,7 @@ class Model(ParallelModel):
         target = Path(path).absolute()
         draft, control = tmp_folder(target), self.mesh.control
         opened = HuggingFaceTokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-        _on_first_rank(control, target, lambda: _create_draft(target, self.spec))
+        _on_first_rank(control, target, lambda: create_tmp_folder(target))
         try:
             save_with_manager(
                 CheckpointManager(draft, control, world_axis=self.mesh.world, device=self.mesh.device),
@@ -72,20 +71,12 @@ class Model(ParallelModel):
                     remove_tree(draft)
 
 
-def _create_draft(target: Path, spec: ModelSpec) -> None:
-    if spec.moe is not None and spec.moe.moe_router_enable_expert_bias:
-        raise CheckpointError(
-            "This model chooses its experts with biases, and the folder of a model has no place for them. Use save_checkpoint."
-        )
-    create_tmp_folder(target)
-
-
 def _publish_draft(draft: Path, target: Path, disk: Disk) -> None:
     disk.rename(draft / step_folder.step_name(0) / step_folder.MODEL_FOLDER, target)
     disk.sync_folder(target.parent)
 
 
-def _on_first_rank(control: Axis, target: Path, action: Callable[[], None]) -> None:
+def _on_first_rank(control: Axis, target: Path, action: Callable[[], object]) -> None:
     """Runs an action on rank 0; its failure is raised on all ranks."""
     failure = None
     if control.rank == 0:

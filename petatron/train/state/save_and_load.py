@@ -182,8 +182,7 @@ def load_state(
             f"{folder} holds no checkpoint, so none of step {step}. Give a folder that --save wrote to."
         )
     if held == "model":
-        _check_no_expert_bias(folder, model)
-        found = manager.load_from(path, partial(folder_manifest, path, model.spec), chunks)
+        found = manager.load_from(path, partial(folder_manifest, path, model.spec), [*chunks, *_router_chunks(model)])
         updates, facts = None, {}
     else:
         found = manager.load(
@@ -255,16 +254,6 @@ def _fp8_history_reset_reason(histories: Mapping[str, Tensor], *, same_layout: b
     if not histories:
         return "the checkpoint has none"
     return "those in the checkpoint are of other products, another format or another --fp8-amax-history-len"
-
-
-def _check_no_expert_bias(folder: str, model: ParallelModel) -> None:
-    """A model with a router expert bias is incomplete without it, and a model folder cannot store it."""
-    moe = model.spec.moe
-    if moe is not None and moe.moe_router_enable_expert_bias:
-        raise CheckpointError(
-            f"This model chooses its experts with biases (--moe-router-enable-expert-bias), which {folder} cannot hold. Load the "
-            "checkpoint that the folder came from, or start without the biases."
-        )
 
 
 def _ignore_nothing(kind: str) -> bool:

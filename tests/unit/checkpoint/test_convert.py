@@ -162,7 +162,7 @@ def test_to_megatron_and_back(tmp_path: Path, name: str, form: Any):
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == kept.read_bytes()
 
 
-def test_expert_biases_go_along_or_stop_the_conversion(tmp_path: Path):
+def test_expert_biases_go_along(tmp_path: Path):
     run = saved("expert bias", tmp_path / "run")
     convert(open_model_source(run), tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
@@ -172,17 +172,33 @@ def test_expert_biases_go_along_or_stop_the_conversion(tmp_path: Path):
     loaded = dict(petatron.from_pretrained(tmp_path / "back").router_statistics.expert_biases())
     wanted = whole(open_model_source(run))
     assert loaded and all(torch.equal(wanted[f"router/{name}"], bias) for name, bias in loaded.items())
-    with pytest.raises(CheckpointError, match="has expert biases, and the folder of a model has no place"):
+    with pytest.raises(CheckpointError, match="--moe-router-enable-expert-bias True cannot be written"):
         convert(open_model_source(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     assert not (tmp_path / "model").exists() and not (tmp_path / "model.tmp").exists()
-    with pytest.raises(CheckpointError, match="Use save_checkpoint"):
-        petatron.from_pretrained(run).save_pretrained(tmp_path / "model")
-    bare = tmp_path / "bare"
-    (run / "step-00000003" / "model").rename(bare)
-    with pytest.raises(CheckpointError, match="lacks the expert biases of layers 0, 1"):
-        open_model_source(bare)
-    with pytest.raises(CheckpointError, match="Load the checkpoint that the folder came from"):
-        petatron.from_pretrained(bare)
+
+
+def test_the_folder_of_a_model_holds_its_expert_biases(tmp_path: Path):
+    run = saved("expert bias", tmp_path / "run")
+    model = petatron.from_pretrained(run)
+    wanted = {name: bias.clone() for name, bias in model.router_statistics.expert_biases()}
+    model.save_pretrained(tmp_path / "model")
+    for folder in (tmp_path / "model", run / "step-00000003" / "model"):
+        found = dict(petatron.from_pretrained(folder).router_statistics.expert_biases())
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], bias) for name, bias in wanted.items())
+        assert any(bias.any() for bias in wanted.values())
+    convert(
+        open_model_source(tmp_path / "model"),
+        tmp_path / "half",
+        ConversionOptions(target_format="petatron", dtype=torch.bfloat16),
+    )
+    narrow = load_file(tmp_path / "half" / "step-00000000" / "model" / "model.safetensors")
+    assert {value.dtype for name, value in narrow.items() if "expert_bias" in name} == {torch.float32}
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    without = {name: value for name, value in weights.items() if "layers.1.mlp.router.expert_bias" not in name}
+    save_file(without, tmp_path / "model" / "model.safetensors")
+    for opened in (open_model_source, petatron.from_pretrained):
+        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.router\.expert_bias is missing"):
+            opened(tmp_path / "model")
 
 
 def test_wide_weights_come_from_the_optimizer(tmp_path: Path):

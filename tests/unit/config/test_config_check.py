@@ -34,13 +34,11 @@ def test_latent_attention_has_head_widths_of_its_own():
     assert config.model.kv_channels == 36
 
 
-def test_latent_attention_cannot_continue_prompts(tmp_path: Path):
+def test_latent_attention_continues_prompts(tmp_path: Path):
     file = tmp_path / "prompts.txt"
     file.write_text("hello")
     flags = f"--sample-prompts {file} --sample-interval 2 --tokenizer-type ByteTokenizer"
-    assert problems_of(flags) == []
-    rule = f"--sample-prompts {file} continues text, which a model with --multi-latent-attention cannot do in this version. Leave it out."
-    assert problems_of(f"{LATENT} {flags}") == [rule]
+    assert problems_of(f"{LATENT} {flags}") == []
 
 
 LATENT = "--multi-latent-attention --num-query-groups 8 --no-group-query-attention"
@@ -66,6 +64,16 @@ ONE_PROBLEM = [
         f"{LATENT} --add-qkv-bias",
         "--add-qkv-bias cannot be combined with --multi-latent-attention, whose query, key and value projections have no bias. "
         "Leave one out.",
+    ),
+    ("--mtp-num-layers 0", "--mtp-num-layers 0 is below 1. Use 1 or more."),
+    (
+        "--mtp-num-layers 1 --mtp-loss-scaling-factor -1",
+        "--mtp-loss-scaling-factor -1.0 is below 0. Use 0 or more.",
+    ),
+    (
+        "--mtp-num-layers 1 --position-embedding-type learned_absolute",
+        "--mtp-num-layers 1 looks up tokens ahead, for which a table of positions would end too early. "
+        "Use --position-embedding-type rope, or none.",
     ),
     (
         "--num-layers 0",

@@ -53,9 +53,9 @@ def test_the_promised_presets_exist():
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_preset_loads_with_no_problem_but_later_features(name: str):
+def test_preset_loads_with_no_problem(name: str):
     loaded, problems = resolve_config(preset=name, require_training=False)
-    assert [problem.where for problem in problems] == (["--preset"] if name == "deepseek-v3" else [])
+    assert problems == []
     assert loaded.config.model.hidden_dropout == loaded.config.model.attention_dropout == 0
     assert len(preset_summary(name)) > 8
 

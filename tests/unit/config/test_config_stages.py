@@ -38,6 +38,9 @@ def loaded_stages(flags: str) -> tuple[PipelineStage, ...]:
 CUTS = [
     ("--num-layers 4", [4]),
     ("--num-layers 4 --pp 2", [2, 2]),
+    ("--num-layers 4 --pp 2 --mtp-num-layers 2", [2, 4]),
+    ("--num-layers 4 --pp 2 --mtp-num-layers 2 --pipeline-model-parallel-layout Etttt|mmL", [4, 2]),
+    ("--num-layers 4 --pp 2 --mtp-num-layers 1 --pipeline-model-parallel-layout Ettt|tL", [3, 2]),
     ("--num-layers 8 --pp 2 --num-layers-per-virtual-pipeline-stage 2", [2, 2, 2, 2]),
     ("--num-layers 12 --pp 2 --num-virtual-stages-per-pipeline-rank 3", [2] * 6),
     ("--num-layers 8 --pp 4 --pipeline-schedule zb-v", [1] * 8),
@@ -111,8 +114,9 @@ REFUSED = [
     (f"{LAYOUT} tt|ttL", "--pipeline-model-parallel-layout tt|ttL does not start with the one E of the embedding. Write E once, at the start."),
     (f"{LAYOUT} |Ett|ttL|", "--pipeline-model-parallel-layout |Ett|ttL| does not start with the one E of the embedding. Write E once, at the start. / --pipeline-model-parallel-layout |Ett|ttL| does not end with the one L of the loss. Write L once, at the end."),
     (f"{LAYOUT} Ett|ttLL", "--pipeline-model-parallel-layout Ett|ttLL does not end with the one L of the loss. Write L once, at the end."),
-    (f"{LAYOUT} Ett|txL", "--pipeline-model-parallel-layout Ett|txL has 'x', which is none of E, t, L, |, brackets and * N. Write it like `Et|(tt|)*2tL`."),
-    (f"{LAYOUT} Ett|ttmL", "--pipeline-model-parallel-layout Ett|ttmL has m, a multi-token prediction layer, which is not in this version. Write it like `Et|(tt|)*2tL`."),
+    (f"{LAYOUT} Ett|txL", "--pipeline-model-parallel-layout Ett|txL has 'x', which is none of E, t, m, L, |, brackets and * N. Write it like `Et|(tt|)*2tL`."),
+    (f"{LAYOUT} Ett|ttmL", "--pipeline-model-parallel-layout Ett|ttmL has 1 depths of multi-token prediction (m), but --mtp-num-layers is 0. Write one m per depth, or none: they are where the loss is."),
+    (f"{LAYOUT} Ettm|ttL --mtp-num-layers 1", "--pipeline-model-parallel-layout Ettm|ttL has m elsewhere than right before the L, and multi-token prediction is where the loss is. Write every m right before the L."),
 ]  # fmt: skip
 
 

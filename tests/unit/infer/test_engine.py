@@ -16,7 +16,7 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.models.decoder import Decoder
-from tests.unit.infer.test_sample import POSITIONS, VOCAB, model_in
+from tests.unit.infer.test_sample import LATENT, LATENT_YARN, POSITIONS, VOCAB, model_in
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, logprobs=2, prompt_logprobs=1)
 WINDOW = "--fp64 --window-size 5"
@@ -60,7 +60,7 @@ prompts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=15),
     max_sequences=st.integers(1, 6),
     spare_pages=st.integers(0, 6),
     prefix_caching=st.booleans(),
-    flags=st.sampled_from(["--fp64", WINDOW]),
+    flags=st.sampled_from(["--fp64", WINDOW, f"--fp64 {LATENT}", f"{WINDOW} {LATENT_YARN}"]),
 )
 def test_nothing_but_the_request_decides_its_tokens(
     prompts: list[list[int]],
@@ -202,12 +202,3 @@ def test_layers_without_a_generation_state_are_refused():
 
     with pytest.raises(DataError, match="This model does not continue text: its gla layers have no state"):
         Engine(model_in("--model-type hybrid"))
-
-
-def test_latent_attention_cannot_generate():
-    with pytest.raises(DataError, match="does not continue text: its multi-head latent attention layers have no state"):
-        Engine(
-            model_in(
-                "--multi-latent-attention --num-query-groups 4 --no-group-query-attention --position-embedding-type rope"
-            )
-        )

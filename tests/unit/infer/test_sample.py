@@ -33,6 +33,15 @@ MODEL = (
     "--untie-embeddings-and-output-weights --hidden-dropout 0.3 --attention-dropout 0.3 --train-iters 1 --lr 1e-3 "
     "--init-method-std 0.4 --device cpu"
 )
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 7 "
+    "--qk-layernorm"
+)
+LATENT_YARN = (
+    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 7 "
+    "--position-embedding-type yarn --rotary-scaling-factor 4 --original-max-position-embeddings 8 --mscale 0.7 "
+    "--mscale-all-dim 1.3"
+)
 
 
 def model_in(layout: str = "", *, world_size: int = 1, device: str = "cpu") -> ParallelModel:

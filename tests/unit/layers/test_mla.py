@@ -63,12 +63,11 @@ def rms(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[..., S, R] by pairs (i, i + R / 2)."""
-    first, second = x.chunk(2, dim=-1)
+    """[..., S, R] by pairs of neighbours, as one complex number each."""
     half = ROTARY // 2
-    return torch.cat(
-        (first * cos[:, :half] - second * sin[:, :half], second * cos[:, half:] + first * sin[:, half:]), -1
-    )
+    return torch.view_as_real(
+        torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * torch.complex(cos[:, :half], sin[:, :half])
+    ).flatten(-2)
 
 
 def plain_mla(x_SBD: Tensor, weights: dict[str, Tensor], spec: MlaSpec, context: ForwardContext) -> Tensor:
@@ -135,18 +134,10 @@ def test_it_is_deepseek_v3_attention_of_transformers():
         "kv_a_layernorm": "kv_norm", "kv_b_proj": "kv_up", "o_proj": "out",
     }  # fmt: skip
     weights = dict(ours.named_parameters())
-    # Its rotary pairs are neighbours, ours are halves.
-    pairs = torch.arange(ROTARY).view(2, -1).T.flatten()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             module, leaf = name.rsplit(".", 1)
-            values = weights[f"{names[module]}.{leaf}"].clone()
-            if module == "q_b_proj":
-                heads = values.view(H, NOPE + ROTARY, -1)
-                values = torch.cat((heads[:, :NOPE], heads[:, NOPE:][:, pairs]), 1).flatten(0, 1)
-            if module == "kv_a_proj_with_mqa":
-                values = torch.cat((values[: spec.kv_rank], values[spec.kv_rank :][pairs]))
-            parameter.copy_(values)
+            parameter.copy_(weights[f"{names[module]}.{leaf}"])
     x, context = inputs(spec)
     hidden = x.detach().transpose(0, 1)
     positions = torch.arange(S).expand(B, S)

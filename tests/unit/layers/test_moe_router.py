@@ -202,3 +202,12 @@ def test_bias_moves_against_the_load():
     bias = torch.tensor([0.5, 0.0, 0.0, -0.5])
     moved = expert_bias_update(bias, torch.tensor([9, 1, 4, 2]), 0.001)
     torch.testing.assert_close(moved, torch.tensor([0.499, 0.001, 0.0, -0.499]))
+
+
+def test_so_many_experts_rank_a_group():
+    """The best expert is in one group, the best two in the other."""
+    settings = {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2}
+    ranking = torch.tensor([[9.0, 0.0, 0.0, 0.0, 6.0, 5.0, 0.0, 0.0]])
+    for count, group in ((None, 1), (1, 0), (2, 1)):
+        [chosen] = build(**settings, moe_router_group_score_topk=count)._topk_experts(ranking)
+        assert {int(expert) // 4 for expert in chosen} == {group}

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from petatron.kernels.weight_grad_gemm import matmul_into
-from petatron.layers.embedding import TokenEmbedding
 from petatron.layers.linear import Linear
 from petatron.layers.mlp import Activation
 from petatron.layers.norm import RMSNorm
 from petatron.layers.ops.linear_op import GemmOp, WriteWeightGrad, local_linear
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
-from petatron.layers.output_head import OutputHead
 from petatron.layers.token_layout import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
+from petatron.layers.vocabulary.embedding import TokenEmbedding
+from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 
 S, B, D, OUT = 6, 3, 8, 5

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from petatron.kernels import embedding_grad as embedding_reference
 from petatron.kernels import vocab_parallel_cross_entropy as linear_cross_entropy
-from petatron.layers.embedding import TokenEmbedding
-from petatron.layers.output_head import OutputHead
-from petatron.layers.vocabulary_shard import VocabShard
+from petatron.layers.vocabulary.embedding import TokenEmbedding
+from petatron.layers.vocabulary.output_head import OutputHead
+from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 from petatron.models.batch import Batch
 from petatron.parallel.tensor_parallel import set_weight_grad_sink
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement

@@ -86,8 +86,8 @@ def test_commands_name_the_runs_own_paths_and_no_verb_that_does_not_exist() -> N
     left = [
         command for command, _ in next_commands(unwritable, **{**known, "verbs": verbs}, complete=False, saved=True)
     ]
-    assert [command.split()[1] for command in left] == ["train", "checkpoint"], "neither generation nor an export"
-    assert "verify" in left[1]
+    assert [command.split()[1] for command in left] == ["train", "generate", "chat", "checkpoint"], "no export"
+    assert "verify" in left[3]
     longer, purpose = next_commands(run, **known, complete=True, saved=True, launcher="slurm")[0]
     assert longer.endswith("--load 'my runs/a' --train-iters 80 --override-opt-param-scheduler")
     assert purpose.endswith("started with slurm as before")

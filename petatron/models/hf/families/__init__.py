@@ -3,6 +3,7 @@
 A family is a file of this folder, or a part of one, and a line of this list; nothing else knows it by name.
 """
 
+from petatron.models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from petatron.models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from petatron.models.hf.families.gpt2 import GPT2
 from petatron.models.hf.families.gpt_neox import GPT_NEOX
@@ -39,4 +40,6 @@ FAMILIES = (
     QWEN3_MOE,
     OLMOE,
     GRANITE_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
 )

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from petatron.kernels import embedding_grad as embedding_reference
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.ops.linear_op import WeightGradSink
-from petatron.layers.vocabulary_shard import VocabShard
+from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 
 
 class EmbeddingKernels(Protocol):

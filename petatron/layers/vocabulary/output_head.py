@@ -32,7 +32,7 @@ from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.linear import LinearOp
 from petatron.layers.ops.linear_op import WeightGradSink, WriteWeightGrad, local_linear
 from petatron.layers.token_layout import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
-from petatron.layers.vocabulary_shard import VocabShard
+from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -1,0 +1,170 @@
+"""Latent attention over pages that hold one latent and one rotary key per token, for the packed tokens of many sequences.
+
+Keys and values of a head are linear in the latent c of a token, k = [W_uk c | r] with the rotary key r, and v = W_uv c. So neither is
+stored, and where a query meets tokens of earlier steps neither is computed either: both up-projections are *absorbed* into what one
+token computes for itself (DeepSeek-V2, section 2.1.2).
+
+    q . k             =  (W_uk^T q_nope) . c  +  q_rope . r
+    sum_j p_j v_j     =  W_uv (sum_j p_j c_j)
+
+Absorbed, all heads share one key of latent and rotary width, and its first part is the value: multi-query attention with wide heads. A
+fresh chunk of a prompt has all its keys in the step; there heads of ordinary width cost less, and it is attended to as in training.
+
+On a GPU a decode step neither waits for the device nor depends on lengths, so it can be captured in a CUDA graph.
+
+T tokens, N sequences, H heads of this rank, E width of a query head without position and rotary, C of the latent, R of the rotary key,
+V of a value head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from petatron.kernels.attention import block_attention, causal_attention
+from petatron.kernels.attention.flash import supports_varlen, widens
+from petatron.kernels.attention.mask import AttentionBounds, BlockMask
+from petatron.kernels.attention.paged import PagedBatch, PromptChunk, added_mask, first_rows, pages_to_read
+from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.matmul import matmul
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentUpProjection:
+    """The weights from a latent to keys without position [H, E - R, C] and to values [H, V, C]."""
+
+    key_HNC: Tensor
+    value_HVC: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, *, nope_dim: int, v_dim: int) -> LatentUpProjection:
+        """Splits the weight of the one GEMM, whose rows are [key, value] of each head."""
+        by_head = weight.unflatten(0, (-1, nope_dim + v_dim))
+        key, value = by_head.split((nope_dim, v_dim), dim=1)
+        return cls(key, value)
+
+    def absorb(self, q_THE: Tensor) -> Tensor:
+        """Returns the queries of absorbed keys, [T, H, C + R]."""
+        nope, rotary = q_THE.split((self.key_HNC.shape[1], q_THE.shape[-1] - self.key_HNC.shape[1]), dim=-1)
+        return torch.cat((matmul(nope.transpose(0, 1), self.key_HNC).transpose(0, 1), rotary), dim=-1)
+
+    def values(self, mixed_THC: Tensor) -> Tensor:
+        """Returns the output of every head from its weighted sum of latents, [T, H, V]."""
+        return matmul(mixed_THC.transpose(0, 1), self.value_HVC.mT).transpose(0, 1)
+
+    def keys_and_values(self, latent_TC: Tensor, rope_key_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys [T, H, E] and values [T, H, V] of some tokens, as heads of ordinary width."""
+        heads, nope_dim, _ = self.key_HNC.shape
+        nope = matmul(latent_TC, self.key_HNC.flatten(0, 1).mT).unflatten(-1, (heads, nope_dim))
+        values = matmul(latent_TC, self.value_HVC.flatten(0, 1).mT).unflatten(-1, (heads, -1))
+        return torch.cat((nope, rope_key_TR.unsqueeze(1).expand(-1, heads, -1)), dim=-1), values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentPages:
+    """The pages of one layer: latents [pages, page size, C] and rotary keys [pages, page size, R]."""
+
+    latent: Tensor
+    rope_key: Tensor
+
+    def store(self, latent_TC: Tensor, rope_key_TR: Tensor, slots_T: Tensor) -> None:
+        """Writes the rows of every token to its slot."""
+        slots = slots_T if slots_T.dtype == torch.int64 else slots_T.long()
+        self.latent.flatten(0, 1).index_copy_(0, slots, latent_TC)
+        self.rope_key.flatten(0, 1).index_copy_(0, slots, rope_key_TR)
+
+    def keys_of_chunk(self, page_table_P: Tensor, length: int) -> Tensor:
+        """Returns the absorbed keys of one sequence's first tokens, [L, C + R]."""
+        return torch.cat([first_rows(pages, page_table_P, length) for pages in (self.latent, self.rope_key)], dim=-1)
+
+    def keys_of_decodes(self, batch: PagedBatch, window: int | None) -> Tensor:
+        """Returns the absorbed keys of all sequences that decode, [N, L, C + R], padded to the longest."""
+        if batch.first_page is not None:
+            return self._keys_of_only_sequence(batch, window)
+        read, name = pages_to_read(batch, self.latent.shape[1]), f"latent {self.latent.shape[2]}"
+        if name not in batch.computed:  # all layers share its memory
+            width = self.latent.shape[2] + self.rope_key.shape[2]
+            batch.computed[name] = self.latent.new_empty((read.shape[0], self.latent.shape[1], width))
+        keys, latent_width = batch.computed[name], self.latent.shape[2]
+        keys[..., :latent_width].copy_(self.latent.index_select(0, read))
+        keys[..., latent_width:].copy_(self.rope_key.index_select(0, read))
+        return keys.view(batch.num_decodes, -1, keys.shape[-1])
+
+    def _keys_of_only_sequence(self, batch: PagedBatch, window: int | None) -> Tensor:
+        """Returns what the only sequence, whose pages follow each other, sees."""
+        assert batch.first_page is not None and batch.num_decodes == 1
+        count = batch.max_length if window is None else min(window, batch.max_length)
+        begin = batch.first_page * self.latent.shape[1] + batch.max_length - count
+        parts = [pages.flatten(0, 1).narrow(0, begin, count) for pages in (self.latent, self.rope_key)]
+        return torch.cat(parts, dim=-1).unsqueeze(0)
+
+
+def paged_latent_attention(
+    q_THE: Tensor,
+    latent_TC: Tensor,
+    rope_key_TR: Tensor,
+    pages: LatentPages,
+    batch: PagedBatch,
+    *,
+    up: LatentUpProjection,
+    window: int | None,
+) -> Tensor:
+    """Stores the rows of all tokens, and returns the attention of each to those of its sequence up to itself, [T, H, V]."""
+    pages.store(latent_TC, rope_key_TR, batch.slots_T)
+    if not batch.chunks and batch.num_decodes == q_THE.shape[0]:
+        return decode_latent_attention(q_THE, pages, batch, up=up, window=window)
+    out = q_THE.new_zeros((*q_THE.shape[:2], up.value_HVC.shape[1]))
+    if batch.num_decodes:
+        decodes = slice(0, batch.num_decodes)
+        out[decodes] = decode_latent_attention(q_THE[decodes], pages, batch, up=up, window=window)
+    fresh = [chunk for chunk in batch.chunks if chunk.context == 0]
+    if fresh:
+        rows = slice(fresh[0].start, fresh[-1].stop)
+        k, v = up.keys_and_values(latent_TC[rows], rope_key_TR[rows])
+        out[rows] = _fresh_chunks(q_THE[rows], k, v, batch, fresh, window)
+    for chunk in batch.chunks[len(fresh) :]:
+        rows = slice(chunk.start, chunk.stop)
+        keys = pages.keys_of_chunk(batch.page_table_NP[chunk.sequence], chunk.context + chunk.stop - chunk.start)
+        out[rows] = _continued_chunk(q_THE[rows], keys, chunk, up, window)
+    return out
+
+
+def decode_latent_attention(
+    q_NHE: Tensor, pages: LatentPages, batch: PagedBatch, *, up: LatentUpProjection, window: int | None
+) -> Tensor:
+    """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
+    k = pages.keys_of_decodes(batch, window).unsqueeze(1)
+    mask = None if batch.first_page is not None else added_mask(batch, pages.latent, window)
+    q, v = up.absorb(q_NHE).unsqueeze(1), k[..., : pages.latent.shape[2]]  # heads are rows of one sequence
+    if widens(q):
+        q, k, v = map(to_compute_dtype, (q, k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q_NHE.shape[-1] ** -0.5)
+    return up.values(mixed.squeeze(1).to(q_NHE.dtype))
+
+
+def _fresh_chunks(
+    q_THE: Tensor, k_THE: Tensor, v_THV: Tensor, batch: PagedBatch, fresh: list[PromptChunk], window: int | None
+) -> Tensor:
+    """Attends within prompts that begin: together where a kernel takes unequal lengths, else one by one."""
+    q, k, v = (x.unsqueeze(1) for x in (q_THE, k_THE, v_THV))
+    if batch.documents is None or supports_varlen(q_THE, v_THV):
+        return causal_attention(q, k, v, window=window, documents=batch.documents).squeeze(1)
+    lengths = [chunk.stop - chunk.start for chunk in fresh]
+    parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    return torch.cat([causal_attention(*part, window=window) for part in parts]).squeeze(1)
+
+
+def _continued_chunk(
+    q_THE: Tensor, keys_LK: Tensor, chunk: PromptChunk, up: LatentUpProjection, window: int | None
+) -> Tensor:
+    length, latent_width = keys_LK.shape[0], up.key_HNC.shape[2]
+    bounds = AttentionBounds.build(length, window=window, document_starts_BS=None, device=q_THE.device)
+    mask = BlockMask((range(chunk.context, length),), (range(length),), bounds)
+    # Blocks divide scores by the root of the absorbed width; they are to be divided by that of a head.
+    q = up.absorb(q_THE) * (keys_LK.shape[-1] / q_THE.shape[-1]) ** 0.5
+    k = keys_LK[:, None, None]
+    mixed = block_attention(q.unsqueeze(1), k, k[..., :latent_width], mask).squeeze(1)
+    return up.values(mixed)

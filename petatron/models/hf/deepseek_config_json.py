@@ -1,0 +1,97 @@
+"""Converts the routing of DeepSeek's config.json to `MoEConfig` values and back: groups of experts, shared experts, the scaling factor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from petatron.base.errors import Problem
+from petatron.base.untrusted_files import is_count
+from petatron.config.schema.model import MoEConfig
+from petatron.models.hf.family import Family, unsupported_setting
+
+_FIX = "Take config.json from the model's own folder."
+_LIMITED, _GREEDY = "group_limited_greedy", "greedy"
+
+
+def deepseek_routing_from_hf_config(
+    family: Family, hf_config: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Returns MoEConfig values besides those of the family's tables, and what the decoder cannot express."""
+    shared, factor = hf_config["n_shared_experts"], hf_config["routed_scaling_factor"]
+    problems: list[Problem] = []
+    if not is_count(shared, 1):
+        problems.append(Problem("n_shared_experts", f"{shared!r:.40}", "is not a positive whole number", _FIX))
+    if factor is None or not factor > 0:
+        problems.append(Problem("routed_scaling_factor", f"{factor!r:.40}", "is not above 0", _FIX))
+    if values["moe_router_score_function"] == "sigmoid" and values["moe_router_topk"] == 1:
+        rule = "with a normalised weight gives every token the weight 1, which the decoder does not for sigmoids"
+        problems.append(Problem("num_experts_per_tok", "1", rule, "Use another model."))
+    groups, found = _read_groups(family, hf_config, values)
+    if problems or found:
+        return {}, problems + found
+    return {
+        "moe_shared_expert_intermediate_size": shared * values["moe_ffn_hidden_size"],
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else float(factor),
+        **groups,
+    }, []
+
+
+def _read_groups(
+    family: Family, hf_config: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Reads the groups that a token's experts come from; choosing all of them is having none."""
+    names = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
+    groups, chosen, method = (hf_config[key] for key in ("n_group", "topk_group", "topk_method"))
+    if method == _GREEDY or groups is None or chosen is None:
+        if method == _LIMITED:
+            return {}, [Problem("n_group", "", f"is missing, and topk_method {_LIMITED} needs it and topk_group", _FIX)]
+        return dict.fromkeys(names), []
+    if method not in (_LIMITED, "noaux_tc"):
+        rule = "is a way to choose experts that the decoder does not have"
+        return {}, [Problem("topk_method", f'"{str(method)[:40]}"', rule, f"It has {_GREEDY} and {_LIMITED}.")]
+    experts, topk = values["num_experts"], values["moe_router_topk"]
+    if not is_count(groups, 1) or experts % groups:
+        return {}, [Problem("n_group", f"{groups!r:.40}", f"does not divide the {experts} experts", _FIX)]
+    if not is_count(chosen, 1) or chosen > groups or topk > chosen * (experts // groups):
+        rule = f"of {groups} groups cannot give a token its {topk} experts of {experts}"
+        return {}, [Problem("topk_group", f"{chosen!r:.40}", rule, _FIX)]
+    if chosen == groups:
+        return dict.fromkeys(names), []
+    summed = family.group_score_topk
+    if summed is not None and summed > experts // groups:
+        return {}, [Problem("n_group", str(groups), f"leaves groups of fewer than {summed} experts", _FIX)]
+    return dict(zip(names, (groups, chosen, None if summed == max(1, topk // chosen) else summed), strict=True)), []
+
+
+def deepseek_routing_to_hf_config(family: Family, moe: MoEConfig) -> dict[str, Any]:
+    """Returns the keys besides those of the family's tables."""
+    limited = moe.moe_router_num_groups is not None and moe.moe_router_group_topk is not None
+    width, shared = moe.moe_ffn_hidden_size or 1, moe.moe_shared_expert_intermediate_size or 0
+    content: dict[str, Any] = {
+        "n_shared_experts": shared // width,
+        "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
+        "n_group": moe.moe_router_num_groups if limited else 1,
+        "topk_group": moe.moe_router_group_topk if limited else 1,
+    }
+    if "topk_method" not in family.single_values:
+        content["topk_method"] = _LIMITED if limited else _GREEDY
+    return content
+
+
+def deepseek_unsupported_settings(family: Family, moe: MoEConfig) -> list[Problem]:
+    """Returns the settings of routing and shared experts that the family has no key for."""
+    width, shared = moe.moe_ffn_hidden_size or 1, moe.moe_shared_expert_intermediate_size
+    problems: list[Problem] = []
+    if shared is None or shared % width:
+        allowed = "one shared expert or more of the routed experts' width"
+        problems.append(unsupported_setting("moe_shared_expert_intermediate_size", shared, family, allowed))
+    chosen = moe.moe_router_group_topk
+    if chosen is not None and chosen < (moe.moe_router_num_groups or 0):
+        summed = moe.moe_router_group_score_topk or max(1, moe.moe_router_topk // chosen)
+        if summed != family.group_score_topk:
+            allowed = f"groups ranked by their best {family.group_score_topk}"
+            problems.append(unsupported_setting("moe_router_group_score_topk", summed, family, allowed))
+    if moe.moe_router_score_function == "sigmoid" and moe.moe_router_topk == 1:
+        problems.append(unsupported_setting("moe_router_topk", 1, family, "weights that add up to one"))
+    return problems

@@ -1,0 +1,58 @@
+"""The arrays of a batch that multi-token prediction needs: tokens, labels and loss mask, shifted by each depth. B batch, S sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from petatron.models.batch import Batch
+
+
+def tokens_name(depth: int) -> str:
+    return f"mtp_{depth}_tokens"
+
+
+def labels_name(depth: int) -> str:
+    return f"mtp_{depth}_labels"
+
+
+def mask_name(depth: int) -> str:
+    return f"mtp_{depth}_loss_mask"
+
+
+def add_shifted_arrays(batch: Batch, *, depths: int) -> Batch:
+    """Adds what every depth predicts from and predicts, of whole sequences.
+
+    Depth k has at position i the token i + k, the label of position i + k, and its mask; 0 beyond the end of the sequence, and a
+    mask of 0 where that token is of another document. Without labels only tokens are added.
+
+    >>> batch = Batch(torch.tensor([[5, 6, 7]]), torch.tensor([[6, 7, 8]]), torch.ones(1, 3))
+    >>> shifted = add_shifted_arrays(batch, depths=1)
+    >>> [shifted[name].tolist() for name in (tokens_name(1), labels_name(1), mask_name(1))]
+    [[[6, 7, 8]], [[7, 8, 0]], [[1.0, 1.0, 0.0]]]
+    """
+    arrays = dict(batch.arrays)
+    for depth in range(1, depths + 1):
+        if "labels" not in batch:
+            arrays[tokens_name(depth)] = _shifted(batch.tokens, depth)
+            continue
+        arrays[tokens_name(depth)] = _shifted(batch.labels, depth - 1)
+        arrays[labels_name(depth)] = _shifted(batch.labels, depth)
+        if "loss_mask" in batch:
+            arrays[mask_name(depth)] = _shifted(batch.loss_mask, depth) * _same_document(batch, depth)
+    return replace(batch, arrays=arrays)
+
+
+def _shifted(x_BS: Tensor, by: int) -> Tensor:
+    """Returns the values of so many positions later, 0 at the end."""
+    by = min(by, x_BS.shape[1])
+    return torch.cat((x_BS[:, by:], x_BS.new_zeros(x_BS.shape[0], by)), dim=1) if by else x_BS
+
+
+def _same_document(batch: Batch, by: int) -> Tensor | float:
+    if batch.documents is None:
+        return 1.0
+    starts_BS = batch.documents.starts_BS
+    return (starts_BS == _shifted(starts_BS, by)).to(batch.loss_mask.dtype)
