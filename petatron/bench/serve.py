@@ -122,9 +122,12 @@ def _checkpoint(flags: Sequence[str], scratch: Path) -> tuple[Path, list[str]]:
     """Returns the checkpoint that the flags name, or one of random weights, and the flags that it is served with."""
     from petatron.bench.peers.bench_model import bench_spec
     from petatron.bench.serving.random_checkpoint import save_random_checkpoint
+    from petatron.serve.open_engine import find_model
 
     if list(flags[:1]) == ["--preset"] and Path(flags[1]).is_dir():
         return Path(flags[1]), list(flags[2:])
+    if list(flags[:1]) == ["--preset"] and len(Path(flags[1]).parts) > 1:
+        find_model(flags[1])  # no preset has such a name: says what a checkpoint is
     named = any(flag.partition("=")[0] in ("--preset", "--config") for flag in flags)
     spec = bench_spec([*([] if named else ["--preset", DEFAULT_PRESET]), *flags])
     _log.info("saving random weights")

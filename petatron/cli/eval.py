@@ -71,11 +71,12 @@ def main(argv: list[str]) -> int:
     checkpoints, words = argv[:first], argv[first:]
     options, flags = parser().parse_known_args(words)
     tasks = _check_options(checkpoints, options)
-    from petatron.serve.open_engine import model_settings
+    from petatron.serve.open_engine import model_settings, warn_of_training_flags
 
     models = [model_settings(checkpoint, flags) for checkpoint in checkpoints]
     if read_environment().launcher != "single":
         return run_rank_main(lambda: _evaluate_rank(models, flags, tasks, options))
+    warn_of_training_flags(models[0])
     if models[0].num_ranks == 1:
         return _evaluate_rank(models, flags, tasks, options)
     from petatron.mesh.launch.local_launcher import run_ranks

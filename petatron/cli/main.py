@@ -17,7 +17,7 @@ from petatron.base.errors import ConfigError, PetatronError
 from petatron.base.terminal_escape import escaped_output, escaped_stream
 
 VERBS: Mapping[str, str] = {
-    "quickstart": "train a small model on this machine in two minutes, nothing to download",
+    "quickstart": "train a small model on this machine in a few minutes, nothing to download",
     "train": "train a model",
     "generate": "continue prompts with a trained model, one by one or a file of them",
     "chat": "talk to a trained model in the terminal",

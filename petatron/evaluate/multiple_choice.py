@@ -145,6 +145,8 @@ def _general(record: Mapping[str, Any]) -> ChoiceExample:
     if not isinstance(context, str):
         raise ExampleError('"context" is not a text')
     choices, given = _choice_texts(field_of(record, "choices"), "choices"), field_of(record, "answer")
+    if len(set(choices)) < len(choices):  # known benchmarks have such examples, and comparable scores keep them
+        raise ExampleError('"choices" has the same text twice, so that no answer is the right one')
     by_text = isinstance(given, str) and given in choices
     return _example(
         context, choices, choices.index(given) if by_text else _answer_index(given, _indices(choices), "answer")

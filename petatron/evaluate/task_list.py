@@ -95,7 +95,8 @@ def setting_problems(settings: TaskSettings, *, where: str) -> list[Problem]:
             rule = f"has no effect on {settings.task}"
             found.append(Problem(where, name, rule, f"Leave it out; it is for {', '.join(tasks)}."))
     if not settings.data.is_file():
-        found.append(Problem(where, str(settings.data), "is not a file", "Give the path of the task's data."))
+        named = "--data" if where == "--task" else where
+        found.append(Problem(named, str(settings.data), "is not a file", "Give the path of the task's data."))
     for name in ("fewshot_data", "fewshot_seed"):
         given = getattr(settings, name) is not None and settings.task in multiple_choice.FORMATS
         if given and settings.num_fewshot == 0:

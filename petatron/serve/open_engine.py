@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.log import get_logger
 from petatron.base.model_companion_files import CONFIG_FILE, is_hf_folder, read_companion_file
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.config import LoadedConfig, load_config
+from petatron.config.checks.unused_flags import training_flags
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.engine import Engine
@@ -27,6 +29,8 @@ from petatron.train.build_run import open_tokenizer
 from petatron.train.state.checkpoint_args import read_checkpoint_args
 from petatron.train.state.pretrained import from_pretrained
 from petatron.train.state.run_model import Model
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,12 @@ def model_settings(
     stop_ids = find_stop_ids(folder, tokenizer, vocab_size=vocab_size)
     max_length = min(asked or longest, longest)
     return ModelSettings(str(checkpoint), folder, loaded, tokenizer, vocab_size, max_length, stop_ids)
+
+
+def warn_of_training_flags(settings: ModelSettings) -> None:
+    """Warns of flags that were typed and have no effect on a model that is only read."""
+    if unused := training_flags(settings.loaded.origins):
+        _log.warning("without effect here, only training reads them: %s", ", ".join(unused))
 
 
 def find_model(checkpoint: str | Path) -> Path:

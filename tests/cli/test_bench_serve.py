@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from petatron.base.errors import ConfigError, LaunchError
+from petatron.base.errors import CheckpointError, ConfigError, LaunchError
 from petatron.bench import serve
 from petatron.bench.serve import FirstTokenTimes, ServeMeasurements, make_requests, percentile
 from petatron.bench.serving.http_clients import BenchRequest, HttpClients
@@ -63,6 +63,11 @@ def test_the_report_is_computed_from_what_was_measured():
     }
     assert dict(result.rows)["first token, alone"] == "median 10.0 ms, p95 10.0 ms"
     assert percentile([5.0], 95) == 5.0
+
+
+def test_a_folder_that_is_not_there_is_no_preset(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"nope is not a folder. Give the folder of a run"):
+        serve._checkpoint(["--preset", str(tmp_path / "nope")], tmp_path)
 
 
 def main_arguments():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from petatron.cli.main import main
 from petatron.data.prompt.prompt_encoder import PromptEncoder
 from petatron.data.tokenizer import HuggingFaceTokenizer
+from petatron.infer.completion import TokenEvent
 from petatron.infer.engine import Engine
 from petatron.infer.sampling_params import SamplingParams
 from petatron.train.state.pretrained import from_pretrained
@@ -135,6 +138,46 @@ def test_a_stopped_run_goes_on_where_it_stopped(
     assert read_answers(out) == whole and out.read_text().startswith("".join(kept))
     done = {json.loads(line)["line"] for line in kept}
     assert len(submitted) == sum(line.get("n", 1) for number, line in enumerate(LINES, 1) if number not in done)
+
+
+def test_answers_are_in_the_order_of_their_prompts_at_the_end(run: Path, capsys: Captured, tmp_path: Path):
+    """The first prompt has the longest answer, so that it ends last; also of a run that goes on."""
+    lines = [{"prompt": "Once", "max_tokens": count} for count in (9, 5, 2)]
+    prompts, out = write_lines(tmp_path / "prompts.jsonl", lines), tmp_path / "answers.jsonl"
+    words = [run, "--prompts", prompts, "--out", out, "--ignore-eos"]
+    generate(capsys, *words)
+    whole = out.read_text()
+    assert [json.loads(line)["line"] for line in whole.splitlines()] == [1, 2, 3]
+    out.write_text(whole.splitlines(keepends=True)[2])
+    generate(capsys, *words)
+    assert out.read_text() == whole
+
+
+def test_sigterm_says_how_to_go_on(run: Path, capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines = [{"prompt": "Once", "max_tokens": count} for count in (2, 9)]
+    prompts, out = write_lines(tmp_path / "prompts.jsonl", lines), tmp_path / "answers.jsonl"
+    step, steps = Engine.step, []
+
+    def signalled_step(engine: Engine) -> list[TokenEvent]:
+        steps.append(engine)
+        if len(steps) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", signalled_step)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(run), "--prompts", str(prompts), "--out", str(out), "--ignore-eos"])
+    assert ended.value.code == 128 + signal.SIGTERM
+    said = f"stopped: 1 of 2 answers are in {out}. The same command goes on from there."
+    assert said in capsys.readouterr().err and list(read_answers(out)) == [1]
+
+
+def test_flags_that_only_training_reads_are_named(run: Path, caplog: pytest.LogCaptureFixture):
+    flags = ["--train-iters", "5", "--lr", "1e-3", "--device", "cpu"]
+    assert main(["generate", str(run), "--prompt", "Once", "--max-tokens", "1", *flags]) == 0
+    [warning] = [each.getMessage() for each in caplog.records if "only training reads" in each.getMessage()]
+    assert warning.endswith(": --lr, --train-iters")
 
 
 def test_other_settings_do_not_go_on(run: Path, capsys: Captured, tmp_path: Path):

@@ -158,7 +158,7 @@ def run_on_ranks(
     interactive: bool,
 ) -> int:
     """Runs a verb on every rank of its layout: those of torchrun or srun, or some that it starts itself."""
-    from petatron.serve.open_engine import model_settings
+    from petatron.serve.open_engine import model_settings, warn_of_training_flags
 
     def read_settings() -> ModelSettings:
         return model_settings(command.options.checkpoint, command.flags, options=command.engine)
@@ -166,6 +166,7 @@ def run_on_ranks(
     if read_environment().launcher != "single":
         return run_rank_main(lambda: _with_logging(read_settings(), run_rank))
     settings = read_settings()
+    warn_of_training_flags(settings)
     if settings.num_ranks == 1:
         return _with_logging(settings, run_rank)
     from petatron.mesh.launch.local_launcher import run_ranks

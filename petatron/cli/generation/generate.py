@@ -21,6 +21,7 @@ from petatron.cli.generation.arguments import (
     run_on_ranks,
 )
 from petatron.cli.subcommands.checkpoint_parser import add_checkpoint_argument, checkpoint_parser
+from petatron.cli.subcommands.sigterm_raises import sigterm_raises
 
 if TYPE_CHECKING:
     from petatron.data.prompt.prompt_encoder import PromptEncoder
@@ -40,7 +41,8 @@ def parser() -> argparse.ArgumentParser:
         "(--prompt TEXT ... | --prompts FILE.jsonl --out ANSWERS.jsonl) [flags]",
         "Continues prompts with a model: {checkpoint}. Text is printed as it comes. A file of prompts has one JSON object a line: prompt "
         "(or text, or messages for the chat template), perhaps id, and options of its own by the names below, such as max_tokens. Its "
-        "answers are written as they end, with the number of their line; the same command goes on where it was stopped.",
+        "answers are written as they end, with the number of their line, and sorted by it at the end; the same command goes on where "
+        "it was stopped.",
         epilog=OTHER_FLAGS,
     )
     add_checkpoint_argument(root)
@@ -211,13 +213,22 @@ class _BatchWork:
         self._answers = AnswersFile(command.options.out, decides) if read_environment().rank == 0 else None
 
     def run(self, opened: OpenedEngine) -> None:
-        from petatron.infer.batch.run_batch import run_batch
+        from petatron.infer.batch.run_batch import BatchProgress, run_batch
 
         answers = self._answers
         assert answers is not None, "another rank than the first answers"
+        progress = BatchProgress()
         try:
-            with _Progress(self._total, before=len(answers.done)) as report:
-                run_batch(opened.engine, self._prompts.read(done=answers.done), answers, on_progress=report)
+            with sigterm_raises(), _Progress(self._total, before=len(answers.done)) as report:
+                lines = self._prompts.read(done=answers.done)
+                run_batch(opened.engine, lines, answers, progress, on_progress=report)
+            answers.sort()
+        except (KeyboardInterrupt, SystemExit):
+            done = len(answers.done) + progress.prompts
+            _say(
+                f"stopped: {done} of {self._total} answers are in {answers.path}. The same command goes on from there."
+            )
+            raise
         finally:
             answers.close()
         _say(f"{self._total} answers in {answers.path}")

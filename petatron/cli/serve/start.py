@@ -33,9 +33,11 @@ def main(argv: Sequence[str]) -> int:
     _check_extra()
     if read_environment().launcher != "single":
         return run_rank_main(lambda: _serve(args, checkpoint, options, flags))
-    from petatron.serve.open_engine import model_settings
+    from petatron.serve.open_engine import model_settings, warn_of_training_flags
 
-    num_ranks = model_settings(checkpoint, flags).loaded.config.parallel.world_size
+    settings = model_settings(checkpoint, flags)
+    warn_of_training_flags(settings)
+    num_ranks = settings.loaded.config.parallel.world_size
     if num_ranks == 1:
         return _serve(args, checkpoint, options, flags)
     from petatron.mesh.launch.local_launcher import run_ranks

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.cli.subcommands.sigterm_raises import sigterm_raises
 
 if TYPE_CHECKING:
     from petatron.checkpoint.convert.convert_model import ConversionProgress, TokenizerFiles
@@ -63,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
             ep=options.ep or 1,
         ),
     )
-    with _sigterm_raises():
+    with sigterm_raises():
         convert(source, options.target, conversion, on_progress=_progress_printer())
     print(f"{options.source} ({source.format}, step {source.step}) is now {options.target} ({options.to})")
     if options.to == "petatron":
@@ -87,23 +85,6 @@ def _megatron_notes(options: argparse.Namespace, source: ModelSource) -> Iterato
             f"{', '.join(tokenizer)} stay behind: a Megatron checkpoint has no place for a tokenizer, which its flags name "
             "(--tokenizer-model)."
         )
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Makes SIGTERM an exception, like Ctrl-C, so that temporary files are removed. Only the main thread can handle signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -39,6 +39,35 @@ _SHARDED = ("use_distributed_optimizer", "overlap_param_gather")
 _NO_REPLICAS = "no two ranks hold the same weights, as data-parallel ones do"
 
 
+_TRAINING_SECTIONS = ("optim", "schedule", "data", "log", "memory")
+_TRAINING_SETTINGS = (
+    "global_batch_size",
+    "rampup_batch_size",
+    "train_iters",
+    "train_samples",
+    "eval_interval",
+    "eval_iters",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "check_for_nan_in_loss_and_grad",
+    "save",
+    "save_interval",
+    "save_retain_interval",
+    "finetune",
+    *_LOAD,
+    *_SAVE,
+)
+
+
+def training_flags(origins: Mapping[str, ValueOrigin]) -> list[str]:
+    """Returns the flags that were typed and that only training reads, by name."""
+    return sorted(
+        info.flag
+        for info in fields_by_name().values()
+        if (info.section in _TRAINING_SECTIONS or info.name in _TRAINING_SETTINGS) and origins[info.path].kind == "flag"
+    )
+
+
 def unused_settings(config: RawRunConfig) -> frozenset[str]:
     """Returns the paths of the settings that have no effect in this config, whatever their values."""
     return frozenset(fields_by_name()[name].path for name, _ in _unused_settings(config))

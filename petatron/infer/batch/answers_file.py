@@ -1,4 +1,5 @@
-"""A file of answers that grows line by line and can be continued: one JSON line for each prompt, in the order in which they end.
+"""A file of answers that grows line by line and can be continued: one JSON line for each prompt, in the order in which they end,
+and in the order of the prompts once all have.
 
 Beside it, `NAME.settings.json` says what decides the answers. A run that was killed goes on where it stopped, with the same settings only;
 a line that was cut off is dropped.
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import DataError
-from petatron.base.safe_files import reopen_file, write_atomic
+from petatron.base.safe_files import open_atomic, reopen_file, write_atomic
 from petatron.base.untrusted_files import read_limited_json
 from petatron.infer.batch.prompts_file import PromptLine
 from petatron.infer.completion import Completion, TokenLogprob
@@ -50,6 +51,22 @@ class AnswersFile:
         record |= texts[0] if len(texts) == 1 else {"answers": texts}
         self._file.write(json.dumps(record, ensure_ascii=False).encode(errors="replace") + b"\n")
         self._file.flush()
+
+    def sort(self) -> None:
+        """Puts the answers in the order of their lines: another file takes the place of this one. Nothing may be added after it."""
+        self._file.seek(0)
+        begin, places = 0, []
+        for content in self._file:
+            number = _answered_line(content)
+            assert number is not None, "every whole line is an answer"
+            places.append((number, begin, len(content)))
+            begin += len(content)
+        if places == sorted(places):
+            return
+        with open_atomic(self.path) as sorted_file:
+            for _, start, size in sorted(places):
+                self._file.seek(start)
+                sorted_file.write(self._file.read(size))
 
     def close(self) -> None:
         self._file.close()

@@ -25,11 +25,11 @@ def run_batch(
     engine: Engine,
     lines: Iterator[PromptLine],
     answers: AnswersFile,
+    progress: BatchProgress,
     *,
     on_progress: Callable[[BatchProgress], None] = lambda progress: None,
-) -> BatchProgress:
-    """Answers all lines; at rank 0."""
-    progress = BatchProgress()
+) -> None:
+    """Answers all lines and counts them in `progress`; at rank 0."""
     most = _WAITING_SHARE * engine.options.max_sequences * engine.num_replicas
     open_lines: dict[int, tuple[PromptLine, list[int]]] = {}  # by each of its requests
     unfinished: dict[int, int] = {}  # by the number of the line
@@ -53,4 +53,3 @@ def run_batch(
                     del open_lines[request]
                 progress.prompts += 1
         on_progress(progress)
-    return progress

@@ -322,6 +322,11 @@ def test_intervals_are_those_of_the_binomial():
         ("piqa", json.dumps({"goal": "x"}), 'the key "sol1" is missing'),
         ("winogrande", json.dumps({**WINOGRANDE, "sentence": "no blank"}), '"sentence" has no "_" with text after it'),
         ("mmlu", json.dumps({**MMLU, "answer": True}), '"answer" is True'),
+        (
+            "multiple_choice",
+            '{"context": "c", "choices": ["a", "b", "a"], "answer": 0}',
+            'f:1: "choices" has the same text twice',
+        ),
         ("multiple_choice", '{"context": 1, "choices": ["a", "b"], "answer": 0}', '"context" is not a text'),
     ],
 )
@@ -411,7 +416,7 @@ def test_settings_of_one_task_are_checked(tmp_path: Path):
     assert [str(problem).partition(".")[0] for problem in problems] == [
         "--task stride -1 is below 1",
         "--task limit has no effect on wikitext103",
-        f"--task {tmp_path} is not a file",
+        f"--data {tmp_path} is not a file",
     ]
 
 
