@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.required_settings import required
+from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
@@ -19,12 +20,16 @@ from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchSpec, residual_std
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
+from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, LM_LOSS, TOKEN_LOSSES, Decoder
 from petatron.models.model_spec import ModelSpec
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
+
+MAMBA_CONV_WIDTH = 4
+"""Tokens that the convolution of every published Mamba-2 sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,8 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     >>> type(spec.layers[0].channel_mixer).__name__, len(spec.layers) == run.model.num_layers
     ('MoESpec', True)
     """
+    if config.hybrid_layer_pattern is not None:
+        return hybrid_spec(config, moe, config.hybrid_layer_pattern)
     norm = norm_spec(config)
     mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
     mlp = mlp_spec(config, config.ffn_hidden_size)
@@ -127,6 +134,27 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     dense_layer, moe_layer = layer(mlp), None if experts is None else layer(experts)
     layers = tuple(moe_layer if chosen and moe_layer is not None else dense_layer for chosen in is_moe)
     return DecoderSpec(config, None if experts is None else moe, layers, norm)
+
+
+def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
+    """Makes the spec of a model of layers with one branch each, by the letters of a pattern (Mamba-2 hybrids)."""
+    norm, experts = norm_spec(config), EXPERTS in pattern
+    branches: dict[str, Callable[[], BranchSpec]] = {
+        MAMBA: lambda: mamba2_spec(config),
+        ATTENTION: lambda: mla_spec(config) if config.multi_latent_attention else attention_spec(config),
+        MLP: lambda: mlp_spec(config, config.ffn_hidden_size),
+        EXPERTS: lambda: moe_spec(config, moe),
+    }
+    kinds: dict[str, LayerSpec] = {}
+    for symbol in dict.fromkeys(pattern):
+        branch, mixes = branches[symbol](), symbol in (MAMBA, ATTENTION)
+        kinds[symbol] = LayerSpec(
+            mixer=branch if mixes else None,
+            channel_mixer=None if mixes else branch,
+            norm=norm,
+            dropout=config.hidden_dropout,
+        )
+    return DecoderSpec(config, moe if experts else None, tuple(kinds[symbol] for symbol in pattern), norm)
 
 
 def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
@@ -148,7 +176,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         window=config.window_size,
         dropout=config.attention_dropout,
         std=config.init_method_std,
-        out_std=residual_std(config.init_method_std, config.num_layers),
+        out_std=out_std(config),
     )
 
 
@@ -167,8 +195,30 @@ def mla_spec(config: ModelConfig) -> MlaSpec:
         window=config.window_size,
         dropout=config.attention_dropout,
         std=config.init_method_std,
-        out_std=residual_std(config.init_method_std, config.num_layers),
+        out_std=out_std(config),
     )
+
+
+def mamba2_spec(config: ModelConfig) -> Mamba2Spec:
+    return Mamba2Spec(
+        hidden_size=config.hidden_size,
+        num_heads=config.mamba_num_heads,
+        head_dim=config.mamba_head_dim,
+        num_groups=config.mamba_num_groups,
+        state_dim=config.mamba_state_dim,
+        norm_groups=config.mamba_norm_groups,
+        norm_eps=config.norm_epsilon,
+        conv_width=MAMBA_CONV_WIDTH,
+        chunk_size=config.mamba_chunk_size,
+        std=config.init_method_std,
+        out_std=out_std(config),
+    )
+
+
+def out_std(config: ModelConfig) -> float:
+    """Returns the initial standard deviation of the last GEMM of a branch; a layer of a hybrid has one branch, others two."""
+    branches = 2 if config.hybrid_layer_pattern is None else 1
+    return residual_std(config.init_method_std, config.num_layers, branches=branches)
 
 
 def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
@@ -195,7 +245,7 @@ def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:
         activation=config.activation,
         bias=config.add_bias_linear,
         std=config.init_method_std,
-        out_std=residual_std(config.init_method_std, config.num_layers),
+        out_std=out_std(config),
     )
 
 
@@ -212,5 +262,5 @@ def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
         bias=config.add_bias_linear,
         routing=moe,
         std=config.init_method_std,
-        out_std=residual_std(config.init_method_std, config.num_layers),
+        out_std=out_std(config),
     )

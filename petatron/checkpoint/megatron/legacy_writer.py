@@ -136,9 +136,14 @@ def _layout_problems(model: ModelConfig, moe: MoEConfig | None, tp: int, pp: int
         ]
     elif ep > 1:
         shared.append(("--expert-model-parallel-size", ep, "a model without experts:", 1))
-    latent = "has weights that the Megatron writer has no names for"
+    unnamed = "has weights that the Megatron writer has no names for"
     fix = "Such a model is saved in Petatron's own names."
-    return [Problem("--multi-latent-attention", "", latent, fix)] * model.multi_latent_attention + [
+    pattern = model.hybrid_layer_pattern
+    kinds = [Problem("--multi-latent-attention", "", unnamed, fix)] * model.multi_latent_attention
+    if pattern is not None:
+        # Its layers have one branch each, and names of their own: no other rule applies.
+        return [*kinds, Problem("--hybrid-layer-pattern", pattern, unnamed, fix)]
+    return kinds + [
         Problem(flag, str(size), f"does not divide {of} {whole}", "Use 1, or a divisor.")
         for flag, size, of, whole in shared
         if size < 1 or not whole or whole % size

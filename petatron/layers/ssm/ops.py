@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from petatron.layers.comm_slot import CommSlot
+from petatron.layers.token_layout import from_rows
 
 
 class ScanKernels(Protocol):
@@ -138,8 +139,11 @@ class NormGroups(NamedTuple):
 
 def gated_norm(y: Tensor, z: Tensor, weight_D: Tensor, norm: NormGroups, *, kernels: GatedNormKernels) -> Tensor:
     """Returns y silu(z) / rms * weight over the last dimension."""
-    rows = _GatedNorm.apply(kernels, norm, y.flatten(0, -2), z.flatten(0, -2), weight_D)
-    return rows.view(y.shape)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    # z has some columns of a larger tensor, whose rows are in either order.
+    batch_first = z.dim() > 2 and z.stride(0) < z.stride(1)
+    y_rows, z_rows = ((x.transpose(0, 1) if batch_first else x).flatten(0, -2) for x in (y, z))
+    rows: Tensor = _GatedNorm.apply(kernels, norm, y_rows, z_rows, weight_D)  # pyright: ignore[reportAssignmentType]
+    return from_rows(rows, y, batch_first=batch_first)
 
 
 class _GatedNorm(torch.autograd.Function):

@@ -223,6 +223,12 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
         problems.append(
             unsupported_setting("multi_latent_attention", "", family, "only heads with keys and values of their own")
         )
+    if model.hybrid_layer_pattern is not None:
+        problems.append(
+            unsupported_setting(
+                "hybrid_layer_pattern", model.hybrid_layer_pattern, family, "only layers with attention and MLP"
+            )
+        )
     if "rotary_percent" in family.fixed and model.position_embedding_type not in ("rope", "yarn"):
         problems.append(
             unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")
