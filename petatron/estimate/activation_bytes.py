@@ -43,10 +43,10 @@ def layer_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[st
     if FULL in modules:
         return layer_input_bytes(layer, shape)
     saved = 0 if "layernorm" in modules else saved_norm_output_bytes(layer, shape, modules)
-    norms = 2 if layer.norm_placement == "both" else 1
     for branch in layer.branches:
+        norms = (branch.name in layer.input_norms) + (branch.name in layer.output_norms)
         saved += norms * layer.norm.saved_bytes(shape, shape.tokens) + branch.saved_bytes(shape, modules)
-        if layer.norm_placement == "post":  # its input is no norm's output of this layer, so it is saved
+        if layer.norm_placement in ("post", "output"):  # its input is no norm's output of this layer, so it is saved
             saved += shape.activation_bytes(shape.tokens, branch.hidden_size)
         saved += shape.dropout_mask_bytes(branch.hidden_size, layer.dropout)
     return saved

@@ -132,6 +132,41 @@ def losses_and_gradient_(logits_CV: Tensor, targets_C: Tensor, loss_weights_C: T
 REFERENCE = CrossEntropyKernels(statistics, gradient_, losses_and_gradient_)
 
 
+def softcapped_kernels(kernels: CrossEntropyKernels, softcap: float) -> CrossEntropyKernels:
+    """Returns the kernels of logits l that become c tanh(l / c).
+
+    The first to see a chunk's logits caps them in place; the gradient of a capped logit y is multiplied by 1 - (y / c)^2.
+    """
+
+    def cap_(logits_CV: Tensor) -> None:
+        logits_CV.copy_(softcap * torch.tanh(to_compute_dtype(logits_CV) / softcap))
+
+    def slope(logits_CV: Tensor) -> Tensor:
+        return 1.0 - (to_compute_dtype(logits_CV) / softcap).square_()
+
+    def capped_statistics(logits_CV: Tensor, targets_C: Tensor, num_columns: int) -> Tensor:
+        cap_(logits_CV)
+        return kernels.statistics(logits_CV, targets_C, num_columns)
+
+    def capped_gradient_(
+        logits_CV: Tensor, targets_C: Tensor, loss_weights_C: Tensor, log_total_C: Tensor, num_columns: int
+    ) -> None:
+        slope_CV = slope(logits_CV)
+        kernels.gradient_(logits_CV, targets_C, loss_weights_C, log_total_C, num_columns)
+        logits_CV.mul_(slope_CV)
+
+    def capped_losses_and_gradient_(
+        logits_CV: Tensor, targets_C: Tensor, loss_weights_C: Tensor, num_columns: int
+    ) -> Tensor:
+        cap_(logits_CV)
+        slope_CV = slope(logits_CV)
+        losses = kernels.losses_and_gradient_(logits_CV, targets_C, loss_weights_C, num_columns)
+        logits_CV.mul_(slope_CV)
+        return losses
+
+    return CrossEntropyKernels(capped_statistics, capped_gradient_, capped_losses_and_gradient_)
+
+
 def chunk_tokens(num_tokens: int, num_columns: int, element_size: int) -> int:
     """Returns the tokens of a chunk: as few chunks as the bound allows, since each adds to the whole weight's gradient, and even ones."""
     bound = LARGE_BATCH_CHUNK_BYTES if num_tokens >= 32768 else CHUNK_BYTES

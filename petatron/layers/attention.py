@@ -5,10 +5,12 @@ S sequence, B batch, D hidden, H query heads, K kv heads, E head dim; H and K co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from petatron.kernels import qk_norm_rope, rope
@@ -16,13 +18,15 @@ from petatron.kernels.attention import causal_attention, full_attention, paged, 
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import PackingKernels
 from petatron.kernels.attention.paged import PagedAttentionKernels
+from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.rope import apply_rope, split_qkv
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.norm import NormSpec, RMSNorm
+from petatron.layers.norm import Norm, NormSpec, RMSNorm
 from petatron.layers.ops.qkv_split import QKNormRopeKernels, QKNorms, RopeKernels, split_qkv_norm_rope, split_qkv_rope
 from petatron.layers.ops.recompute_output import Recomputable
-from petatron.layers.rope import RopeSpec
+from petatron.layers.projection_norm import ProjectionRMSNorm
+from petatron.layers.rope import RopeSpec, pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
@@ -35,9 +39,13 @@ class AttentionSpec(BranchSpec):
     """Self-attention.
 
     mask: causally, a token attends to itself and those before it; else to all.
-    qk_norm: the norm of every query and key head.
+    qk_norm: the norm of every query and key head, or, by `qk_norm_scope`, of all of them together.
     rope: None for a layer without positions.
+    rope_interleaved: pairs of channels that rope rotates are neighbours instead of half a head apart.
     window: the number of tokens that one attends to, itself included; None: all.
+    softmax_scale: the factor on scores; None: 1 / sqrt(head dim).
+    softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.
+    sinks: whether every head may attend to nothing, with a learned score or with the score 0.
     std, out_std: of the initial weights of the first and of the last GEMM.
     """
 
@@ -58,6 +66,11 @@ class AttentionSpec(BranchSpec):
     dropout: float
     std: float
     out_std: float
+    qk_norm_scope: Literal["head", "projection"] = "head"
+    rope_interleaved: bool = False
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    sinks: Literal["learned", "zero"] | None = None
 
     @property
     def sequence_sharding(self) -> SequenceSharding:
@@ -70,6 +83,10 @@ class AttentionSpec(BranchSpec):
     @property
     def can_generate(self) -> bool:
         return self.mask == "causal"
+
+    @property
+    def decodes_in_fused_kernels(self) -> bool:
+        return self.softcap is None and self.sinks is None
 
     def generation_state(self, tp: int) -> PagedState | None:
         row = (self.kv_dim(tp) // self.head_dim, self.head_dim)
@@ -84,14 +101,31 @@ class AttentionSpec(BranchSpec):
         qkv = linear_params(
             self.hidden_size, q + 2 * kv, Shard(tp=0, sections=sections), bias=self.qkv_bias, std=self.std
         )
-        norm = {} if self.qk_norm is None else self.qk_norm.params(partial_grad="always")
+        sinks = ParamSpec(shape=(self.num_heads,), shard=Shard(tp=0))
         out = linear_params(q, self.hidden_size, Shard(tp=1), bias=self.out_bias, std=self.out_std)
         return (
             with_prefix("qkv", qkv)
-            | with_prefix("q_norm", norm)
-            | with_prefix("k_norm", norm)
+            | with_prefix("q_norm", self._qk_norm_params(self.num_heads))
+            | with_prefix("k_norm", self._qk_norm_params(self.num_kv_heads))
+            | with_prefix("sinks", {"weight": sinks} if self.sinks == "learned" else {})
             | with_prefix("out", out)
         )
+
+    def _qk_norm_params(self, heads: int) -> dict[str, ParamSpec]:
+        if self.qk_norm is None:
+            return {}
+        if self.qk_norm_scope == "head":
+            return self.qk_norm.params(partial_grad="always")
+        width = heads * self.head_dim
+        shard = Shard(tp=0, sections=(Section("", width, heads),))
+        return {name: replace(param, shape=(width,), shard=shard) for name, param in self.qk_norm.params().items()}
+
+    def build_qk_norm(self, heads: int) -> Norm | None:
+        """Builds the norm of queries or of keys, of so many heads."""
+        if self.qk_norm is None or self.qk_norm_scope == "head":
+            return None if self.qk_norm is None else self.qk_norm.build()
+        gamma = self.qk_norm.zero_centered_gamma
+        return ProjectionRMSNorm(heads * self.head_dim, eps=self.qk_norm.eps, zero_centered_gamma=gamma)
 
     def q_dim(self, tp: int) -> int:
         """The width of one rank's queries."""
@@ -114,8 +148,9 @@ class AttentionSpec(BranchSpec):
         saved = shape.activation_bytes(rows, q_dim + 2 * kv_dim)
         if self.qk_norm is not None:
             saved += shape.activation_bytes(rows, q_dim + kv_dim)
-            fused = self.qk_norm.kind == "RMSNorm" and self.rope is not None
-            heads = rows * (q_dim + kv_dim) // self.head_dim
+            per_head = self.qk_norm_scope == "head"
+            fused = self.qk_norm.kind == "RMSNorm" and self.rope is not None and per_head
+            heads = rows * (q_dim + kv_dim) // self.head_dim if per_head else 2 * rows
             saved += 0 if fused else self.qk_norm.statistics_bytes(shape, heads)
         saved += shape.activation_bytes(rows, q_dim) + shape.fp8_input_bytes(self.hidden_size, q_dim)
         log_sum_exp = rows * q_dim // self.head_dim * shape.compute_bytes
@@ -147,16 +182,28 @@ class AttentionSpec(BranchSpec):
 class CoreAttention(nn.Module):
     """Causal softmax attention over whole sequences of this rank's heads; context parallelism replaces this module."""
 
-    def __init__(self, *, window: int | None, dropout: float) -> None:
+    def __init__(self, *, window: int | None, dropout: float, softcap: float | None = None) -> None:
         super().__init__()
         self.window = window
         self.dropout = dropout
+        self.softcap = softcap
         self.packing_kernels: PackingKernels = rows
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"packing_kernels": "packed documents"}
 
-    def forward(self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, documents: Documents | None = None) -> Tensor:
+    def score_rules(self, sinks_H: Tensor | None) -> ScoreRules | None:
+        plain = self.softcap is None and sinks_H is None
+        return None if plain else ScoreRules(self.softcap, sinks_H)
+
+    def forward(
+        self,
+        q_SBHE: Tensor,
+        k_SBKE: Tensor,
+        v_SBKE: Tensor,
+        documents: Documents | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         return causal_attention(
             q_SBHE,
             k_SBKE,
@@ -165,6 +212,7 @@ class CoreAttention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             documents=documents,
             packing_kernels=self.packing_kernels,
+            rules=self.score_rules(sinks_H),
         )
 
 
@@ -180,6 +228,14 @@ class BidirectionalCoreAttention(nn.Module):
         return full_attention(q_SBHE, k_SBKE, v_SBKE, dropout=self.dropout if self.training else 0.0)
 
 
+class AttentionSinks(nn.Module):
+    """The learned score of each head for attending to nothing."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads))
+
+
 class Attention(BranchModule):
     """out(core(q, k, v)); q, k and v are one GEMM, stored as three logical tensors."""
 
@@ -187,14 +243,17 @@ class Attention(BranchModule):
 
     def __init__(self, spec: AttentionSpec, layer_index: int) -> None:
         super().__init__()
-        self.layer_index, self.window = layer_index, spec.window
+        self.spec, self.layer_index = spec, layer_index
         self.head_dim, self.rope = spec.head_dim, spec.rope
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = Linear(spec.hidden_size, (q_width, kv_width, kv_width), bias=spec.qkv_bias)
-        self.q_norm = None if spec.qk_norm is None else spec.qk_norm.build()
-        self.k_norm = None if spec.qk_norm is None else spec.qk_norm.build()
+        self.q_norm = spec.build_qk_norm(spec.num_heads)
+        self.k_norm = spec.build_qk_norm(spec.num_kv_heads)
+        self.sinks = AttentionSinks(spec.num_heads) if spec.sinks == "learned" else None
+        scale = spec.softmax_scale
+        self.query_factor = None if scale is None else scale * math.sqrt(spec.head_dim)
         if spec.mask == "causal":
-            self.core = CoreAttention(window=spec.window, dropout=spec.dropout)
+            self.core = CoreAttention(window=spec.window, dropout=spec.dropout, softcap=spec.softcap)
         else:
             self.core = BidirectionalCoreAttention(dropout=spec.dropout)
         self.kernels: RopeKernels = rope
@@ -214,13 +273,21 @@ class Attention(BranchModule):
         qkv = self.qkv(x_SBD)
         if context.generation is not None:
             return self.out(self._cached_attention(qkv, context, context.generation).flatten(-2))
-        q, k, v = self._split_qkv(qkv, context)
-        return self.out(self.core(q, k, v, context.documents).flatten(-2))
+        q, k, v = self._queries_keys_values(qkv, context)
+        if self.spec.sinks is None:
+            return self.out(self.core(q, k, v, context.documents).flatten(-2))
+        return self.out(self.core(q, k, v, context.documents, self._sinks_H(q)).flatten(-2))
+
+    def _sinks_H(self, q_SBHE: Tensor) -> Tensor:
+        return q_SBHE.new_zeros(q_SBHE.shape[-2]) if self.sinks is None else self.sinks.weight
 
     def _cached_attention(self, qkv_TD: Tensor, context: ForwardContext, step: GenerationStep) -> Tensor:
         """Attends to the tokens before through the pages of this layer; heads are split as those of a batch of one."""
         pages = step.pages[self.layer_index]
-        q, k, v = self._split_qkv(qkv_TD.unsqueeze(1), context)
+        q, k, v = self._queries_keys_values(qkv_TD.unsqueeze(1), context)
+        rules = None
+        if not self.spec.decodes_in_fused_kernels:
+            rules = ScoreRules(self.spec.softcap, None if self.spec.sinks is None else self._sinks_H(q))
         return paged.paged_attention(
             q.squeeze(1),
             k.squeeze(1),
@@ -228,22 +295,30 @@ class Attention(BranchModule):
             pages["key"],
             pages["value"],
             step.batch,
-            window=self.window,
+            window=self.spec.window,
             kernels=self.paged_kernels,
+            rules=rules,
         )
+
+    def _queries_keys_values(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._split_qkv(qkv, context)
+        return q if self.query_factor is None else q * self.query_factor, k, v
 
     def _split_qkv(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         q_width, kv_width, _ = self.qkv.sections
         heads, groups = q_width // self.head_dim, kv_width // self.head_dim
         cos_sin = None if self.rope is None else context.rope_cos_sin[self.rope]
-        if cos_sin is not None and self.q_norm is None:
+        fused = not self.spec.rope_interleaved
+        if cos_sin is not None and self.q_norm is None and fused:
             return split_qkv_rope(qkv, cos_sin, num_heads=heads, num_kv_heads=groups, kernels=self.kernels)
-        if cos_sin is not None and self.qk_rms_norms is not None:
+        if cos_sin is not None and self.qk_rms_norms is not None and fused:
             sizes = {"num_heads": heads, "num_kv_heads": groups}
             return split_qkv_norm_rope(qkv, cos_sin, self.qk_rms_norms, **sizes, kernels=self.qk_norm_rope_kernels)
         q, k, v = split_qkv(qkv, num_heads=heads, num_kv_heads=groups)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if cos_sin is not None and self.spec.rope_interleaved:
+            q, k = (pairs_apart(x, cos_sin[0].shape[-1]) for x in (q, k))
         if cos_sin is not None:
             q, k = apply_rope(q, *cos_sin), apply_rope(k, *cos_sin)
         return q, k, v

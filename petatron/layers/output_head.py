@@ -10,7 +10,7 @@ S sequence, B batch, D hidden, T tokens, V vocabulary rows on this device (paddi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from petatron.kernels.vocab_parallel_cross_entropy import (
     VocabColumns,
     linear_cross_entropy,
     linear_losses_and_greedy,
+    softcapped_kernels,
 )
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.linear import LinearOp
@@ -66,27 +67,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return from_rows(grad, like, batch_first=ctx.batch_first), weight_grad, None, None, None
 
 
+LogitsGemm = Callable[[Tensor, Tensor], Tensor]
+"""x W^T of the rows whose logits generation needs, and the head's weight."""
+
+
+def plain_logits_gemm(x_RD: Tensor, weight_VD: Tensor) -> Tensor:
+    return matmul(x_RD, weight_VD.t())
+
+
 class OutputHead(nn.Module):
     """Maps hidden states to losses, or to logits over this rank's vocabulary shard.
 
-    A tied head has no weight of its own and uses the token embedding's.
+    A tied head has no weight of its own and uses the token embedding's. `input_scale` is a factor on its input, and so on the
+    logits; `softcap` bounds them.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, tied: bool) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: bool,
+        input_scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
+        self.input_scale, self.softcap = input_scale, softcap
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.vocab_shard = VocabShard(vocab_size, 0, vocab_size)
         self.linear_op: LinearOp = local_linear
         self.input_comm: CommSlot = identity
         self.weight_grad_sink: WeightGradSink | None = None
         self.kernels: CrossEntropyKernels = REFERENCE
+        self.logits_gemm: LogitsGemm = plain_logits_gemm
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": "softmax and loss"}
 
     def forward(self, x_SBD: Tensor, embedding_weight: Tensor | None) -> Tensor:
         """Returns logits [S, B, V]."""
-        return self.linear_op(x_SBD, self._weight(embedding_weight))
+        return self._capped(self.linear_op(self._scaled(x_SBD), self.used_weight(embedding_weight)))
 
     def gathered_input(self, x_SBD: Tensor) -> Tensor:
         """Gathers what sequence parallelism has sharded."""
@@ -94,7 +114,17 @@ class OutputHead(nn.Module):
 
     def logits_of_rows(self, x_RD: Tensor, embedding_weight: Tensor | None) -> Tensor:
         """Returns logits [R, vocabulary] of some rows of the gathered input, whole on every rank."""
-        return self.vocab_shard.full_logits(matmul(x_RD, self._weight(embedding_weight).t()))
+        logits = self.logits_gemm(self._scaled(x_RD), self.used_weight(embedding_weight))
+        return self.vocab_shard.full_logits(self._capped(logits))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.input_scale is None else x * self.input_scale
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def _loss_kernels(self) -> CrossEntropyKernels:
+        return self.kernels if self.softcap is None else softcapped_kernels(self.kernels, self.softcap)
 
     def losses(
         self,
@@ -105,18 +135,24 @@ class OutputHead(nn.Module):
         loss_weights_SB: Tensor | None = None,
     ) -> Tensor:
         """Returns token losses [S, B]. With `loss_weights_SB` their gradient must be just that: it is used before backward."""
-        args = (self.input_comm(x_SBD), self._weight(embedding_weight), targets_SB, loss_weights_SB, self)
+        args = (
+            self.input_comm(self._scaled(x_SBD)),
+            self.used_weight(embedding_weight),
+            targets_SB,
+            loss_weights_SB,
+            self,
+        )
         return _LinearCrossEntropy.apply(*args)  # pyright: ignore[reportReturnType]
 
     def losses_and_greedy(
         self, x_SBD: Tensor, embedding_weight: Tensor | None, targets_SB: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns token losses [S, B], and whether each target is the most likely id; without gradients."""
-        x_SBD = self.input_comm(x_SBD)
+        x_SBD = self.input_comm(self._scaled(x_SBD))
         batch_first = is_batch_first(x_SBD)
         rows, targets = to_rows(x_SBD, batch_first=batch_first), to_row_order(targets_SB, batch_first=batch_first)
-        weight = self._weight(embedding_weight)
-        found = linear_losses_and_greedy(rows, weight, targets, self._columns(), kernels=self.kernels)
+        weight = self.used_weight(embedding_weight)
+        found = linear_losses_and_greedy(rows, weight, targets, self._columns(), kernels=self._loss_kernels())
         losses, greedy = (from_row_order(x, targets_SB, batch_first=batch_first) for x in found)
         return losses, greedy
 
@@ -124,7 +160,7 @@ class OutputHead(nn.Module):
         self, x_TD: Tensor, weight: Tensor, targets_T: Tensor, loss_weights_T: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the losses; with weights also the gradients of the rows and, without a gradient sink, of the weight."""
-        compute = partial(linear_cross_entropy, x_TD, weight, targets_T, self._columns(), kernels=self.kernels)
+        compute = partial(linear_cross_entropy, x_TD, weight, targets_T, self._columns(), kernels=self._loss_kernels())
         if loss_weights_T is None:
             return *compute(), None
         loss_weights_T = loss_weights_T.to(torch.promote_types(x_TD.dtype, torch.float32))
@@ -154,7 +190,8 @@ class OutputHead(nn.Module):
             self.vocab_shard.num_ids, self.vocab_shard.first_id, *(self.vocab_shard.all_reduce_max_sum or ())
         )
 
-    def _weight(self, embedding_weight: Tensor | None) -> Tensor:
+    def used_weight(self, embedding_weight: Tensor | None) -> Tensor:
+        """Returns the head's own weight, or that of the embedding which it is tied to."""
         weight = self.weight if self.weight is not None else embedding_weight
         assert weight is not None, "a tied head needs the embedding's weight"
         return weight

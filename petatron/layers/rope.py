@@ -1,7 +1,8 @@
-"""Rotary position embedding (Su et al., RoFormer), with two context extensions.
+"""Rotary position embedding (Su et al., RoFormer), with three context extensions.
 
 Pair i of a head is rotated by the angle position x f_i with f_i = base^(-2i/n). A context longer than the one trained on has
-angles the model never saw; both extensions slow down the low frequencies and keep the high ones:
+angles the model never saw. Linear interpolation divides every frequency by `factor`; the others slow down the low frequencies and
+keep the high ones:
 
 - Llama 3 divides f_i by `factor` where the wavelength 2 pi / f_i is longer than original / low_freq_factor, keeps it where
   it is shorter than original / high_freq_factor, and interpolates linearly in between.
@@ -25,12 +26,12 @@ from torch import Tensor, nn
 class RopeSpec:
     """Rotary embedding of the first `rotary_dim` channels of a head.
 
-    scaling: how low frequencies are slowed down for contexts longer than `original_context`; None: not at all.
+    scaling: how frequencies are slowed down for contexts longer than `original_context`; None: not at all.
     """
 
     rotary_dim: int
     base: float
-    scaling: Literal["llama3", "yarn"] | None = None
+    scaling: Literal["linear", "llama3", "yarn"] | None = None
     scaling_factor: float = 1.0
     original_context: int = 0
     low_freq_factor: float = 1.0
@@ -47,6 +48,8 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
     plain = spec.base ** -(pairs / spec.rotary_dim)
     if spec.scaling == "yarn":
         return _yarn(plain, spec)
+    if spec.scaling == "linear":
+        return plain / spec.scaling_factor
     return _llama3(plain, spec) if spec.scaling == "llama3" else plain
 
 
@@ -75,6 +78,15 @@ def yarn_attention_scaling(factor: float, *, mscale: float, mscale_all_dim: floa
         return 1.0
     log_scale = 0.1 * math.log(factor)
     return (log_scale * mscale + 1.0) / (log_scale * mscale_all_dim + 1.0)
+
+
+def pairs_apart(x: Tensor, rotary_dim: int) -> Tensor:
+    """Moves pairs of neighbouring channels half of `rotary_dim` apart, where rope rotates them.
+
+    Scores do not notice that queries and keys have another order of channels, if it is the same, so nothing is moved back.
+    """
+    rotary, others = x[..., :rotary_dim], x[..., rotary_dim:]
+    return torch.cat((rotary[..., ::2], rotary[..., 1::2], others), dim=-1)
 
 
 class RotaryEmbedding(nn.Module):

@@ -16,8 +16,10 @@ from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.spec.branch import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
 
-NormPlacement = Literal["pre", "post", "both"]
-"""pre: x + f(norm(x)). post: norm(x + f(x)), as in the first transformers. both: x + norm(f(norm(x)))."""
+NormPlacement = Literal["pre", "post", "both", "output"]
+"""pre: x + f(norm(x)). post: norm(x + f(x)), as in the first transformers. both: x + norm(f(norm(x))). output: x + norm(f(x))."""
+ResidualBranches = Literal["sequential", "parallel", "parallel_shared_norm"]
+"""sequential: a branch takes the sum with the one before. parallel: x + f(norm(x)) + g(norm'(x)), with two norms or one and the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,21 @@ class LayerSpec:
     norm: NormSpec
     dropout: float = 0.0
     norm_placement: NormPlacement = "pre"
+    residual_branches: ResidualBranches = "sequential"
+    residual_multiplier: float = 1.0
+
+    @property
+    def input_norms(self) -> tuple[str, ...]:
+        """The names of the branches that have a norm before (or, placed `post`, after the sum with) them."""
+        names = tuple(branch.name for branch in self.branches)
+        if self.norm_placement == "output":
+            return ()
+        return names[:1] if self.residual_branches == "parallel_shared_norm" else names
+
+    @property
+    def output_norms(self) -> tuple[str, ...]:
+        """The names of the branches that have a norm on what they add."""
+        return tuple(b.name for b in self.branches) if self.norm_placement in ("both", "output") else ()
 
     @property
     def branches(self) -> tuple[BranchSpec, ...]:
@@ -49,8 +66,10 @@ class LayerSpec:
 def _layer_params(spec: LayerSpec) -> Mapping[str, ParamSpec]:
     params: dict[str, ParamSpec] = {}
     for branch in spec.branches:
-        params |= with_prefix(f"{branch.name}_norm", spec.norm.params()) | with_prefix(branch.name, branch.params())
-        if spec.norm_placement == "both":
+        if branch.name in spec.input_norms:
+            params |= with_prefix(f"{branch.name}_norm", spec.norm.params())
+        params |= with_prefix(branch.name, branch.params())
+        if branch.name in spec.output_norms:
             params |= with_prefix(f"{branch.name}_post_norm", spec.norm.params())
     return params
 
@@ -88,10 +107,12 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.spec = spec
         self._branches = tuple(_BranchNames.of(branch.name) for branch in spec.branches)
+        self._multiplier = None if spec.residual_multiplier == 1.0 else spec.residual_multiplier
         for branch in spec.branches:
-            self.add_module(f"{branch.name}_norm", spec.norm.build())
+            if branch.name in spec.input_norms:
+                self.add_module(f"{branch.name}_norm", spec.norm.build())
             self.add_module(branch.name, branch.build(layer_index))
-            if spec.norm_placement == "both":
+            if branch.name in spec.output_norms:
                 self.add_module(f"{branch.name}_post_norm", spec.norm.build())
             self.add_module(f"{branch.name}_dropout", Dropout(spec.dropout))
 
@@ -107,6 +128,10 @@ class TransformerLayer(nn.Module):
         modules = self._modules
         if self.spec.norm_placement == "post":
             return self._post_norm_forward(x_SBD if residual is None else residual.x_SBD + x_SBD, context), None
+        if self.spec.residual_branches != "sequential":
+            return self._parallel_forward(x_SBD, context, residual)
+        if self.spec.norm_placement == "output":
+            return self._output_norm_forward(x_SBD, context, residual)
         for names in self._branches:
             norm: Norm = modules[names.norm]  # pyright: ignore[reportAssignmentType]
             x_SBD, normed = norm.add_and_norm(*((x_SBD,) if residual is None else (residual.x_SBD, x_SBD)))
@@ -120,8 +145,34 @@ class TransformerLayer(nn.Module):
             x_SBD = norm.add_and_norm(x_SBD, y_SBD)[1].value
         return x_SBD
 
+    def _output_norm_forward(
+        self, x_SBD: Tensor, context: ForwardContext, residual: Residual | None
+    ) -> tuple[Tensor, Residual | None]:
+        for names in self._branches:
+            residual = Residual(x_SBD if residual is None else residual.x_SBD + x_SBD)
+            x_SBD = self._run_branch(names, as_recomputable(residual.x_SBD), context)
+        return x_SBD, residual
+
+    def _parallel_forward(
+        self, x_SBD: Tensor, context: ForwardContext, residual: Residual | None
+    ) -> tuple[Tensor, Residual | None]:
+        """Runs all branches on the same stream; a shared norm's output is recomputed once, for all of them."""
+        first: Norm = self._modules[self._branches[0].norm]  # pyright: ignore[reportAssignmentType]
+        total, normed = first.add_and_norm(*((x_SBD,) if residual is None else (residual.x_SBD, x_SBD)))
+        out: Tensor | None = None
+        for number, names in enumerate(self._branches):
+            own = self._modules.get(names.norm)
+            if number > 0 and isinstance(own, Norm):
+                total, normed = own.add_and_norm(total)
+            y_SBD = self._run_branch(names, normed, context)
+            out = y_SBD if out is None else out + y_SBD
+        assert out is not None
+        return out, Residual(total)
+
     def _run_branch(self, names: _BranchNames, x: Recomputable, context: ForwardContext) -> Tensor:
         modules = self._modules
         y_SBD = modules[names.branch](x, context)  # pyright: ignore[reportOptionalCall]
         post_norm = modules.get(names.post_norm)
-        return modules[names.dropout](y_SBD if post_norm is None else post_norm(y_SBD))  # pyright: ignore[reportOptionalCall]
+        y_SBD = y_SBD if post_norm is None else post_norm(y_SBD)
+        y_SBD = y_SBD if self._multiplier is None else y_SBD * self._multiplier
+        return modules[names.dropout](y_SBD)  # pyright: ignore[reportOptionalCall]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -41,6 +40,7 @@ class Decoder(StageModule):
         learned = spec.has_position_table and stage.has_embedding
         self.embedding = TokenEmbedding(spec.vocab_size, config.hidden_size) if stage.has_embedding else None
         self.position = PositionEmbedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.embedding_scale = spec.embedding_scale
         self.embedding_dropout = Dropout(config.hidden_dropout)
         self._rotary_embeddings = [RotaryEmbedding(rope) for rope in spec.ropes]  # no parameters
         self.layers = nn.ModuleDict({str(index): spec.layers[index].build(index) for index in stage.layer_indices})
@@ -48,7 +48,11 @@ class Decoder(StageModule):
         self.norm = spec.final_norm.build() if stage.has_loss else None
         # A tied head uses the embedding's weight if it is on the same stage, and else has a replica of it.
         tied = bool(spec.tied_params) and self.embedding is not None
-        self.head = OutputHead(spec.vocab_size, config.hidden_size, tied=tied) if stage.has_loss else None
+        self.head = None
+        if stage.has_loss:
+            scale = None if config.logits_scaling == 1.0 else 1.0 / config.logits_scaling
+            rules = {"input_scale": scale, "softcap": config.final_logit_softcapping}
+            self.head = OutputHead(spec.vocab_size, config.hidden_size, tied=tied, **rules)
 
     def outer_modules(self) -> Sequence[Sequence[nn.Module]]:
         groups = ([self.embedding], [self.position], [self.norm, self.head])
@@ -149,8 +153,8 @@ class Decoder(StageModule):
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None
         x_SBD = self.embedding(tokens_BS)
-        if self.config.scale_embeddings:
-            x_SBD = x_SBD * x_SBD.new_full((), math.sqrt(self.config.hidden_size))
+        if self.embedding_scale is not None:
+            x_SBD = x_SBD * x_SBD.new_full((), self.embedding_scale)
         if self.position is not None:
             x_SBD = x_SBD + self.position(positions)
         return self.embedding_dropout(x_SBD)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.required_settings import required
 from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
+from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
@@ -30,6 +33,11 @@ from petatron.sharding.shard_spec import Shard, padded_rows
 
 MAMBA_CONV_WIDTH = 4
 """Tokens that the convolution of every published Mamba-2 sees."""
+_SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
+    "vanilla": None,
+    "off-by-one": "zero",
+    "learnable": "learned",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,13 @@ class DecoderSpec(ModelSpec):
         mixers = (layer.mixer for layer in dict.fromkeys(self.layers))
         ropes = (mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec | MlaSpec))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """The factor on embeddings; None: 1."""
+        if self.config.scale_embeddings:
+            return math.sqrt(self.config.hidden_size)
+        return None if self.config.embedding_multiplier == 1.0 else self.config.embedding_multiplier
 
     @property
     def has_position_table(self) -> bool:
@@ -123,43 +138,71 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     if config.hybrid_layer_pattern is not None:
         return hybrid_spec(config, moe, config.hybrid_layer_pattern)
     norm = norm_spec(config)
-    mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
     mlp = mlp_spec(config, config.ffn_hidden_size)
     is_moe = moe_layers(RunConfig(model=config, moe=moe))
     experts = moe_spec(config, moe) if any(is_moe) else None
 
-    def layer(channel_mixer: BranchSpec) -> LayerSpec:
-        return LayerSpec(mixer=mixer, channel_mixer=channel_mixer, norm=norm, dropout=config.hidden_dropout)
+    def layer(mixer: BranchSpec, channel_mixer: BranchSpec) -> LayerSpec:
+        return LayerSpec(
+            mixer=mixer,
+            channel_mixer=channel_mixer,
+            norm=norm,
+            dropout=config.hidden_dropout,
+            norm_placement=config.norm_placement,
+            residual_branches=config.residual_branches,
+            residual_multiplier=config.residual_multiplier,
+        )
 
-    dense_layer, moe_layer = layer(mlp), None if experts is None else layer(experts)
-    layers = tuple(moe_layer if chosen and moe_layer is not None else dense_layer for chosen in is_moe)
+    channel_mixers = (experts if chosen and experts is not None else mlp for chosen in is_moe)
+    layers = tuple(map(layer, mixer_specs(config), channel_mixers))
     return DecoderSpec(config, None if experts is None else moe, layers, norm)
 
 
 def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
     """Makes the spec of a model of layers with one branch each, by the letters of a pattern (Mamba-2 hybrids)."""
-    norm, experts = norm_spec(config), EXPERTS in pattern
-    branches: dict[str, Callable[[], BranchSpec]] = {
+    norm = norm_spec(config)
+    attention = list(mixer_specs(config)) if ATTENTION in pattern else []
+    others: dict[str, Callable[[], BranchSpec]] = {
         MAMBA: lambda: mamba2_spec(config),
-        ATTENTION: lambda: mla_spec(config) if config.multi_latent_attention else attention_spec(config),
         MLP: lambda: mlp_spec(config, config.ffn_hidden_size),
         EXPERTS: lambda: moe_spec(config, moe),
     }
-    kinds: dict[str, LayerSpec] = {}
-    for symbol in dict.fromkeys(pattern):
-        branch, mixes = branches[symbol](), symbol in (MAMBA, ATTENTION)
-        kinds[symbol] = LayerSpec(
+    made = {symbol: others[symbol]() for symbol in set(pattern) - {ATTENTION}}
+
+    def layer(index: int, symbol: str) -> LayerSpec:
+        branch = attention[index] if symbol == ATTENTION else made[symbol]
+        mixes = symbol in (MAMBA, ATTENTION)
+        return LayerSpec(
             mixer=branch if mixes else None,
             channel_mixer=None if mixes else branch,
             norm=norm,
             dropout=config.hidden_dropout,
+            norm_placement=config.norm_placement,
+            residual_multiplier=config.residual_multiplier,
         )
-    return DecoderSpec(config, moe if experts else None, tuple(kinds[symbol] for symbol in pattern), norm)
+
+    layers = tuple(layer(index, symbol) for index, symbol in enumerate(pattern))
+    return DecoderSpec(config, moe if EXPERTS in pattern else None, layers, norm)
 
 
 def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
     """Returns the norm of a config, over the hidden size unless another width is given."""
     return NormSpec(config.normalization, width or config.hidden_size, config.norm_epsilon, config.apply_layernorm_1p)
+
+
+def mixer_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
+    """Yields the mixer of every layer: some have a window, some no positions, and those with a window may have a rope of their own."""
+    mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
+    local_rope = mixer.rope
+    if mixer.rope is not None and config.rotary_base_local is not None:
+        local_rope = RopeSpec(rotary_dim=mixer.rope.rotary_dim, base=config.rotary_base_local)
+    for has_window, has_no_rope in zip(window_layers(config), no_rope_layers(config), strict=True):
+        rope = None if has_no_rope else local_rope if has_window else mixer.rope
+        window = config.window_size if has_window else None
+        if isinstance(mixer, AttentionSpec):
+            yield replace(mixer, window=window, rope=rope)
+        else:
+            yield replace(mixer, window=window, rope=rope or mixer.rope)
 
 
 def attention_spec(config: ModelConfig) -> AttentionSpec:
@@ -177,6 +220,11 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         dropout=config.attention_dropout,
         std=config.init_method_std,
         out_std=out_std(config),
+        qk_norm_scope=config.qk_layernorm_scope,
+        rope_interleaved=config.rotary_interleaved,
+        softmax_scale=config.softmax_scale,
+        softcap=config.attn_logit_softcapping,
+        sinks=_SINKS[config.softmax_type],
     )
 
 
@@ -223,6 +271,10 @@ def out_std(config: ModelConfig) -> float:
 
 def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
     yarn = config.position_embedding_type == "yarn"
+    interpolation = config.rotary_seq_len_interpolation_factor
+    if interpolation is not None and not yarn:
+        rotary_dim = int(head_dim * config.rotary_percent)
+        return RopeSpec(rotary_dim=rotary_dim, base=config.rotary_base, scaling="linear", scaling_factor=interpolation)
     return RopeSpec(
         rotary_dim=int(head_dim * config.rotary_percent),
         base=config.rotary_base,

@@ -44,6 +44,7 @@ from petatron.layers.norm import Norm
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.output_head import OutputHead
+from petatron.layers.projection_norm import ProjectionRMSNorm
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.layers.vocabulary_shard import VocabShard
@@ -280,6 +281,8 @@ def apply_tensor_parallel(
         if isinstance(module, Linear):
             tp = params[f"{name}.weight"].shard.tp
             module.linear_op = ReplicatedOp() if tp is None else column_linear if tp == 0 else row_linear
+        elif isinstance(module, ProjectionRMSNorm):
+            module.all_reduce, module.num_ranks = partial(collectives.all_reduce, axis=axis), axis.size
         elif isinstance(module, TokenEmbedding):
             module.output_comm = row.reduce_output
         elif isinstance(module, OutputHead):

@@ -102,7 +102,7 @@ def assert_covers(entries: tuple[FolderEntry, ...], spec: ModelSpec) -> None:
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_folder_holds_what_transformers_saves(name: str, tmp_path: Path):
     spec = model_spec(run_config(truth(name).config, tmp_path))
-    entries = folder_entries(spec)
+    entries = folder_entries(spec, truth(name).config["model_type"])
     assert {entry.name: entry.shape for entry in entries} == {
         key: tuple(value.shape) for key, value in truth(name).weights.items()
     }

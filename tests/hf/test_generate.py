@@ -14,19 +14,25 @@ from petatron.models.hf import family_name_of_config, to_logical
 from petatron.models.registry import model_spec
 from tests.dist import RankPool
 from tests.hf.ours import continue_all, run_config
-from tests.hf.zoo import DENSE, MIXED, NEW_TOKENS, truth
+from tests.hf.zoo import DENSE, MIXED, NEW_TOKENS, PLAIN, truth
+from tests.longform import later
 
+EXPERTS = [name for name in MIXED if name in PLAIN]
+VARIANTS = [name for name in (*DENSE, *MIXED) if name not in PLAIN]
 LAYOUTS = {
-    "pp2": ("--pp 2", 2, [*DENSE, *MIXED]),
-    "dp2": ("--dp 2", 2, [*DENSE, *MIXED]),
-    "tp2-pp2": ("--tp 2 --pp 2", 4, [*DENSE, *MIXED]),
+    "pp2": ("--pp 2", 2, PLAIN),
+    "dp2": ("--dp 2", 2, PLAIN),
+    "tp2-pp2": ("--tp 2 --pp 2", 4, PLAIN),
     "tp2-sp-pp2": ("--tp 2 --sequence-parallel --pp 2", 4, ["llama-gqa", "gpt2", "mixtral"]),
-    "ep2": ("--ep 2", 2, MIXED),
+    "ep2": ("--ep 2", 2, EXPERTS),
     "pp2-ep2": ("--pp 2 --ep 2", 4, ["mixtral"]),
+    "variants-pp2": ("--pp 2", 2, VARIANTS),
+    "variants-tp2-pp2": ("--tp 2 --pp 2", 4, VARIANTS),
 }
+LATER = ("variants-tp2-pp2",)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [later(layout) if layout in LATER else layout for layout in LAYOUTS])
 def test_greedy_tokens_are_those_of_transformers(ranks: RankPool, tmp_path: Path, layout: str):
     flags, world_size, names = LAYOUTS[layout]
     cases = []

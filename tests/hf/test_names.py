@@ -17,9 +17,9 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import (
     build_config_json,
-    family_name_for_model,
     family_name_of_config,
     fill_model,
+    matching_family,
     to_hf,
     to_logical,
 )
@@ -52,7 +52,8 @@ def test_transformers_opens_what_we_write(name: str, tmp_path: Path):
     """A folder of our config.json and tensors makes transformers compute the same logits."""
     true, spec = truth(name), spec_of(name, tmp_path)
     content = build_config_json(spec, torch.float32)
-    assert content["model_type"] == family_name_for_model(spec.config, spec.moe)
+    family = matching_family(spec)
+    assert family is not None and content["model_type"] == family.name
     written = to_hf(content["model_type"], to_logical(family_name_of_config(true.config), true.weights, spec), spec)
     (tmp_path / "config.json").write_text(json.dumps(content))
     save_file(written, tmp_path / "model.safetensors", {"format": "pt"})
@@ -189,9 +190,7 @@ def test_a_family_without_names_for_the_experts(tmp_path: Path):
 
 
 def test_unknown_family(tmp_path: Path):
-    with pytest.raises(
-        ConfigError, match=r'model_type "mamba".*Families: gpt2, llama, mistral, qwen2, qwen3, gemma, mixtral'
-    ):
+    with pytest.raises(ConfigError, match=r'model_type "mamba".*Families: gpt2, llama, mistral, '):
         to_hf("mamba", {}, spec_of("gpt2", tmp_path))
 
 

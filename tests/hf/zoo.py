@@ -18,19 +18,10 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.hf.variant_zoo import SHAPE as _SHAPE
+from tests.hf.variant_zoo import VARIANT_BUILDERS, VOCABULARY
+
 SEQUENCE, BATCH, NEW_TOKENS = 24, 2, 6
-VOCABULARY = 61  # odd, so that every tensor-parallel size pads it
-_SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 # A short original context, so that the scaling is felt within the sequence.
 _LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
 _LLAMA3 |= {"original_max_position_embeddings": 16}
@@ -93,7 +84,9 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "llama-yarn-mscale": lambda: _llama(rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 0.4}),
     "llama-yarn-attention-factor": lambda: _llama(rope_parameters={**_YARN, "attention_factor": 1.3, "beta_fast": 8}),
     "mistral-window": lambda: _mistral(sliding_window=5),
+    "llama-linear": lambda: _llama(rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}),
     "qwen2-qkv-bias": _qwen2,
+    "qwen2-last-layers-window": lambda: _qwen2(use_sliding_window=True, sliding_window=4, max_window_layers=1),
     "gemma": _gemma,
     "gemma-mqa-untied": lambda: _gemma(num_key_value_heads=1, tie_word_embeddings=False),
     "qwen3-head-norm": lambda: _qwen3(tie_word_embeddings=True),
@@ -110,8 +103,11 @@ ONE_EXPERT: dict[str, Callable[[], Any]] = {
     "mixtral-one-expert": lambda: _mixtral(num_experts_per_tok=1),
     "qwen3-moe-one-expert": lambda: _qwen3_moe(num_experts_per_tok=1, norm_topk_prob=True),
 }
-DENSE = [name for name in BUILDERS if "moe" not in name and "mixtral" not in name]
-MIXED = [name for name in BUILDERS if name not in DENSE]
+PLAIN = tuple(BUILDERS)
+"""The models that every test has in every form; of the variants most forms are later."""
+BUILDERS |= VARIANT_BUILDERS
+MIXED = [name for name in BUILDERS if any(word in name for word in ("moe", "mixtral", "gpt-oss"))]
+DENSE = [name for name in BUILDERS if name not in MIXED]
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ def test_packed_documents_are_documents_by_themselves():
     inputs = scan_inputs(14, batch=1)
     begins = (0, 3, 4, 9)
     packed, state = chunk_scan(*inputs, chunk_size=4, starts_SB=document_starts(14, begins))
+    last = torch.empty(0)
     for begin, end in zip(begins, (*begins[1:], 14)):
         alone, last = chunk_scan(*part(inputs, slice(begin, end)), chunk_size=4)
         torch.testing.assert_close(packed[begin:end], alone, **EXACT)

@@ -80,9 +80,9 @@ def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> 
 @torch.no_grad()
 def load_initial_weights(model: nn.Module, spec: ModelSpec, *, family: str, device: torch.device) -> None:
     table = get_family(family)
-    shapes, initial_weights = spec.logical_shapes(), InitialWeights(spec, device)
+    initial_weights = InitialWeights(spec, device)
     parameters = dict(model.named_parameters())
-    for entry in family_entries(table, table.in_memory_mappings or table.mappings, shapes):
+    for entry in family_entries(table, table.in_memory_mappings or table.mappings, spec):
         for region in entry.regions:
             values = initial_weights[region.name][region.logical_slices()]
             values = values.transpose(-2, -1) if region.transposed else values

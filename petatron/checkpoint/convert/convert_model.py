@@ -171,7 +171,9 @@ class _ConversionWriter:
         on_progress: Callable[[ConversionProgress], None],
     ) -> None:
         self._source, self._options, self._disk, self._on_progress = source, options, disk, on_progress
-        self._entries = folder_entries(source.spec)
+        # A folder keeps its config.json, so its tensors keep the names of the family that it names.
+        model_type = None if source.config_json is None else str(source.config_json.get("model_type"))
+        self._entries = folder_entries(source.spec, model_type)
         self._weights = _weight_specs(source, self._entries, options.dtype)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._done_bytes = 0

@@ -95,7 +95,8 @@ def check_stored_size(path: Path, spec: ModelSpec) -> None:
 def folder_manifest(path: Path, spec: ModelSpec) -> Manifest:
     """Locates every logical tensor of a model in a folder; everything that does not fit is one error."""
     _check_same_model(path, spec)
-    shapes, entries = spec.logical_shapes(), folder_entries(spec)
+    shapes = spec.logical_shapes()
+    entries = folder_entries(spec, str(load_config_json(path).get("model_type")))
     slots = _tensor_infos(path)
     known = {entry.name: entry for entry in entries}
     stored = _stored_names(path, slots, known)

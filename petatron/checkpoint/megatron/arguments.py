@@ -17,6 +17,7 @@ from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject
 from petatron.config.checks.model import check_model
 from petatron.config.schema.fields import fields_by_name, flag_name
+from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.moe_layer_freq import parse_moe_layer_freq
 from petatron.config.schema.run import RawRunConfig
@@ -30,6 +31,8 @@ _MODEL_FIELDS = (
     "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout",
     "init_method_std", "make_vocab_size_divisible_by", "apply_layernorm_1p",
 )  # fmt: skip
+# Variants of layers that Megatron has an argument for; a pattern of layers is a number or a list there.
+_VARIANT_FIELDS = ("window_attn_skip_freq", "no_rope_freq", "rotary_seq_len_interpolation_factor", "rotary_interleaved")
 _CONVERTED_SEPARATELY = ("moe_layer_freq", "moe_router_force_load_balancing")
 _MOE_FIELDS = tuple(field.name for field in dataclasses.fields(MoEConfig) if field.name not in _CONVERTED_SEPARATELY)
 # Megatron hard-codes these for Llama-3 rope scaling and has no argument for them.
@@ -48,13 +51,9 @@ _UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "linear_attention_freq": (),
     "mtp_num_layers": (),
     "multi_latent_attention": (),
-    "no_rope_freq": (),
     "qk_l2_norm": (),
     "quick_geglu": (),
-    "rotary_interleaved": (),
-    "rotary_seq_len_interpolation_factor": (1,),
-    "softmax_type": ("vanilla",),
-    "window_attn_skip_freq": (),
+    "softmax_type": ("vanilla",),  # its learned scores have no name in our maps of Megatron's weights
 }
 _FIX = "Such a checkpoint cannot be converted."
 _SCALARS = (bool, int, float, str)
@@ -121,7 +120,7 @@ def config_from_arguments(
     model.setdefault("ffn_hidden_size", 4 * arguments["hidden_size"])
     model.setdefault("max_position_embeddings", arguments.get("seq_length"))
     model.setdefault("seq_length", model["max_position_embeddings"])
-    model |= _position_embedding(arguments, problems) | _window(arguments, problems)
+    model |= _position_embedding(arguments, problems) | _window(arguments, problems) | _variants(arguments)
     if model["max_position_embeddings"] is None:
         rule = "is not in the checkpoint's arguments, and neither is --seq-length"
         problems.append(Problem("--max-position-embeddings", "", rule, "Save it with Megatron's own trainer."))
@@ -188,6 +187,17 @@ def _window(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, 
     return {}
 
 
+def _variants(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variants of layers; Megatron ignores a window pattern without a window, and interpolates by 1 where it does not."""
+    values = {name: arguments.get(name) for name in _VARIANT_FIELDS}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    if arguments.get("window_size") is None:
+        values["window_attn_skip_freq"] = None
+    if values["rotary_seq_len_interpolation_factor"] == 1:
+        values["rotary_seq_len_interpolation_factor"] = None
+    return {name: value for name, value in values.items() if value}
+
+
 def _moe_values(arguments: Mapping[str, Any], model: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
     if not arguments.get("num_experts"):
         return {}
@@ -217,6 +227,7 @@ def arguments_from_config(
         raise ConfigError(problems)
     rotary = model.position_embedding_type == "rope"
     values: dict[str, Any] = {name: getattr(model, name) for name in _MODEL_FIELDS}
+    values |= {name: _megatron_variant(getattr(model, name)) for name in _VARIANT_FIELDS}
     values |= {
         "group_query_attention": model.num_query_groups != model.num_attention_heads,
         "num_query_groups": model.num_query_groups,
@@ -238,7 +249,6 @@ def arguments_from_config(
         "context_parallel_size": 1,
         "apply_layernorm_1p": model.apply_layernorm_1p,
         "apply_query_key_layer_scaling": False,
-        "rotary_interleaved": False,
         "transformer_impl": "transformer_engine",
         "use_mcore_models": True,
         "tokenizer_type": None,
@@ -260,8 +270,16 @@ def _megatron_layer_freq(text: str) -> int | list[int]:
     return pattern if isinstance(pattern, int) else list(pattern)
 
 
+def _megatron_variant(value: float | str | None) -> float | int | list[int] | None:
+    return _megatron_layer_freq(value) if isinstance(value, str) else value
+
+
 def _unsupported_by_megatron(model: ModelConfig) -> list[Problem]:
-    problems = []
+    problems = [
+        Problem(flag_name(name), str(getattr(model, name)), "has no argument in Megatron", _FIX)
+        for name, default in variant_defaults().items()
+        if name not in _VARIANT_FIELDS and getattr(model, name) != default
+    ]
     if model.activation not in ("swiglu", "squared_relu", "gelu", "gelu_tanh"):
         problems.append(Problem("--activation", model.activation, "has no argument in Megatron", _FIX))
     if model.scale_embeddings:

@@ -15,7 +15,7 @@ from petatron.config.checks.cuda_graphs import check_cuda_graphs
 from petatron.config.checks.data_parallel import check_data_parallel
 from petatron.config.checks.files import check_files
 from petatron.config.checks.fp8 import check_fp8
-from petatron.config.checks.hybrid import check_hybrid
+from petatron.config.checks.layers.hybrid import check_hybrid
 from petatron.config.checks.model import check_model
 from petatron.config.checks.moe import check_moe
 from petatron.config.checks.moe_overlap import check_moe_overlap

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
+from petatron.config.checks.layer_variants import check_layer_variants
 from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, within
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.hybrid_pattern import ATTENTION
@@ -27,6 +28,7 @@ def check_model(config: RawRunConfig) -> Iterator[Problem]:
             yield Problem("--sample-prompts", config.log.sample_prompts, rule, "Leave it out.")
     yield from _positions(config.model)
     yield from _numbers(config.model)
+    yield from check_layer_variants(config.model)
 
 
 def has_attention(model: RawModelConfig) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
-from petatron.config.checks.hybrid import MAMBA_SIZES
+from petatron.config.checks.layers.hybrid import MAMBA_SIZES
 from petatron.config.checks.model import LATENT_WIDTHS
 from petatron.config.checks.moe import router_cannot_learn
 from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, flatten_config

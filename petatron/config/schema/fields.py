@@ -139,10 +139,19 @@ def all_fields() -> tuple[FieldInfo, ...]:
     found: list[FieldInfo] = []
     for section, section_class in sections().items():
         hints = typing.get_type_hints(section_class, include_extras=True)
-        for item in fields(section_class):
-            doc = documentation[section_class.__name__, item.name]
+        for item, owner in _fields_with_owners(section_class):
+            doc = documentation[owner.__name__, item.name]
             found.append(_field_info(section, item, hints[item.name], doc))
     return tuple(found)
+
+
+def _fields_with_owners(section_class: type) -> list[tuple[Field[Any], type]]:
+    """Returns the fields of a section with the class that declares each; a section's own come before inherited ones."""
+    declared = {
+        name: owner for owner in reversed(section_class.__mro__) for name in vars(owner).get("__annotations__", {})
+    }
+    found = [(item, declared[item.name]) for item in fields(section_class)]
+    return sorted(found, key=lambda pair: section_class.__mro__.index(pair[1]))
 
 
 @functools.cache
@@ -203,7 +212,8 @@ def _field_info(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInf
 def _field_docs() -> dict[tuple[str, str], str]:
     docs: dict[tuple[str, str], str] = {}
     # By file and not by class: to find one class, Python would reparse its whole file.
-    files = dict.fromkeys(section_class.__module__ for section_class in sections().values())
+    classes = [owner for section_class in sections().values() for owner in section_class.__mro__ if is_dataclass(owner)]
+    files = dict.fromkeys(owner.__module__ for owner in classes)
     nodes = [node for name in files for node in ast.parse(inspect.getsource(sys.modules[name])).body]
     for node in nodes:
         if not isinstance(node, ast.ClassDef):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from petatron.config.schema.layer_variants import LayerVariants
 from petatron.config.schema.numeric_bounds import (
     ExpertCount,
     Factor,
@@ -24,7 +25,7 @@ ActivationName = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RawModelConfig:
+class RawModelConfig(LayerVariants):
     """The shape of a decoder."""
 
     model_type: str = "decoder"

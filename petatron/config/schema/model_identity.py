@@ -12,6 +12,7 @@ from typing import Any
 
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, MLP
+from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS, MoELayerFreqError, parse_moe_layer_freq
 
@@ -80,8 +81,8 @@ def is_identity_field(name: str) -> bool:
 def model_identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
     """Returns the settings that define the function of a model's weights, as stored in a checkpoint.
 
-    A dense model has no expert settings, a decoder no type, and a model without latent attention, multi-token prediction or layers
-    of a pattern none of theirs, so that checkpoints from before there were others still match.
+    A dense model has no expert settings, a decoder no type, and a model without latent attention, multi-token prediction, layers of a
+    pattern or a variant of its layers none of theirs, so that checkpoints from before there were others still match.
     """
     experts = asdict(moe) if moe is not None and moe.num_experts is not None else {}
     identity = {name: value for name, value in (asdict(model) | experts).items() if is_identity_field(name)}
@@ -90,6 +91,7 @@ def model_identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
     lacking = frozenset() if model.multi_latent_attention else _LATENT_FIELDS
     lacking |= _HYBRID_FIELDS if model.hybrid_layer_pattern is None else frozenset()
     lacking |= frozenset() if model.mtp_num_layers is not None else _PREDICTION_FIELDS
+    lacking |= {name for name, default in variant_defaults().items() if identity[name] == default}
     return {name: value for name, value in identity.items() if name not in lacking}
 
 
@@ -103,9 +105,8 @@ def identity_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
     ['num_layers']
     """
     ignored = REDUNDANT_FIELDS | _unused_fields(ours)
-    theirs, ours = (
-        {"multi_latent_attention": False, "hybrid_layer_pattern": None, **settings} for settings in (theirs, ours)
-    )
+    absent = {"multi_latent_attention": False, "hybrid_layer_pattern": None, **variant_defaults()}
+    theirs, ours = ({**absent, **settings} for settings in (theirs, ours))
     return [
         name
         for name in sorted(theirs.keys() & ours.keys())
@@ -116,6 +117,8 @@ def identity_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
 def _same_value(name: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     if name == "moe_layer_freq":
         return _moe_pattern(theirs) == _moe_pattern(ours)
+    if name in ("window_attn_skip_freq", "no_rope_freq"):
+        return _layer_pattern(name, theirs) == _layer_pattern(name, ours)
     first, second = (tuple(v) if isinstance(v, list) else v for v in (theirs[name], ours[name]))
     return first == second
 
@@ -143,6 +146,21 @@ def _unused_fields(settings: Mapping[str, Any]) -> frozenset[str]:
     if not isinstance(pattern, str) and settings.get("num_experts") is not None and all(_moe_pattern(settings)):
         unused |= {"ffn_hidden_size"}
     return unused
+
+
+def _layer_pattern(name: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns for each layer whether the pattern marks it; a pattern that means nothing stands for itself."""
+    text, layers = settings[name], settings.get("num_layers", 0)
+    if text is None or not is_count(layers, 1) or layers > MAX_PATTERN_LAYERS:
+        return ("", text, layers)
+    try:
+        pattern = parse_moe_layer_freq(str(text))
+    except MoELayerFreqError:
+        return ("", text)
+    if isinstance(pattern, int):
+        windowed = name == "window_attn_skip_freq"
+        return tuple(((layer + 1) % max(pattern, 1) == 0) != windowed for layer in range(layers))
+    return tuple(bool(bit) for bit in pattern)
 
 
 def _moe_pattern(settings: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ Causally, a token attends to itself and the tokens before it, at most `window` o
     neither window nor documents       cuDNN on Hopper, else PyTorch's choice; FlashAttention where values are narrower than keys
     documents                          cuDNN on Hopper for long ones (`documents.py`), else FlashAttention on NVIDIA GPUs
     windows, with or without them      FlashAttention on NVIDIA GPUs
+    rules of scores                    `score_rules.py`; rectangles as below, those of a soft cap in tiles only
     everything else                    the sequence is cut into rectangles (`mask.py`), so that masked-out parts cost neither
                                        time nor memory
 
@@ -25,11 +26,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from petatron.kernels.attention import cudnn, flash, rows
-from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
+from petatron.kernels.attention.blocks import (
+    AttentionBackwardInputs,
+    PartialAttention,
+    block_backward,
+    sink_grads,
+    zero_qkv_grads,
+)
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.mask import AttentionBounds, BlockMask
 from petatron.kernels.attention.padded import PackingKernels, PaddedKernels, padded_attention
+from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.tiles import AttentionDropout
+
+_PLANNED_LENGTHS = 256
+"""Where lengths vary, cuDNN computes the multiples of this: few enough for each to have its plan."""
 
 
 def causal_attention(
@@ -41,13 +52,22 @@ def causal_attention(
     dropout: float = 0.0,
     documents: Documents | None = None,
     packing_kernels: PackingKernels = rows,
+    lengths_vary: bool = False,
+    rules: ScoreRules | None = None,
 ) -> Tensor:
     """Softmax attention of each token to itself and the tokens of its document before it, at most `window` of them.
 
-    `packing_kernels` gathers tokens into padded rows and scatters them back: `rows` or a faster implementation.
+    `packing_kernels` gathers tokens into padded rows and scatters them back: `rows` or a faster implementation. `lengths_vary`: hardly
+    a length comes again. cuDNN builds a plan for each, so few of them are computed by it.
     """
     length = q_SBHE.shape[0]
     limit = window if window is not None and window < length else None
+    if rules is not None:
+        return _attention_in_blocks(q_SBHE, k_SBKE, v_SBKE, window, dropout, documents, rules)
+    if lengths_vary and limit is None and flash.supports_varlen(q_SBHE, v_SBKE):
+        common = length if documents is None else documents.equal_length
+        if common is None or common % _PLANNED_LENGTHS:
+            return flash.varlen_attention(q_SBHE, k_SBKE, v_SBKE, window=None, documents=documents, dropout=dropout)
     if limit is None and documents is None:
         return _dense_attention(q_SBHE, k_SBKE, v_SBKE, dropout=dropout, causal=True)
     if (
@@ -64,10 +84,23 @@ def causal_attention(
             )
     if flash.supports_varlen(q_SBHE, v_SBKE):
         return flash.varlen_attention(q_SBHE, k_SBKE, v_SBKE, window=limit, documents=documents, dropout=dropout)
+    return _attention_in_blocks(q_SBHE, k_SBKE, v_SBKE, window, dropout, documents, None)
+
+
+def _attention_in_blocks(
+    q_SBHE: Tensor,
+    k_SBKE: Tensor,
+    v_SBKE: Tensor,
+    window: int | None,
+    dropout: float,
+    documents: Documents | None,
+    rules: ScoreRules | None,
+) -> Tensor:
+    length = q_SBHE.shape[0]
     starts = None if documents is None else documents.starts_BS
     bounds = AttentionBounds.build(length, window=window, document_starts_BS=starts, device=q_SBHE.device)
     whole = (range(length),)
-    return block_attention(q_SBHE, k_SBKE, v_SBKE, BlockMask(whole, whole, bounds), dropout=dropout)
+    return block_attention(q_SBHE, k_SBKE, v_SBKE, BlockMask(whole, whole, bounds), dropout=dropout, rules=rules)
 
 
 def full_attention(q_SBHE: Tensor, k_TBKE: Tensor, v_TBKE: Tensor, *, dropout: float = 0.0) -> Tensor:
@@ -75,9 +108,19 @@ def full_attention(q_SBHE: Tensor, k_TBKE: Tensor, v_TBKE: Tensor, *, dropout: f
     return _dense_attention(q_SBHE, k_TBKE, v_TBKE, dropout=dropout, causal=False)
 
 
-def block_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, mask: BlockMask, *, dropout: float = 0.0) -> Tensor:
+def block_attention(
+    q_SBHE: Tensor,
+    k_SBKE: Tensor,
+    v_SBKE: Tensor,
+    mask: BlockMask,
+    *,
+    dropout: float = 0.0,
+    rules: ScoreRules | None = None,
+) -> Tensor:
     """Attention of any queries over any keys, by the positions that the mask gives them."""
-    return _BlockAttention.apply(q_SBHE, k_SBKE, v_SBKE, mask, AttentionDropout.draw(dropout))  # pyright: ignore[reportReturnType]
+    softcap, sinks_H = (None, None) if rules is None else (rules.softcap, rules.sinks_H)
+    drawn = AttentionDropout.draw(dropout)
+    return _BlockAttention.apply(q_SBHE, k_SBKE, v_SBKE, sinks_H, mask, drawn, softcap)  # pyright: ignore[reportReturnType]
 
 
 def _equal_length_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, length: int) -> Tensor:
@@ -133,19 +176,31 @@ class _KernelAttention(torch.autograd.Function):
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dropout: AttentionDropout | None) -> Tensor:
-        partial = PartialAttention(q, value_width=v.shape[-1])
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        mask: BlockMask,
+        dropout: AttentionDropout | None,
+        softcap: float | None,
+    ) -> Tensor:
+        partial = PartialAttention(q, value_width=v.shape[-1], softcap=softcap)
         partial.attend_block(k, v, mask, dropout=dropout)
+        if sinks is not None:
+            partial.add_sinks(sinks)
         out = partial.out_SBHE.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, partial.lse_BHS)
-        ctx.mask, ctx.dropout = mask, dropout
+        ctx.save_for_backward(q, k, v, out, partial.lse_BHS, sinks)
+        ctx.mask, ctx.dropout, ctx.softcap = mask, dropout, softcap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
         qkv_grads = zero_qkv_grads(q, k, v)
-        block_backward(backward_inputs, k, v, ctx.mask, grads=qkv_grads, dropout=ctx.dropout)
-        return *(grad.to(q.dtype) for grad in qkv_grads), None, None
+        block_backward(backward_inputs, k, v, ctx.mask, grads=qkv_grads, dropout=ctx.dropout, softcap=ctx.softcap)
+        sinks_grad = None if sinks is None else sink_grads(backward_inputs, sinks)
+        return *(grad.to(q.dtype) for grad in qkv_grads), sinks_grad, None, None, None

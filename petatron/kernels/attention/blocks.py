@@ -25,7 +25,8 @@ from petatron.kernels.compute_dtype import compute_dtype
 class PartialAttention:
     """The attention of some queries over the blocks of keys so far."""
 
-    def __init__(self, q_SBHE: Tensor, *, value_width: int) -> None:
+    def __init__(self, q_SBHE: Tensor, *, value_width: int, softcap: float | None = None) -> None:
+        self._softcap = softcap
         length, batch, heads, _ = q_SBHE.shape
         self._q_BHSE = _heads_first(q_SBHE)
         dtype = compute_dtype(q_SBHE.dtype)
@@ -37,7 +38,7 @@ class PartialAttention:
     ) -> None:
         """Adds a block of keys and values; `mask` has their positions and those of the queries."""
         k, v = _heads_first(k_SBKE), _heads_first(v_SBKE)
-        for rectangle, tile, key in _rectangles_and_tiles(mask, self._q_BHSE, v, dropout):
+        for rectangle, tile, key in _rectangles_and_tiles(mask, self._q_BHSE, v, dropout, self._softcap):
             part = tile or rectangle
             q_part, k_part, v_part = (
                 _slice_rows(self._q_BHSE, part.rows),
@@ -48,8 +49,17 @@ class PartialAttention:
                 out, lse = flash.forward(q_part, k_part, v_part, causal=rectangle.kind == "causal")
             else:
                 keyed = None if dropout is None else (dropout, key)
-                out, lse = tile_forward(q_part, k_part, v_part, masked_out=tile.masked_out, dropout=keyed)
+                out, lse = tile_forward(
+                    q_part, k_part, v_part, masked_out=tile.masked_out, dropout=keyed, softcap=self._softcap
+                )
             self._merge(part.rows, out, lse)
+
+    def add_sinks(self, sinks_H: Tensor) -> None:
+        """Adds the sink of every head, after all blocks."""
+        sinks = sinks_H.to(self.lse_BHS.dtype)[:, None]
+        with_sinks = torch.logaddexp(self.lse_BHS, sinks)
+        _heads_first(self.out_SBHE).mul_((self.lse_BHS - with_sinks).exp_().unsqueeze(-1))
+        self.lse_BHS.copy_(with_sinks)
 
     def _merge(self, rows: range, out_BHQE: Tensor, lse_BHQ: Tensor) -> None:
         out, lse = _slice_rows(_heads_first(self.out_SBHE), rows), self.lse_BHS[:, :, rows.start : rows.stop]
@@ -78,6 +88,12 @@ class AttentionBackwardInputs:
         return cls(q_SBHE, out_SBHE, lse_BHS, grad_SBHE.contiguous(), delta.contiguous())
 
 
+def sink_grads(inputs: AttentionBackwardInputs, sinks_H: Tensor) -> Tensor:
+    """Returns the gradient of the sinks."""
+    weights_BHS = (sinks_H.to(inputs.lse_BHS.dtype)[:, None] - inputs.lse_BHS).exp_()
+    return -(weights_BHS * inputs.delta_BHS).sum((0, 2)).to(sinks_H.dtype)
+
+
 QKVGrads = tuple[Tensor, Tensor, Tensor]
 """Gradients of queries, keys and values, with their shapes."""
 
@@ -97,12 +113,13 @@ def block_backward(
     *,
     grads: QKVGrads,
     dropout: AttentionDropout | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Adds the contribution of this block of keys to `grads`."""
     q, out, grad = (_heads_first(x) for x in (inputs.q_SBHE, inputs.out_SBHE, inputs.grad_SBHE))
     k, v = _heads_first(k_SBKE), _heads_first(v_SBKE)
     dq, dk, dv = (_heads_first(x) for x in grads)
-    for rectangle, tile, key in _rectangles_and_tiles(mask, q, v, dropout):
+    for rectangle, tile, key in _rectangles_and_tiles(mask, q, v, dropout, softcap):
         part = tile or rectangle
         rows, columns = part.rows, part.columns
         lse = inputs.lse_BHS[:, :, rows.start : rows.stop]
@@ -125,16 +142,17 @@ def block_backward(
                 delta_BHQ=delta,
                 masked_out=tile.masked_out,
                 dropout=keyed,
+                softcap=softcap,
             )
         for total, part_rows, part_grad in zip((dq, dk, dv), (rows, columns, columns), part_grads):
             _slice_rows(total, part_rows).add_(part_grad)
 
 
 def _rectangles_and_tiles(
-    mask: BlockMask, q: Tensor, v: Tensor, dropout: AttentionDropout | None
+    mask: BlockMask, q: Tensor, v: Tensor, dropout: AttentionDropout | None, softcap: float | None
 ) -> Iterator[tuple[MaskRectangle, MaskTile | None, int]]:
     """Yields rectangles for a fused kernel (no tile), and the tiles of the others, each with a dropout key of its own."""
-    fused = dropout is None and flash.supports(q, v)
+    fused = dropout is None and softcap is None and flash.supports(q, v)
     number = mask.keys[0].start << 24 if mask.keys else 0
     for rectangle in mask_rectangles(mask):
         if fused and rectangle.kind != "bounded":

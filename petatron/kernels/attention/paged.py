@@ -28,6 +28,7 @@ from petatron.kernels.attention import block_attention, causal_attention
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.flash import supports_varlen, widens
 from petatron.kernels.attention.mask import AttentionBounds, BlockMask
+from petatron.kernels.attention.score_rules import ScoreRules, capped_
 from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
 
 
@@ -99,13 +100,20 @@ def paged_attention(
     *,
     window: int | None,
     kernels: PagedAttentionKernels,
+    rules: ScoreRules | None = None,
 ) -> Tensor:
-    """Stores keys and values of all tokens, and returns the attention of each to those of its sequence up to itself."""
-    if not batch.chunks and batch.num_decodes == q_THE.shape[0]:
+    """Stores keys and values of all tokens, and returns the attention of each to those of its sequence up to itself.
+
+    With rules of scores, decoding is in plain PyTorch, whichever kernels there are.
+    """
+    if not batch.chunks and batch.num_decodes == q_THE.shape[0] and rules is None:
         return kernels.store_and_decode(q_THE, k_TKE, v_TKE, k_pages, v_pages, batch, window=window)
     kernels.store_key_value(k_pages, v_pages, k_TKE, v_TKE, batch.slots_T)
     out = torch.zeros((*q_THE.shape[:2], v_TKE.shape[-1]), dtype=q_THE.dtype, device=q_THE.device)
-    if batch.num_decodes:
+    if batch.num_decodes and rules is not None:
+        queries = q_THE[: batch.num_decodes]
+        out[: batch.num_decodes] = decode_with_rules(queries, k_pages, v_pages, batch, window=window, rules=rules)
+    elif batch.num_decodes:
         out[: batch.num_decodes] = kernels.decode_attention(
             q_THE[: batch.num_decodes], k_pages, v_pages, batch, window=window
         )
@@ -115,21 +123,30 @@ def paged_attention(
         rows = slice(first.start, last.stop)
         q, k, v = (x[rows].unsqueeze(1) for x in (q_THE, k_TKE, v_TKE))
         documents = batch.documents if together else None
-        out[rows] = causal_attention(q, k, v, window=window, documents=documents).squeeze(1)
+        out[rows] = causal_attention(
+            q, k, v, window=window, documents=documents, rules=rules, lengths_vary=True
+        ).squeeze(1)
     for chunk in batch.chunks[len(fresh) :]:
-        rows = slice(chunk.start, chunk.stop)
-        out[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, batch.page_table_NP[chunk.sequence], chunk, window)
+        rows, table = slice(chunk.start, chunk.stop), batch.page_table_NP[chunk.sequence]
+        out[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, table, chunk, window=window, rules=rules)
     return out
 
 
 def _continued_chunk(
-    q_THE: Tensor, k_pages: Tensor, v_pages: Tensor, page_table_P: Tensor, chunk: PromptChunk, window: int | None
+    q_THE: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table_P: Tensor,
+    chunk: PromptChunk,
+    *,
+    window: int | None,
+    rules: ScoreRules | None,
 ) -> Tensor:
     length = chunk.context + chunk.stop - chunk.start
     k, v = (_gather(pages, page_table_P, length).unsqueeze(1) for pages in (k_pages, v_pages))
     bounds = AttentionBounds.build(length, window=window, document_starts_BS=None, device=q_THE.device)
     mask = BlockMask((range(chunk.context, length),), (range(length),), bounds)
-    return block_attention(q_THE.unsqueeze(1), k, v, mask).squeeze(1)
+    return block_attention(q_THE.unsqueeze(1), k, v, mask, rules=rules).squeeze(1)
 
 
 def _gather(pages: Tensor, page_table: Tensor, length: int) -> Tensor:
@@ -161,6 +178,28 @@ def decode_attention(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2)
     q, k, v = map(to_compute_dtype, (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).flatten(1, 2).to(q_NHE.dtype)
+
+
+def decode_with_rules(
+    q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None, rules: ScoreRules
+) -> Tensor:
+    """Returns what `decode_attention` does, with rules of scores."""
+    if batch.first_page is None:
+        k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
+        mask = _mask(batch, k_pages, window)
+    else:
+        k, v = _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window)
+        mask = None
+    q = to_compute_dtype(q_NHE.reshape(batch.num_decodes, k.shape[1], -1, q_NHE.shape[-1]))
+    k, v = to_compute_dtype(k), to_compute_dtype(v)
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    scores = scores if rules.softcap is None else capped_(scores, rules.softcap)
+    scores = scores if mask is None else scores + mask
+    if rules.sinks_H is not None:
+        sinks = rules.sinks_H.to(scores.dtype).view(k.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(dim=-1)
+    return (weights[..., : k.shape[2]] @ v).flatten(1, 2).to(q_NHE.dtype)
 
 
 def _view_only_sequence(pages: Tensor, batch: PagedBatch, window: int | None) -> Tensor:

@@ -5,7 +5,8 @@ merged. Backward, with the log-sum-exp L and the output O over *all* keys (Dao e
 
     P = exp(S - L)     dV = (P*M)^T dO     dS = P * (M * (dO V^T) - rowsum(dO * O))     dQ = dS K     dK = dS^T Q
 
-where S are the scaled scores of the tile and M its dropout mask over 1 - rate, or 1. Every tile is independent of the
+where S are the scaled scores of the tile and M its dropout mask over 1 - rate, or 1. Scores capped by c (`score_rules.py`) add the
+factor 1 - (S / c)^2 to dS, S being the capped ones. Every tile is independent of the
 others, so they can be summed in any order, on any rank.
 
 Query heads that share a kv head are additional rows of the same matmul, so keys are never repeated. Everything is computed in
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from petatron.kernels.attention.score_rules import capped_
 from petatron.kernels.compute_dtype import compute_dtype
 
 _BITS = (1 << 64) - 1
@@ -58,9 +60,10 @@ def tile_forward(
     *,
     masked_out: Tensor | None,
     dropout: tuple[AttentionDropout, int] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns output [B, H, Q, E] and log-sum-exp [B, H, Q]; 0 and -inf for a fully masked row. `dropout` includes a key."""
-    scores = _scores(q_BHQE, k_BKTE, masked_out)
+    scores = _masked(_scores(q_BHQE, k_BKTE, softcap), masked_out)
     lse = scores.logsumexp(dim=-1)
     weights = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
     if dropout is not None:
@@ -79,9 +82,12 @@ def tile_backward(
     delta_BHQ: Tensor,
     masked_out: Tensor | None,
     dropout: tuple[AttentionDropout, int] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v; `lse` and `delta`, the row sums of gradient times output, are those over all keys."""
-    scores = _scores(q_BHQE, k_BKTE, masked_out)
+    scores = _scores(q_BHQE, k_BKTE, softcap)
+    slope = None if softcap is None else 1.0 - (scores / softcap).square_()
+    scores = _masked(scores, masked_out)
     grouped = scores.shape[:4]
     weights = scores.sub_(lse_BHQ.view(grouped).unsqueeze(-1)).exp_()
     if masked_out is not None:  # a fully masked row has log-sum-exp -inf
@@ -97,18 +103,23 @@ def tile_backward(
         keep = dropout[0].keep_mask(dropout[1], weights.shape, weights)
         grad_weights, dropped_out = grad_weights.mul_(keep), weights * keep
     grad_v = dropped_out.flatten(2, 3).mT @ grad
-    grad_scores = grad_weights.sub_(delta_BHQ.view(grouped).unsqueeze(-1)).mul_(weights).flatten(2, 3)
+    grad_scores = grad_weights.sub_(delta_BHQ.view(grouped).unsqueeze(-1)).mul_(weights)
+    grad_scores = (grad_scores if slope is None else grad_scores.mul_(slope)).flatten(2, 3)
     grad_scores *= q_BHQE.shape[-1] ** -0.5
     return (grad_scores @ k).view(q_BHQE.shape), grad_scores.mT @ q, grad_v
 
 
-def _scores(q_BHQE: Tensor, k_BKTE: Tensor, masked_out: Tensor | None) -> Tensor:
-    """Returns scaled and masked scores [B, K, H/K, Q, T]."""
+def _scores(q_BHQE: Tensor, k_BKTE: Tensor, softcap: float | None) -> Tensor:
+    """Returns scaled and capped scores [B, K, H/K, Q, T]."""
     dtype = compute_dtype(q_BHQE.dtype)
     batch, heads, rows, width = q_BHQE.shape
     groups = k_BKTE.shape[1]
     q = _group_query_heads(q_BHQE, groups, dtype) * width**-0.5
     scores = (q @ k_BKTE.to(dtype).mT).view(batch, groups, heads // groups, rows, -1)
+    return scores if softcap is None else capped_(scores, softcap)
+
+
+def _masked(scores: Tensor, masked_out: Tensor | None) -> Tensor:
     return scores if masked_out is None else scores.masked_fill_(_over_heads(masked_out), float("-inf"))
 
 

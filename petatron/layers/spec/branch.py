@@ -86,6 +86,11 @@ class BranchSpec(ABC):
         """Whether a token can be computed from its own input and what `generation_state` keeps of those before."""
         return False
 
+    @property
+    def decodes_in_fused_kernels(self) -> bool:
+        """Whether fused kernels compute a step of decoding; else it is in plain PyTorch, and not in a CUDA graph."""
+        return True
+
     def generation_state(self, tp: int) -> PagedState | None:
         """Returns what one rank keeps of every token while text is generated; None: nothing."""
         return None

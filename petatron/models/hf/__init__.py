@@ -9,10 +9,10 @@ build_config_json(spec, dtype)                                               # i
 """
 
 from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config
-from petatron.models.hf.family import Family
+from petatron.models.hf.family import OWN_MODEL_TYPE, Family
 from petatron.models.hf.fill_model import fill_model
-from petatron.models.hf.find_family import FAMILIES, family_name_for_model, family_name_of_config, get_family
-from petatron.models.hf.folder_config_json import OWN_MODEL_TYPE, build_config_json, parse_config_json
+from petatron.models.hf.find_family import FAMILIES, family_name_of_config, get_family
+from petatron.models.hf.folder_config_json import build_config_json, parse_config_json
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries
 from petatron.models.hf.tensor_names import output_head_name, stored_names_by_full_name, to_hf, to_logical
 
@@ -24,7 +24,6 @@ __all__ = [
     "FolderEntry",
     "build_config_json",
     "family_entries",
-    "family_name_for_model",
     "family_name_of_config",
     "fill_model",
     "folder_entries",

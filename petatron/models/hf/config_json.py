@@ -1,9 +1,9 @@
 """Converts config.json of a Hugging Face model to the values of a `ModelConfig` and a `MoEConfig`, and back.
 
-Most of it is the families' tables; here are the settings that are several keys on one side: heads, the sliding window, biases,
-dropout. The experts have a file of their own, `moe_config_json.py`. Everything the decoder (or the family) cannot express is a
-problem, and all problems are raised at once. A setting that matters only in training and that a family has no key for, such as
-dropout in Llama, is left out when writing.
+Most of it is the families' tables; here are the settings that are several keys on one side: heads, biases, dropout. Windows, rope and
+experts have files of their own (`window_config_json.py`, `rope_config_json.py`, `moe_config_json.py`). Everything the decoder (or the
+family) cannot express is a problem, and all problems are raised at once. A setting that matters only in training and that a family has
+no key for, such as dropout in Llama, is left out when writing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
+from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
 from petatron.models.hf.family import Family
-from petatron.models.hf.find_family import FAMILIES, family_name_for_model, family_name_of_config
+from petatron.models.hf.find_family import FAMILIES, family_name_of_config
 from petatron.models.hf.moe_config_json import (
     moe_from_hf_config,
     moe_to_hf_config,
@@ -25,11 +26,20 @@ from petatron.models.hf.moe_config_json import (
 )
 from petatron.models.hf.rope_config_json import rope_from_hf_config, rope_to_hf_config
 from petatron.models.hf.setting_types import wrong_types
+from petatron.models.hf.window_config_json import windows_from_hf_config, windows_to_hf_config
 from petatron.models.model_spec import ModelSpec
 
 _COUNTS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
 _TRAINING_ONLY = ("hidden_dropout",)
+# Parts of a model that a family does not have unless its tables name them.
+_OPTIONAL_PARTS: Mapping[str, Any] = {
+    "window_size": None,
+    "multi_latent_attention": False,
+    "mtp_num_layers": None,
+    **variant_defaults(),
+}
+_EMBEDDING_DROPOUTS = {"embd_pdrop": "resid_pdrop", "embedding_dropout": "residual_dropout"}
 _UNSUPPORTED_FIX = "Use another model; the decoder has no such part."
 
 
@@ -44,7 +54,7 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     """
     family = FAMILIES[family_name_of_config(config)]
     full = {**family.defaults, **config}
-    full |= {key: full[other] for key, other in family.aliases.items() if key not in full and other in full}
+    full |= {key: full[other] for key, other in family.aliases.items() if key not in config and other in config}
     problems = _missing_keys(family, full)
     named = {problem.where for problem in problems}
     problems += [problem for problem in wrong_types(family, full) if problem.where not in named]
@@ -52,12 +62,14 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         raise ConfigError(problems)
     values: dict[str, Any] = {**family.fixed, **{ours: full[key] for ours, key in family.keys.items()}}
     values["untie_embeddings_and_output_weights"] = not full["tie_word_embeddings"]
+    windows, problems = windows_from_hf_config(family, full, values["num_layers"])
+    values |= {"window_size": None, **windows}
     for part, found in (
         _read_heads(values),
         _read_activation(family, full),
-        _read_window(family, full, values["num_layers"]),
         _read_biases(family, full),
-        rope_from_hf_config(full, values["max_position_embeddings"]) if "rotary_percent" in family.fixed else ({}, []),
+        rope_from_hf_config(family, full, values) if family.has_rope else ({}, []),
+        ({}, []) if family.read_more is None else family.read_more(full),
     ):
         values |= part
         problems += found
@@ -107,26 +119,6 @@ def _read_activation(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict
     return {}, [Problem(family.activation_key, f'"{name}"', "is not an activation the decoder has", f"It has {known}.")]
 
 
-def _read_window(family: Family, hf_config: Mapping[str, Any], num_layers: int) -> tuple[dict[str, Any], list[Problem]]:
-    """Reads the window: Mistral has one in every layer, Qwen in those from `max_window_layers` on or named by `layer_types`."""
-    window = hf_config["sliding_window"] if "sliding_window" in family.defaults else None
-    if "use_sliding_window" in family.defaults and not hf_config["use_sliding_window"]:
-        window = None
-    counted = "max_window_layers" in family.defaults
-    if window is not None and not counted and "layer_types" in family.defaults and not hf_config["layer_types"]:
-        rule = "is missing, and a sliding window in some layers cannot be told from one in all"
-        return {}, [Problem("layer_types", "", rule, "Name the kind of every layer in config.json.")]
-    first = num_layers if window is None else hf_config["max_window_layers"] if counted else 0
-    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-    kinds = set(hf_config.get("layer_types") or default)
-    if kinds == {"full_attention"}:
-        return {"window_size": None}, []
-    if kinds == {"sliding_attention"} and window is not None:
-        return {"window_size": window}, []
-    rule = f"with sliding_window {window} is not one kind of attention for all layers, which is what the decoder has"
-    return {}, [Problem("layer_types", " and ".join(sorted(kinds)), rule, _UNSUPPORTED_FIX)]
-
-
 def _read_biases(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     if "mlp_bias" not in family.defaults:
         return {}, []
@@ -142,11 +134,10 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
         for key, value in family.single_values.items()
         if hf_config[key] != value
     ]
-    if hf_config.get("embd_pdrop") != hf_config.get("resid_pdrop"):
-        rule = f"is not resid_pdrop {hf_config.get('resid_pdrop')}, and the decoder has one dropout for both"
-        problems.append(
-            Problem("embd_pdrop", str(hf_config.get("embd_pdrop")), rule, "Make them equal in config.json.")
-        )
+    for embedding, residual in _EMBEDDING_DROPOUTS.items():
+        if embedding in family.defaults and hf_config[embedding] != hf_config[residual]:
+            rule = f"is not {residual} {hf_config[residual]}, and the decoder has one dropout for both"
+            problems.append(Problem(embedding, str(hf_config[embedding]), rule, "Make them equal in config.json."))
     if hf_config.get("quantization_config"):
         rule = "says that the weights are quantized, and only plain ones can be read"
         problems.append(Problem("quantization_config", "", rule, "Use the model's unquantized weights."))
@@ -178,33 +169,38 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     content |= {key: getattr(model, ours) for ours, key in family.keys.items()}
     content[family.activation_key] = _activation_names(family)[model.activation]
     content["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-    content |= dict(family.single_values) | {"bos_token_id": None, "eos_token_id": None}
-    if "embd_pdrop" in family.defaults:
-        content["embd_pdrop"] = model.hidden_dropout
+    content |= dict(family.single_values) | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    content |= {key: model.hidden_dropout for key in _EMBEDDING_DROPOUTS if key in family.defaults}
     if "mlp_bias" in family.defaults:
         content |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
-    content |= _window_keys(family, model)
-    if "rotary_percent" in family.fixed:
-        content |= rope_to_hf_config(model)
+    content |= windows_to_hf_config(family, model)
+    if family.has_rope:
+        content |= rope_to_hf_config(family, model)
+    content |= {} if family.write_more is None else family.write_more(spec)
     return content | ({} if spec.moe is None else moe_to_hf_config(family, spec.moe, spec))
 
 
 def _closest_family(spec: ModelSpec) -> tuple[Family, list[Problem]]:
-    """Returns the family closest to a model, and the model's settings that it has no key for."""
-    family = FAMILIES[family_name_for_model(spec.config, spec.moe)]
+    """Returns the family closest to a model, the first of several, and the model's settings that it has no key for."""
+    found = [(family, _unsupported_settings(spec, family)) for family in FAMILIES.values()]
+    return min(found, key=lambda pair: len(pair[1]) + 10 * _structural_differences(spec, pair[0]))
+
+
+def _structural_differences(spec: ModelSpec, family: Family) -> int:
+    """Counts differences by which a family is another kind of model, however few settings say so."""
+    rotary = spec.config.position_embedding_type != "learned_absolute"
+    return (family.has_rope != rotary) + (bool(family.moe_keys) != (spec.moe is not None))
+
+
+def _unsupported_settings(spec: ModelSpec, family: Family) -> list[Problem]:
     problems = _unsupported_by_family(spec.config, family)
-    return family, problems if spec.moe is None else problems + unsupported_moe_settings(family, spec.moe, spec)
-
-
-def _window_keys(family: Family, model: ModelConfig) -> dict[str, Any]:
-    kind = "full_attention" if model.window_size is None else "sliding_attention"
-    content = {
-        "sliding_window": model.window_size,
-        "use_sliding_window": model.window_size is not None,
-        "max_window_layers": 0,
-        "layer_types": [kind] * model.num_layers,
-    }
-    return {key: value for key, value in content.items() if key in family.defaults}
+    if spec.moe is not None and family.moe_keys:
+        return problems + unsupported_moe_settings(family, spec.moe, spec)
+    if spec.moe is not None:
+        problems.append(unsupported_setting("num_experts", spec.moe.num_experts, family, "no experts"))
+    if spec.moe is None and family.moe_keys:
+        problems.append(unsupported_setting("num_experts", None, family, "always some"))
+    return problems
 
 
 def _activation_names(family: Family) -> dict[str, str]:
@@ -219,17 +215,33 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
     ]
     if model.model_type != "decoder":
         problems.append(unsupported_setting("model_type", model.model_type, family, "only decoder"))
-    if model.multi_latent_attention:
-        problems.append(
-            unsupported_setting("multi_latent_attention", "", family, "only heads with keys and values of their own")
-        )
     if model.hybrid_layer_pattern is not None:
         problems.append(
             unsupported_setting(
                 "hybrid_layer_pattern", model.hybrid_layer_pattern, family, "only layers with attention and MLP"
             )
         )
-    if "rotary_percent" in family.fixed and model.position_embedding_type not in ("rope", "yarn"):
+        return problems
+    problems += [
+        unsupported_setting(name, getattr(model, name), family, "no such part")
+        for name, default in _OPTIONAL_PARTS.items()
+        if getattr(model, name) != default and not _names_setting(family, name)
+    ]
+    problems += [
+        unsupported_setting(name, getattr(model, name), family, "other ways")
+        for name, values in family.unsupported_choices.items()
+        if getattr(model, name) in values
+    ]
+    problems += [
+        unsupported_setting(name, None, family, "always one")
+        for name in family.required
+        if getattr(model, name) is None
+    ]
+    if model.add_qkv_bias and not model.add_bias_linear and not _names_setting(family, "add_qkv_bias"):
+        problems.append(unsupported_setting("add_qkv_bias", True, family, "biases everywhere or nowhere"))
+    if family.heads_divide_width and model.hidden_size % model.num_attention_heads:
+        problems.append(unsupported_setting("hidden_size", model.hidden_size, family, "a multiple of the heads"))
+    if family.has_rope and model.position_embedding_type not in ("rope", "yarn"):
         problems.append(
             unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")
         )
@@ -241,3 +253,15 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
     if "kv_channels" not in family.keys and model.kv_channels != model.hidden_size / model.num_attention_heads:
         problems.append(unsupported_setting("kv_channels", model.kv_channels, family, "only hidden size / heads"))
     return problems
+
+
+def _names_setting(family: Family, name: str) -> bool:
+    if name == "window_size":
+        return "sliding_window" in family.defaults
+    if name == "window_attn_skip_freq":
+        return "layer_types" in family.defaults
+    if name == "rotary_seq_len_interpolation_factor":
+        return family.has_rope
+    if name == "rotary_base_local":
+        return family.rope_by_layer_type
+    return name in family.fixed or name in family.keys or name in family.more_settings

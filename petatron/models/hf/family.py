@@ -1,4 +1,4 @@
-"""The tables that describe a family of Hugging Face models: no code.
+"""The tables that describe a family of Hugging Face models.
 
 A `ModuleMapping` pairs modules of ours with the Hugging Face module that holds their tensors; `*` stands for the layer and `#` for
 the expert. The other tables of a `Family` are about config.json. Whether a row's tensors exist at all (biases, qk-norms, an untied
@@ -7,11 +7,16 @@ head, experts in this layer) is not in the tables: the model's spec knows (`Mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from petatron.base.errors import Problem
 from petatron.config.schema.model import ActivationName
+from petatron.models.model_spec import ModelSpec
+
+OWN_MODEL_TYPE = "petatron"
+"""The `model_type` of a folder in our own names, for a model that no family can express."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +24,19 @@ class ModuleMapping:
     """`logical_modules`, fused along their output if there are several, and the Hugging Face module of the same tensors.
 
     A `#` in the name means one such module per expert, where ours holds all experts of a layer. `transposed`: the matrix is
-    stored [in, out] there; `no_weight_suffix`: the name is the weight's own, without `.weight`.
+    stored [in, out] there; `no_weight_suffix`: the name is the weight's own, without `.weight`; `fused_by_head`: the rows of one head
+    of each module are adjacent, and then those of the next head.
     """
 
     logical_modules: tuple[str, ...]
     hf_module: str
     transposed: bool = False
     no_weight_suffix: bool = False
+    fused_by_head: bool = False
+
+
+ReadMore = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[Problem]]]
+"""Takes config.json with its defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +52,16 @@ class Family:
     aliases: other spellings of keys, read but not written.
     moe_keys, moe_fixed: the same as `keys` and `fixed` for MoEConfig; no keys means that the family has no experts.
     single_values: keys for which the decoder supports a single value.
+    has_rope: whether positions are rotary, with the keys of `rope_config_json.py`.
+    rope_by_layer_type: whether layers with a window have rope settings of their own.
+    full_attention_every: every so manieth layer has no window where `layer_types` does not say which.
+    read_more, write_more: what tables cannot say: further ModelConfig values from config.json, with what the decoder cannot express,
+        and further keys of config.json.
+    more_settings: the ModelConfig fields that these two are about.
+    required: optional ModelConfig fields that every model of the family has set.
+    unsupported_choices: values of ModelConfig fields with choices that the family has no word for.
+    models, what_differs: the published models of the family, and what tells them apart, for the table of `docs/huggingface.md`.
+    heads_divide_width: whether transformers refuses a width that is no multiple of the heads.
     activations: names of activations there and here; the first of several for one of ours is the one written.
     """
 
@@ -59,3 +80,14 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     moe_keys: Mapping[str, str] = field(default_factory=dict)
     moe_fixed: Mapping[str, Any] = field(default_factory=dict)
+    has_rope: bool = True
+    rope_by_layer_type: bool = False
+    full_attention_every: int | None = None
+    read_more: ReadMore | None = None
+    write_more: Callable[[ModelSpec], Mapping[str, Any]] | None = None
+    more_settings: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    unsupported_choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    models: str = ""
+    what_differs: str = ""
+    heads_divide_width: bool = False

@@ -1,65 +1,92 @@
-"""Finds the Hugging Face family of a model, from its config.json or from its `ModelConfig`."""
+"""Finds the Hugging Face family that a config.json names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.models.hf.families import FAMILIES as ALL_FAMILIES
 from petatron.models.hf.family import Family
-from petatron.models.hf.gpt2 import GPT2
-from petatron.models.hf.llama import GEMMA, LLAMA, MISTRAL, QWEN2, QWEN3
-from petatron.models.hf.moe_families import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 
-FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE)
-}
+FAMILIES: Mapping[str, Family] = {family.name: family for family in ALL_FAMILIES}
+
+
+# Keys that say nothing of the mathematics, or that every family reads.
+_COMMON_KEYS = (
+    *(
+        "architectures",
+        "auto_map",
+        "model_type",
+        "transformers_version",
+        "_name_or_path",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+    ),
+    *("rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "return_dict", "output_attentions"),
+    *("output_hidden_states", "chunk_size_feed_forward", "problem_type", "id2label", "label2id", "is_encoder_decoder"),
+    *("pretraining_tp", "classifier_dropout", "router_aux_loss_coef", "output_router_logits", "is_decoder"),
+)
+_MAX_NAMED = 8
 
 
 def get_family(name: str) -> Family:
     """Returns the tables of a family."""
     if name not in FAMILIES:
-        raise ConfigError([_unknown_family(name)])
+        raise ConfigError([_unknown_family(name, {})])
     return FAMILIES[name]
 
 
 def family_name_of_config(config: Mapping[str, Any]) -> str:
-    """Returns the family that the content of a config.json names.
+    """Returns the family that the content of a config.json names; the error about one that is not here names the nearest.
 
     >>> family_name_of_config({"model_type": "qwen3"})
     'qwen3'
     """
-    return get_family(str(config.get("model_type", ""))).name
+    name = str(config.get("model_type", ""))
+    if name not in FAMILIES:
+        raise ConfigError([_unknown_family(name, config)])
+    return name
 
 
-def family_name_for_model(model: ModelConfig, moe: MoEConfig | None = None) -> str:
-    """Returns the family a model is written as: the first one whose details it has. Whether all of it fits is checked later.
-
-    `moe` is given if some layers are MoE layers.
-
-    >>> family_name_for_model(ModelConfig(position_embedding_type="rope", num_attention_heads=4, hidden_size=64, window_size=8))
-    'mistral'
-    """
-    if moe is not None:
-        if model.qk_layernorm:
-            return QWEN3_MOE.name
-        return MIXTRAL.name if moe.moe_shared_expert_intermediate_size is None else QWEN2_MOE.name
-    if model.position_embedding_type == "learned_absolute":
-        return GPT2.name
-    if model.apply_layernorm_1p and model.scale_embeddings:
-        return GEMMA.name
-    if model.qk_layernorm:
-        return QWEN3.name
-    if model.add_qkv_bias and not model.add_bias_linear:
-        return QWEN2.name
-    # transformers refuses a Llama whose width is no multiple of its heads; a Mistral without window is the same model.
-    if model.window_size is not None or model.hidden_size % model.num_attention_heads:
-        return MISTRAL.name
-    return LLAMA.name
-
-
-def _unknown_family(name: str) -> Problem:
-    known = ", ".join(FAMILIES)
+def _unknown_family(name: str, config: Mapping[str, Any]) -> Problem:
     rule = "is not a family this version can read or write" if name else "is missing"
-    return Problem("model_type", f'"{name}"' if name else "", rule, f"Families: {known}.")
+    fix = f"Families: {', '.join(FAMILIES)}."
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and text.get("model_type") in FAMILIES:
+        inside = f"Its text model is a {text['model_type']}, which is one: save that by itself."
+        return Problem("model_type", f'"{name}"', rule, f"{inside} {fix}")
+    if name and _own_keys(config):
+        fix = f"{_nearest_family(config)} {fix}"
+    return Problem("model_type", f'"{name}"' if name else "", rule, fix)
+
+
+def _nearest_family(config: Mapping[str, Any]) -> str:
+    """Returns a sentence on the family with most keys in common with a config.json, and what differs."""
+    keys = _own_keys(config)
+    family = min(FAMILIES.values(), key=lambda each: len(keys ^ _needed_keys(each)) + len(keys - _known_keys(each)))
+    missing = sorted(_needed_keys(family) - family.defaults.keys() - keys)
+    more = sorted(keys - _known_keys(family))
+    differences = [f"it lacks {_named(missing)}"] * bool(missing) + [f"it has {_named(more)} besides"] * bool(more)
+    same = "config.json has the same settings, so what differs is in its code"
+    return f"The nearest is {family.name}; {' and '.join(differences) or same}."
+
+
+def _own_keys(config: Mapping[str, Any]) -> set[str]:
+    """Returns the keys of settings that are set and that not every family has."""
+    ids = {key for key in config if key.endswith("_token_id")}
+    return {key for key, value in config.items() if value is not None} - ids - set(_COMMON_KEYS)
+
+
+def _needed_keys(family: Family) -> set[str]:
+    return {*family.keys.values(), *family.moe_keys.values(), family.activation_key}
+
+
+def _known_keys(family: Family) -> set[str]:
+    return _needed_keys(family) | {*family.defaults, *family.aliases.values()}
+
+
+def _named(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
+    return ", ".join(f"{key:.40}" for key in keys[:_MAX_NAMED]) + more

@@ -17,10 +17,10 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.model_identity import RUNTIME_FIELDS
 from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config
+from petatron.models.hf.family import OWN_MODEL_TYPE
 from petatron.models.hf.moe_config_json import format_moe_layer_freq
 from petatron.models.model_spec import ModelSpec
 
-OWN_MODEL_TYPE = "petatron"
 _OWN_ARCHITECTURE = "PetatronForCausalLM"
 _FIX = "Take config.json from the folder as it was saved, or use a newer Petatron."
 

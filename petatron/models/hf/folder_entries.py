@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from petatron.base.errors import CheckpointError
 from petatron.base.text import abbreviate_names
 from petatron.models.hf.config_json import matching_family
-from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.family import OWN_MODEL_TYPE, Family, ModuleMapping
+from petatron.models.hf.find_family import get_family
 from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
 
@@ -58,27 +59,34 @@ class FolderEntry:
     regions: tuple[EntryRegion, ...]
 
 
-def folder_entries(spec: ModelSpec) -> tuple[FolderEntry, ...]:
-    """Returns every tensor of the model's folder: in the family's names where a family can express the model, else in ours."""
-    shapes, family = spec.logical_shapes(), matching_family(spec)
+def folder_entries(spec: ModelSpec, model_type: str | None = None) -> tuple[FolderEntry, ...]:
+    """Returns every tensor of a model's folder in the names of the `model_type` that its config.json has.
+
+    None is that of the folder which is written: a family that can express the model, else our own. Several families may: a Phi-3
+    without a window is a Llama whose matrices are fused.
+    """
+    shapes = spec.logical_shapes()
+    if model_type is None:
+        family = matching_family(spec)
+    else:
+        family = None if model_type == OWN_MODEL_TYPE else get_family(model_type)
     if family is None:
         return tuple(
             FolderEntry(name, shape, (EntryRegion(name, (0,) * len(shape), shape, (0,) * len(shape)),))
             for name, shape in shapes.items()
         )
-    return family_entries(family, family.mappings, shapes)
+    return family_entries(family, family.mappings, spec)
 
 
-def family_entries(
-    family: Family, mappings: Sequence[ModuleMapping], shapes: Mapping[str, Shape]
-) -> tuple[FolderEntry, ...]:
+def family_entries(family: Family, mappings: Sequence[ModuleMapping], spec: ModelSpec) -> tuple[FolderEntry, ...]:
     """Returns the entries of a model's tensors; raises `CheckpointError` if one of these has no name in the family."""
+    shapes, head_dim = spec.logical_shapes(), spec.config.kv_channels
     layers = 1 + max((int(name.split(".")[1]) for name in shapes if name.startswith("layers.")), default=-1)
     entries: list[FolderEntry] = []
     for mapping in mappings:
         for layer in range(layers) if "*" in mapping.hf_module else range(1):
             for leaf in ("weight",) if mapping.no_weight_suffix else ("weight", "bias"):
-                entries += _mapping_entries(mapping, layer, leaf, shapes)
+                entries += _mapping_entries(mapping, layer, leaf, shapes, head_dim)
     unnamed = shapes.keys() - {region.name for entry in entries for region in entry.regions}
     if unnamed:
         raise CheckpointError(
@@ -88,13 +96,17 @@ def family_entries(
     return tuple(entries)
 
 
-def _mapping_entries(mapping: ModuleMapping, layer: int, leaf: str, shapes: Mapping[str, Shape]) -> list[FolderEntry]:
+def _mapping_entries(
+    mapping: ModuleMapping, layer: int, leaf: str, shapes: Mapping[str, Shape], head_dim: int
+) -> list[FolderEntry]:
     names = [f"{module.replace('*', str(layer))}.{leaf}" for module in mapping.logical_modules]
     if names[0] not in shapes:
         return []
     hf = mapping.hf_module.replace("*", str(layer)) + ("" if mapping.no_weight_suffix else f".{leaf}")
     parts = {name: shapes[name] for name in names}
     transposed = mapping.transposed and leaf == "weight"
+    if mapping.fused_by_head:
+        return [_entry_fused_by_head(hf, parts, head_dim)]
     if "#" not in mapping.hf_module:
         return [_fused_entry(hf, parts, fused_dim=int(".experts." in names[0]), expert=None, transposed=transposed)]
     return [
@@ -118,6 +130,18 @@ def _fused_entry(
         regions.append(EntryRegion(logical, start, box, at, transposed))
         offset += shape[fused_dim]
     return FolderEntry(name, size, tuple(regions))
+
+
+def _entry_fused_by_head(name: str, parts: Mapping[str, Shape], head_dim: int) -> FolderEntry:
+    """Fuses the rows of one head of each logical tensor, then those of the next head."""
+    regions, offset = [], 0
+    shape = next(iter(parts.values()))
+    for first_row in range(0, shape[0], head_dim):
+        for logical in parts:
+            zeros = (0,) * (len(shape) - 1)
+            regions.append(EntryRegion(logical, (first_row, *zeros), (head_dim, *shape[1:]), (offset, *zeros)))
+            offset += head_dim
+    return FolderEntry(name, (offset, *shape[1:]), tuple(regions))
 
 
 def _swap_last_dims(shape: Shape) -> Shape:

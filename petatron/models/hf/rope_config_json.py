@@ -15,30 +15,70 @@ from typing import Any
 from petatron.base.errors import Problem
 from petatron.config.schema.model import ModelConfig
 from petatron.layers.rope import yarn_attention_scaling
+from petatron.models.hf.family import Family
+from petatron.models.hf.window_config_json import FULL, SLIDING
 
 _DEFAULT_THETA = 10000.0
+_PARTIAL = "partial_rotary_factor"
 
 
 def rope_from_hf_config(
-    hf_config: Mapping[str, Any], max_position_embeddings: int
+    family: Family, hf_config: Mapping[str, Any], model: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Returns ModelConfig values, and what the decoder cannot express."""
+    """Returns ModelConfig values, and what the decoder cannot express; `model` has those read so far."""
     key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
     given: Mapping[str, Any] = hf_config.get(key) or {}
+    local: dict[str, Any] = {}
+    if family.rope_by_layer_type:
+        given, local, problems = _split_by_layer_type(key, given, hf_config)
+        if problems:
+            return {}, problems
     kind = given.get("rope_type", given.get("type", "default"))
     theta = given.get("rope_theta", hf_config.get("rope_theta", _DEFAULT_THETA))
     values: dict[str, Any] = {"rotary_base": float(theta), "position_embedding_type": "rope"}
-    problems = _unsupported_rope(key, given, hf_config)
+    problems = _unsupported_rope(family, key, given)
     if problems:
         return {}, problems
+    if _PARTIAL in family.defaults:
+        values["rotary_percent"] = float(given.get(_PARTIAL, hf_config[_PARTIAL]))
+    elif given.get(_PARTIAL, hf_config.get(_PARTIAL)) not in (None, 1, 1.0):
+        rule = "rotates a part of each head, which this family does not do"
+        found = str(given.get(_PARTIAL, hf_config.get(_PARTIAL)))
+        return {}, [Problem(_PARTIAL, found, rule, "Remove it, or use 1.0.")]
+    if local and model["window_size"] is not None and (kind != "default" or local["rope_theta"] != theta):
+        values["rotary_base_local"] = float(local["rope_theta"])
     if kind == "default":
         return values, []
+    scaling, problems = _scaling_from_hf(key, kind, given, model["max_position_embeddings"])
+    return values | scaling, problems
+
+
+def _split_by_layer_type(
+    key: str, given: Mapping[str, Any], hf_config: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], dict[str, Any], list[Problem]]:
+    """Returns the settings of layers without and with a window; the second are not scaled."""
+    nested = any(isinstance(value, Mapping) for value in given.values())
+    full = (given.get(FULL) or {}) if nested else given
+    local = dict((given.get(SLIDING) or {}) if nested else {})
+    theta = hf_config.get("rope_theta", _DEFAULT_THETA)
+    local.setdefault("rope_theta", hf_config.get("rope_local_base_freq", theta))
+    if local.get("rope_type", local.get("type", "default")) != "default":
+        rule = "scales the rotation of layers with a window, which the decoder does not"
+        return full, local, [Problem(f"{key}.{SLIDING}", "", rule, "Use another model.")]
+    return full, local, []
+
+
+def _scaling_from_hf(
+    key: str, kind: str, given: Mapping[str, Any], max_position_embeddings: int
+) -> tuple[dict[str, Any], list[Problem]]:
     original = given.get("original_max_position_embeddings") or max_position_embeddings
     factor = given.get("factor") or (max_position_embeddings / original if kind == "yarn" else None)
     if factor is None or (kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= given.keys()):
         rule = "lacks one of factor, low_freq_factor, high_freq_factor"
         return {}, [Problem(key, f'of type "{kind}"', rule, "Take config.json from the model's own folder.")]
-    values |= {"rope_scaling_factor": float(factor), "original_max_position_embeddings": int(original)}
+    if kind == "linear":
+        return {"rotary_seq_len_interpolation_factor": float(factor)}, []
+    values: dict[str, Any] = {"rope_scaling_factor": float(factor), "original_max_position_embeddings": int(original)}
     if kind == "llama3":
         values["use_rope_scaling"] = True
         values |= {f"rope_{name}": float(given[name]) for name in ("low_freq_factor", "high_freq_factor")}
@@ -50,17 +90,14 @@ def rope_from_hf_config(
     return values | scales, problems
 
 
-def _unsupported_rope(key: str, rope_parameters: Mapping[str, Any], hf_config: Mapping[str, Any]) -> list[Problem]:
+def _unsupported_rope(family: Family, key: str, rope_parameters: Mapping[str, Any]) -> list[Problem]:
     kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
-    partial = rope_parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
     if any(isinstance(value, Mapping) for value in rope_parameters.values()):
-        return [Problem(key, "", "differs between layers, and the decoder has one rotation", "Use another model.")]
-    if kind not in ("default", "llama3", "yarn"):
+        rule = f"differs between layers, and those of a {family.name} model have one rotation"
+        return [Problem(key, "", rule, "Use another model.")]
+    if kind not in ("default", "linear", "llama3", "yarn"):
         rule = "is a rotary scaling the decoder does not have"
-        return [Problem(f"{key}.rope_type", f'"{kind}"', rule, "It has default, llama3 and yarn.")]
-    if partial not in (None, 1, 1.0):
-        rule = "rotates a part of each head, which these families do not do"
-        return [Problem("partial_rotary_factor", str(partial), rule, "Remove it, or use 1.0.")]
+        return [Problem(f"{key}.rope_type", f'"{kind}"', rule, "It has default, linear, llama3 and yarn.")]
     if kind == "yarn" and rope_parameters.get("truncate", True) is False:
         rule = "keeps the bounds of the ramp fractional, and the decoder rounds them"
         return [Problem(f"{key}.truncate", "false", rule, "Use another model.")]
@@ -81,7 +118,7 @@ def _yarn_mscale_from_hf(
     return {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}, []
 
 
-def rope_to_hf_config(model: ModelConfig) -> dict[str, Any]:
+def rope_to_hf_config(family: Family, model: ModelConfig) -> dict[str, Any]:
     """Returns the rope keys of config.json; in both spellings, for readers of either age."""
     parameters: dict[str, Any] = {"rope_type": "default"}
     if model.position_embedding_type == "yarn":
@@ -90,16 +127,22 @@ def rope_to_hf_config(model: ModelConfig) -> dict[str, Any]:
     elif model.use_rope_scaling:
         parameters = {"rope_type": "llama3", "low_freq_factor": model.rope_low_freq_factor}
         parameters["high_freq_factor"] = model.rope_high_freq_factor
+    elif model.rotary_seq_len_interpolation_factor is not None:
+        parameters = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
     scaling = None
-    if parameters["rope_type"] != "default":
+    if parameters["rope_type"] in ("yarn", "llama3"):
         parameters["factor"] = model.rope_scaling_factor
         parameters["original_max_position_embeddings"] = model.original_max_position_embeddings
+    if parameters["rope_type"] != "default":
         scaling = dict(parameters)
-    return {
-        "rope_parameters": {**parameters, "rope_theta": model.rotary_base},
-        "rope_theta": model.rotary_base,
-        "rope_scaling": scaling,
-    }
+    partial = {_PARTIAL: model.rotary_percent} if _PARTIAL in family.defaults else {}
+    whole: dict[str, Any] = {**parameters, **partial, "rope_theta": model.rotary_base}
+    legacy = {"rope_theta": model.rotary_base, "rope_scaling": scaling, **partial}
+    if not family.rope_by_layer_type:
+        return {"rope_parameters": whole, **legacy}
+    local = model.rotary_base if model.rotary_base_local is None else model.rotary_base_local
+    by_type = {FULL: whole, SLIDING: {"rope_type": "default", "rope_theta": local}}
+    return {"rope_parameters": by_type, "rope_local_base_freq": local, **legacy}
 
 
 def _yarn_mscale_to_hf(model: ModelConfig) -> dict[str, float]:

@@ -27,6 +27,8 @@ _FIX = "Take config.json from the model's own folder."
 _COMMON: Mapping[str, SettingType] = {
     "rope_theta": "number",
     "partial_rotary_factor": "number",
+    "rope_local_base_freq": "number",
+    "sliding_window_pattern": "whole",
     "sliding_window": "whole",
     "router_aux_loss_coef": "number",
     "summary_first_dropout": "number",
@@ -59,12 +61,16 @@ def wrong_types(family: Family, hf_config: Mapping[str, Any]) -> Iterator[Proble
             yield _problem(key, hf_config[key], _RULES[kind])
     for table in _ROPE_TABLES:
         values = hf_config.get(table)
-        if values is not None and not isinstance(values, Mapping):
+        if values is None:
+            continue
+        if not isinstance(values, Mapping):
             yield _problem(table, values, "is not a table of settings")
             continue
-        for name in _ROPE_NUMBERS:
-            if values is not None and not _has_type(values.get(name), "number"):
-                yield _problem(f"{table}.{name}", values[name], _RULES["number"])
+        nested = {f"{table}.{name}": value for name, value in values.items() if isinstance(value, Mapping)}
+        for path, numbers in {table: values, **nested}.items():
+            for name in _ROPE_NUMBERS:
+                if not _has_type(numbers.get(name), "number"):
+                    yield _problem(f"{path}.{name}", numbers[name], _RULES["number"])
 
 
 def _key_types(family: Family) -> dict[str, SettingType]:

@@ -30,7 +30,7 @@ def to_logical(family: str, hf_tensors: Mapping[str, Tensor], spec: ModelSpec) -
     """
     table = get_family(family)
     shapes = spec.logical_shapes()
-    entries = _matching_entries(table, shapes, hf_tensors)
+    entries = _matching_entries(table, spec, hf_tensors)
     stored = stored_names_by_full_name(table, hf_tensors, {entry.name for entry in entries})
     tied_head = stored.pop(output_head_name(table), None) if _OUTPUT_HEAD not in shapes else None
     problems = _name_problems(entries, stored)
@@ -60,7 +60,7 @@ def to_hf(family: str, logical: Mapping[str, Tensor], spec: ModelSpec) -> dict[s
     """Returns the tensors of a Hugging Face checkpoint from logical ones; a tied head is left out, as transformers saves it."""
     table = get_family(family)
     shapes = spec.logical_shapes()
-    entries = family_entries(table, table.mappings, shapes)
+    entries = family_entries(table, table.mappings, spec)
     problems = [f"{name} is missing" for name in shapes if name not in logical]
     problems += [f"{name} is not a tensor of this model" for name in logical if name not in shapes]
     problems += [
@@ -75,11 +75,9 @@ def to_hf(family: str, logical: Mapping[str, Tensor], spec: ModelSpec) -> dict[s
     return {entry.name: _entry_from_logical(entry, logical) for entry in entries}
 
 
-def _matching_entries(
-    family: Family, shapes: Mapping[str, Shape], found: Mapping[str, Tensor]
-) -> tuple[FolderEntry, ...]:
+def _matching_entries(family: Family, spec: ModelSpec, found: Mapping[str, Tensor]) -> tuple[FolderEntry, ...]:
     """Returns the entries of the family's files, or those of a model in memory where more of the names match."""
-    tables = [family_entries(family, rows, shapes) for rows in (family.mappings, family.in_memory_mappings) if rows]
+    tables = [family_entries(family, rows, spec) for rows in (family.mappings, family.in_memory_mappings) if rows]
     return max(tables, key=lambda entries: sum(entry.name in found for entry in entries))
 
 

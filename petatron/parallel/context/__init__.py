@@ -83,17 +83,25 @@ class ContextParallelAttention(CoreAttention):
         kv_exchange: KvExchange,
         order: SequenceOrder = "zigzag",
     ) -> None:
-        super().__init__(window=core.window, dropout=core.dropout)
+        super().__init__(window=core.window, dropout=core.dropout, softcap=core.softcap)
         self.packing_kernels = core.packing_kernels
         self.order: SequenceOrder = order
         self.ulysses = UlyssesAllToAll(head_axis, order)
         self.kv_axis = kv_axis
         self.kv_exchange: KvExchange = kv_exchange
 
-    def forward(self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self,
+        q_SBHE: Tensor,
+        k_SBKE: Tensor,
+        v_SBKE: Tensor,
+        documents: Documents | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         q, k, v = self.ulysses.scatter_heads_gather_sequence(q_SBHE, k_SBKE, v_SBKE)
+        sinks_H = None if sinks_H is None else self.ulysses.local_heads(sinks_H)
         if self.kv_axis.size == 1:
-            out = super().forward(q, k, v, documents)
+            out = super().forward(q, k, v, documents, sinks_H)
         else:
             out = context_parallel_attention(
                 q,
@@ -105,6 +113,7 @@ class ContextParallelAttention(CoreAttention):
                 window=self.window,
                 dropout=self.dropout if self.training else 0.0,
                 document_starts_BS=None if documents is None else documents.starts_BS,
+                rules=self.score_rules(sinks_H),
             )
         return self.ulysses.gather_heads_scatter_sequence(out)
 

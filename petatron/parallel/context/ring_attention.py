@@ -24,9 +24,11 @@ from petatron.kernels.attention.blocks import (
     PartialAttention,
     QKVGrads,
     block_backward,
+    sink_grads,
     zero_qkv_grads,
 )
 from petatron.kernels.attention.mask import AttentionBounds, BlockMask
+from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.tiles import AttentionDropout
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
@@ -47,6 +49,7 @@ class _AttentionPlan:
     length: int
     bounds: AttentionBounds | None
     dropout: AttentionDropout | None
+    softcap: float | None = None
 
     def positions_of(self, rank: int) -> tuple[range, ...]:
         return positions_of(self.order, rank, self.axis.size, self.length)
@@ -59,16 +62,16 @@ class _AttentionPlan:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _AttentionPlan) -> Tensor:
-        partial = PartialAttention(q, value_width=v.shape[-1])
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _AttentionPlan) -> Tensor:
+        partial = PartialAttention(q, value_width=v.shape[-1], softcap=plan.softcap)
         for source, (keys, values) in _ring_steps(plan.axis, (k, v)):
             partial.attend_block(keys, values, plan.mask(source), dropout=plan.dropout)
-        return _save_for_backward(ctx, q, k, v, partial, plan)
+        return _save_for_backward(ctx, q, k, v, sinks, partial, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         plan: _AttentionPlan = ctx.plan
         backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
         dq, own_dk, own_dv = zero_qkv_grads(q, k, v)
@@ -76,40 +79,46 @@ class _RingAttention(torch.autograd.Function):
         for source, (keys, values) in _ring_steps(plan.axis, (k, v)):
             is_local = source == plan.axis.rank
             dk, dv = (own_dk, own_dv) if is_local else (torch.zeros_like(own_dk), torch.zeros_like(own_dv))
-            block_backward(backward_inputs, keys, values, plan.mask(source), grads=(dq, dk, dv), dropout=plan.dropout)
+            rules = {"dropout": plan.dropout, "softcap": plan.softcap}
+            block_backward(backward_inputs, keys, values, plan.mask(source), grads=(dq, dk, dv), **rules)
             if not is_local:
                 grad_ring.accumulate_and_send((dk, dv), k.dtype)
         grad_ring.receive_into((own_dk, own_dv))
-        return dq.to(q.dtype), own_dk.to(k.dtype), own_dv.to(v.dtype), None
+        sinks_grad = None if sinks is None else sink_grads(backward_inputs, sinks)
+        return dq.to(q.dtype), own_dk.to(k.dtype), own_dv.to(v.dtype), sinks_grad, None
 
 
 class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _AttentionPlan) -> Tensor:
-        partial = PartialAttention(q, value_width=v.shape[-1])
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _AttentionPlan) -> Tensor:
+        partial = PartialAttention(q, value_width=v.shape[-1], softcap=plan.softcap)
         partial.attend_block(*_all_gather_kv(k, v, plan), plan.mask(None), dropout=plan.dropout)
-        return _save_for_backward(ctx, q, k, v, partial, plan)
+        return _save_for_backward(ctx, q, k, v, sinks, partial, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         plan: _AttentionPlan = ctx.plan
         backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
         keys, values = _all_gather_kv(k, v, plan)
         qkv_grads: QKVGrads = zero_qkv_grads(q, keys, values)
-        block_backward(backward_inputs, keys, values, plan.mask(None), grads=qkv_grads, dropout=plan.dropout)
+        rules = {"dropout": plan.dropout, "softcap": plan.softcap}
+        block_backward(backward_inputs, keys, values, plan.mask(None), grads=qkv_grads, **rules)
         kv_grads = _pack_kv(qkv_grads[1].to(k.dtype), qkv_grads[2].to(v.dtype))
         kv_grads = sorted_by_rank(kv_grads, plan.axis.size, order=plan.order)
         dk, dv = _unpack_kv(collectives.reduce_scatter(kv_grads, plan.axis), k, v)
-        return qkv_grads[0].to(q.dtype), dk, dv, None
+        sinks_grad = None if sinks is None else sink_grads(backward_inputs, sinks)
+        return qkv_grads[0].to(q.dtype), dk, dv, sinks_grad, None
 
 
 def _save_for_backward(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, partial: PartialAttention, plan: _AttentionPlan
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, partial: PartialAttention, plan: _AttentionPlan
 ) -> Tensor:
+    if sinks is not None:
+        partial.add_sinks(sinks)
     out = partial.out_SBHE.to(q.dtype)
-    ctx.save_for_backward(q, k, v, out, partial.lse_BHS)
+    ctx.save_for_backward(q, k, v, out, partial.lse_BHS, sinks)
     ctx.plan = plan
     return out
 
@@ -188,9 +197,11 @@ def context_parallel_attention(
     window: int | None,
     dropout: float,
     document_starts_BS: Tensor | None,
+    rules: ScoreRules | None = None,
 ) -> Tensor:
     """Computes attention of this rank's queries over the keys and values of every rank of the axis."""
     length = q_SBHE.shape[0] * axis.size
     bounds = AttentionBounds.build(length, window=window, document_starts_BS=document_starts_BS, device=q_SBHE.device)
-    plan = _AttentionPlan(axis, order, length, bounds, AttentionDropout.draw(dropout))
-    return _ATTENTION_FUNCTIONS[kv_exchange].apply(q_SBHE, k_SBKE, v_SBKE, plan)  # pyright: ignore[reportReturnType]
+    softcap, sinks_H = (None, None) if rules is None else (rules.softcap, rules.sinks_H)
+    plan = _AttentionPlan(axis, order, length, bounds, AttentionDropout.draw(dropout), softcap)
+    return _ATTENTION_FUNCTIONS[kv_exchange].apply(q_SBHE, k_SBKE, v_SBKE, sinks_H, plan)  # pyright: ignore[reportReturnType]

@@ -36,6 +36,10 @@ class UlyssesAllToAll:
         q, k, v = (part.unflatten(-1, (-1, x.shape[-1])) for part, x in zip(parts, tensors))
         return q, k, v
 
+    def local_heads(self, x_H: Tensor) -> Tensor:
+        """Returns this rank's share of one number per head."""
+        return x_H.unflatten(0, (self.axis.size, -1))[self.axis.rank]
+
     def gather_heads_scatter_sequence(self, out_SBHE: Tensor) -> Tensor:
         """[ranks x S, B, heads / ranks, E] of all tokens to [S, B, heads, E] of this rank's."""
         ranks = self.axis.size

@@ -54,8 +54,8 @@ def _cached_folder_entries(spec: ModelSpec) -> tuple[FolderEntry, ...]:
 
 
 def _companions_for_tokenizer(tokenizer: Tokenizer | None) -> CompanionFiles:
-    """A run's tokenizer has an end-of-document token and no beginning-of-sequence token."""
-    ids = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eod}
+    """A run's tokenizer has an end-of-document token and no others; transformers gives a missing id the family's own."""
+    ids = dict.fromkeys(_TOKEN_ID_KEYS) | {"eos_token_id": None if tokenizer is None else tokenizer.eod}
     return CompanionFiles(ids, {} if tokenizer is None else tokenizer.files())
 
 

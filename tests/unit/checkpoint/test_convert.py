@@ -44,7 +44,7 @@ LLAMA = "--activation swiglu --position-embedding-type rope --normalization RMSN
 MODELS = {
     "llama": f"{LLAMA} --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
     "gpt2": "--position-embedding-type learned_absolute --activation gelu_tanh",
-    "no family": "--position-embedding-type rope --activation squared_relu",
+    "no family": "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --activation squared_relu",
     "mixtral": f"{LLAMA} --num-experts 4 --moe-router-topk 2 --untie-embeddings-and-output-weights",
     "expert bias": f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-router-enable-expert-bias "
     "--moe-router-score-function sigmoid",
@@ -517,7 +517,7 @@ def test_what_came_with_a_model_goes_along(tmp_path: Path):
     assert (tmp_path / "other" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     assert not (tmp_path / "other" / "chat_template.jinja").exists()
     assert "temperature" not in (tmp_path / "other" / "generation_config.json").read_text()
-    assert "pad_token_id" not in (tmp_path / "other" / "config.json").read_text()
+    assert json.loads((tmp_path / "other" / "config.json").read_text())["pad_token_id"] is None
 
 
 def test_dtypes_by_name(tmp_path: Path):

@@ -14,7 +14,7 @@ from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.models.registry import model_spec
 from tests.unit.config.test_config_check import problems_of
 
-BASE = (
+BASE: list[str] = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 90 --mock-data --lr 1e-3 --train-iters 2 "
     "--mamba-head-dim 16 --mamba-num-groups 2"
 ).split()
@@ -114,6 +114,10 @@ ONE_PROBLEM = [
     (
         f"{PATTERN} M- --no-is-hybrid-model",
         "--is-hybrid-model is turned off, but --hybrid-layer-pattern is set. Leave one out.",
+    ),
+    (
+        f"{PATTERN} M- --residual-branches parallel",
+        "--residual-branches parallel needs layers with two branches, and those of --hybrid-layer-pattern have one. Use sequential.",
     ),
     (f"{PATTERN} ME", "--hybrid-layer-pattern ME has layers of experts (E), but no --num-experts. Give it."),
     (

@@ -35,6 +35,9 @@ def check_hybrid(config: RawRunConfig) -> Iterator[Problem]:
     if config.log.sample_prompts is not None and MAMBA in pattern:
         rule = "continues text, which a model with Mamba-2 layers cannot do in this version"
         yield Problem("--sample-prompts", config.log.sample_prompts, rule, "Leave it out.")
+    if model.residual_branches != "sequential":
+        rule = f"needs layers with two branches, and those of {_PATTERN} have one"
+        yield Problem("--residual-branches", model.residual_branches, rule, "Use sequential.")
     wrong_letters = list(_letters(pattern, model))
     yield from wrong_letters
     if not wrong_letters:

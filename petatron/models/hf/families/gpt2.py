@@ -24,6 +24,8 @@ _GPT2_MAPPINGS = (
 GPT2 = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
+    models="GPT-2",
+    what_differs="learned positions, LayerNorm, biases everywhere",
     prefix="transformer.",
     mappings=_GPT2_MAPPINGS,
     ignored_tensors=("*.attn.bias", "*.attn.masked_bias"),  # the causal mask, as buffers
@@ -39,6 +41,7 @@ GPT2 = Family(
         "attention_dropout": "attn_pdrop",
         "init_method_std": "initializer_range",
     },
+    has_rope=False,
     activation_key="activation_function",
     defaults={
         "n_inner": None,
@@ -59,7 +62,6 @@ GPT2 = Family(
         "normalization": "LayerNorm",
         "add_bias_linear": True,
         "qk_layernorm": False,
-        "window_size": None,
         "apply_layernorm_1p": False,
         "scale_embeddings": False,
     },

@@ -1,0 +1,91 @@
+"""Rules about variants of layers: what one needs, and what cannot be combined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from petatron.base.errors import Problem
+from petatron.config.checks.rule_helpers import above, at_least
+from petatron.config.schema.fields import flag_name
+from petatron.config.schema.layer_patterns import layer_pattern_problems
+from petatron.config.schema.layer_variants import variant_defaults
+from petatron.config.schema.model import RawModelConfig
+
+_ROTARY_TYPES = ("rope", "yarn")
+_NOT_LATENT = ("qk_layernorm_scope", "rotary_interleaved", "softmax_type", "softmax_scale", "attn_logit_softcapping")
+
+
+def check_layer_variants(model: RawModelConfig) -> Iterator[Problem]:
+    yield from _patterns(model)
+    yield from _rotary(model)
+    yield from _norms_and_residuals(model)
+    yield from _scores(model)
+
+
+def _patterns(model: RawModelConfig) -> Iterator[Problem]:
+    yield from layer_pattern_problems("window_attn_skip_freq", model)
+    yield from layer_pattern_problems("no_rope_freq", model)
+    if model.window_attn_skip_freq is not None and model.window_size is None:
+        rule = "says which layers have a window, but there is no --window-size"
+        yield Problem(
+            "--window-attn-skip-freq", model.window_attn_skip_freq, rule, "Give --window-size, or leave it out."
+        )
+    if model.no_rope_freq is not None and model.multi_latent_attention:
+        rule = "cannot be combined with --multi-latent-attention, whose keys have a rotary part in every layer"
+        yield Problem("--no-rope-freq", model.no_rope_freq, rule, "Leave one out.")
+
+
+def _rotary(model: RawModelConfig) -> Iterator[Problem]:
+    positions = model.position_embedding_type
+    settings = {
+        "--no-rope-freq": model.no_rope_freq,
+        "--rotary-base-local": model.rotary_base_local,
+        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor,
+        "--rotary-interleaved": model.rotary_interleaved or None,
+    }
+    for flag, value in settings.items():
+        if value is not None and positions not in _ROTARY_TYPES:
+            rule = f"is about rotary positions, but --position-embedding-type is {positions}"
+            yield Problem(flag, f"{value}", rule, "Use --position-embedding-type rope, or leave it out.")
+    if model.rotary_base_local is not None:
+        yield from above("rotary_base_local", model.rotary_base_local, 1)
+        if model.window_size is None:
+            rule = "is for layers with a window, but there is no --window-size"
+            yield Problem(
+                "--rotary-base-local", f"{model.rotary_base_local:g}", rule, "Give --window-size, or leave it out."
+            )
+    factor = model.rotary_seq_len_interpolation_factor
+    if factor is not None:
+        yield from at_least("rotary_seq_len_interpolation_factor", factor, 1)
+        if positions == "yarn" or model.use_rope_scaling:
+            rule = "is one way to scale rotary positions, and another is set"
+            yield Problem("--rotary-seq-len-interpolation-factor", f"{factor:g}", rule, "Leave one out.")
+
+
+def _norms_and_residuals(model: RawModelConfig) -> Iterator[Problem]:
+    branches, placement = model.residual_branches, model.norm_placement
+    if branches != "sequential" and placement != "pre":
+        rule = f"needs norms before the branches, but --norm-placement is {placement}"
+        yield Problem("--residual-branches", branches, rule, "Use --norm-placement pre.")
+    if model.qk_layernorm_scope == "projection" and not model.qk_layernorm:
+        rule = "says what --qk-layernorm normalises, which is not set"
+        yield Problem("--qk-layernorm-scope", "projection", rule, "Add --qk-layernorm, or leave it out.")
+    if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
+        rule = f"is an RMSNorm, but --normalization is {model.normalization}"
+        yield Problem("--qk-layernorm-scope", "projection", rule, "Use --normalization RMSNorm.")
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        yield from above(name, getattr(model, name), 0)
+    if model.scale_embeddings and model.embedding_multiplier != 1.0:
+        rule = "and --scale-embeddings are two factors on embeddings"
+        yield Problem("--embedding-multiplier", f"{model.embedding_multiplier:g}", rule, "Leave one out.")
+
+
+def _scores(model: RawModelConfig) -> Iterator[Problem]:
+    for name in ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"):
+        yield from above(name, getattr(model, name), 0)
+    plain = variant_defaults()
+    for name in _NOT_LATENT if model.multi_latent_attention else ():
+        value = getattr(model, name)
+        if value != plain[name]:
+            rule = "cannot be combined with --multi-latent-attention"
+            yield Problem(flag_name(name), f"{value}", rule, "Leave one out.")

@@ -1,0 +1,54 @@
+"""The part of the schema that says how the layers of a decoder depart from those of GPT and LLaMA, and from each other.
+
+Every default here is the plain layer, so a model, a checkpoint or a family that does not mention a setting does not have it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal
+
+from petatron.config.schema.numeric_bounds import Factor, RotaryBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerVariants:
+    """Variants of attention, norms and residuals."""
+
+    window_attn_skip_freq: str | None = None
+    """Which layers have the `--window-size`: N means all but every N-th; or one 1 (window) or 0 per layer, as in ([1]*3+[0])*8."""
+    no_rope_freq: str | None = None
+    """Which layers have no rotary positions: N means every N-th; or one 1 (no positions) or 0 per layer (SmolLM3, Llama 4)."""
+    rotary_base_local: RotaryBase | None = None
+    """Base of the rotary frequencies in layers with a window, which are then not scaled (Gemma 3). Unset means that of all layers."""
+    rotary_seq_len_interpolation_factor: Factor | None = None
+    """Linear interpolation: positions are divided by this. Unset means not at all."""
+    norm_placement: Literal["pre", "both", "output"] = "pre"
+    """Where a layer's norms are: before each branch, before and after it (Gemma 2), or after it only (OLMo 2)."""
+    residual_branches: Literal["sequential", "parallel", "parallel_shared_norm"] = "sequential"
+    """Whether the MLP takes what attention made of the stream, or both take the same, with a norm each (GPT-NeoX) or one for both."""
+    qk_layernorm_scope: Literal["head", "projection"] = "head"
+    """What `--qk-layernorm` normalises: each head, or all heads together (OLMo 2)."""
+    rotary_interleaved: bool = False
+    """Rotary positions rotate neighbouring channels instead of those half a head apart."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """Attention sinks: whether a head may attend to nothing, with the score 0 or with a learned one (gpt-oss)."""
+    softmax_scale: Factor | None = None
+    """Factor on attention scores. Unset means 1 / sqrt(head width)."""
+    attn_logit_softcapping: Factor | None = None
+    """Attention scores become cap x tanh(score / cap) (Gemma 2). Unset means that they stay as they are."""
+    final_logit_softcapping: Factor | None = None
+    """Logits become cap x tanh(logit / cap) (Gemma 2). Unset means that they stay as they are."""
+    embedding_multiplier: Factor = 1.0
+    """Factor on embeddings (Granite)."""
+    residual_multiplier: Factor = 1.0
+    """Factor on what each branch adds to the residual stream (Granite)."""
+    logits_scaling: Factor = 1.0
+    """Logits are divided by this (Granite)."""
+
+
+@cache
+def variant_defaults() -> dict[str, Any]:
+    """Returns the default of every variant: the plain layer."""
+    return {item.name: item.default for item in fields(LayerVariants)}

@@ -1,0 +1,42 @@
+"""All families, in the order in which one is chosen for a model that several can express.
+
+A family is a file of this folder, or a part of one, and a line of this list; nothing else knows it by name.
+"""
+
+from petatron.models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
+from petatron.models.hf.families.gpt2 import GPT2
+from petatron.models.hf.families.gpt_neox import GPT_NEOX
+from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
+from petatron.models.hf.families.llama import LLAMA
+from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
+from petatron.models.hf.families.nemotron import NEMOTRON
+from petatron.models.hf.families.olmo import OLMO2, OLMO3, OLMOE
+from petatron.models.hf.families.phi3 import PHI3
+from petatron.models.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from petatron.models.hf.families.smollm3 import SMOLLM3
+from petatron.models.hf.families.starcoder2 import STARCODER2
+
+FAMILIES = (
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    MINISTRAL,
+    SMOLLM3,
+    QWEN2,
+    QWEN3,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    OLMO2,
+    OLMO3,
+    GRANITE,
+    PHI3,
+    STARCODER2,
+    NEMOTRON,
+    GPT_NEOX,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    OLMOE,
+    GRANITE_MOE,
+)

@@ -1,0 +1,22 @@
+"""The table of families in `docs/huggingface.md`, which a test compares with the one generated here.
+
+Every family is a decoder, so all of them load, save, train and generate; the layouts are those in which `tests/hf` compares logits,
+loss, gradients and greedy tokens with transformers.
+"""
+
+from __future__ import annotations
+
+from petatron.models.hf.families import FAMILIES
+
+DENSE_LAYOUTS = ("tp1", "tp2", "tp2-sp", "pp2", "tp2-pp2")
+EXPERT_LAYOUTS = ("tp1", "tp2", "ep2", "tp2-etp1-ep2", "pp2", "tp2-pp2")
+_HEAD = ("`model_type`", "models", "what tells it apart", "loads", "saves", "trains", "generates", "layouts proven")
+
+
+def family_table() -> str:
+    """Returns the table in Markdown."""
+    rows = [_HEAD, ("---",) * len(_HEAD)]
+    for family in FAMILIES:
+        layouts = EXPERT_LAYOUTS if family.moe_keys else DENSE_LAYOUTS
+        rows.append((f"`{family.name}`", family.models, family.what_differs, *("yes",) * 4, ", ".join(layouts)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
