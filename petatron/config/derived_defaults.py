@@ -20,7 +20,9 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
+from petatron.config.schema.hybrid_pattern import ATTENTION, allocate_layers
 from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig
+from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.pipeline_layout_string import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.run import RawRunConfig, RunConfig
@@ -39,6 +41,7 @@ def derive_defaults(
     """
     state = _DerivedValues(flatten_config(config), chosen_paths)
     _derive_world(state, world_size)
+    _derive_hybrid(state)
     _derive_model(state)
     _derive_pipeline(state)
     _derive_sequence(state)
@@ -127,6 +130,27 @@ def _derive_world(values: _DerivedValues, launched_world_size: int | None) -> No
         values.fill("ddp_bucket_size", bucket, "max(40 million, 1 million x dp)")
 
 
+def _derive_hybrid(values: _DerivedValues) -> None:
+    attention, mlp = values["hybrid_attention_ratio"], values["hybrid_mlp_ratio"]
+    pattern, layers = values["hybrid_layer_pattern"], values["num_layers"]
+    wanted = values["is_hybrid_model"] or attention > 0 or mlp > 0
+    sound = 0 < layers <= MAX_PATTERN_LAYERS and min(attention, mlp) >= 0 and attention + mlp <= 1
+    if pattern is None and wanted and sound:
+        pattern = allocate_layers(layers, attention, mlp)
+        values.set("hybrid_layer_pattern", pattern, "the ratios of attention and MLPs")
+    if pattern is None:
+        return
+    if not layers:
+        values.set("num_layers", len(pattern), "the length of --hybrid-layer-pattern")
+    if not values["is_hybrid_model"] and not values.is_chosen("is_hybrid_model"):
+        values.set("is_hybrid_model", True, "layers have one branch each")
+    heads = _exact_quotient(2 * max(values["hidden_size"], 0), values["mamba_head_dim"])
+    values.fill("mamba_num_heads", heads, "2 x hidden size / head width")
+    if ATTENTION not in pattern and not values["num_attention_heads"]:
+        for name in ("num_query_groups", "kv_channels"):
+            values.fill(name, 1, "no layer is attention")
+
+
 def _derive_model(values: _DerivedValues) -> None:
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if hidden > 0 and values["activation"] in GATED_ACTIVATIONS:
@@ -148,6 +172,9 @@ def _derive_model(values: _DerivedValues) -> None:
     values.fill("kv_channels", _exact_quotient(hidden, heads), "hidden size / heads")
     if values["seq_length"] > 0:
         values.fill("max_position_embeddings", values["seq_length"], "the sequence length")
+    # A model without such layers has none of their sizes.
+    values.fill("mamba_num_heads", 0 if values["hybrid_layer_pattern"] is None else None, "no layer is Mamba-2")
+    values.fill("mamba_norm_groups", values["mamba_num_groups"], "--mamba-num-groups")
     values.fill("embedding_init_method_std", values["init_method_std"], "--init-method-std")
     if values["num_experts"] is not None:
         values.fill("moe_ffn_hidden_size", values["ffn_hidden_size"], "the MLP width")

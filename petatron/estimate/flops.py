@@ -19,6 +19,11 @@ width; it multiplies 6 (q + v) per pair instead of 12 q. Without a query latent 
 
 Every depth of multi-token prediction is one more layer, with 2 h^2 for its projection, and one more h V.
 
+In a hybrid each kind of branch is in layers of its own: M of Mamba-2, A of attention, F of MLPs. With d the width of all heads of a
+Mamba-2 layer, H heads, G groups of state width N and chunks of c tokens, it has weights h (3 d + 2 G N + H), and its scan costs 3
+times c (d + G N) inside chunks (causally half of all pairs of a chunk) and 4 d N into the states and out of them; its convolution, over w
+tokens, 3 times 2 w (d + 2 G N).
+
 The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s^2 / 2, what a causal model needs;
 `full` counts s^2, as papers that quote higher utilisation do. A sliding window of w tokens leaves w s - w^2 / 2 of the
 causal pairs. Norms, activations, softmax, the embedding lookup and recompute are not counted: these are model FLOPs, the work
@@ -34,10 +39,14 @@ from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import padded_rows
 
 
-def flops_formula(*, causal: bool = True, experts: bool = False, latent: bool = False) -> str:
+def flops_formula(*, causal: bool = True, experts: bool = False, latent: bool = False, hybrid: bool = False) -> str:
     """Returns the formula behind the reported TFLOP/s and MFU, for people."""
     pairs = "s^2/2" if causal else "s^2"
     qkv, width = ("h (a + c + r) + a q + c (k + v) + v h", "6 L (q + v)") if latent else ("h (q + 2k) + q h", "12 L q")
+    if hybrid:
+        mamba, scan = "M h (3d + 2 G N + H)", f"3 T M ({'c' if causal else '2 c'} (d + G N) + 4 d N + 2 w (d + 2 G N))"
+        mlps = "F g h f" + (" + MoE layers (h E + K g h e + g h u)" if experts else "")
+        return f"6 T ({mamba} + A ({qkv}) + {mlps} + h V) + {width.replace('L', 'A')} (T/s) {pairs} + {scan}"
     if not experts:
         return f"6 T (L ({qkv} + g h f) + h V) + {width} (T/s) {pairs}"
     layers = f"L ({qkv}) + dense layers g h f + MoE layers (h E + K g h e + g h u)"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.required_settings import required
+from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
 from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
@@ -24,6 +25,7 @@ from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchSpec, residual_std
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
+from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, LM_LOSS, TOKEN_LOSSES, Decoder, mtp_loss
 from petatron.models.model_spec import ModelSpec
@@ -32,6 +34,8 @@ from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, Model
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
 
+MAMBA_CONV_WIDTH = 4
+"""Tokens that the convolution of every published Mamba-2 sees."""
 _SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
     "vanilla": None,
     "off-by-one": "zero",
@@ -146,6 +150,8 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     >>> type(spec.layers[0].channel_mixer).__name__, len(spec.layers) == run.model.num_layers
     ('MoESpec', True)
     """
+    if config.hybrid_layer_pattern is not None:
+        return hybrid_spec(config, moe, config.hybrid_layer_pattern)
     norm = norm_spec(config)
     mlp = mlp_spec(config, config.ffn_hidden_size)
     is_moe = moe_layers(RunConfig(model=config, moe=moe))
@@ -167,6 +173,33 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     std = config.init_method_std
     layers += tuple(MtpLayerSpec.like(layers[-1], depth=k, std=std) for k in range(1, 1 + (config.mtp_num_layers or 0)))
     return DecoderSpec(config, None if experts is None else moe, layers, norm)
+
+
+def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
+    """Makes the spec of a model of layers with one branch each, by the letters of a pattern (Mamba-2 hybrids)."""
+    norm = norm_spec(config)
+    attention = list(mixer_specs(config)) if ATTENTION in pattern else []
+    others: dict[str, Callable[[], BranchSpec]] = {
+        MAMBA: lambda: mamba2_spec(config),
+        MLP: lambda: mlp_spec(config, config.ffn_hidden_size),
+        EXPERTS: lambda: moe_spec(config, moe),
+    }
+    made = {symbol: others[symbol]() for symbol in set(pattern) - {ATTENTION}}
+
+    def layer(index: int, symbol: str) -> LayerSpec:
+        branch = attention[index] if symbol == ATTENTION else made[symbol]
+        mixes = symbol in (MAMBA, ATTENTION)
+        return LayerSpec(
+            mixer=branch if mixes else None,
+            channel_mixer=None if mixes else branch,
+            norm=norm,
+            dropout=config.hidden_dropout,
+            norm_placement=config.norm_placement,
+            residual_multiplier=config.residual_multiplier,
+        )
+
+    layers = tuple(layer(index, symbol) for index, symbol in enumerate(pattern))
+    return DecoderSpec(config, moe if EXPERTS in pattern else None, layers, norm)
 
 
 def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
@@ -203,7 +236,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         window=config.window_size,
         dropout=config.attention_dropout,
         std=config.init_method_std,
-        out_std=residual_std(config.init_method_std, config.num_layers),
+        out_std=out_std(config),
         qk_norm_scope=config.qk_layernorm_scope,
         rope_interleaved=config.rotary_interleaved,
         softmax_scale=config.softmax_scale,
@@ -227,8 +260,30 @@ def mla_spec(config: ModelConfig) -> MlaSpec:
         window=config.window_size,
         dropout=config.attention_dropout,
         std=config.init_method_std,
-        out_std=residual_std(config.init_method_std, config.num_layers),
+        out_std=out_std(config),
     )
+
+
+def mamba2_spec(config: ModelConfig) -> Mamba2Spec:
+    return Mamba2Spec(
+        hidden_size=config.hidden_size,
+        num_heads=config.mamba_num_heads,
+        head_dim=config.mamba_head_dim,
+        num_groups=config.mamba_num_groups,
+        state_dim=config.mamba_state_dim,
+        norm_groups=config.mamba_norm_groups,
+        norm_eps=config.norm_epsilon,
+        conv_width=MAMBA_CONV_WIDTH,
+        chunk_size=config.mamba_chunk_size,
+        std=config.init_method_std,
+        out_std=out_std(config),
+    )
+
+
+def out_std(config: ModelConfig) -> float:
+    """Returns the initial standard deviation of the last GEMM of a branch; a layer of a hybrid has one branch, others two."""
+    branches = 2 if config.hybrid_layer_pattern is None else 1
+    return residual_std(config.init_method_std, config.num_layers, branches=branches)
 
 
 def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
@@ -259,7 +314,7 @@ def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:
         activation=config.activation,
         bias=config.add_bias_linear,
         std=config.init_method_std,
-        out_std=residual_std(config.init_method_std, config.num_layers),
+        out_std=out_std(config),
     )
 
 
@@ -276,5 +331,5 @@ def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
         bias=config.add_bias_linear,
         routing=moe,
         std=config.init_method_std,
-        out_std=residual_std(config.init_method_std, config.num_layers),
+        out_std=out_std(config),
     )

@@ -134,6 +134,8 @@ class ModelSpec(ABC):
         orders: set[SequenceSharding] = {
             branch.sequence_sharding for branch in branches if branch.sequence_sharding != "any"
         }
+        if orders == {"zigzag", "contiguous"}:
+            return "contiguous"
         if len(orders) > 1:
             return "whole"
         return orders.pop() if orders else "zigzag"

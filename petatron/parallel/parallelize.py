@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,6 +128,7 @@ def parallelize(
             mesh,
             comm_type=parallel.cp_comm_type,
             hierarchical_sizes=parallel.hierarchical_context_parallel_sizes,
+            order="contiguous" if spec.sequence_sharding == "contiguous" else "zigzag",
         )
         apply_expert_parallel(
             stage, mesh, run.moe, before_wait=None if combined is None else combined.switch_to_other_pass
@@ -182,6 +184,7 @@ def _shard_stage(
         sequence_parallel=sequence,
         shared_generator=rng_streams.tp_shared,
         overlap_chunks=overlap,
+        blocks=partial(mesh.blocks, "tp"),
     )
     shard_vocabulary(stage, params, mesh.tp)
     return placements

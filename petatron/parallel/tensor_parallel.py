@@ -27,7 +27,7 @@ communicated; the last reduce-scatter, 1 / n of a row linear's communication, st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -255,11 +255,13 @@ def apply_tensor_parallel(
     sequence_parallel: bool,
     shared_generator: torch.Generator | None,
     overlap_chunks: int | None = None,
+    blocks: Callable[[int], Axis] | None = None,
 ) -> None:
     """Fills the slots. `sequence_parallel` shards activations along the sequence; `shared_generator` is the axis's dropout stream.
 
     `overlap_chunks`: linears overlap their forward communication in so many chunks; the output head does not, since its loss
     already works chunk by chunk on its gathered input.
+    `blocks`: returns the axis of this rank's block of so many adjacent ranks; needed by layers whose groups some ranks share.
     """
     column, row = ColumnParallelOp(axis, sequence_parallel), RowParallelOp(axis, sequence_parallel)
     column_linear, row_linear = column, row
@@ -271,6 +273,11 @@ def apply_tensor_parallel(
     for name, module in model.named_modules():
         for slot in getattr(module, "sequence_slots", ()):
             setattr(module, slot, partial(to_whole_sequence, axis=axis))
+        for slot, groups in getattr(module, "group_sum_slots", {}).items():
+            if groups < axis.size:
+                group_axis = axis if groups == 1 or blocks is None else blocks(axis.size // groups)
+                assert group_axis.size * groups == axis.size, f"{groups} groups cannot share {axis.size} ranks"
+                setattr(module, slot, partial(collectives.all_reduce, axis=group_axis))
         if isinstance(module, Linear):
             tp = params[f"{name}.weight"].shard.tp
             module.linear_op = ReplicatedOp() if tp is None else column_linear if tp == 0 else row_linear

@@ -52,7 +52,24 @@ class NormalValues:
         out.copy_(draw_normal_shard(shard, seed=seed, std=self.std))
 
 
+@dataclass(frozen=True, slots=True)
+class UniformValues:
+    """Uniform draws in [low, high)."""
+
+    low: float
+    high: float
+
+    def fill(self, out: Tensor, shard: TensorShard, *, seed: int) -> None:
+        out.copy_(draw_uniform_shard(shard, seed=seed) * (self.high - self.low) + self.low)
+
+
 ZEROS, ONES = ConstantValues(0.0), ConstantValues(1.0)
+
+
+def draw_uniform_shard(shard: TensorShard, *, seed: int) -> Tensor:
+    """Returns this shard's box of a logical tensor of uniform draws in [0, 1); the whole tensor is drawn, so it should be small."""
+    generator = torch.Generator().manual_seed(stable_seed(seed, shard.name))
+    return torch.rand(shard.logical_shape, generator=generator)[shard.logical_slices()]
 
 
 def draw_normal_shard(shard: TensorShard, *, seed: int, std: float) -> Tensor:

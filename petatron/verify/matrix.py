@@ -60,16 +60,19 @@ _MOE_FLAGS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 1e-3 "
     "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 16 --moe-layer-freq [0,1,1,1]"
 )
+_MAMBA_FLAGS = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-chunk-size 4"
 MODEL_FLAGS = {
     "dense": f"--num-layers 4 {_LLAMA_FLAGS}",
     "deep": f"--num-layers 8 {_LLAMA_FLAGS} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
     "gpt": _GPT_FLAGS,
     "moe": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
     "muon": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
+    "mamba": f"--hybrid-layer-pattern MMMM {_LLAMA_FLAGS} --position-embedding-type none {_MAMBA_FLAGS} --mamba-norm-groups 1",
+    "hybrid": f"--hybrid-layer-pattern M-M* {_LLAMA_FLAGS} {_MAMBA_FLAGS} --reset-attention-mask --reset-position-ids",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
-(biases, LayerNorm, qk-norm, a window, packed documents); an MoE; and the same MoE trained with Muon, whose rule needs whole
-matrices."""
+(biases, LayerNorm, qk-norm, a window, packed documents); an MoE; the same MoE trained with Muon, whose rule needs whole
+matrices; Mamba-2 with a norm over all channels; and a hybrid of Mamba-2, MLPs and attention over packed documents."""
 OPTIMIZER_FLAGS = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
@@ -107,6 +110,7 @@ _AXIS_OPTIONS = {
         "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "selective": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
         "experts": "--recompute-granularity selective --recompute-modules core_attn moe_act shared_experts",
+        "mamba": "--recompute-granularity selective --recompute-modules core_attn mlp mamba",
     },
 }
 _LAYOUT_PART = re.compile(r"(?P<axis>[a-z]+)(?P<size>\d*)(?P<forms>(?:-[a-z0-9]+)*)")
@@ -133,6 +137,10 @@ class MatrixEntry:
     @property
     def has_experts(self) -> bool:
         return "--num-experts" in MODEL_FLAGS[self.model]
+
+    @property
+    def is_hybrid(self) -> bool:
+        return "--hybrid-layer-pattern" in MODEL_FLAGS[self.model]
 
 
 def parse_entry(name: str) -> MatrixEntry:
@@ -170,6 +178,9 @@ dense:dp2-zero2 dense:dp4-zero2 dense:dp2-fsdp dense:dp4-fsdp dense:dp4-fsdp-cop
 moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:dp4.etp4
 moe:dp2.ep2-apart moe:dp2.ep2-overlap moe:dp4.ep4-overlap
 muon:tp2-sp muon:dp4-zero1 muon:dp4-fsdp
+mamba:tp2 mamba:tp4-sp mamba:pp4 mamba:pp2-zbh1 mamba:cp2 mamba:cp4 mamba:dp4-zero1 mamba:dp2-fsdp
+hybrid:tp2-sp hybrid:tp4 hybrid:tp2-sp-overlap hybrid:pp2 hybrid:pp2-zbv hybrid:dp2-fsdp
+hybrid:cp2 hybrid:cp4 hybrid:cp2-gather hybrid:cp2-a2a hybrid:cp4-both
 """
 _AXIS_PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
@@ -187,6 +198,7 @@ dense:tp2-sp-overlap.dp2-fsdp moe:tp2-sp-overlap.dp2.ep2 moe:tp4-sp-overlap.ep2.
 moe:tp2-sp.dp2.ep2-overlap.etp1 moe:pp2.dp2.ep2-overlap moe:pp2-vpp2.dp2.ep2-overlap moe:cp2.ep2-overlap
 moe:dp4-zero1.ep2-overlap moe:dp2.ep2-overlap.recompute-experts
 muon:tp2-sp.dp2-zero1.ep2 muon:tp2-sp.dp2-zero2.ep2.etp1
+mamba:tp2-sp.cp2 mamba:pp2.cp2 mamba:cp2.dp2-zero1 hybrid:tp2-sp.cp2 hybrid:tp2-sp.pp2 hybrid:cp2.dp2-fsdp hybrid:cp2.recompute-mamba
 """
 _MULTI_AXIS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
@@ -197,6 +209,7 @@ moe:tp2-sp.cp2.dp2-fsdp.ep2 moe:tp2-sp.pp2-vpp2.dp2.ep2 moe:tp2-sp.pp2-vpp2.dp2-
 dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
+hybrid:tp2-sp.pp2.cp2 mamba:tp2-sp.cp2.dp2-zero1
 """
 MATRIX = tuple(parse_entry(name) for names in (_SINGLE_AXIS, _AXIS_PAIRS, _MULTI_AXIS) for name in names.split())
 

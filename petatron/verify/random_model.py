@@ -21,7 +21,9 @@ def random_model_flags(entry: MatrixEntry, *, seed: int) -> str:
     random = Random(f"{seed}:{entry.name}")
     last: ConfigError | None = None
     for _ in range(_MAX_TRIES):
-        flags = " ".join([*_random_flags(random, experts=entry.has_experts), *entry.optimizer_flags.split()])
+        flags = " ".join(
+            [*_random_flags(random, experts=entry.has_experts, hybrid=entry.is_hybrid), *entry.optimizer_flags.split()]
+        )
         try:
             load_config(f"{flags} {_FIXED_FLAGS} {entry.flags}".split(), world_size=entry.world_size)
         except ConfigError as error:
@@ -31,9 +33,10 @@ def random_model_flags(entry: MatrixEntry, *, seed: int) -> str:
     raise AssertionError(f"no model of {_MAX_TRIES} fits {entry.name}: {last}")
 
 
-def _random_flags(random: Random, *, experts: bool) -> list[str]:
+def _random_flags(random: Random, *, experts: bool, hybrid: bool) -> list[str]:
     return [
         *_shape_flags(random),
+        *(_hybrid_flags(random) if hybrid else []),
         *_component_flags(random),
         *(_moe_flags(random) if experts else []),
         *_training_flags(random),
@@ -53,6 +56,19 @@ def _shape_flags(random: Random) -> list[str]:
     ]
     flags += [f"--window-size {random.randint(1, length)}"] * (random.random() < 0.3)
     return flags
+
+
+def _hybrid_flags(random: Random) -> list[str]:
+    """The pattern's length replaces the number of layers."""
+    pattern = "M" + "".join(random.choice("MM*-") for _ in range(random.randint(1, 7)))
+    groups = random.choice((1, 2, 4))
+    flags = [
+        f"--hybrid-layer-pattern {pattern} --num-layers {len(pattern)}",
+        f"--mamba-num-heads {groups * random.choice((1, 2, 3, 4))} --mamba-num-groups {groups}",
+        f"--mamba-head-dim {random.choice((4, 6, 10))} --mamba-state-dim {random.choice((3, 8))}",
+        f"--mamba-chunk-size {random.choice((1, 4, 7, 64))}",
+    ]
+    return flags + ["--mamba-norm-groups 1"] * (random.random() < 0.5)
 
 
 def _component_flags(random: Random) -> list[str]:

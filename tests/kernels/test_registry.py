@@ -26,7 +26,7 @@ CPU = KernelContext("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
-COMPILED = ("layer_norm", "plain activation")
+COMPILED = ("layer_norm", "plain activation", "selective scan", "causal convolution", "gated norm")
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -144,6 +144,9 @@ CALLED: dict[str, set[str]] = {
     "qk-norm and rotary embedding": {"split_qkv_norm_rope", "split_qkv_norm_rope_backward"},
     "softmax and loss": {"statistics", "gradient_", "losses_and_gradient_"},
     "embedding gradient": {"embedding_grad"},
+    "selective scan": {"chunk_scan", "chunk_scan_backward"},
+    "causal convolution": {"causal_conv", "causal_conv_backward"},
+    "gated norm": {"gated_square_sums", "gated_norm", "gated_norm_projections", "gated_norm_backward"},
     "adamw": {"adamw", "sum_of_squares"},
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
     "packed documents": {"gather_rows", "scatter_rows"},

@@ -68,7 +68,12 @@ def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements)
         assert ours is not None
         ratios[name] = _compare_with_peer(ours, contenders[name], pairs)
         rows += _ratio_rows(name, ratios[name])
-    kinds = {"experts": spec.run.moe.num_experts is not None, "latent": spec.run.model.multi_latent_attention}
+    model = spec.run.model
+    kinds = {
+        "experts": spec.run.moe.num_experts is not None,
+        "latent": model.multi_latent_attention,
+        "hybrid": model.hybrid_layer_pattern is not None,
+    }
     for causal, label in ((False, "full"), (True, "causal")):
         formula = flops_formula(causal=causal, **kinds)
         text = f"{formula} = {format_si(flops[causal], 'FLOP per token', digits=5)}"

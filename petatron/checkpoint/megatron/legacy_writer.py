@@ -136,11 +136,18 @@ def _layout_problems(model: ModelConfig, moe: MoEConfig | None, tp: int, pp: int
         ]
     elif ep > 1:
         shared.append(("--expert-model-parallel-size", ep, "a model without experts:", 1))
-    latent = "has weights that the Megatron writer has no names for"
+    unnamed = "has weights that the Megatron writer has no names for"
     fix = "Such a model is saved in Petatron's own names."
-    unnamed = [("--multi-latent-attention", model.multi_latent_attention)]
-    unnamed += [("--mtp-num-layers", model.mtp_num_layers is not None)]
-    return [Problem(flag, "", latent, fix) for flag, given in unnamed if given] + [
+    pattern = model.hybrid_layer_pattern
+    given = {
+        "--multi-latent-attention": model.multi_latent_attention,
+        "--mtp-num-layers": model.mtp_num_layers is not None,
+    }
+    kinds = [Problem(flag, "", unnamed, fix) for flag, is_given in given.items() if is_given]
+    if pattern is not None:
+        # Its layers have one branch each, and names of their own: no other rule applies.
+        return [*kinds, Problem("--hybrid-layer-pattern", pattern, unnamed, fix)]
+    return kinds + [
         Problem(flag, str(size), f"does not divide {of} {whole}", "Use 1, or a divisor.")
         for flag, size, of, whole in shared
         if size < 1 or not whole or whole % size

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.layer_variants import check_layer_variants
+from petatron.config.checks.layers.variants import check_layer_variants
 from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, within
 from petatron.config.schema.fields import flag_name
+from petatron.config.schema.hybrid_pattern import ATTENTION
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
 
@@ -29,9 +30,16 @@ def check_model(config: RawRunConfig) -> Iterator[Problem]:
     yield from check_layer_variants(config.model)
 
 
+def has_attention(model: RawModelConfig) -> bool:
+    """Whether a model has attention layers."""
+    return model.hybrid_layer_pattern is None or ATTENTION in model.hybrid_layer_pattern
+
+
 def _sizes(model: RawModelConfig) -> Iterator[Problem]:
     for name in REQUIRED_FIELDS:
         value = getattr(model, name)
+        if name == "num_attention_heads" and value == 0 and not has_attention(model):
+            continue
         flag = flag_name(name)
         if value == 0:
             fix = "Give a positive number, or start from a preset such as --preset llama3-8b."

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.checks.layers.hybrid import MAMBA_SIZES
 from petatron.config.checks.model import LATENT_WIDTHS
 from petatron.config.checks.moe import router_cannot_learn
 from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, flatten_config
+from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, MLP
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin
@@ -28,6 +30,14 @@ _LOAD = (
 )  # what requires --load is a problem, see files.py
 _SAVE = ("no_save_optim", "no_save_rng", "async_save", "save_total_limit")
 
+_ATTENTION = (
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "window_size",
+    "qk_layernorm",
+    "attention_dropout",
+)
 _CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes")
 _PIPELINE = (
     "pipeline_schedule",
@@ -147,6 +157,7 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     if config.optim.optimizer != "sgd":
         yield "sgd_momentum", f"the optimizer is {config.optim.optimizer}"
     yield from _unused_attention(config)
+    yield from _unused_hybrid(config)
     if config.model.mtp_num_layers is None:
         yield "mtp_loss_scaling_factor", "it is for --mtp-num-layers"
     if config.checkpoint.load is None:
@@ -166,6 +177,19 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     if not config.log.profile:
         names = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
         yield from ((name, "it is for --profile") for name in names)
+
+
+def _unused_hybrid(config: RawRunConfig) -> Iterator[tuple[str, str]]:
+    pattern = config.model.hybrid_layer_pattern
+    if pattern is None or MAMBA not in pattern:
+        yield from ((name, "no layer is Mamba-2") for name in (*MAMBA_SIZES, "mamba_norm_groups"))
+    if pattern is None:
+        return
+    yield "moe_layer_freq", "--hybrid-layer-pattern says which layers have experts"
+    if ATTENTION not in pattern:
+        yield from ((name, "no layer is attention") for name in _ATTENTION)
+    if MLP not in pattern:
+        yield "ffn_hidden_size", "no layer is an MLP"
 
 
 def _unused_attention(config: RawRunConfig) -> Iterator[tuple[str, str]]:
@@ -300,6 +324,7 @@ def _unused_recompute_modules(config: RawRunConfig) -> Iterator[str]:
     """Yields modules to recompute that the model does not have, or of which nothing is saved anyway."""
     if config.memory.recompute_granularity != "selective":
         return
+    pattern = config.model.hybrid_layer_pattern
     lacking = {"moe_act": "what an activation function makes is never kept"}
     if not _saves_norm_outputs(config):
         lacking["layernorm"] = "what a norm makes is not kept here"
@@ -307,6 +332,10 @@ def _unused_recompute_modules(config: RawRunConfig) -> Iterator[str]:
         lacking |= {"moe": "the model has no experts", "moe_act": "the model has no experts"}
     if config.moe.num_experts is None or config.moe.moe_shared_expert_intermediate_size is None:
         lacking["shared_experts"] = "there is no shared expert"
+    if pattern is None or MAMBA not in pattern:
+        lacking["mamba"] = "no layer is Mamba-2"
+    if pattern is not None and ATTENTION not in pattern:
+        lacking |= dict.fromkeys(("attention", "core_attn"), "no layer is attention")
     for module in config.memory.recompute_modules:
         if module in lacking:
             yield f"--recompute-modules {module} has no effect: {lacking[module]}"

@@ -41,6 +41,7 @@ ALIASES: Mapping[str, str] = {
     "--cpu-optimizer": "optimizer_cpu_offload",
     "--optimizer-nvme-path": "optimizer_nvme_offload",
     "--dataloader-inter-document-masking": "reset_attention_mask",
+    "--hybrid-override-pattern": "hybrid_layer_pattern",
     "--layernorm-epsilon": "norm_epsilon",
     "--mscale": "yarn_mscale",
     "--mscale-all-dim": "yarn_mscale_all_dim",
@@ -171,7 +172,6 @@ _GRAPHS = "CUDA graphs of single modules (--cuda-graphs records a whole step)"
 _OVERLAP = (
     "tensor-parallel overlap by part (--tp-comm-overlap is for all linears, and the backward pass always overlaps)"
 )
-_HYBRID = "hybrid (Mamba) models"
 _BERT = "BERT"
 _T5 = "encoder-decoder models (T5)"
 _VISION = "multimodal models"
@@ -210,15 +210,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--moe-enable-deepep": _MOE,
     "--disable-moe-token-dispatch": _MOE,
     "--spec": "a model spec from a module",
-    "--hybrid-layer-pattern": _HYBRID,
-    "--hybrid-override-pattern": _HYBRID,
-    "--hybrid-attention-ratio": _HYBRID,
-    "--hybrid-mlp-ratio": _HYBRID,
-    "--mamba-state-dim": _HYBRID,
-    "--mamba-head-dim": _HYBRID,
-    "--mamba-num-groups": _HYBRID,
-    "--mamba-num-heads": _HYBRID,
-    "--is-hybrid-model": _HYBRID,
     "--bert-no-binary-head": _BERT,
     "--mask-prob": _BERT,
     "--short-seq-prob": _BERT,

@@ -102,6 +102,26 @@ class RawModelConfig(LayerVariants):
     """Latent attention: width of the rotary part of a query or key head; all heads share that of the keys."""
     v_head_dim: Width = 128
     """Latent attention: width of a value head."""
+    is_hybrid_model: bool = False
+    """A model of layers with one branch each: Mamba-2, attention, MLP or experts. Derived: on with a pattern or a ratio of them."""
+    hybrid_layer_pattern: str | None = None
+    """The layers of a hybrid model, one letter each: M Mamba-2, * attention, - MLP, E experts. Derived: from the two ratios."""
+    hybrid_attention_ratio: Fraction = 0.0
+    """Hybrid models without a pattern: the share of layers that are attention."""
+    hybrid_mlp_ratio: Fraction = 0.0
+    """Hybrid models without a pattern: the share of layers that are MLPs; what remains is Mamba-2."""
+    mamba_state_dim: Width = 128
+    """Mamba-2: width of the state of each channel."""
+    mamba_head_dim: Width = 64
+    """Mamba-2: width of a head."""
+    mamba_num_groups: Width = 8
+    """Mamba-2: groups of heads that share the inputs and outputs of their states (B and C)."""
+    mamba_num_heads: Width | None = None
+    """Mamba-2: number of heads. Derived: 2 x hidden size / head width."""
+    mamba_norm_groups: Width | None = None
+    """Mamba-2: groups of channels that the gated norm normalises, `--mamba-num-groups` or 1. Derived: the former."""
+    mamba_chunk_size: SequenceLength = 128
+    """Mamba-2: tokens of a chunk of the scan; of speed and memory only."""
     mtp_num_layers: LayerCount | None = None
     """Multi-token prediction (DeepSeek-V3): layers after the last one, each of which predicts one token further ahead; unset means none."""
     mtp_loss_scaling_factor: Factor = 0.1
@@ -131,6 +151,8 @@ class ModelConfig(RawModelConfig):
     kv_channels: Width = 0
     max_position_embeddings: SequenceLength = 0
     embedding_init_method_std: Factor = 0.0
+    mamba_num_heads: Width = 0
+    mamba_norm_groups: Width = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from petatron.base.untrusted_files import is_count
+from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, MLP
 from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS, MoELayerFreqError, parse_moe_layer_freq
@@ -19,6 +20,7 @@ from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS, MoELayerFr
 RUNTIME_FIELDS = frozenset(
     {
         "seq_length",
+        "mamba_chunk_size",
         "make_vocab_size_divisible_by",
         "moe_grouped_gemm",
         "moe_token_dispatcher_type",
@@ -43,14 +45,26 @@ TRAINING_ONLY_FIELDS = frozenset(
     }
 )
 # Redundant with other settings.
-REDUNDANT_FIELDS = frozenset({"group_query_attention"})
+REDUNDANT_FIELDS = frozenset({"group_query_attention", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"})
 _ROTARY_FIELDS = frozenset({"rotary_base", "rotary_percent", "use_rope_scaling"})
 _LLAMA3_FIELDS = frozenset({"rope_low_freq_factor", "rope_high_freq_factor"})
 _YARN_FIELDS = frozenset({"yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim"})
 _LATENT_FIELDS = frozenset(
     {"multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
 )
+_ATTENTION_FIELDS = frozenset(
+    {"num_attention_heads", "num_query_groups", "kv_channels", "window_size", "qk_layernorm", "add_qkv_bias"}
+)
 _LATENT_SIZES = _LATENT_FIELDS - {"multi_latent_attention"}
+_MAMBA_FIELDS = frozenset(
+    {"mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_norm_groups"}
+)
+_HYBRID_FIELDS = _MAMBA_FIELDS | {
+    "is_hybrid_model",
+    "hybrid_layer_pattern",
+    "hybrid_attention_ratio",
+    "hybrid_mlp_ratio",
+}
 _PREDICTION_FIELDS = frozenset({"mtp_num_layers", "mtp_loss_scaling_factor"})
 _SCALING_FIELDS = frozenset({"rope_scaling_factor", "original_max_position_embeddings"})
 
@@ -67,14 +81,15 @@ def is_identity_field(name: str) -> bool:
 def model_identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
     """Returns the settings that define the function of a model's weights, as stored in a checkpoint.
 
-    A dense model has no expert settings, a decoder no type, and a model without latent attention, multi-token prediction or a variant
-    of its layers none of theirs, so that checkpoints from before there were others still match.
+    A dense model has no expert settings, a decoder no type, and a model without latent attention, multi-token prediction, layers of a
+    pattern or a variant of its layers none of theirs, so that checkpoints from before there were others still match.
     """
     experts = asdict(moe) if moe is not None and moe.num_experts is not None else {}
     identity = {name: value for name, value in (asdict(model) | experts).items() if is_identity_field(name)}
     if identity["model_type"] == "decoder":
         del identity["model_type"]
     lacking = frozenset() if model.multi_latent_attention else _LATENT_FIELDS
+    lacking |= _HYBRID_FIELDS if model.hybrid_layer_pattern is None else frozenset()
     lacking |= frozenset() if model.mtp_num_layers is not None else _PREDICTION_FIELDS
     lacking |= {name for name, default in variant_defaults().items() if identity[name] == default}
     return {name: value for name, value in identity.items() if name not in lacking}
@@ -90,7 +105,8 @@ def identity_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
     ['num_layers']
     """
     ignored = REDUNDANT_FIELDS | _unused_fields(ours)
-    theirs, ours = ({"multi_latent_attention": False, **variant_defaults(), **settings} for settings in (theirs, ours))
+    absent = {"multi_latent_attention": False, "hybrid_layer_pattern": None, **variant_defaults()}
+    theirs, ours = ({**absent, **settings} for settings in (theirs, ours))
     return [
         name
         for name in sorted(theirs.keys() & ours.keys())
@@ -113,6 +129,13 @@ def _unused_fields(settings: Mapping[str, Any]) -> frozenset[str]:
     if settings.get("model_type", "decoder") != "decoder":
         return unused
     unused |= {"rotary_percent", "kv_channels"} if settings.get("multi_latent_attention") else _LATENT_SIZES
+    pattern = settings.get("hybrid_layer_pattern")
+    if not isinstance(pattern, str) or MAMBA not in pattern:
+        unused |= _MAMBA_FIELDS
+    if isinstance(pattern, str):
+        unused |= {"moe_layer_freq"} | (frozenset() if MLP in pattern else {"ffn_hidden_size"})
+    if isinstance(pattern, str) and ATTENTION not in pattern:
+        unused |= _ATTENTION_FIELDS
     positions = settings.get("position_embedding_type")
     if positions not in (None, "rope", "yarn"):
         unused |= _ROTARY_FIELDS
@@ -120,7 +143,7 @@ def _unused_fields(settings: Mapping[str, Any]) -> frozenset[str]:
         unused |= _YARN_FIELDS
     if positions != "yarn" and not settings.get("use_rope_scaling"):
         unused |= _LLAMA3_FIELDS | _SCALING_FIELDS
-    if settings.get("num_experts") is not None and all(_moe_pattern(settings)):
+    if not isinstance(pattern, str) and settings.get("num_experts") is not None and all(_moe_pattern(settings)):
         unused |= {"ffn_hidden_size"}
     return unused
 

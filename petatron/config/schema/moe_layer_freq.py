@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterator
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.config.schema.hybrid_pattern import EXPERTS
 from petatron.config.schema.run import RawRunConfig
 
 _FIX = "Give a number, or one 0 or 1 per layer such as ([0]*1+[1]*23)."
@@ -31,6 +32,8 @@ def moe_layers(config: RawRunConfig) -> tuple[bool, ...]:
     layers = config.model.num_layers
     if config.moe.num_experts is None:
         return (False,) * layers
+    if config.model.hybrid_layer_pattern is not None:
+        return tuple(symbol == EXPERTS for symbol in config.model.hybrid_layer_pattern)
     problems = list(moe_layer_freq_problems(config))
     if problems:
         raise ConfigError(problems)
@@ -41,7 +44,9 @@ def moe_layers(config: RawRunConfig) -> tuple[bool, ...]:
 
 
 def moe_layer_freq_problems(config: RawRunConfig) -> Iterator[Problem]:
-    """Yields problems of the pattern, for a model with experts."""
+    """Yields problems of the pattern, for a model with experts; the layers of a hybrid are in a pattern of their own."""
+    if config.model.hybrid_layer_pattern is not None:
+        return
     layers, text = config.model.num_layers, config.moe.moe_layer_freq
     try:
         pattern = parse_moe_layer_freq(text)

@@ -29,7 +29,10 @@ ELEMENTWISE_FLOPS = 12
 """Operations per element of a norm or activation: few beside a GEMM's, but not zero."""
 
 SequenceSharding = Literal["any", "zigzag", "contiguous", "whole"]
-"""How context-parallel ranks may share a sequence: in any way, each two chunks or one part of it, or not at all."""
+"""How context-parallel ranks may share a sequence: in any way, each two chunks or one part of it, or not at all.
+
+zigzag is for attention, which balances its work so, and computes the same in contiguous parts where another layer needs those.
+"""
 
 
 class BranchModule(nn.Module):
@@ -38,7 +41,8 @@ class BranchModule(nn.Module):
     Its linears are `Linear`s, so that tensor parallelism, FP8 and the weight-gradient sink can fill their slots. Modules inside
     may declare `fp8_linears`, the names of their children that may run in FP8, `absorbed_linears`, those of them whose weights they
     multiply themselves while they generate, `sequence_slots`, those of `CommSlot`s that get the whole sequence of a tensor which all
-    tensor-parallel ranks use, and `kernel_slots()`, the registry's operation for each attribute that holds kernels.
+    tensor-parallel ranks use, `group_sum_slots`, those of `CommSlot`s that add, in place, what ranks have of each of some groups of
+    channels, with the number of groups, and `kernel_slots()`, the registry's operation for each attribute that holds kernels.
     """
 
     saves_input: bool = False
@@ -164,9 +168,9 @@ class ChannelMixerSpec(BranchSpec):
         return self.activation in GATED_ACTIVATIONS
 
 
-def residual_std(std: float, num_layers: int) -> float:
+def residual_std(std: float, num_layers: int, *, branches: int = 2) -> float:
     """Returns the initial standard deviation of weights that write into the residual stream.
 
-    They start smaller, so that the sum over 2 x layers branches has the same size for every depth (GPT-2).
+    They start smaller, so that the sum over the branches of all layers has the same size for every depth (GPT-2).
     """
-    return std / math.sqrt(2.0 * max(num_layers, 1))
+    return std / math.sqrt(float(branches) * max(num_layers, 1))

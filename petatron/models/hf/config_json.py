@@ -248,6 +248,13 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
     ]
     if model.model_type != "decoder":
         problems.append(unsupported_setting("model_type", model.model_type, family, "only decoder"))
+    if model.hybrid_layer_pattern is not None:
+        problems.append(
+            unsupported_setting(
+                "hybrid_layer_pattern", model.hybrid_layer_pattern, family, "only layers with attention and MLP"
+            )
+        )
+        return problems
     problems += [
         unsupported_setting(name, getattr(model, name), family, "no such part")
         for name, default in _OPTIONAL_PARTS.items()

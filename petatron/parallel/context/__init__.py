@@ -1,10 +1,11 @@
-"""Context parallelism: each rank has a part of every sequence; attention needs the keys and values of all ranks.
+"""Context parallelism: each rank has a part of every sequence; attention needs the keys and values of all ranks, a scan a state.
 
 **Layout.** Causal attention gives late tokens more work than early ones, so a sequence of S tokens over c ranks is cut into 2c
 chunks, and rank r has chunks r and 2c - 1 - r, in this order ("zigzag"): every rank then has the same work. If a block of
 adjacent ranks merges its chunks sorted by position, it has two runs again: those of one rank of a zigzag over the blocks. So
-one rule of positions serves every scheme below. A layer that scans the sequence needs one contiguous part per rank instead: the
-model says which order it wants (`models/stage_inputs_outputs.py`).
+one rule of positions serves every scheme below. A layer that scans the sequence needs one contiguous part per rank instead
+(`scan.py`): the model says which order it wants (`models/stage_inputs_outputs.py`). Attention between such layers computes the same
+in contiguous parts, by every scheme below, but then later ranks have more work than earlier ones.
 
 **Communication**, with `kv` the elements of a rank's keys and values, q and o those of its queries and outputs, and c the ranks
 in the ring, in elements that a rank sends (or receives from a gather):
@@ -24,20 +25,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from petatron.kernels.attention.documents import Documents
 from petatron.layers.attention import CoreAttention
+from petatron.layers.ssm.mamba2 import Mamba2, SelectiveScan
+from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import SequenceOrder
 from petatron.parallel.context.ring_attention import KvExchange, context_parallel_attention
+from petatron.parallel.context.scan import ContextParallelScan, halo_from_previous
 from petatron.parallel.context.ulysses import UlyssesAllToAll
-from petatron.parallel.context.zigzag import contiguous_positions, zigzag_positions
-
-_POSITIONS = {"zigzag": zigzag_positions, "contiguous": contiguous_positions}
+from petatron.parallel.context.zigzag import positions_of
 
 
 def split_batch(batch: Batch, axis: Axis, *, order: SequenceOrder = "zigzag") -> Batch:
@@ -55,7 +58,7 @@ def split_batch(batch: Batch, axis: Axis, *, order: SequenceOrder = "zigzag") ->
             continue
         local = local_by_length.get(x.shape[dim])
         if local is None:
-            runs = _POSITIONS[order](axis.rank, axis.size, x.shape[dim])
+            runs = positions_of(order, axis.rank, axis.size, x.shape[dim])
             # Created on the device: a copy from the host would synchronise.
             local = torch.cat([torch.arange(run.start, run.stop, device=x.device) for run in runs])
             local_by_length[x.shape[dim]] = local
@@ -71,10 +74,19 @@ class ContextParallelAttention(CoreAttention):
     Either axis may have a single rank, over which nothing is communicated.
     """
 
-    def __init__(self, core: CoreAttention, *, head_axis: Axis, kv_axis: Axis, kv_exchange: KvExchange) -> None:
+    def __init__(
+        self,
+        core: CoreAttention,
+        *,
+        head_axis: Axis,
+        kv_axis: Axis,
+        kv_exchange: KvExchange,
+        order: SequenceOrder = "zigzag",
+    ) -> None:
         super().__init__(window=core.window, dropout=core.dropout, softcap=core.softcap)
         self.packing_kernels = core.packing_kernels
-        self.ulysses = UlyssesAllToAll(head_axis)
+        self.order: SequenceOrder = order
+        self.ulysses = UlyssesAllToAll(head_axis, order)
         self.kv_axis = kv_axis
         self.kv_exchange: KvExchange = kv_exchange
 
@@ -97,6 +109,7 @@ class ContextParallelAttention(CoreAttention):
                 v,
                 self.kv_axis,
                 kv_exchange=self.kv_exchange,
+                order=self.order,
                 window=self.window,
                 dropout=self.dropout if self.training else 0.0,
                 document_starts_BS=None if documents is None else documents.starts_BS,
@@ -106,9 +119,17 @@ class ContextParallelAttention(CoreAttention):
 
 
 def apply_context_parallel(
-    model: nn.Module, mesh: ParallelMesh, *, comm_type: str, hierarchical_sizes: tuple[int, ...] = ()
+    model: nn.Module,
+    mesh: ParallelMesh,
+    *,
+    comm_type: str,
+    hierarchical_sizes: tuple[int, ...] = (),
+    order: SequenceOrder = "zigzag",
 ) -> None:
-    """Replaces every core attention. `hierarchical_sizes`, for a2a+p2p: ranks of an all-to-all, and ranks of a ring."""
+    """Replaces every core attention and scan, and gives convolutions their halo.
+
+    `hierarchical_sizes`, for a2a+p2p: ranks of an all-to-all, and ranks of a ring. `order`: how sequences are shared.
+    """
     if mesh.cp.size == 1:
         return
     num_head_ranks = {"p2p": 1, "all_gather": 1, "a2a": mesh.cp.size}.get(comm_type)
@@ -120,6 +141,12 @@ def apply_context_parallel(
     kv_exchange: KvExchange = "gather" if comm_type == "all_gather" else "ring"
     axes = {"head_axis": mesh.blocks("cp", num_head_ranks), "kv_axis": mesh.strides("cp", num_head_ranks)}
     for module in list(model.modules()):
+        if isinstance(module, Mamba2):
+            assert order == "contiguous", "a scan needs contiguous parts"
+            module.local_part = partial(collectives.local_slice, axis=mesh.cp)
+            module.conv.halo = partial(halo_from_previous, axis=mesh.cp)
         for name, child in list(module.named_children()):
             if isinstance(child, CoreAttention):
-                setattr(module, name, ContextParallelAttention(child, **axes, kv_exchange=kv_exchange))
+                setattr(module, name, ContextParallelAttention(child, **axes, kv_exchange=kv_exchange, order=order))
+            elif isinstance(child, SelectiveScan):
+                setattr(module, name, ContextParallelScan(child, mesh.cp))

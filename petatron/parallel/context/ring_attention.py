@@ -32,7 +32,8 @@ from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.tiles import AttentionDropout
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
-from petatron.parallel.context.zigzag import sorted_by_position, sorted_by_rank, zigzag_positions
+from petatron.models.stage_inputs_outputs import SequenceOrder
+from petatron.parallel.context.zigzag import positions_of, sorted_by_position, sorted_by_rank
 
 KeyValue = tuple[Tensor, Tensor]
 KvExchange = Literal["ring", "gather"]
@@ -44,13 +45,14 @@ class _AttentionPlan:
     """The positions of each rank, and the bounds of attention."""
 
     axis: Axis
+    order: SequenceOrder
     length: int
     bounds: AttentionBounds | None
     dropout: AttentionDropout | None
     softcap: float | None = None
 
     def positions_of(self, rank: int) -> tuple[range, ...]:
-        return zigzag_positions(rank, self.axis.size, self.length)
+        return positions_of(self.order, rank, self.axis.size, self.length)
 
     def mask(self, source: int | None) -> BlockMask:
         """Masks this rank's queries against the keys of one rank, or of all."""
@@ -90,7 +92,7 @@ class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _AttentionPlan) -> Tensor:
         partial = PartialAttention(q, value_width=v.shape[-1], softcap=plan.softcap)
-        partial.attend_block(*_all_gather_kv(k, v, plan.axis), plan.mask(None), dropout=plan.dropout)
+        partial.attend_block(*_all_gather_kv(k, v, plan), plan.mask(None), dropout=plan.dropout)
         return _save_for_backward(ctx, q, k, v, sinks, partial, plan)
 
     @staticmethod
@@ -99,11 +101,12 @@ class _AllGatherAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         plan: _AttentionPlan = ctx.plan
         backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
-        keys, values = _all_gather_kv(k, v, plan.axis)
+        keys, values = _all_gather_kv(k, v, plan)
         qkv_grads: QKVGrads = zero_qkv_grads(q, keys, values)
         rules = {"dropout": plan.dropout, "softcap": plan.softcap}
         block_backward(backward_inputs, keys, values, plan.mask(None), grads=qkv_grads, **rules)
-        kv_grads = sorted_by_rank(_pack_kv(qkv_grads[1].to(k.dtype), qkv_grads[2].to(v.dtype)), plan.axis.size)
+        kv_grads = _pack_kv(qkv_grads[1].to(k.dtype), qkv_grads[2].to(v.dtype))
+        kv_grads = sorted_by_rank(kv_grads, plan.axis.size, order=plan.order)
         dk, dv = _unpack_kv(collectives.reduce_scatter(kv_grads, plan.axis), k, v)
         sinks_grad = None if sinks is None else sink_grads(backward_inputs, sinks)
         return qkv_grads[0].to(q.dtype), dk, dv, sinks_grad, None
@@ -164,9 +167,10 @@ def _empty_like(pair: KeyValue) -> KeyValue:
     return first, second
 
 
-def _all_gather_kv(k: Tensor, v: Tensor, axis: Axis) -> KeyValue:
+def _all_gather_kv(k: Tensor, v: Tensor, plan: _AttentionPlan) -> KeyValue:
     """All-gathers keys and values of the whole sequence in one collective, and sorts them by position."""
-    whole = sorted_by_position(collectives.all_gather(_pack_kv(k, v), axis), axis.size)
+    gathered = collectives.all_gather(_pack_kv(k, v), plan.axis)
+    whole = sorted_by_position(gathered, plan.axis.size, order=plan.order)
     return _unpack_kv(whole, k, v)
 
 
@@ -189,6 +193,7 @@ def context_parallel_attention(
     axis: Axis,
     *,
     kv_exchange: KvExchange,
+    order: SequenceOrder,
     window: int | None,
     dropout: float,
     document_starts_BS: Tensor | None,
@@ -198,5 +203,5 @@ def context_parallel_attention(
     length = q_SBHE.shape[0] * axis.size
     bounds = AttentionBounds.build(length, window=window, document_starts_BS=document_starts_BS, device=q_SBHE.device)
     softcap, sinks_H = (None, None) if rules is None else (rules.softcap, rules.sinks_H)
-    plan = _AttentionPlan(axis, length, bounds, AttentionDropout.draw(dropout), softcap)
+    plan = _AttentionPlan(axis, order, length, bounds, AttentionDropout.draw(dropout), softcap)
     return _ATTENTION_FUNCTIONS[kv_exchange].apply(q_SBHE, k_SBKE, v_SBKE, sinks_H, plan)  # pyright: ignore[reportReturnType]

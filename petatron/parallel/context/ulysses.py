@@ -10,6 +10,7 @@ from torch import Tensor
 
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
+from petatron.models.stage_inputs_outputs import SequenceOrder
 from petatron.parallel.context.zigzag import sorted_by_position, sorted_by_rank
 
 
@@ -18,6 +19,7 @@ class UlyssesAllToAll:
     """Exchanges heads for sequence over an axis; the identity over one rank."""
 
     axis: Axis
+    order: SequenceOrder = "zigzag"
 
     def scatter_heads_gather_sequence(
         self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor
@@ -30,7 +32,7 @@ class UlyssesAllToAll:
         assert all(x.shape[2] % ranks == 0 for x in tensors), f"{ranks} ranks do not divide the heads they exchange"
         shares = [x.unflatten(2, (ranks, -1)).flatten(3) for x in tensors]
         rows = self._all_to_all(torch.cat(shares, dim=-1).permute(2, 0, 1, 3).flatten(0, 1))
-        parts = sorted_by_position(rows, ranks).split([share.shape[-1] for share in shares], dim=-1)
+        parts = sorted_by_position(rows, ranks, order=self.order).split([share.shape[-1] for share in shares], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, x.shape[-1])) for part, x in zip(parts, tensors))
         return q, k, v
 
@@ -43,7 +45,7 @@ class UlyssesAllToAll:
         ranks = self.axis.size
         if ranks == 1:
             return out_SBHE
-        rows = self._all_to_all(sorted_by_rank(out_SBHE, ranks))
+        rows = self._all_to_all(sorted_by_rank(out_SBHE, ranks, order=self.order))
         return rows.unflatten(0, (ranks, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _all_to_all(self, rows: Tensor) -> Tensor:

@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from petatron.models.stage_inputs_outputs import SequenceOrder
+
+
+def positions_of(order: SequenceOrder, rank: int, size: int, length: int) -> tuple[range, ...]:
+    """Returns the positions of a rank's tokens."""
+    return (zigzag_positions if order == "zigzag" else contiguous_positions)(rank, size, length)
+
 
 def zigzag_positions(rank: int, size: int, length: int) -> tuple[range, ...]:
     """Returns the positions of a rank's tokens: an early chunk and its mirror image, or all of them if there is one rank.
@@ -31,17 +38,17 @@ def contiguous_positions(rank: int, size: int, length: int) -> tuple[range, ...]
     return (range(rank * part, (rank + 1) * part),)
 
 
-def sorted_by_position(x: Tensor, ranks: int) -> Tensor:
+def sorted_by_position(x: Tensor, ranks: int, *, order: SequenceOrder = "zigzag") -> Tensor:
     """Sorts the concatenated rows of adjacent ranks by position: early chunks ascend with the rank, late ones descend."""
-    if ranks == 1:
+    if ranks == 1 or order == "contiguous":
         return x
     early, late = x.unflatten(0, (ranks, 2, -1)).unbind(1)
     return torch.cat((early, late.flip(0))).flatten(0, 1)
 
 
-def sorted_by_rank(x: Tensor, ranks: int) -> Tensor:
+def sorted_by_rank(x: Tensor, ranks: int, *, order: SequenceOrder = "zigzag") -> Tensor:
     """Inverts `sorted_by_position`."""
-    if ranks == 1:
+    if ranks == 1 or order == "contiguous":
         return x
     early, late = x.unflatten(0, (2, ranks, -1)).unbind(0)
     return torch.stack((early, late.flip(0)), dim=1).flatten(0, 2)

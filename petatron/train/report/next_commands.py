@@ -10,7 +10,8 @@ import shlex
 from collections.abc import Collection
 from pathlib import Path
 
-from petatron.config import RunConfig
+from petatron.config import ModelConfig, RunConfig
+from petatron.config.schema.hybrid_pattern import MAMBA
 
 
 def next_commands(
@@ -37,7 +38,7 @@ def next_commands(
             *_generation_commands(run, folder),
             (f"checkpoint verify {shlex.quote(folder)}", "check every byte of the checkpoint"),
         ]
-    if saved and folder is not None and not run.model.multi_latent_attention:
+    if saved and folder is not None and has_hf_family(run.model):
         exported = str(Path(folder).with_name(f"{Path(folder).name}-huggingface"))
         words = f"checkpoint convert {shlex.quote(folder)} {shlex.quote(exported)} --to huggingface"
         found.append((words, "export the model for transformers and others"))
@@ -48,10 +49,16 @@ def next_commands(
     return [(f"petatron {words}", purpose) for words, purpose in found if words.split()[0] in verbs]
 
 
+def has_hf_family(model: ModelConfig) -> bool:
+    """Whether some family of `transformers` has models with such layers, and a name map here."""
+    return not model.multi_latent_attention and model.hybrid_layer_pattern is None
+
+
 def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
     """Only a model that knows text, and whose layers can generate, can be asked for some."""
     kind = run.tokenizer.tokenizer_type
-    if run.model.model_type != "decoder" or kind is None or kind == "NullTokenizer":
+    mamba = MAMBA in (run.model.hybrid_layer_pattern or "")
+    if run.model.model_type != "decoder" or mamba or kind is None or kind == "NullTokenizer":
         return []
     return [
         (f"generate {shlex.quote(folder)} --prompt 'Once upon a time'", "continue a text with the model"),

@@ -233,6 +233,15 @@ def test_nothing_is_overwritten_and_failures_move_no_tracker(tmp_path: Path):
         )
 
 
+def test_hybrids_are_refused_before_anything_is_written(tmp_path: Path):
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_num_groups": 1, "mamba_norm_groups": 1}
+    pattern = "M" * LLAMA.num_layers
+    spec = spec_from_config(replace(LLAMA, hybrid_layer_pattern=pattern, **sizes), None)
+    with pytest.raises(ConfigError, match=f"--hybrid-layer-pattern {pattern} has weights that the Megatron writer"):
+        write_megatron(tmp_path, iteration=1, spec=spec, fetch={}.__getitem__, tp=1, pp=1)
+    assert not any(tmp_path.iterdir())
+
+
 def test_latent_attention_is_refused_before_anything_is_written(tmp_path: Path):
     spec = spec_from_config(replace(LLAMA, multi_latent_attention=True), None)
     with pytest.raises(

@@ -7,14 +7,17 @@ import shlex
 import pytest
 
 from petatron.config import RunConfig, preset_names, resolve_config
-from petatron.config.derived_defaults import GATED_ACTIVATIONS
+from petatron.config.derived_defaults import GATED_ACTIVATIONS, resolve_derived
 from petatron.config.presets import preset_summary
 from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.estimate.flops import parameter_count
+from petatron.models.registry import spec_from_config
 
 EXPECTED = shlex.split(
     "gpt3-125m gpt3-350m gpt3-760m gpt3-1.3b gpt3-2.7b gpt3-6.7b gpt3-13b gpt3-175b llama2-7b llama2-13b llama2-70b "
     "llama3-8b llama3-70b llama3-405b llama3.2-1b qwen2.5-7b qwen3-4b qwen3-8b mixtral-8x7b deepseek-v3 nemotron4-340b "
-    "tiny-llama tiny-gpt llama-1b llama-8b-8layer mixtral-slice"
+    "tiny-llama tiny-gpt llama-1b llama-8b-8layer mixtral-slice mamba2-130m mamba2-370m mamba2-780m mamba2-1.3b mamba2-2.7b "
+    "nemotron-h-8b bamba-9b"
 )
 
 # Parameters of the published models, in billions. The count below is exact for dense attention, so a wrong width,
@@ -26,6 +29,18 @@ PUBLISHED_BILLIONS = {
     "gpt3-125m": 0.125, "gpt3-350m": 0.356, "gpt3-1.3b": 1.316, "gpt3-2.7b": 2.652, "gpt3-6.7b": 6.658, "gpt3-13b": 12.853,
     "gpt3-175b": 174.604,
 }  # fmt: skip
+
+
+# Exact, as transformers counts its own models of these shapes.
+HYBRID_PARAMETERS = {
+    "mamba2-130m": 128_989_632, "mamba2-2.7b": 2_702_599_680, "nemotron-h-8b": 8_100_852_736, "bamba-9b": 9_780_235_392,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HYBRID_PARAMETERS)
+def test_hybrid_preset_has_the_published_number_of_parameters(name: str):
+    config = resolve_config(preset=name, require_training=False)[0].config
+    assert parameter_count(spec_from_config(resolve_derived(config).model)) == HYBRID_PARAMETERS[name]
 
 
 def billions(config: RunConfig) -> float:

@@ -31,6 +31,8 @@ MODELS = {
     "latent": "--num-experts 4 --moe-latent-size 16 --moe-shared-expert-intermediate-size 24 --swiglu",
     "latent attention": "--multi-latent-attention --num-query-groups 4 --q-lora-rank 12 --qk-layernorm --position-embedding-type rope",
     "hidden queries": "--multi-latent-attention --num-query-groups 4 --position-embedding-type yarn",
+    "mamba": "--hybrid-layer-pattern MM --mamba-head-dim 8 --mamba-num-groups 2",
+    "hybrid": "--num-layers 4 --hybrid-layer-pattern M-*E --num-experts 4 --mamba-head-dim 8 --mamba-num-groups 4",
     "gated shared": "--num-experts 4 --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --swiglu",
 }
 
@@ -56,7 +58,8 @@ def test_a_spec_names_the_parameters_of_the_module_it_builds(flags: str):
 def test_weight_decay_is_for_matrices(flags: str):
     for name, param in model_spec(run_of(flags)).params().items():
         assert param.weight_decay == (name.endswith(".weight") and len(param.shape) > 1), name
-        assert param.is_gemm or not name.startswith("layers.") or not param.weight_decay, name
+        is_matrix = param.is_gemm or name.endswith(".mamba.conv.weight")
+        assert is_matrix or not name.startswith("layers.") or not param.weight_decay, name
 
 
 def filled(layer: TransformerLayer) -> TransformerLayer:

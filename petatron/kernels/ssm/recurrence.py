@@ -1,0 +1,59 @@
+"""The selective state-space recurrence of Mamba-2, token by token: the definition that every faster form is held against.
+
+Each head has a state h [P, N], a scalar decay A < 0 and a step size dt > 0 of every token:
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T          y_t = h_t C_t + D x_t
+
+Heads are in G groups that share B and C, as query heads share a kv head. Where a token begins a document, h_{t-1} counts as zero.
+
+S sequence, B batch, H heads, P head dim, G groups, N state dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
+
+
+def state_update(
+    state_BHPN: Tensor, x_BHP: Tensor, dt_BH: Tensor, A_H: Tensor, B_BGN: Tensor, C_BGN: Tensor, D_H: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the output of one token of each sequence, and the state after it."""
+    heads_per_group = x_BHP.shape[1] // B_BGN.shape[1]
+    x, dt = to_compute_dtype(x_BHP), to_compute_dtype(dt_BH)
+    B, C = (to_compute_dtype(part).repeat_interleave(heads_per_group, dim=1) for part in (B_BGN, C_BGN))
+    decay = (dt * to_compute_dtype(A_H)).exp()
+    state = decay[..., None, None] * state_BHPN + (dt[..., None] * x)[..., None] * B[:, :, None, :]
+    y = (state * C[:, :, None, :]).sum(dim=-1) + to_compute_dtype(D_H)[:, None] * x
+    return y.to(x_BHP.dtype), state
+
+
+def scan_by_token(
+    x_SBHP: Tensor,
+    dt_SBH: Tensor,
+    A_H: Tensor,
+    B_SBGN: Tensor,
+    C_SBGN: Tensor,
+    D_H: Tensor,
+    *,
+    starts_SB: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs of all tokens [S, B, H, P], and the state [B, H, P, N] after the last.
+
+    starts_SB: whether a token begins a document; the state before it is dropped, also the initial one.
+    """
+    _, batch, heads, head_dim = x_SBHP.shape
+    state = initial_state
+    if state is None:
+        shape = (batch, heads, head_dim, B_SBGN.shape[-1])
+        state = x_SBHP.new_zeros(shape, dtype=compute_dtype(x_SBHP.dtype))
+    outputs: list[Tensor] = []
+    for token in range(x_SBHP.shape[0]):
+        if starts_SB is not None:
+            state = state.masked_fill(starts_SB[token, :, None, None, None], 0.0)
+        y, state = state_update(state, x_SBHP[token], dt_SBH[token], A_H, B_SBGN[token], C_SBGN[token], D_H)
+        outputs.append(y)
+    return torch.stack(outputs), state

@@ -1,0 +1,287 @@
+"""Mamba-2 (Dao and Gu, state-space duality): a mixer that scans the sequence with a state of fixed size.
+
+    z | x | B | C | dt  =  W_in u                                   one GEMM
+    x | B | C           =  silu(conv(x | B | C))                    causal, each channel over its last tokens
+    dt                  =  softplus(dt + dt_bias),  A = -exp(A_log)
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T,   y_t = h_t C_t + D x_t
+    out                 =  W_out norm(y silu(z))
+
+Heads of width P share B and C of width N in groups. The norm is over groups of channels: as many groups as B and C have in Mamba-2's own
+code, Megatron and Nemotron-H; all channels in one in `transformers`' Mamba2 and Bamba. Both are `norm_groups`.
+
+Tensor parallelism shares out heads: z, x and dt by head, B and C by group (a group's replicas where there are more ranks than groups),
+the convolution, A_log, dt_bias, D and the norm's weight with them, W_out by rows. A norm group that ranks share needs two sums
+over them per token, one in each direction (`group_sum_slots`); nothing else is communicated besides what every branch does.
+
+Context parallelism gives each rank one contiguous part. The convolution takes the last tokens of the part before (`halo`), and the
+scan the state after it (`SelectiveScan` is replaced). Packed documents reset both.
+
+S sequence, B batch, D hidden, C channels of the convolution, H heads, P head dim, G groups, N state dim; those of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petatron.kernels.attention.documents import Documents
+from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.ssm import causal_conv as conv_reference
+from petatron.kernels.ssm import chunk_scan as scan_reference
+from petatron.kernels.ssm import gated_norm as norm_reference
+from petatron.layers.comm_slot import CommSlot, identity
+from petatron.layers.forward_context import ForwardContext
+from petatron.layers.linear import Linear
+from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
+from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
+from petatron.layers.ssm.ops import (
+    ConvKernels,
+    GatedNormKernels,
+    NormGroups,
+    ScanInputs,
+    ScanKernels,
+    causal_conv,
+    gated_norm,
+    selective_scan,
+)
+from petatron.sharding.initial_values import ONES, UniformValues
+from petatron.sharding.shard_spec import Section, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec(BranchSpec):
+    """A Mamba-2 mixer.
+
+    num_groups: how many B and C there are; each is for num_heads / num_groups heads.
+    norm_groups: in how many groups of channels the gated norm is taken: num_groups, or 1.
+    conv_width: the tokens that the convolution sees, the newest included.
+    chunk_size: tokens of a chunk of the scan, which changes no result.
+    std, out_std: of the initial weights of the first and of the last GEMM.
+    """
+
+    name = "mamba"
+    title = "Mamba-2"
+    region = "mamba"
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    norm_groups: int
+    norm_eps: float
+    conv_width: int
+    chunk_size: int
+    std: float
+    out_std: float
+
+    @property
+    def sequence_sharding(self) -> SequenceSharding:
+        return "contiguous"
+
+    @property
+    def separates_documents(self) -> bool:
+        return True
+
+    @property
+    def inner_size(self) -> int:
+        """The width of all heads."""
+        return self.num_heads * self.head_dim
+
+    def build(self, layer_index: int) -> Mamba2:
+        return Mamba2(self, layer_index)
+
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Returns the rows of each part of the first GEMM, and between how many units they may be cut."""
+        inner, states = (self.inner_size, self.num_heads), (self.num_groups * self.state_dim, self.num_groups)
+        return {"z": inner, "x": inner, "B": states, "C": states, "dt": (self.num_heads, self.num_heads)}
+
+    def params(self) -> Mapping[str, ParamSpec]:
+        inputs = tuple(Section(f"in_{name}", *rows) for name, rows in self.sections().items())
+        channels = tuple(Section(f"conv_{name}", *self.sections()[name]) for name in ("x", "B", "C"))
+        bound = self.conv_width**-0.5
+        conv = {
+            name: ParamSpec(
+                shape=(sum(section.rows for section in channels), *width),
+                shard=Shard(tp=0, sections=channels),
+                init=UniformValues(-bound, bound),
+                weight_decay=name == "weight",
+            )
+            for name, width in (("weight", (self.conv_width,)), ("bias", ()))
+        }
+        rows = {section.name: section.rows for section in inputs}
+        by_head = Shard(tp=0)
+        in_proj = linear_params(self.hidden_size, rows, Shard(tp=0, sections=inputs), bias=False, std=self.std)
+        out_proj = linear_params(self.inner_size, self.hidden_size, Shard(tp=1), bias=False, std=self.out_std)
+        return (
+            {
+                "A_log": ParamSpec(shape=(self.num_heads,), shard=by_head, init=LogDecayValues()),
+                "dt_bias": ParamSpec(shape=(self.num_heads,), shard=by_head, init=StepBiasValues()),
+                "D": ParamSpec(shape=(self.num_heads,), shard=by_head, init=ONES),
+            }
+            | with_prefix("in_proj", in_proj)
+            | with_prefix("conv", conv)
+            | {"norm.weight": ParamSpec(shape=(self.inner_size,), shard=by_head, init=ONES)}
+            | with_prefix("out_proj", out_proj)
+        )
+
+    def conv_channels(self, tp: int) -> int:
+        """The channels of one rank's convolution; ranks beyond the number of groups have replicas of B and C."""
+        return self.inner_size // tp + 2 * max(self.num_groups // tp, 1) * self.state_dim
+
+    def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
+        """Counts the convolution, and the scan in its chunked form: inside chunks, into the states and out of them."""
+        tokens_seen = min(self.chunk_size, seq_length) * (0.5 if causal else 1.0)
+        inside = 2 * tokens_seen * (self.num_groups * self.state_dim + self.inner_size)
+        states = 4 * self.inner_size * self.state_dim
+        conv = 2 * self.conv_width * self.conv_channels(1)
+        return 3.0 * seq_length * (inside + states + conv)
+
+    def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        if self.region in recomputed:
+            return 0
+        rows, inner, heads = shape.gathered_tokens, self.inner_size // shape.tp, self.num_heads // shape.tp
+        channels = self.conv_channels(shape.tp)
+        # The first GEMM's output, the convolution's, the scan's, and the input of the last GEMM.
+        saved = shape.activation_bytes(rows, inner + channels + heads + channels + 2 * inner)
+        steps_and_statistics = 2 * heads + max(self.norm_groups // shape.tp, 1)
+        saved += rows * steps_and_statistics * shape.compute_bytes
+        decays = 2 * heads * shape.compute_bytes  # A, and the exponential that it is the negative of
+        return saved + decays + shape.fp8_input_bytes(self.hidden_size, inner)
+
+    def context_parallel_bytes(self, shape: ActivationShape) -> int:
+        """The halo of the convolution, and a state with its decay."""
+        heads = self.num_heads // shape.tp
+        halo = shape.activation_bytes((self.conv_width - 1) * shape.batch, self.conv_channels(shape.tp))
+        return halo + shape.batch * heads * (self.head_dim * self.state_dim + 1) * shape.compute_bytes
+
+    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
+        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
+        out = 2.0 * shape.gathered_tokens * self.inner_size * self.hidden_size / shape.tp
+        return self.forward_flops(shape) - (0.0 if shape.fp8_recipe is not None else out)
+
+
+class CausalConv(nn.Module):
+    """silu(convolution) over the last tokens, each channel by itself. `halo`: returns the end of the sequence part before."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels))
+        self.halo: CommSlot | None = None
+        self.kernels: ConvKernels = conv_reference
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "causal convolution"}
+
+    def forward(self, x_SBC: Tensor, starts_SB: Tensor | None) -> Tensor:
+        window = None
+        if self.halo is not None:
+            window = self.halo(window_after(x_SBC, starts_SB, self.weight.shape[1] - 1))
+        return causal_conv(x_SBC, self.weight, self.bias, kernels=self.kernels, starts_SB=starts_SB, window=window)
+
+
+def window_after(x_SBC: Tensor, starts_SB: Tensor | None, length: int) -> Tensor:
+    """Returns the last tokens, which the convolution of the next ones sees; those of a document that has ended are zero."""
+    window = x_SBC[-length:]
+    if starts_SB is None:
+        return window
+    begun = starts_SB[-length:].cumsum(dim=0)
+    return window.masked_fill((begun != begun[-1])[..., None], 0.0)
+
+
+class SelectiveScan(nn.Module):
+    """The scan over whole sequences of this rank's heads; context parallelism replaces this module."""
+
+    def __init__(self, chunk_size: int) -> None:
+        super().__init__()
+        self.chunk_size = chunk_size
+        self.kernels: ScanKernels = scan_reference
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "selective scan"}
+
+    def forward(self, inputs: ScanInputs, starts_SB: Tensor | None) -> Tensor:
+        return selective_scan(inputs, kernels=self.kernels, chunk_size=self.chunk_size, starts_SB=starts_SB)[0]
+
+
+class GatedRMSNorm(nn.Module):
+    """norm(y silu(z)) over groups of channels, of which a rank may have a part."""
+
+    def __init__(self, width: int, *, num_groups: int, eps: float) -> None:
+        super().__init__()
+        self.group_width, self.eps = width // num_groups, eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.sum_over_ranks: CommSlot = identity
+        self.group_sum_slots = {"sum_over_ranks": num_groups}
+        self.kernels: GatedNormKernels = norm_reference
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "gated norm"}
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        groups_here = max(self.weight.shape[0] // self.group_width, 1)
+        groups = NormGroups(self.group_width, groups_here, self.eps, self.sum_over_ranks)
+        return gated_norm(y, z, self.weight, groups, kernels=self.kernels)
+
+
+class Mamba2(BranchModule):
+    """out_proj(norm(scan(conv(x | B | C)), z)); z, x, B, C and dt are one GEMM, stored as five logical tensors."""
+
+    fp8_linears = ("in_proj", "out_proj")
+
+    def __init__(self, spec: Mamba2Spec, layer_index: int) -> None:
+        super().__init__()
+        self.spec, self.layer_index = spec, layer_index
+        self.A_log, self.dt_bias, self.D = (nn.Parameter(torch.empty(spec.num_heads)) for _ in range(3))
+        rows = [rows for rows, _ in spec.sections().values()]
+        self.in_proj = Linear(spec.hidden_size, rows, bias=False)
+        self.conv = CausalConv(spec.conv_channels(1), spec.conv_width)
+        self.scan = SelectiveScan(spec.chunk_size)
+        self.norm = GatedRMSNorm(spec.inner_size, num_groups=spec.norm_groups, eps=spec.norm_eps)
+        self.out_proj = Linear(spec.inner_size, (spec.hidden_size,), bias=False)
+        self.local_part: CommSlot = identity
+
+    def recompute_regions(self) -> Mapping[str, nn.Module]:
+        return {"mamba": self}
+
+    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+        assert context.generation is None, "the spec says that it cannot generate"
+        z_SBC, channels_SBC, dt_SBH = self._project(x_SBD)
+        starts_SB = self._document_starts(context.documents)
+        y_SBHP = self.scan(self._scan_inputs(self.conv(channels_SBC, starts_SB), dt_SBH), starts_SB)
+        return self.out_proj(self.norm(y_SBHP.flatten(-2), z_SBC))
+
+    def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns z, the channels of the convolution and dt."""
+        z, x_rows, B, C, dt = self.in_proj.sections
+        z_part, channels, dt_part = self.in_proj(x).split((z, x_rows + B + C, dt), dim=-1)
+        return z_part, channels, dt_part
+
+    def _scan_inputs(self, channels: Tensor, dt: Tensor) -> ScanInputs:
+        _, x_rows, B_rows, C_rows, _ = self.in_proj.sections
+        x, B, C = channels.split((x_rows, B_rows, C_rows), dim=-1)
+        steps = F.softplus(to_compute_dtype(dt) + to_compute_dtype(self.dt_bias))
+        return ScanInputs(
+            x.unflatten(-1, (-1, self.spec.head_dim)),
+            steps,
+            -to_compute_dtype(self.A_log).exp(),
+            B.unflatten(-1, (-1, self.spec.state_dim)),
+            C.unflatten(-1, (-1, self.spec.state_dim)),
+            self.D,
+        )
+
+    def _document_starts(self, documents: Documents | None) -> Tensor | None:
+        """Returns whether each token of this rank's part begins a document."""
+        if documents is None:
+            return None
+        starts_SB = documents.starts_BS.t()
+        positions = torch.arange(starts_SB.shape[0], device=starts_SB.device)
+        return self.local_part(starts_SB == positions[:, None])

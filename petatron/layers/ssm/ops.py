@@ -1,0 +1,166 @@
+"""The operations of a Mamba-2 layer under autograd: each saves its inputs and lets a kernel's backward recompute the rest.
+
+S sequence, B batch, C channels, H heads, P head dim, G groups, N state dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from petatron.layers.comm_slot import CommSlot
+from petatron.layers.token_layout import from_rows
+
+
+class ScanKernels(Protocol):
+    """See `kernels/ssm/chunk_scan.py`."""
+
+    chunk_scan: Callable[..., tuple[Tensor, Tensor]]
+    chunk_scan_backward: Callable[..., tuple[Tensor | None, ...]]
+
+
+class ConvKernels(Protocol):
+    """See `kernels/ssm/causal_conv.py`."""
+
+    causal_conv: Callable[..., Tensor]
+    causal_conv_backward: Callable[..., tuple[Tensor | None, ...]]
+
+
+class GatedNormKernels(Protocol):
+    """See `kernels/ssm/gated_norm.py`."""
+
+    gated_square_sums: Callable[..., Tensor]
+    gated_norm: Callable[..., Tensor]
+    gated_norm_projections: Callable[..., tuple[Tensor, Tensor]]
+    gated_norm_backward: Callable[..., tuple[Tensor, Tensor]]
+
+
+class ScanInputs(NamedTuple):
+    """What the selective scan takes of every token and head, besides the state before."""
+
+    x_SBHP: Tensor
+    dt_SBH: Tensor
+    A_H: Tensor
+    B_SBGN: Tensor
+    C_SBGN: Tensor
+    D_H: Tensor
+
+
+def selective_scan(
+    inputs: ScanInputs,
+    *,
+    kernels: ScanKernels,
+    chunk_size: int,
+    starts_SB: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs [S, B, H, P] and the final state [B, H, P, N]."""
+    return _SelectiveScan.apply(kernels, chunk_size, starts_SB, initial_state, *inputs)  # pyright: ignore[reportReturnType]
+
+
+class _SelectiveScan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: ScanKernels, chunk_size: int, starts: Tensor | None, initial: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.kernels, ctx.chunk_size = kernels, chunk_size
+        ctx.save_for_backward(starts, initial, *inputs)
+        return kernels.chunk_scan(*inputs, chunk_size=chunk_size, starts_SB=starts, initial_state=initial)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        starts, initial, *inputs = ctx.saved_tensors
+        grad_y, grad_state = grads
+        if grad_y is None:
+            grad_y = torch.zeros_like(inputs[0])
+        *input_grads, initial_grad = ctx.kernels.chunk_scan_backward(
+            grad_y, grad_state, *inputs, chunk_size=ctx.chunk_size, starts_SB=starts, initial_state=initial
+        )
+        return None, None, None, initial_grad, *input_grads
+
+
+def causal_conv(
+    x_SBC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    *,
+    kernels: ConvKernels,
+    starts_SB: Tensor | None = None,
+    window: Tensor | None = None,
+) -> Tensor:
+    """Returns silu(convolution) [S, B, C]."""
+    return _CausalConv.apply(kernels, starts_SB, x_SBC, weight_CW, bias_C, window)  # pyright: ignore[reportReturnType]
+
+
+class _CausalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: ConvKernels,
+        starts: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        window: Tensor | None,
+    ) -> Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(starts, x, weight, bias, window)
+        return kernels.causal_conv(x, weight, bias, starts_SB=starts, window=window)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        starts, x, weight, bias, window = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias, grad_window = ctx.kernels.causal_conv_backward(
+            grads[0], x, weight, bias, starts_SB=starts, window=window
+        )
+        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+        return None, None, grad_x, grad_weight.to(weight.dtype), grad_bias, grad_window
+
+
+class NormGroups(NamedTuple):
+    """A norm over groups of channels.
+
+    group_width: the channels of a group, on all ranks. num_groups: those that this rank has channels of.
+    sum_over_ranks: adds, in place, the sums of a group's parts; the identity where a rank has whole groups.
+    """
+
+    group_width: int
+    num_groups: int
+    eps: float
+    sum_over_ranks: CommSlot
+
+
+def gated_norm(y: Tensor, z: Tensor, weight_D: Tensor, norm: NormGroups, *, kernels: GatedNormKernels) -> Tensor:
+    """Returns y silu(z) / rms * weight over the last dimension."""
+    # z has some columns of a larger tensor, whose rows are in either order.
+    batch_first = z.dim() > 2 and z.stride(0) < z.stride(1)
+    y_rows, z_rows = ((x.transpose(0, 1) if batch_first else x).flatten(0, -2) for x in (y, z))
+    rows: Tensor = _GatedNorm.apply(kernels, norm, y_rows, z_rows, weight_D)  # pyright: ignore[reportAssignmentType]
+    return from_rows(rows, y, batch_first=batch_first)
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: GatedNormKernels, norm: NormGroups, y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        squares = norm.sum_over_ranks(kernels.gated_square_sums(y, z, num_groups=norm.num_groups))
+        rstd = (squares / norm.group_width + norm.eps).rsqrt()
+        ctx.kernels, ctx.norm = kernels, norm
+        ctx.save_for_backward(y, z, rstd, weight)
+        return kernels.gated_norm(y, z, rstd, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        y, z, rstd, weight = ctx.saved_tensors
+        norm: NormGroups = ctx.norm
+        sums, grad_weight = ctx.kernels.gated_norm_projections(grads[0], y, z, rstd, weight)
+        means = norm.sum_over_ranks(sums) / norm.group_width
+        grad_y, grad_z = ctx.kernels.gated_norm_backward(grads[0], y, z, rstd, weight, means)
+        return None, None, grad_y, grad_z, grad_weight.to(weight.dtype)

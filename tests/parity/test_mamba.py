@@ -1,0 +1,65 @@
+"""Mamba-2 and hybrids of it train the same model in every layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import RankPool
+from tests.longform import later
+from tests.parity.harness import check_layout
+
+SIZES = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-chunk-size 4"
+MAMBA = f"--hybrid-layer-pattern MM --mamba-num-groups 2 {SIZES}"
+WHOLE_NORM = f"{MAMBA} --mamba-norm-groups 1"
+ONE_GROUP = f"--hybrid-layer-pattern MM --mamba-num-groups 1 {SIZES}"
+HYBRID = f"--hybrid-layer-pattern M-M* --num-layers 4 --mamba-num-groups 2 {SIZES}"
+EXPERTS = (
+    f"--hybrid-layer-pattern MEM* --num-layers 4 --mamba-num-groups 2 {SIZES} --num-experts 4 --moe-aux-loss-coeff 0.01"
+)
+BIAS = f"{HYBRID} --add-bias-linear --normalization LayerNorm"
+PACKED = "--reset-attention-mask --reset-position-ids"
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "model"),
+    [
+        ("--tp 2 --sequence-parallel", 2, HYBRID),
+        ("--tp 4", 4, MAMBA),
+        ("--tp 2", 2, WHOLE_NORM),
+        later("--tp 4 --sequence-parallel", 4, WHOLE_NORM),
+        later("--tp 2", 2, ONE_GROUP),
+        later("--tp 4 --sequence-parallel", 4, ONE_GROUP),
+        later("--tp 2 --sequence-parallel", 2, BIAS),
+        later("--tp 2 --sequence-parallel --tp-comm-overlap", 2, HYBRID),
+        ("--pp 2", 2, HYBRID),
+        later("--pp 2 --num-layers-per-virtual-pipeline-stage 1", 2, HYBRID),
+        later("--pp 2 --pipeline-schedule zb-h1 --tp 2 --sequence-parallel", 4, HYBRID),
+        later("--pp 2 --pipeline-schedule zb-v", 2, HYBRID),
+        later("--dp 2 --use-distributed-optimizer", 2, HYBRID),
+        ("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, HYBRID),
+        later("--tp 2 --dp 2 --sequence-parallel --data-parallel-sharding-strategy optim_grads_params", 4, MAMBA),
+        later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --pp 2", 2, HYBRID),
+        later("--tp 2 --sequence-parallel --recompute-granularity selective --recompute-modules mamba mlp", 2, HYBRID),
+        later("--tp 2 --pp 2 --sequence-parallel --cpu-offloading-num-layers 1", 4, HYBRID),
+        ("--cp 2", 2, HYBRID),
+        ("--cp 4", 4, f"{HYBRID} {PACKED}"),
+        later("--cp 4", 4, MAMBA),
+        later("--cp 2 --tp 2 --sequence-parallel", 4, HYBRID),
+        later("--cp 2 --tp 2 --pp 1", 4, f"{ONE_GROUP} {PACKED}"),
+        later("--cp 2 --cp-comm-type all_gather", 2, HYBRID),
+        later("--cp 2 --cp-comm-type a2a", 2, f"{HYBRID} {PACKED}"),
+        later("--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4, HYBRID),
+        later("--cp 2 --window-size 5", 2, f"{HYBRID} --window-size 5"),
+        later("--cp 2 --cp-comm-type all_gather", 2, f"{HYBRID} {PACKED}"),
+        later("--cp 2 --pp 2", 4, HYBRID),
+        later("--cp 2 --dp 2 --use-distributed-optimizer", 4, MAMBA),
+        later("--cp 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2, HYBRID),
+        later("--cp 2 --recompute-granularity selective --recompute-modules mamba core_attn", 2, HYBRID),
+        later("--ep 2", 2, EXPERTS),
+        later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, EXPERTS),
+        later("--tp 2", 2, f"{HYBRID} {PACKED}"),
+        later("--dp 2 --use-distributed-optimizer --tp 2 --optimizer muon", 4, f"{HYBRID} --optimizer muon"),
+    ],
+)
+def test_every_layout_trains_the_same_model(ranks: RankPool, layout: str, world_size: int, model: str):
+    check_layout(ranks, layout, model, world_size=world_size)
