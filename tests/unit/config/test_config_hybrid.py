@@ -120,7 +120,7 @@ ONE_PROBLEM = [
         "--residual-branches parallel needs layers with two branches, and those of --hybrid-layer-pattern have one. Use sequential.",
     ),
     (
-        f"{PATTERN} M- --mtp-num-layers 1",
+        f"{PATTERN} M- --mtp-num-layers 1 --position-embedding-type none",
         "--mtp-num-layers 1 repeats the last layer, and those of --hybrid-layer-pattern have one branch. Leave it out.",
     ),
     (f"{PATTERN} ME", "--hybrid-layer-pattern ME has layers of experts (E), but no --num-experts. Give it."),
