@@ -216,7 +216,7 @@ def _build_engine(args: argparse.Namespace, spec: BenchSpec, *, fp8_weights: boo
     options = EngineOptions(
         max_sequences=args.batch,
         max_length=args.prompt_tokens + args.new_tokens,
-        max_step_tokens=_STEP_TOKENS,
+        max_step_tokens=max(_STEP_TOKENS, args.batch * args.prompt_tokens),  # prompts are one step, as the peers'
         prefix_caching=False,
         fp8_weights=fp8_weights,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "cancelled"]
 """A stop id or text was reached; the asked number of tokens, or the model's last position; the caller did not want more."""
@@ -18,8 +18,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """Something new of a request.
 
     token: the new id; None where a request ends without one. text: what of the answer became certain with it: whole characters, and

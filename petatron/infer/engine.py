@@ -33,11 +33,11 @@ from petatron.infer.completion import Completion, FinishReason, TokenEvent, Toke
 from petatron.infer.constraint import ConstraintCompiler
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import PagePool
-from petatron.infer.sampling import SampledRow
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
 from petatron.infer.step.decode_graphs import StepOutputs
+from petatron.infer.step.exchange_results import exchange_results
 from petatron.infer.step.generation_weights import GenerationWeights
 from petatron.infer.step.model_steps import ModelSteps, PackedStep, pack_step
 from petatron.infer.step.new_ids import PendingIds, draw_ids, needs_host
@@ -92,7 +92,7 @@ class Engine:
         self.max_length = min(self.options.max_length or positions + 1, positions + 1)
         """The last new token is never an input, so it needs no position."""
         self._mesh = model.mesh
-        self._weights = GenerationWeights(model, fp8=self.options.fp8_weights)
+        self._weights = GenerationWeights(model, fp8=self.options.fp8_weights, copies=self.options.copied_weights)
         num_pages = choose_num_pages(model, self.options, max_length=self.max_length)
         page_size = self.options.page_size
         self._steps = ModelSteps(model, self.options, num_pages=num_pages, max_length=self.max_length)
@@ -194,6 +194,14 @@ class Engine:
                 if event.finish_reason is not None:
                     self._sequences.pop(event.request)
 
+    def capture_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures every CUDA graph of decode steps beforehand, so that no request waits for it; at every rank.
+
+        Called with how many of how many are captured; nothing happens where steps are no graphs.
+        """
+        if self._steps.graphs is not None:
+            self._steps.graphs.capture_all(progress)
+
     def close(self) -> None:
         """Ends the engines of all ranks; at rank 0."""
         if not self._closed and self._mesh.world.size > 1:
@@ -208,9 +216,11 @@ class Engine:
         self._weights.release()
 
     def forget_prefixes(self) -> None:
-        """Forgets all cached prefixes: the weights have changed. At every rank, while nothing runs."""
+        """Forgets all that was computed from the weights: they have changed. At every rank, while nothing runs."""
         for scheduler in self._schedulers:
             scheduler.pool.forget_prefixes()
+        self._weights.host_gemms.forget_copies()
+        self._steps.forget_recordings()
 
     def step(self) -> list[TokenEvent]:
         """Runs one step of all requests; returns what became known.
@@ -232,12 +242,13 @@ class Engine:
         # Ranks that share experts exchange as many rows each.
         least = max(layout.num_tokens for layout in layouts) if self._shares_experts else 1
         packed = self._pack(own, least=least)
-        outputs = self._steps.run(packed)
+        with self._weights.host_gemms.step():
+            outputs = self._steps.run(packed)
         step = _InFlightStep(layouts, outputs)
         rows = own.sampled_rows(self._steps.device)
         alone = self._mesh.pp.size == 1 and self._mesh.dp.size == 1
         if alone and self._steps.runs_as_graph(packed) and not any(map(needs_host, rows)):
-            self._draw(step, rows)
+            self._draw(step, pending=0)
         return step
 
     def _start_ahead(self, step: _InFlightStep) -> _InFlightStep | None:
@@ -245,20 +256,20 @@ class Engine:
         if step.ids is None:
             return None
         [layout], [scheduler] = step.layouts, self._schedulers
-        before = [work for work in layout.scheduled if work.sequence.completion.finish_reason is None]
-        ahead = scheduler.schedule_ahead(before)
-        if ahead is None:
+        found = scheduler.schedule_ahead(layout.scheduled)
+        if found is None:
             return None
+        ahead, sources = found
         next_layout = StepLayout(ahead, [[0]] * len(ahead), [True] * len(ahead), self._hidden_size)
-        rows = {work.sequence.request: row for row, work in enumerate(layout.scheduled)}
-        sources = [rows[work.sequence.request] for work in ahead]
-        started = _InFlightStep([next_layout], self._steps.run_graph(self._pack(next_layout), sources))
-        self._draw(started, next_layout.sampled_rows(self._steps.device, pending=1))
+        positions = np.array([work.start for work in ahead])
+        pages = [work.sequence.pages for work in ahead]
+        started = _InFlightStep([next_layout], self._steps.run_graph(sources, positions, pages, sources))
+        self._draw(started, pending=1)
         return started
 
-    def _draw(self, step: _InFlightStep, rows: Sequence[SampledRow]) -> None:
+    def _draw(self, step: _InFlightStep, *, pending: int) -> None:
         assert step.outputs is not None and self._steps.graphs is not None
-        step.ids = draw_ids(self._steps.graphs.ids, step.outputs[0], rows)
+        step.ids = draw_ids(self._steps.graphs.ids, step.outputs[0], step.layouts[0], pending=pending)
 
     def _pack(self, layout: StepLayout, *, least: int = 1) -> PackedStep:
         size, multiple = self.options.page_size, self._row_multiple
@@ -266,15 +277,19 @@ class Engine:
 
     def _finish_step(self, step: _InFlightStep) -> list[TokenEvent]:
         """Waits for what a step found, and adds it to its sequences."""
-        own, events = step.layouts[self._mesh.dp.rank], []
+        own = step.layouts[self._mesh.dp.rank]
+        events: list[TokenEvent] = []
         if step.ids is not None:
-            found = [[SequenceResult(work, token) for work, token in zip(own.scheduled, step.ids.wait())]]
-        else:
-            result = None if step.outputs is None else compute_result(own, *step.outputs)
-            found = self._exchange_results(step.layouts, result)
-        for scheduler, results in zip(self._schedulers, found):
+            [scheduler] = self._schedulers
+            for work, token in zip(own.scheduled, step.ids.wait()):
+                if work.sequence.completion.finish_reason is None:  # else it ended while this step ran
+                    scheduler.advance(work)
+                    events.append(self._add_token(scheduler, work.sequence, token, None))
+            return events
+        result = None if step.outputs is None else compute_result(own, *step.outputs)
+        for scheduler, results in zip(self._schedulers, exchange_results(self._mesh, step.layouts, result)):
             for result in results:
-                if result.work.sequence.completion.finish_reason is None:  # else it ended while this step ran
+                if result.work.sequence.completion.finish_reason is None:
                     scheduler.advance(result.work)
                     events += self._apply(scheduler, result)
         return events
@@ -323,24 +338,6 @@ class Engine:
         self._schedulers[request % len(self._schedulers)].remove(sequence)
         return [self._finish(sequence, None, "", None, "cancelled")]
 
-    def _exchange_results(
-        self, layouts: Sequence[StepLayout], own: list[SequenceResult] | None
-    ) -> list[list[SequenceResult]]:
-        """Returns the results of all replicas on every rank."""
-        mesh = self._mesh
-        if mesh.pp.size == 1 and mesh.dp.size == 1:  # tensor-parallel ranks have the same logits, so the same result
-            assert own is not None
-            return [own]
-        sizes = [layout.num_values for layout in layouts]
-        values = torch.zeros(sum(sizes), dtype=torch.float64)
-        begin = sum(sizes[: mesh.dp.rank])
-        if own is not None and mesh.tp.rank == 0:
-            packed = np.array([number for result in own for number in result.pack()], dtype=np.float64)
-            values[begin : begin + sizes[mesh.dp.rank]] = torch.from_numpy(packed)
-        # Every value is zero on all ranks but one, so the sum has its bits.
-        parts = collectives.all_reduce(values, mesh.control).split(sizes)
-        return [layout.unpack(part.tolist()) for layout, part in zip(layouts, parts)]
-
     def _apply(self, scheduler: Scheduler, result: SequenceResult) -> list[TokenEvent]:
         """Adds what a step found of a sequence; an event if it has a new token or ends."""
         sequence = result.work.sequence
@@ -352,16 +349,21 @@ class Engine:
         if result.token is None or result.token == NO_TOKEN:
             scheduler.remove(sequence)
             return [self._finish(sequence, None, sequence.stream.finish(), None, "length")]
-        sequence.tokens.append(result.token)
-        sequence.completion.ids.append(result.token)
+        return [self._add_token(scheduler, sequence, result.token, result.logprob)]
+
+    def _add_token(
+        self, scheduler: Scheduler, sequence: RunningSequence, token: int, logprob: TokenLogprob | None
+    ) -> TokenEvent:
+        sequence.tokens.append(token)
+        sequence.completion.ids.append(token)
         self._counts["generated_tokens"] += 1
-        if result.logprob is not None:
-            sequence.completion.logprobs.append(result.logprob)
-        reason, text = self._find_end(sequence, result.token)
+        if logprob is not None:
+            sequence.completion.logprobs.append(logprob)
+        reason, text = self._find_end(sequence, token)
         if reason is None:
-            return [TokenEvent(sequence.request, result.token, text, result.logprob)]
+            return TokenEvent(sequence.request, token, text, logprob)
         scheduler.remove(sequence)
-        return [self._finish(sequence, result.token, text, result.logprob, reason)]
+        return self._finish(sequence, token, text, logprob, reason)
 
     def _find_end(self, sequence: RunningSequence, token: int) -> tuple[FinishReason | None, str]:
         """Returns whether a sequence ends with a token, and the text that became certain."""

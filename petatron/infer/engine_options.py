@@ -13,6 +13,7 @@ class EngineOptions:
     `max_length` need. max_sequences: that run at once. max_step_tokens: of one step; longer prompts are cut into chunks, which run
     beside the tokens of others. max_length: tokens of prompt and answer together; None: the model's positions. prefix_caching: pages
     of equal beginnings are computed once. cuda_graphs: decode steps are replayed on GPUs. recorded_steps: and repeated on CPUs.
+    copied_weights: a CPU may hold weights a second time, in float32 or packed, where that makes steps faster.
     fp8_weights: the weights of layers are quantised to FP8 (e4m3, a scale per row); activations are not.
     """
 
@@ -24,4 +25,5 @@ class EngineOptions:
     prefix_caching: bool = True
     cuda_graphs: bool = True
     recorded_steps: bool = True
+    copied_weights: bool = True
     fp8_weights: bool = False

@@ -12,28 +12,27 @@ from collections import Counter
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from petatron.infer.completion import TokenLogprob
 from petatron.infer.sampling_params import SamplingParams
 
-_MASK = 2**64 - 1
 
+def uniform_draws(seeds: Rows[int], samples: Rows[int], positions: Rows[int]) -> np.ndarray:
+    """Returns numbers in [0, 1), each 53 bits of a hash (SplitMix64's finaliser, modulo 2^64) of its three.
 
-def uniform_draw(seed: int, sample: int, position: int) -> float:
-    """Returns a number in [0, 1): 53 bits of a hash (SplitMix64's finaliser) of the three.
-
-    >>> uniform_draw(1, 0, 5) == uniform_draw(1, 0, 5) != uniform_draw(1, 1, 5)
-    True
+    >>> uniform_draws([1, 1, 1], [0, 0, 1], [5, 5, 5]).tolist()
+    [0.8855691219046175, 0.8855691219046175, 0.31048203561231125]
     """
-    state = 0
-    for value in (seed, sample, position):
-        state = (state + value * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return (state >> 11) / 2**53
+    state = np.zeros(len(seeds), dtype=np.uint64)
+    for values in (seeds, samples, positions):
+        state += np.array(values, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95) + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state ^= state >> np.uint64(31)
+    return (state >> np.uint64(11)) / 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,11 @@ def sample_tokens(logits_RV: Tensor, rows: Rows[SampledRow]) -> Tensor:
         top_p=[row.top_p for row in rows],
         min_p=[row.params.min_p or 0.0 for row in rows],
     )
-    draws = [uniform_draw(row.params.seed, row.params.sample, row.position) for row in rows]
+    draws = uniform_draws(
+        [row.params.seed for row in rows], [row.params.sample for row in rows], [row.position for row in rows]
+    )
     cumulative = scaled.double().softmax(dim=-1).cumsum(dim=-1)
-    threshold = _to_device(draws, torch.float64, device).unsqueeze(1) * cumulative[:, -1:]
+    threshold = _to_device(draws.tolist(), torch.float64, device).unsqueeze(1) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=logits_RV.shape[1] - 1)
     greedy = _to_device([row.params.greedy for row in rows], torch.bool, device)
     return torch.where(greedy, likeliest, drawn)

@@ -8,20 +8,20 @@ their tokens, so every rank decides the same without asking.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence as Sequences
+from typing import NamedTuple
 
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import PagePool
 from petatron.infer.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """`count` tokens of a sequence, from `start` on, are computed in a step."""
 
     sequence: Sequence
     start: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
     def decodes(self) -> bool:
@@ -86,25 +86,35 @@ class Scheduler:
             budget -= count
         return sorted(scheduled, key=lambda work: (not work.decodes, work.start > 0))
 
-    def schedule_ahead(self, step: list[ScheduledSequence]) -> list[ScheduledSequence] | None:
-        """Returns the step after one of which no token is known yet; None if the tokens decide what it is.
+    def schedule_ahead(self, step: Sequences[ScheduledSequence]) -> tuple[list[ScheduledSequence], list[int]] | None:
+        """Returns the step after one of which no token is known yet, with each one's row there; None if the tokens decide what it is.
 
         A sequence that turns out to end is in it for nothing. It has room for one more token in its pages, as others may have
         them only in later steps.
         """
-        if self.waiting or len(step) != len(self.running) or not all(work.decodes for work in step):
+        if self.waiting:
             return None
-        ahead = [
-            ScheduledSequence(work.sequence, work.start + 1, 1)
-            for work in step
-            if work.start + 2 < work.sequence.max_length
-        ]
-        missing = sum(self._pages_for(each.start + 1) > len(each.sequence.pages) for each in ahead)
-        if not ahead or missing > self.pool.num_free:
+        ahead: list[ScheduledSequence] = []
+        rows: list[int] = []
+        without_room: list[Sequence] = []
+        num_running, page_size = 0, self.pool.page_size
+        for row, work in enumerate(step):
+            sequence, start = work.sequence, work.start + 1
+            if sequence.completion.finish_reason is not None:
+                continue
+            if not work.decodes:
+                return None
+            num_running += 1
+            if start + 1 < sequence.max_length:
+                ahead.append(ScheduledSequence(sequence, start, 1))
+                rows.append(row)
+                if start >= len(sequence.pages) * page_size:
+                    without_room.append(sequence)
+        if not ahead or num_running != len(self.running) or len(without_room) > self.pool.num_free:
             return None
-        for each in ahead:
-            self._reserve(each.sequence, each.start + 1)
-        return ahead
+        for sequence in without_room:
+            self._reserve(sequence, len(sequence.pages) * page_size + 1)
+        return ahead, rows
 
     def advance(self, work: ScheduledSequence) -> None:
         """Notes that the step has run."""

@@ -37,6 +37,8 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """Takes an id and returns the text that became certain; `stop` is set if a stop text is complete, which is cut off."""
+        if self._tokenizer is None:
+            return ""
         self._ids.append(token)
         return self._release(self._decode_new(final=False), final=False)
 
@@ -58,6 +60,9 @@ class TextStream:
     def _release(self, new: str, *, final: bool) -> str:
         if self.stop is not None:
             return ""
+        if not self._stop_strings:
+            self.text += new
+            return new
         pending = self._held + new
         found = [(pending.index(stop), stop) for stop in self._stop_strings if stop in pending]
         if found:
@@ -70,7 +75,7 @@ class TextStream:
         return certain
 
     def _longest_beginning_of_a_stop(self, text: str) -> int:
-        longest = max((len(stop) for stop in self._stop_strings), default=1) - 1
+        longest = max(len(stop) for stop in self._stop_strings) - 1
         for length in range(min(longest, len(text)), 0, -1):
             ending = text[len(text) - length :]
             if any(stop.startswith(ending) for stop in self._stop_strings):

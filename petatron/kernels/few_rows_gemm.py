@@ -8,26 +8,59 @@ R rows, D input width, O output width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from petatron.kernels.fp8.cast_and_gemm import Fp8Operand, dequantise
+from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand, dequantise
 from petatron.kernels.matmul import matmul
+
+PERMUTED_ORDER = (2, 0, 3, 1)
+"""Which of four neighbours each byte of a permuted weight is."""
+_NATURAL_ORDER = [PERMUTED_ORDER.index(number) for number in range(4)]
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A weight [O, D] with a scale per output row, its values in the order in which the kernels read them."""
+
+    values: Tensor
+    scale: Tensor
+    permuted: bool = False
 
 
 class FewRowsGemmKernels(Protocol):
     """The interface of this module and its faster implementation."""
 
-    def few_rows_gemm(self, x_RD: Tensor, weight: Tensor | Fp8Operand, counters: Tensor) -> Tensor: ...
+    def pack_fp8(self, operand: Fp8Operand, dtype: torch.dtype) -> Fp8Weight: ...
+
+    def few_rows_gemm(self, x_RD: Tensor, weight: Tensor | Fp8Weight, counters: Tensor) -> Tensor: ...
+
+    def dequantise_weight(self, weight: Fp8Weight, dtype: torch.dtype) -> Tensor: ...
 
 
-def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Operand, counters: Tensor) -> Tensor:
+def pack_fp8(operand: Fp8Operand, dtype: torch.dtype) -> Fp8Weight:
+    """Returns a quantised weight as the kernels read it, for activations of a dtype."""
+    assert operand.scaling == "rows"
+    return Fp8Weight(operand.values, operand.scale)
+
+
+def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Weight, counters: Tensor) -> Tensor:
     """x W^T in the precision of x. `counters` is a zeroed int32 workspace, zero again afterwards, which only the fast one needs."""
-    return many_rows_gemm(x_RD, weight)
+    return many_rows_gemm(x_RD, dequantise_weight(weight, x_RD.dtype) if isinstance(weight, Fp8Weight) else weight)
 
 
-def many_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Operand) -> Tensor:
+def many_rows_gemm(x_RD: Tensor, weight: Tensor) -> Tensor:
     """x W^T, for any number of rows."""
-    whole = dequantise(weight).to(x_RD.dtype) if isinstance(weight, Fp8Operand) else weight
-    return matmul(x_RD, whole.t())
+    return matmul(x_RD, weight.t())
+
+
+def dequantise_weight(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """Returns the whole weight."""
+    values = weight.values
+    if weight.permuted:
+        rows = values.view(torch.uint8).unflatten(1, (-1, 4))
+        values = rows[:, :, _NATURAL_ORDER].flatten(1).view(E4M3)
+    return dequantise(Fp8Operand(values, weight.scale, "rows")).to(dtype)

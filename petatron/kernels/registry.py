@@ -186,6 +186,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "packed documents": _triton_and_reference("attention.rows"),
     "paged attention": _triton_and_reference("attention.paged"),
     "GEMM of few rows": _triton_and_reference("few_rows_gemm"),
+    "most likely id": _triton_and_reference("most_likely"),
     "FP8 casts and GEMMs": _triton_and_reference(
         "fp8.cast_and_gemm", as_record=True, unsupported_reason=_fp8_unsupported_reason, reference_name="emulation"
     ),

@@ -10,7 +10,7 @@ S sequence, B batch, D hidden, T tokens, V vocabulary rows on this device (paddi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return from_rows(grad, like, batch_first=ctx.batch_first), weight_grad, None, None, None
 
 
+LogitsGemm = Callable[[Tensor, Tensor], Tensor]
+"""x W^T of the rows whose logits generation needs, and the head's weight."""
+
+
+def plain_logits_gemm(x_RD: Tensor, weight_VD: Tensor) -> Tensor:
+    return matmul(x_RD, weight_VD.t())
+
+
 class OutputHead(nn.Module):
     """Maps hidden states to losses, or to logits over this rank's vocabulary shard.
 
@@ -91,13 +99,14 @@ class OutputHead(nn.Module):
         self.input_comm: CommSlot = identity
         self.weight_grad_sink: WeightGradSink | None = None
         self.kernels: CrossEntropyKernels = REFERENCE
+        self.logits_gemm: LogitsGemm = plain_logits_gemm
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": "softmax and loss"}
 
     def forward(self, x_SBD: Tensor, embedding_weight: Tensor | None) -> Tensor:
         """Returns logits [S, B, V]."""
-        return self._capped(self.linear_op(self._scaled(x_SBD), self._weight(embedding_weight)))
+        return self._capped(self.linear_op(self._scaled(x_SBD), self.used_weight(embedding_weight)))
 
     def gathered_input(self, x_SBD: Tensor) -> Tensor:
         """Gathers what sequence parallelism has sharded."""
@@ -105,7 +114,7 @@ class OutputHead(nn.Module):
 
     def logits_of_rows(self, x_RD: Tensor, embedding_weight: Tensor | None) -> Tensor:
         """Returns logits [R, vocabulary] of some rows of the gathered input, whole on every rank."""
-        logits = matmul(self._scaled(x_RD), self._weight(embedding_weight).t())
+        logits = self.logits_gemm(self._scaled(x_RD), self.used_weight(embedding_weight))
         return self.vocab_shard.full_logits(self._capped(logits))
 
     def _scaled(self, x: Tensor) -> Tensor:
@@ -126,7 +135,13 @@ class OutputHead(nn.Module):
         loss_weights_SB: Tensor | None = None,
     ) -> Tensor:
         """Returns token losses [S, B]. With `loss_weights_SB` their gradient must be just that: it is used before backward."""
-        args = (self.input_comm(self._scaled(x_SBD)), self._weight(embedding_weight), targets_SB, loss_weights_SB, self)
+        args = (
+            self.input_comm(self._scaled(x_SBD)),
+            self.used_weight(embedding_weight),
+            targets_SB,
+            loss_weights_SB,
+            self,
+        )
         return _LinearCrossEntropy.apply(*args)  # pyright: ignore[reportReturnType]
 
     def losses_and_greedy(
@@ -136,7 +151,7 @@ class OutputHead(nn.Module):
         x_SBD = self.input_comm(self._scaled(x_SBD))
         batch_first = is_batch_first(x_SBD)
         rows, targets = to_rows(x_SBD, batch_first=batch_first), to_row_order(targets_SB, batch_first=batch_first)
-        weight = self._weight(embedding_weight)
+        weight = self.used_weight(embedding_weight)
         found = linear_losses_and_greedy(rows, weight, targets, self._columns(), kernels=self._loss_kernels())
         losses, greedy = (from_row_order(x, targets_SB, batch_first=batch_first) for x in found)
         return losses, greedy
@@ -175,7 +190,8 @@ class OutputHead(nn.Module):
             self.vocab_shard.num_ids, self.vocab_shard.first_id, *(self.vocab_shard.all_reduce_max_sum or ())
         )
 
-    def _weight(self, embedding_weight: Tensor | None) -> Tensor:
+    def used_weight(self, embedding_weight: Tensor | None) -> Tensor:
+        """Returns the head's own weight, or that of the embedding which it is tied to."""
         weight = self.weight if self.weight is not None else embedding_weight
         assert weight is not None, "a tied head needs the embedding's weight"
         return weight

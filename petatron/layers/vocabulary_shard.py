@@ -33,6 +33,6 @@ class VocabShard:
 
     def full_logits(self, logits: Tensor) -> Tensor:
         """Returns logits over all ids, on every rank; for generation and tests, never for training."""
-        if self.all_gather_logits is identity:
+        if self.all_reduce_max_sum is None:  # not sharded
             return logits[..., : self.vocab_size]
         return self.all_gather_logits(logits.movedim(-1, 0).contiguous()).movedim(0, -1)[..., : self.vocab_size]

@@ -37,6 +37,7 @@ class CheckpointEngine:
         self._model: Model = opened.model
         self.tokenizer: Tokenizer | None = settings.tokenizer
         self._engine: Engine | None = opened.engine
+        opened.engine.capture_graphs(_log_capture)
 
     @property
     def step_number(self) -> int | None:
@@ -122,4 +123,11 @@ class CheckpointEngine:
         self.path = step
 
     def _build(self) -> Engine:
-        return Engine(self._model, self.tokenizer, self._options)
+        engine = Engine(self._model, self.tokenizer, self._options)
+        engine.capture_graphs(_log_capture)
+        return engine
+
+
+def _log_capture(done: int, total: int) -> None:
+    if done == total:
+        _log.info("captured CUDA graphs for decode steps of %d batch sizes", total)

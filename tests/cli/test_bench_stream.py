@@ -35,9 +35,22 @@ def test_a_side_that_makes_too_few_tokens_is_no_comparison(tmp_path: Path, monke
     def short(requests: stream.Requests) -> Sequence[Sequence[int]]:
         return [[0] * (count - 1) for _, count in requests]
 
-    monkeypatch.setattr(stream, "_transformers", lambda _: short)
+    monkeypatch.setattr(stream, "_transformers", lambda *_: short)
     with pytest.raises(DataError, match=r"hf made \d+ tokens instead of \d+"):
         found(tmp_path, "stream", *FEW, "--against", "hf")
+
+
+def test_a_peer_that_does_not_end_is_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    def slow(requests: stream.Requests) -> Sequence[Sequence[int]]:
+        if all(count == 4 for _, count in requests):
+            return []  # the warm-up
+        raise TimeoutError
+
+    monkeypatch.setattr(stream, "_transformers", lambda *_: slow)
+    values = found(tmp_path, "stream", *FEW, "--against", "hf", "--peer-seconds", "7")
+    assert values["unfinished"] == ["hf"] and values["seconds"]["hf"] == 7
+    text = capsys.readouterr().out
+    assert "not ended after 7 s" in text and f"above {values['ratio']:.2f}x" in text
 
 
 def test_a_transformers_without_continuous_batching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

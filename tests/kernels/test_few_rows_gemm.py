@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels import few_rows_gemm as plain
-from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand, cast_rows_only, dequantise
+from petatron.kernels.fp8.cast_and_gemm import E4M3, cast_rows_only, dequantise
 
 pytest.importorskip("triton")
 from petatron.kernels.triton import few_rows_gemm as fast
@@ -32,14 +32,15 @@ def operands(rows: int, outputs: int, length: int, dtype: torch.dtype) -> tuple[
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     ("rows", "outputs", "length"),
-    [(1, 64, 512), (3, 100, 256), (17, 130, 128), (64, 70, 128)],
+    [(1, 64, 512), (3, 100, 256), (17, 130, 128), (64, 70, 128), (70, 64, 256), (200, 64, 128)],
 )
 def test_equals_the_definition(rows: int, outputs: int, length: int, fp8: bool, dtype: torch.dtype):
     x, weight, counters = operands(rows, outputs, length, dtype)
-    used = cast_rows_only(weight, E4M3) if fp8 else weight
-    rounded = dequantise(used) if isinstance(used, Fp8Operand) else used
+    operand = cast_rows_only(weight, E4M3) if fp8 else None
+    rounded = weight if operand is None else dequantise(operand)
     true = x.double() @ rounded.double().t()
     for implementation in (fast, plain):
+        used = weight if operand is None else implementation.pack_fp8(operand, dtype)
         found = implementation.few_rows_gemm(x, used, counters)
         assert found.dtype == dtype and found.shape == (rows, outputs)
         assert float((found.double() - true).norm() / true.norm()) < BOUNDS[dtype]
@@ -47,6 +48,25 @@ def test_equals_the_definition(rows: int, outputs: int, length: int, fp8: bool, 
         columns = (found.double() - true).norm(dim=0) / sizes.clamp(min=1e-9)
         assert float(columns.max()) < BOUNDS[dtype], "of the large and of the small rows of the weight"
     assert not counters.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_packed_weight_is_dequantised_exactly(dtype: torch.dtype):
+    _, weight, _ = operands(1, 70, 256, dtype)
+    operand = cast_rows_only(weight, E4M3)
+    true = dequantise(operand).to(dtype)
+    packed = fast.pack_fp8(operand, dtype)
+    assert packed.permuted == (DEVICE == "cuda" and dtype == torch.bfloat16)
+    assert torch.equal(fast.dequantise_weight(packed, dtype), true)
+    assert torch.equal(plain.dequantise_weight(packed, dtype), true)
+
+
+def test_the_permuted_order_is_undone():
+    _, weight, _ = operands(1, 70, 256, torch.float32)
+    operand = cast_rows_only(weight, E4M3)
+    words = operand.values.view(torch.uint8).unflatten(1, (-1, 4))[:, :, list(plain.PERMUTED_ORDER)]
+    packed = plain.Fp8Weight(words.flatten(1).view(E4M3), operand.scale, permuted=True)
+    assert torch.equal(plain.dequantise_weight(packed, torch.float32), dequantise(operand))
 
 
 def test_strided_rows():

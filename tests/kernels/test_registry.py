@@ -148,7 +148,8 @@ CALLED: dict[str, set[str]] = {
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
     "packed documents": {"gather_rows", "scatter_rows"},
     "paged attention": {"store_key_value", "decode_attention", "store_and_decode"},
-    "GEMM of few rows": {"few_rows_gemm"},
+    "GEMM of few rows": {"few_rows_gemm", "pack_fp8", "dequantise_weight"},
+    "most likely id": {"most_likely"},
     "FP8 casts and GEMMs": {field.name for field in dataclasses.fields(Fp8Kernels)},
     "FP8 weight gather": {field.name for field in dataclasses.fields(GatherCastKernels)},
 }

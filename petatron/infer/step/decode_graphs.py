@@ -12,23 +12,29 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from petatron.infer.pages import SCRATCH_PAGE
 from petatron.kernels.attention.paged import PagedBatch
+from petatron.kernels.most_likely import MostLikelyKernels
+from petatron.kernels.registry import KernelContext, choose_kernel
 
 StepInputs = tuple[Tensor, Tensor, PagedBatch, Tensor]
 """Ids, positions, where they are stored, and the rows whose logits are wanted."""
 StepOutputs = tuple[Tensor, Tensor]
+IntRow = Sequence[int] | np.ndarray
 
 _WARM_UP_STEPS = 2
 _NUM_COLUMNS = 5
 """Ids, rows of the step before whose new ids to take instead (-1: none), positions, slots, lengths; after them the page table."""
 _LENGTHS = 4
+_PADDING = np.array([[0], [-1], [0], [SCRATCH_PAGE], [1]], dtype=np.int32)
+"""The columns of a row without a sequence, whose first page is the scratch page."""
 
 
 def captured_sizes(most: int, multiple: int) -> list[int]:
@@ -48,54 +54,103 @@ def captured_sizes(most: int, multiple: int) -> list[int]:
     return sorted(rounded)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class _HostInputs:
+    """The integers of a step in pinned memory. The page table stays from step to step, and is changed where pages were added."""
+
+    def __init__(self, size: int, pages: int, *, pinned: bool) -> None:
+        self.tensor = torch.zeros((_NUM_COLUMNS + pages, size), dtype=torch.int32, pin_memory=pinned)
+        self.tensor[1], self.tensor[_LENGTHS] = -1, 1
+        self._columns = self.tensor.numpy()[:_NUM_COLUMNS]
+        self._table = self.tensor.numpy()[_NUM_COLUMNS:].reshape(size, -1)
+        self._held: list[tuple[Sequence[int], int]] = []
+
+    def fill(
+        self, ids: IntRow, sources: IntRow, positions: np.ndarray, page_lists: Sequence[list[int]], page_size: int
+    ) -> None:
+        count, columns = len(page_lists), self._columns
+        self._fill_table(page_lists)
+        pages = self._table[np.arange(count), positions // page_size]
+        slots = pages * page_size + positions % page_size
+        for column, values in zip(columns, (ids, sources, positions, slots, positions + 1)):
+            column[:count] = values
+        columns[:, count:] = _PADDING
+
+    def _fill_table(self, page_lists: Sequence[list[int]]) -> None:
+        """A list of pages grows at its end, or is another list."""
+        held, table = self._held, self._table
+        for row in range(len(page_lists), len(held)):
+            table[row, 0] = SCRATCH_PAGE
+        del held[len(page_lists) :]
+        held += [((), 0)] * (len(page_lists) - len(held))
+        for row, pages in enumerate(page_lists):
+            before, known = held[row]
+            if before is not pages:
+                known = 0
+            if known != len(pages):
+                table[row, known : len(pages)] = pages[known:]
+                held[row] = pages, len(pages)
+
+
+@dataclass(slots=True, eq=False)
 class _CapturedStep:
-    host: Tensor
+    """hosts: two, since the copy of one may still run while the next step is prepared."""
+
+    hosts: tuple[_HostInputs, _HostInputs]
     device: Tensor
     graph: torch.cuda.CUDAGraph
     outputs: StepOutputs
 
 
 class DecodeGraphs:
-    """Runs decode steps of up to `most` sequences of up to `pages` pages."""
+    """Runs decode steps of up to `most` sequences of up to `max_length` tokens."""
 
     def __init__(
         self,
         run: Callable[[StepInputs], StepOutputs],
         device: torch.device,
+        dtype: torch.dtype,
         *,
         most: int,
         multiple: int,
-        pages: int,
+        page_size: int,
         max_length: int,
     ) -> None:
-        self._run, self._device, self._pages, self._max_length = run, device, pages, max_length
+        self._run, self._device, self._max_length = run, device, max_length
+        self._page_size, self._pages = page_size, -(-max_length // page_size)
         self._sizes = captured_sizes(most, multiple)
+        context = KernelContext.of(device, dtype, allow_compile=False)
+        self._kernels: MostLikelyKernels = choose_kernel("most likely id", context).functions
         self._captured: dict[int, _CapturedStep] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self.ids = torch.zeros(self._sizes[-1], dtype=torch.int32, device=device)
         """The new ids of the last step: the most likely ones, unless others were drawn and written here."""
 
-    def run(self, columns: np.ndarray, page_tables: list[list[int]]) -> StepOutputs:
-        """Starts a step of `_NUM_COLUMNS` integers x sequences; the outputs are valid until the next step."""
-        count = columns.shape[1]
+    def run(
+        self, ids: IntRow, positions: np.ndarray, page_lists: Sequence[list[int]], sources: IntRow | None = None
+    ) -> StepOutputs:
+        """Starts a step of one token of each sequence; the outputs are valid until the next step.
+
+        `sources`: rows of the step before, whose new ids are the tokens of this one.
+        """
+        count = len(page_lists)
         size = next(each for each in self._sizes if each >= count)
-        if size not in self._captured:
-            self._captured[size] = self._capture(size)
-        step = self._captured[size]
-        host = step.host.numpy()
-        host[:] = 0
-        host[:_NUM_COLUMNS, :count] = columns
-        host[1, count:] = -1
-        host[_LENGTHS, count:] = 1
-        table = host[_NUM_COLUMNS:].reshape(size, -1)
-        for row, pages in zip(table, page_tables):
-            row[: len(pages)] = pages
-        step.device.copy_(step.host, non_blocking=True)
+        step = self._captured.get(size) or self._capture(size)
+        host, other = step.hosts
+        step.hosts = other, host
+        host.fill(ids, [-1] * count if sources is None else sources, positions, page_lists, self._page_size)
+        step.device.copy_(host.tensor, non_blocking=True)
         step.graph.replay()
         logits, hidden = step.outputs
         return logits[:count], hidden[:count]
+
+    def capture_all(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures the steps of all batch sizes, which otherwise happens when each first occurs."""
+        for number, size in enumerate(reversed(self._sizes), start=1):
+            if size not in self._captured:
+                self._capture(size)
+            if progress is not None:
+                progress(number, len(self._sizes))
 
     def release(self) -> None:
         """Frees the captured graphs; a communicator whose collectives they hold can end only then."""
@@ -105,9 +160,8 @@ class DecodeGraphs:
         self._captured.clear()
 
     def _capture(self, size: int) -> _CapturedStep:
-        host = torch.zeros((_NUM_COLUMNS + self._pages, size), dtype=torch.int32, pin_memory=True)
-        host[1], host[_LENGTHS] = -1, 1
-        inputs = host.to(self._device)
+        hosts = (_HostInputs(size, self._pages, pinned=True), _HostInputs(size, self._pages, pinned=True))
+        inputs = hosts[0].tensor.to(self._device)
         ids = self.ids.clone()  # the step before may have left them for this one, and warm-up steps write theirs
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -121,7 +175,8 @@ class DecodeGraphs:
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             outputs = self._step(inputs, size)
-        return _CapturedStep(host, inputs, graph, outputs)
+        self._captured[size] = _CapturedStep(hosts, inputs, graph, outputs)
+        return self._captured[size]
 
     def _step(self, inputs: Tensor, size: int) -> StepOutputs:
         typed, sources, positions, slots, lengths = inputs[:_NUM_COLUMNS]
@@ -129,7 +184,7 @@ class DecodeGraphs:
         table = inputs[_NUM_COLUMNS:].view(size, -1)
         batch = PagedBatch(slots, table, lengths, self._max_length, size)
         logits, hidden = self._run((tokens, positions, batch, torch.arange(size, device=self._device)))
-        self.ids[:size] = most_likely(logits)
+        self.ids[:size] = self._kernels.most_likely(logits)
         return logits, hidden
 
 
@@ -144,16 +199,3 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def most_likely(logits_RV: Tensor) -> Tensor:
-    """Returns the most likely id of each row, the smaller of two; in two passes, since one block a row is slow for few rows.
-
-    >>> most_likely(torch.tensor([[1.0, 3.0, 3.0, 2.0]])).tolist()
-    [1]
-    """
-    size = logits_RV.shape[1]
-    width = next((each for each in range(512, 1, -1) if size % each == 0), 1)
-    values, columns = logits_RV.unflatten(1, (-1, width)).max(dim=2)
-    chunk = values.argmax(dim=1, keepdim=True)
-    return (chunk * width + columns.gather(1, chunk)).squeeze(1)

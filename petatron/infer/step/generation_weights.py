@@ -1,29 +1,40 @@
-"""The weights of a model while an engine generates with them: as they are, or in FP8.
+"""The weights of a model while an engine generates with them: as they are, with copies that a CPU computes faster with, or in FP8.
 
-In FP8 a weight of a layer's large GEMMs is quantised to e4m3 once, with a scale per output row, and on a GPU the memory of the original
-is given back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms, output head and experts
-stay as they are. `release` leaves the model with the dequantised weights, in its own precision.
+On a CPU the GEMMs of layers and output head may make such copies (`host_gemm.py`), where all of them fit a quarter of its memory.
+
+In FP8 a weight of a layer's large GEMMs, or of the output head, is quantised to e4m3 once, with a scale per output row, and on a GPU the
+memory of the original is given back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms and
+experts stay as they are; a head that is tied to the embedding is quantised as a copy. `release` leaves the model with the dequantised
+weights, in its own precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from petatron.base.device import host_memory_bytes
 from petatron.base.log import get_logger
-from petatron.kernels.few_rows_gemm import FewRowsGemmKernels, many_rows_gemm
-from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand, dequantise
-from petatron.kernels.gemm import PLAIN_GEMM, Tensors, WeightGrad
+from petatron.infer.step.host_gemm import HostGemm, HostGemms
+from petatron.kernels.few_rows_gemm import FewRowsGemmKernels, Fp8Weight, many_rows_gemm
+from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand
+from petatron.kernels.gemm import PLAIN_GEMM, PlainGemm, Tensors, WeightGrad
+from petatron.kernels.matmul import unsupported_reason
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.linear import Linear, LinearOp
+from petatron.layers.output_head import OutputHead, plain_logits_gemm
+from petatron.models.decoder import Decoder
 from petatron.parallel.fp8 import fp8_linears
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.tensor_parallel import gemm_of, set_gemm
 
+CastRows = Callable[[Tensor, torch.dtype], Fp8Operand]
 _log = get_logger(__name__)
+_COPIES_SHARE = 0.25
+"""Of a machine's memory, for copies of one kind of all its ranks' weights."""
 _NUM_COUNTERS = 8192
 """One for 64 output rows of a GEMM: enough for half a million of them."""
 _FEW_ROWS = 16
@@ -36,13 +47,17 @@ class GenerationGemm:
 
     kernels: FewRowsGemmKernels
     counters: Tensor
-    fp8_weight: Fp8Operand | None = None
+    fp8_weight: Fp8Weight | None = None
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        used = weight if self.fp8_weight is None else self.fp8_weight
+        return self.product(x_RD, weight), ()
+
+    def product(self, x_RD: Tensor, weight: Tensor) -> Tensor:
+        """x W^T; with an FP8 weight the other is not read."""
         if self.fp8_weight is None and x_RD.shape[0] > _FEW_ROWS:
-            return many_rows_gemm(x_RD, used), ()
-        return self.kernels.few_rows_gemm(x_RD, used, self.counters), ()
+            return many_rows_gemm(x_RD, weight)
+        used = weight if self.fp8_weight is None else self.fp8_weight
+        return self.kernels.few_rows_gemm(x_RD, used, self.counters)
 
     def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
         """See `ChunkedGemm`."""
@@ -56,26 +71,35 @@ class GenerationGemm:
 class GenerationWeights:
     """Replaces the GEMMs of a model's layers, until `release`."""
 
-    def __init__(self, model: ParallelModel, *, fp8: bool) -> None:
+    def __init__(self, model: ParallelModel, *, fp8: bool, copies: bool = True) -> None:
+        """`copies`: a CPU may hold weights a second time."""
         context = KernelContext.of(model.mesh.device, model.dtype, allow_compile=False)
         choice = choose_kernel("GEMM of few rows", context)
         self._replaced: list[tuple[Linear, LinearOp]] = []
-        self._quantised: list[tuple[nn.Parameter, Tensor, Fp8Operand]] = []
+        self._heads: list[OutputHead] = []
+        self._quantised: list[tuple[nn.Parameter, Tensor, Fp8Weight]] = []
+        self._kernels: FewRowsGemmKernels = choice.functions
         self._moved: list[tuple[nn.Parameter, Tensor]] = []
         self._freed: list[tuple[Tensor, int]] = []
+        self.host_gemms = HostGemms()
+        if copies and not fp8 and model.mesh.device.type == "cpu" and not model.fully_sharded:
+            self._copy_weights(model)
+            return
         if not fp8 and choice.name == "reference":
             return
         counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=model.mesh.device)
         cast = choose_kernel("FP8 casts and GEMMs", context).functions.cast_rows_only
         for module in _large_linears(model):
-            quantised = cast(module.weight.detach(), E4M3) if fp8 else None
+            quantised = self._quantise(module.weight, cast) if fp8 else None
             if quantised is None and gemm_of(module) is not PLAIN_GEMM:
                 continue
             self._replaced.append((module, module.linear_op))
-            set_gemm(module, GenerationGemm(choice.functions, counters, quantised))
-            if quantised is not None:
-                self._quantised.append((module.weight, module.weight.data, quantised))
+            set_gemm(module, GenerationGemm(self._kernels, counters, quantised))
         if fp8:
+            for head, weight in _output_heads(model):
+                quantised = self._quantise(weight, cast, keeps_original=head.weight is None)
+                head.logits_gemm = GenerationGemm(self._kernels, counters, quantised).product
+                self._heads.append(head)
             self._free_originals(model)
             _log.info("%d weights of this rank are in FP8; %s", len(self._quantised), choice)
 
@@ -83,14 +107,43 @@ class GenerationWeights:
         """Gives the model its GEMMs back, and the dequantised weights."""
         for module, linear_op in self._replaced:
             module.linear_op = linear_op
+        for head in self._heads:
+            head.logits_gemm = plain_logits_gemm
         for buffer, size in self._freed:
             buffer.untyped_storage().resize_(size)
             buffer.zero_()
         for param, original, quantised in self._quantised:
-            param.data = original.copy_(dequantise(quantised))
+            param.data = original.copy_(self._kernels.dequantise_weight(quantised, original.dtype))
         for param, original in self._moved:
             param.data = original.copy_(param.data)
-        self._replaced, self._quantised, self._moved, self._freed = [], [], [], []
+        self._replaced, self._heads, self._quantised, self._moved, self._freed = [], [], [], [], []
+        self.host_gemms = HostGemms()
+
+    def _copy_weights(self, model: ParallelModel) -> None:
+        """Makes plain GEMMs such that copy their weights when it pays."""
+        linears = [module for module in _large_linears(model) if isinstance(gemm_of(module), PlainGemm | HostGemm)]
+        elements = sum(param.numel() for stage in model.stages.values() for param in stage.parameters())
+        needed = elements * torch.float32.itemsize * model.mesh.world.size
+        available = host_memory_bytes() * _COPIES_SHARE
+        if available and needed > available:
+            _log.info(
+                "weights are not copied for faster steps: %.0f GB are more than a quarter of memory", needed / 1e9
+            )
+            return
+        if (reason := unsupported_reason("cpu", model.dtype)) is not None:
+            _log.info("weights are converted to float32 once: %s", reason)
+        for module in linears:
+            self._replaced.append((module, module.linear_op))
+            set_gemm(module, self.host_gemms.new())
+        for head, _ in _output_heads(model):
+            head.logits_gemm = self.host_gemms.new().product
+            self._heads.append(head)
+
+    def _quantise(self, weight: nn.Parameter, cast: CastRows, *, keeps_original: bool = False) -> Fp8Weight:
+        packed = self._kernels.pack_fp8(cast(weight.detach(), E4M3), weight.dtype)
+        if not keeps_original:
+            self._quantised.append((weight, weight.data, packed))
+        return packed
 
     def _free_originals(self, model: ParallelModel) -> None:
         """Frees the buffers of quantised weights; other parameters in them get memory of their own.
@@ -118,3 +171,12 @@ def _large_linears(model: ParallelModel) -> Iterator[Linear]:
             for _, module in fp8_linears(layer):
                 if isinstance(module, Linear):
                     yield module
+
+
+def _output_heads(model: ParallelModel) -> Iterator[tuple[OutputHead, nn.Parameter]]:
+    """Yields the output head of this rank, if it has the last stage, with the weight that it uses."""
+    for stage in model.stages.values():
+        if isinstance(stage, Decoder) and stage.head is not None:
+            weight = stage.head.used_weight(None if stage.embedding is None else stage.embedding.weight)
+            assert isinstance(weight, nn.Parameter)
+            yield stage.head, weight

@@ -16,7 +16,7 @@ from torch import Tensor
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE
 from petatron.infer.scheduler import ScheduledSequence
-from petatron.infer.step.decode_graphs import DecodeGraphs, StepInputs, StepOutputs
+from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow, StepInputs, StepOutputs
 from petatron.infer.step.recorded_steps import RecordedSteps
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
@@ -121,9 +121,10 @@ class ModelSteps:
             self.graphs = DecodeGraphs(
                 self._run_last,
                 self.device,
+                model.dtype,
                 most=options.max_sequences,
                 multiple=self._shards,
-                pages=-(-max_length // page_size),
+                page_size=page_size,
                 max_length=max_length,
             )
 
@@ -138,7 +139,8 @@ class ModelSteps:
             if stage.training:
                 stage.eval()
         if self.runs_as_graph(packed):
-            return self.run_graph(packed)
+            ids, positions, _ = packed.rows_3T[:, : packed.num_decodes]
+            return self.run_graph(ids, positions, packed.page_tables)
         with self._without_gradients():
             return self._run_recorded(packed) or self._run_eager(packed)
 
@@ -160,6 +162,11 @@ class ModelSteps:
         sent[0].wait()
         return None
 
+    def forget_recordings(self) -> None:
+        """Forgets recorded steps, which read copies of weights."""
+        if self._recorded is not None:
+            self._recorded.forget()
+
     def release(self) -> None:
         """Frees pages and graphs; no step can be run after it."""
         self._pages.clear()
@@ -173,13 +180,12 @@ class ModelSteps:
         return self.graphs is not None and not packed.chunks and packed.logit_rows == list(range(count))
 
     @torch.no_grad()
-    def run_graph(self, packed: PackedStep, sources: Many[int] | None = None) -> StepOutputs:
-        """Starts such a step; `sources` are rows of the step before, whose new ids are the tokens of this one."""
+    def run_graph(
+        self, ids: IntRow, positions: np.ndarray, page_lists: Many[list[int]], sources: IntRow | None = None
+    ) -> StepOutputs:
+        """Starts such a step; see `DecodeGraphs.run`."""
         assert self.graphs is not None
-        count = packed.num_decodes
-        tokens, positions, slots = packed.rows_3T[:, :count]
-        columns = np.array([tokens, sources or [-1] * count, positions, slots, packed.lengths], np.int32)
-        return self.graphs.run(columns, packed.page_tables)
+        return self.graphs.run(ids, positions, page_lists, sources)
 
     def _run_last(self, inputs: StepInputs) -> StepOutputs:
         """A step of the only stage."""

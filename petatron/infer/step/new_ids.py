@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from petatron.infer.sampling import SampledRow, sample_tokens
+from petatron.infer.step.step_result import StepLayout
 
 
 class PendingIds:
@@ -24,11 +23,11 @@ class PendingIds:
         return self._host.tolist()
 
 
-def draw_ids(ids: Tensor, logits_RV: Tensor, rows: Sequence[SampledRow]) -> PendingIds:
-    """Draws what is not greedy, into `ids`, and starts to copy them to the host."""
-    count = len(rows)
-    if not all(row.params.greedy for row in rows):
-        ids[:count] = sample_tokens(logits_RV, rows)
+def draw_ids(ids: Tensor, logits_RV: Tensor, layout: StepLayout, *, pending: int) -> PendingIds:
+    """Draws what is not greedy, into `ids`, and starts to copy them to the host; `pending` tokens before each are not known yet."""
+    count = len(layout.scheduled)
+    if not all(work.sequence.params.greedy for work in layout.scheduled):
+        ids[:count] = sample_tokens(logits_RV, layout.sampled_rows(ids.device, pending=pending))
     return PendingIds(ids[:count])
 
 

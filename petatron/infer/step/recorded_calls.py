@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Call = Callable[[], Any]
+_MODULES = (torch, torch._C._nn)
+"""Where functions have the names of operations."""
 
 
 class Unrecordable(Exception):
@@ -89,7 +91,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def _memory(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    """Returns the address of a tensor's memory; an opaque tensor (a packed weight) shares it with no other."""
+    return x.untyped_storage().data_ptr() if x.layout is torch.strided else -id(x)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -119,7 +122,7 @@ class _FunctionsWithOut:
         """Returns the function with an operation's name that takes its arguments and writes the same result, if there is one."""
         key = func, len(args), tuple(kwargs)
         if key not in self._found:
-            candidates = (getattr(module, _name(func), None) for module in (torch, torch._C._nn))
+            candidates = (getattr(module, _name(func), None) for module in _MODULES)
             same = (each for each in candidates if each is not None and _writes(each, args, kwargs, result))
             self._found[key] = next(same, None)
         return self._found[key]
@@ -153,6 +156,9 @@ def _call_into(
     """Returns a call that computes the results anew in their own memory."""
     if _name(func) in ("clone", "_to_copy"):
         return partial(results[0].copy_, args[0])
+    if _name(func) == "embedding":  # which has no `out`, but is the selection of rows
+        rows = results[0].view(-1, results[0].shape[-1])
+        return partial(torch.index_select, args[0], 0, args[1].reshape(-1), out=rows)
     function = functions.find(func, args, kwargs, results[0]) if len(results) == 1 else None
     if function is not None:
         return partial(function, *args, **kwargs, out=results[0])

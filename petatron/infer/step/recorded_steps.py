@@ -92,6 +92,11 @@ class RecordedSteps:
             del self._seen[forgotten]
         return step.calls.outputs
 
+    def forget(self) -> None:
+        """Forgets all recordings; shapes are recorded again after a few steps."""
+        self._seen.clear()
+        self._recorded.clear()
+
     @torch.inference_mode(False)  # tensors made in it would hide what operations are made of
     def _record(
         self, shape: StepShape, rows: np.ndarray, lengths: list[int], page_tables: list[list[int]]

@@ -39,6 +39,9 @@ from petatron.kernels.attention.padded import PackingKernels, PaddedKernels, pad
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.tiles import AttentionDropout
 
+_PLANNED_LENGTHS = 256
+"""Where lengths vary, cuDNN computes the multiples of this: few enough for each to have its plan."""
+
 
 def causal_attention(
     q_SBHE: Tensor,
@@ -49,16 +52,22 @@ def causal_attention(
     dropout: float = 0.0,
     documents: Documents | None = None,
     packing_kernels: PackingKernels = rows,
+    lengths_vary: bool = False,
     rules: ScoreRules | None = None,
 ) -> Tensor:
     """Softmax attention of each token to itself and the tokens of its document before it, at most `window` of them.
 
-    `packing_kernels` gathers tokens into padded rows and scatters them back: `rows` or a faster implementation.
+    `packing_kernels` gathers tokens into padded rows and scatters them back: `rows` or a faster implementation. `lengths_vary`: hardly
+    a length comes again. cuDNN builds a plan for each, so few of them are computed by it.
     """
     length = q_SBHE.shape[0]
     limit = window if window is not None and window < length else None
     if rules is not None:
         return _attention_in_blocks(q_SBHE, k_SBKE, v_SBKE, window, dropout, documents, rules)
+    if lengths_vary and limit is None and flash.supports_varlen(q_SBHE, v_SBKE):
+        common = length if documents is None else documents.equal_length
+        if common is None or common % _PLANNED_LENGTHS:
+            return flash.varlen_attention(q_SBHE, k_SBKE, v_SBKE, window=None, documents=documents, dropout=dropout)
     if limit is None and documents is None:
         return _dense_attention(q_SBHE, k_SBKE, v_SBKE, dropout=dropout, causal=True)
     if (

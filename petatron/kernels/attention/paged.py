@@ -123,7 +123,9 @@ def paged_attention(
         rows = slice(first.start, last.stop)
         q, k, v = (x[rows].unsqueeze(1) for x in (q_THE, k_TKE, v_TKE))
         documents = batch.documents if together else None
-        out[rows] = causal_attention(q, k, v, window=window, documents=documents, rules=rules).squeeze(1)
+        out[rows] = causal_attention(
+            q, k, v, window=window, documents=documents, rules=rules, lengths_vary=True
+        ).squeeze(1)
     for chunk in batch.chunks[len(fresh) :]:
         rows, table = slice(chunk.start, chunk.stop), batch.page_table_NP[chunk.sequence]
         out[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, table, chunk, window=window, rules=rules)

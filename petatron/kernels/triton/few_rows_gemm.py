@@ -1,4 +1,4 @@
-"""x W^T for up to 64 rows (a skinny GEMM): all its time is the reading of the weight.
+"""x W^T for few rows (a skinny GEMM): all its time is the reading of the weight.
 
 A program reads a strip of 64 output rows, or a part of its length where there are fewer strips than multiprocessors (split-K); the
 program that ends last of a strip adds the parts, in their order, so the result does not depend on which was last. Weights do not depend
@@ -6,8 +6,9 @@ on the kernel before, so the beginning of the strips is prefetched into the L2 c
 (`dependent_launch.py`); more than a few megabytes of them would displace each other.
 
 FP8 weights are widened in registers. The bits of an e4m3 number, sign and the rest apart, are those of a bfloat16 number 2^120 times
-smaller, subnormal ones included: two shifts and two masks for two numbers, where a conversion takes six instructions. x is scaled by
-2^100 beforehand, and the sum by 2^20 afterwards, so that float32 sums stay in range; both are exact.
+smaller, subnormal ones included: three instructions for two numbers in the high bytes of a word and four for those in the low bytes,
+where a conversion takes six for two. So the four numbers of a word are stored in the order that this gives (`PERMUTED_ORDER`). Sums are
+scaled back afterwards: tensor cores keep subnormal numbers. More rows than a block read the weight once more, from the L2 cache.
 
 A decode step of one sequence on an H200, in us, by what is prefetched (MB):
 
@@ -28,13 +29,16 @@ R rows, D input width, O output width.
 # pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels import few_rows_gemm as reference
-from petatron.kernels.fp8.cast_and_gemm import Fp8Operand
+from petatron.kernels.few_rows_gemm import PERMUTED_ORDER, Fp8Weight
+from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand
 from petatron.kernels.triton.dependent_launch import FEW_ROWS, launch_options, wait_for_inputs
 
 _STRIP = 64
@@ -43,6 +47,11 @@ _ENOUGH_STRIPS = 200
 """More strips than that keep every multiprocessor of a large GPU busy without splitting them."""
 _MAX_SPLITS = 4
 _MAX_PREFETCHED = 2 * 2**20
+_BLOCK_ROWS = 64
+"""Rows of one program."""
+_MAX_FP8_ROWS = 128
+"""More rows are worth a weight that is dequantised as a whole, and the library's GEMM."""
+_DEQUANTISED = 4096
 
 
 @triton.jit
@@ -62,12 +71,12 @@ def _few_rows_gemm(
     STRIP: tl.constexpr,
     TILE: tl.constexpr,
     FP8: tl.constexpr,
-    WIDEN_BITS: tl.constexpr,
+    PERMUTED: tl.constexpr,
     PREFETCHED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    strip, split = tl.program_id(0), tl.program_id(1)
-    output, row, column = strip * STRIP + tl.arange(0, STRIP), tl.arange(0, ROWS), tl.arange(0, TILE)
+    strip, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    output, row, column = strip * STRIP + tl.arange(0, STRIP), block * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE)
     each: tl.constexpr = LENGTH // SPLITS
     begin = split * each
     inside = output < outputs
@@ -82,17 +91,16 @@ def _few_rows_gemm(
         a = tl.load(x + row[:, None] * x_stride + at[None, :], mask=(row < rows)[:, None], other=0.0)
         w = tl.load(lines[:, None] + start + column[None, :], mask=inside[:, None], other=0)
         if FP8:
-            if WIDEN_BITS:
+            if PERMUTED:
                 w = _widen_bits(w)
-                a = (a.to(tl.float32) * 1.2676506002282294e30).to(a.dtype)
             else:
                 w = w.to(tl.float8e4nv, bitcast=True).to(a.dtype)
             total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
         else:
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     if FP8:
-        if WIDEN_BITS:
-            total = total * 1048576.0
+        if PERMUTED:
+            total = total * 1.329227995784916e36
         total = total * tl.load(scale + output, mask=inside, other=0.0)[None, :]
     else:
         total = tl.trans(total)
@@ -103,8 +111,9 @@ def _few_rows_gemm(
     else:
         tl.store(partial + split * rows * outputs + place, total, mask=mask)
         tl.debug_barrier()
-        if tl.atomic_add(counters + strip, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(counters + strip, 0)
+        counter = counters + block * tl.num_programs(0) + strip
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(counter, 0)
             total = tl.zeros((ROWS, STRIP), tl.float32)
             for part in range(SPLITS):
                 total += tl.load(partial + part * rows * outputs + place, mask=mask, other=0.0, volatile=True)
@@ -126,19 +135,18 @@ def _prefetch(lines, inside, size: tl.constexpr):
 
 @triton.jit
 def _widen_bits(w):
-    """e4m3 numbers, given as bytes, as bfloat16 ones 2^120 times smaller."""
+    """e4m3 numbers, four bytes in `PERMUTED_ORDER`, as bfloat16 ones 2^120 times smaller in their natural order."""
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 high, low;
-        prmt.b32 high, $2, 0, 0x1404;
-        shr.b32 low, high, 4;
-        and.b32 high, high, 0x80008000;
-        lop3.b32 $0, low, 0x07f007f0, high, 0xEA;
-        prmt.b32 high, $2, 0, 0x3424;
-        shr.b32 low, high, 4;
-        and.b32 high, high, 0x80008000;
-        lop3.b32 $1, low, 0x07f007f0, high, 0xEA;
+        .reg .b32 sign, rest;
+        shr.b32 rest, $2, 4;
+        and.b32 sign, $2, 0x80008000;
+        lop3.b32 $0, rest, 0x07f007f0, sign, 0xEA;
+        shl.b32 rest, $2, 4;
+        shl.b32 sign, $2, 8;
+        and.b32 sign, sign, 0x80008000;
+        lop3.b32 $1, rest, 0x07f007f0, sign, 0xEA;
         }
         """,
         "=r,=r,r",
@@ -149,20 +157,51 @@ def _widen_bits(w):
     )
 
 
-def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Operand, counters: Tensor) -> Tensor:
+@triton.jit
+def _dequantise(weight, scale, out, elements, LENGTH: tl.constexpr, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < elements
+    wide = _widen_bits(tl.load(weight + at, mask=inside, other=0)).to(tl.float32) * 1.329227995784916e36
+    wide = wide * tl.load(scale + at // LENGTH, mask=inside, other=0.0)
+    tl.store(out + at, wide.to(out.dtype.element_ty), mask=inside)
+
+
+def pack_fp8(operand: Fp8Operand, dtype: torch.dtype) -> Fp8Weight:
+    """Returns a quantised weight as the kernels read it, for activations of a dtype."""
+    weight = reference.pack_fp8(operand, dtype)
+    if not weight.values.is_cuda or dtype != torch.bfloat16 or weight.values.shape[1] % _LENGTH:
+        return weight
+    words = weight.values.view(torch.uint8).unflatten(1, (-1, 4))
+    return replace(weight, values=words[:, :, list(PERMUTED_ORDER)].flatten(1).view(E4M3), permuted=True)
+
+
+def dequantise_weight(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """Returns the whole weight."""
+    if not weight.permuted:
+        return reference.dequantise_weight(weight, dtype)
+    values = weight.values
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    programs = triton.cdiv(values.numel(), _DEQUANTISED)
+    _dequantise[(programs,)](
+        values.view(torch.int8), weight.scale, out, values.numel(), LENGTH=values.shape[1], TILE=_DEQUANTISED
+    )
+    return out
+
+
+def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Weight, counters: Tensor) -> Tensor:
     """x W^T in the precision of x. `counters` is a zeroed int32 workspace, zero again afterwards, of a number per 64 output rows."""
-    fp8 = isinstance(weight, Fp8Operand)
+    fp8 = isinstance(weight, Fp8Weight)
     values = weight.values if fp8 else weight
     rows, (outputs, length) = x_RD.shape[0], values.shape
-    strips = triton.cdiv(outputs, _STRIP)
-    if rows > FEW_ROWS or length % _LENGTH or x_RD.stride(-1) != 1 or strips > counters.numel():
-        return reference.many_rows_gemm(x_RD, weight)
+    strips, block = triton.cdiv(outputs, _STRIP), min(_BLOCK_ROWS, max(16, triton.next_power_of_2(rows)))
+    blocks, splits = triton.cdiv(rows, block), _num_splits(strips, length)
+    lacks_counters = splits > 1 and strips * blocks > counters.numel()
+    if rows > (_MAX_FP8_ROWS if fp8 else FEW_ROWS) or length % _LENGTH or x_RD.stride(-1) != 1 or lacks_counters:
+        return reference.many_rows_gemm(x_RD, dequantise_weight(weight, x_RD.dtype) if fp8 else weight)
     out = x_RD.new_empty((rows, outputs))
     operands = (x_RD, values.view(torch.int8), weight.scale) if fp8 else (x_RD, values, values)
-    bits = fp8 and x_RD.is_cuda and x_RD.dtype == torch.bfloat16
-    splits = _num_splits(strips, length)
     partial = out if splits == 1 else x_RD.new_empty((splits, rows, outputs), dtype=torch.float32)
-    _few_rows_gemm[(strips, splits)](
+    _few_rows_gemm[(strips, splits, blocks)](
         *operands,
         out,
         partial,
@@ -172,11 +211,11 @@ def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Operand, counters: Tensor) -
         x_RD.stride(0),
         LENGTH=length,
         SPLITS=splits,
-        ROWS=max(16, triton.next_power_of_2(rows)),
+        ROWS=block,
         STRIP=_STRIP,
         TILE=_LENGTH,
         FP8=fp8,
-        WIDEN_BITS=bits,
+        PERMUTED=fp8 and weight.permuted,
         PREFETCHED=_prefetched_bytes(outputs * splits, length // splits * values.element_size()),
         num_warps=4,
         num_stages=4,

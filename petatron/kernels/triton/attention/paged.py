@@ -27,6 +27,8 @@ _TILE = 64
 _WANTED_PROGRAMS = 512
 """Enough for every multiprocessor of a large GPU to have several."""
 _MAX_SPLITS = 64
+_NARROW = 64
+"""Heads up to this width: two warps of a program read 20 % faster than four (64 sequences of 600 tokens: 25 instead of 31 us)."""
 
 
 @triton.jit
@@ -242,7 +244,7 @@ def _decode(
         SPLITS=splits,
         TILE=_TILE,
         STORE=new is not None,
-        num_warps=4,
+        num_warps=2 if columns <= _NARROW else 4,
         num_stages=3,
         **launch_options(count, q),
     )
