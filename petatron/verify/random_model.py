@@ -88,6 +88,27 @@ def _component_flags(random: Random) -> list[str]:
         ("--eod-mask-loss", 0.3),
     ):
         flags += [flag] * (random.random() < chance)
+    return [*flags, *_variant_flags(random, rotary=positions == "rope")]
+
+
+def _variant_flags(random: Random, *, rotary: bool) -> list[str]:
+    """Draws variants of layers; half of all models have none."""
+    if random.random() < 0.5:
+        return []
+    flags = [f"--softmax-type {random.choice(('vanilla', 'vanilla', 'off-by-one', 'learnable'))}"]
+    placement = random.choice(("pre", "both", "output"))
+    branches = random.choice(("sequential", "parallel", "parallel_shared_norm")) if placement == "pre" else "sequential"
+    flags += [f"--norm-placement {placement} --residual-branches {branches}"]
+    for flag, chance in (
+        ("--window-size 3 --window-attn-skip-freq 2", 0.3),
+        ("--attn-logit-softcapping 2", 0.3),
+        ("--final-logit-softcapping 3", 0.3),
+        ("--softmax-scale 0.4", 0.3),
+        ("--embedding-multiplier 1.5 --residual-multiplier 0.7 --logits-scaling 1.3", 0.3),
+        ("--no-rope-freq 2", 0.3 * rotary),
+        ("--rotary-interleaved", 0.3 * rotary),
+    ):
+        flags += [flag] * (random.random() < chance)
     return flags
 
 

@@ -32,6 +32,7 @@ from petatron.base.errors import Problem
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.adamw import ClippedAdamW
 from petatron.bench.peers.initial_weights import InitialWeights
+from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
 from petatron.models.batch import Batch
 from petatron.models.registry import model_spec
@@ -97,6 +98,7 @@ def _unsupported_features(spec: BenchSpec) -> list[str]:
         f"{model.normalization}": model.normalization != "RMSNorm",
         f"{model.position_embedding_type} positions": model.position_embedding_type != "rope",
         "sliding window": model.window_size is not None,
+        "variants of layers": any(getattr(model, name) != plain for name, plain in variant_defaults().items()),
         "dropout": bool(model.hidden_dropout or model.attention_dropout),
     }
     return [name for name, there in parts.items() if there]

@@ -119,9 +119,13 @@ def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
     if config.data.reset_attention_mask:
         why = "where documents lie differs from step to step, and the host plans with it"
         yield "--reset-attention-mask", why, "Leave one of them out."
+    why = "without FlashAttention the host makes the mask"
+    if model.attn_logit_softcapping is not None:
+        yield f"--attn-logit-softcapping {model.attn_logit_softcapping:g}", why, "Leave one of them out."
+    if model.softmax_type != "vanilla":
+        yield f"--softmax-type {model.softmax_type}", why, "Leave one of them out."
     if window is None or window >= model.seq_length:
         return
-    why = "without FlashAttention the host makes the mask"
     if not (config.precision.bf16 or config.precision.fp16):
         yield f"--window-size {window} in this precision", why, "Add --bf16 or --fp16, or leave --cuda-graphs out."
     elif model.kv_channels is not None and (model.kv_channels % 8 or model.kv_channels > _MAX_HEAD_DIM):

@@ -151,7 +151,9 @@ def _unused_fields(settings: Mapping[str, Any]) -> frozenset[str]:
 def _layer_pattern(name: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns for each layer whether the pattern marks it; a pattern that means nothing stands for itself."""
     text, layers = settings[name], settings.get("num_layers", 0)
-    if text is None or not is_count(layers, 1) or layers > MAX_PATTERN_LAYERS:
+    if text is None:  # no layer, or every layer that there is: the same of any number of them
+        return ()
+    if not is_count(layers, 1) or layers > MAX_PATTERN_LAYERS:
         return ("", text, layers)
     try:
         pattern = parse_moe_layer_freq(str(text))

@@ -254,10 +254,10 @@ def test_ranks_that_disagree(tmp_path: Path):
 
 
 def test_all_arguments_that_do_not_fit_are_named_at_once(tmp_path: Path):
-    extra = {"multi_latent_attention": True, "rotary_interleaved": True, "softmax_type": "learnable"}
+    extra = {"multi_latent_attention": True, "attention_output_gate": True, "softmax_type": "learnable"}
     write_legacy(tmp_path, replace(LLAMA, extra=extra))
     assert_refused(
-        tmp_path, "3 problems", "--multi-latent-attention", "--rotary-interleaved", "learnable", kind=ConfigError
+        tmp_path, "3 problems", "--multi-latent-attention", "--attention-output-gate", "learnable", kind=ConfigError
     )
 
 

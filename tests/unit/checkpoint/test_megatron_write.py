@@ -40,6 +40,10 @@ MODELS: dict[str, tuple[ModelConfig, MoEConfig | None]] = {
     "gpt": (GPT, None),
     "gpt with exact gelu": (replace(GPT, activation="gelu"), None),
     "window": (replace(LLAMA, window_size=8, activation="squared_relu"), None),
+    "layers that differ": (
+        replace(LLAMA, window_size=8, window_attn_skip_freq="[1, 0, 1, 0]", no_rope_freq="2", rotary_interleaved=True),
+        None,
+    ),
     "experts": (LLAMA, replace(MOE, moe_grouped_gemm=False)),
     "experts in one product": (LLAMA, MOE),
     "experts in some layers": (LLAMA, replace(MOE, moe_layer_freq="([0]*1+[1]*3)")),
@@ -188,6 +192,7 @@ def test_every_logical_tensor_is_in_one_weight():
         ({}, {"pp": 3}, "--pipeline-model-parallel-size 3 does not divide --num-layers 4"),
         ({}, {"ep": 2}, "a model without experts"),
         ({"activation": "geglu"}, {}, "--activation geglu has no argument in Megatron"),
+        ({"norm_placement": "both"}, {}, "--norm-placement both has no argument in Megatron"),
         ({"position_embedding_type": "yarn"}, {}, "yarn"),
         ({"use_rope_scaling": True, "rope_low_freq_factor": 2.0}, {}, "--rope-low-freq-factor 2 is fixed to 1"),
     ],

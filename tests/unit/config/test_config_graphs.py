@@ -74,6 +74,8 @@ def test_what_can_be_recorded(flags: str, world_size: int):
         ("--cpu-offloading-num-layers 1", 1, "--cpu-offloading-num-layers 1: activations leave for memory that the host hands out."),
         ("--hidden-dropout 0.1 --recompute-activations", 1, "recompute and random numbers: the host would set random states back"),
         ("--attention-dropout 0.1 --recompute-memory-budget-gb 9", 1, "recompute and random numbers: the host would set"),
+        ("--attn-logit-softcapping 5", 1, "--attn-logit-softcapping 5: without FlashAttention the host makes the mask"),
+        ("--softmax-type learnable", 1, "--softmax-type learnable: without FlashAttention the host makes the mask"),
         ("--reset-attention-mask", 1, "--reset-attention-mask: where documents lie differs from step to step"),
         ("--no-bf16 --window-size 16", 1, "--window-size 16 in this precision: without FlashAttention the host makes the mask."),
         ("--window-size 16 --kv-channels 36", 1, "--window-size 16 and heads of width 36: without FlashAttention"),

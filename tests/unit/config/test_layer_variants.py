@@ -72,3 +72,8 @@ def test_variants_tell_models_apart_and_spellings_do_not():
     first, second, third = (model_identity(model, None) for model in (plain, varied, listed))
     assert identity_differences(first, second) == identity_differences(second, first) == ["window_attn_skip_freq"]
     assert identity_differences(second, third) == []
+
+
+def test_models_of_different_depth_do_not_differ_in_patterns_that_neither_has():
+    first, second = (model_identity(ModelConfig(num_layers=layers), None) for layers in (2, 3))
+    assert identity_differences(first, second) == ["num_layers"]
