@@ -60,16 +60,24 @@ _MOE_FLAGS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 1e-3 "
     "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 16 --moe-layer-freq [0,1,1,1]"
 )
+_DEEPSEEK_FLAGS = (
+    "--num-query-groups 8 --multi-latent-attention --q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 7 --qk-layernorm --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3 --num-experts 8 --moe-router-topk 4 "
+    "--moe-ffn-hidden-size 12 --moe-shared-expert-intermediate-size 12 --moe-layer-freq [0,1,1,1] --moe-token-dispatcher-type alltoall "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
+)
 MODEL_FLAGS = {
     "dense": f"--num-layers 4 {_LLAMA_FLAGS}",
     "deep": f"--num-layers 8 {_LLAMA_FLAGS} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
     "gpt": _GPT_FLAGS,
     "moe": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
+    "mla": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_DEEPSEEK_FLAGS}",
     "muon": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
-(biases, LayerNorm, qk-norm, a window, packed documents); an MoE; and the same MoE trained with Muon, whose rule needs whole
-matrices."""
+(biases, LayerNorm, qk-norm, a window, packed documents); an MoE; a DeepSeek-V3 (latent attention, experts in groups with biases,
+multi-token prediction); and the MoE trained with Muon, whose rule needs whole matrices."""
 OPTIMIZER_FLAGS = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
@@ -134,6 +142,10 @@ class MatrixEntry:
     def has_experts(self) -> bool:
         return "--num-experts" in MODEL_FLAGS[self.model]
 
+    @property
+    def has_latents(self) -> bool:
+        return "--multi-latent-attention" in MODEL_FLAGS[self.model]
+
 
 def parse_entry(name: str) -> MatrixEntry:
     """Parses `dense:tp2-sp.dp2` into flags.
@@ -169,6 +181,8 @@ dense:dp2 dense:dp4 dense:dp2-zero1 dense:dp4-zero1 dense:dp4-zero1-copies2 gpt:
 dense:dp2-zero2 dense:dp4-zero2 dense:dp2-fsdp dense:dp4-fsdp dense:dp4-fsdp-copies2 dense:dp4-zero2-copies2 gpt:dp2-fsdp
 moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:dp4.etp4
 moe:dp2.ep2-apart moe:dp2.ep2-overlap moe:dp4.ep4-overlap
+mla:tp2-sp mla:tp4 mla:pp2 mla:pp4 mla:pp2-vpp2 mla:pp2-zbh1 mla:pp2-zbv mla:cp2 mla:cp2-gather mla:cp4-both mla:dp2.ep2 mla:dp4.ep4
+mla:dp2-zero1 mla:dp2-fsdp
 muon:tp2-sp muon:dp4-zero1 muon:dp4-fsdp
 """
 _AXIS_PAIRS = """
@@ -186,6 +200,8 @@ dense:tp2-sp-overlap.cp2 dense:tp2-sp-overlap.dp2-zero1
 dense:tp2-sp-overlap.dp2-fsdp moe:tp2-sp-overlap.dp2.ep2 moe:tp4-sp-overlap.ep2.etp1.recompute-experts
 moe:tp2-sp.dp2.ep2-overlap.etp1 moe:pp2.dp2.ep2-overlap moe:pp2-vpp2.dp2.ep2-overlap moe:cp2.ep2-overlap
 moe:dp4-zero1.ep2-overlap moe:dp2.ep2-overlap.recompute-experts
+mla:tp2-sp.pp2 mla:tp2-sp.cp2-a2a mla:tp2-sp.dp2.ep2 mla:pp2.dp2.ep2 mla:pp2-vpp2.dp2.ep2-overlap mla:cp2.ep2 mla:dp4-fsdp.ep2
+mla:tp2-sp-overlap.pp2.recompute-full mla:dp2.ep2.recompute-experts
 muon:tp2-sp.dp2-zero1.ep2 muon:tp2-sp.dp2-zero2.ep2.etp1
 """
 _MULTI_AXIS = """
@@ -197,6 +213,7 @@ moe:tp2-sp.cp2.dp2-fsdp.ep2 moe:tp2-sp.pp2-vpp2.dp2.ep2 moe:tp2-sp.pp2-vpp2.dp2-
 dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
+mla:pp2.dp4.ep4 mla:tp2-sp.pp2.cp2.ep2 mla:pp2.cp2.dp2-zero1.ep2 mla:pp4-zbh1.dp2.ep2
 """
 MATRIX = tuple(parse_entry(name) for names in (_SINGLE_AXIS, _AXIS_PAIRS, _MULTI_AXIS) for name in names.split())
 
