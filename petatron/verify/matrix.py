@@ -61,18 +61,27 @@ _MOE_FLAGS = (
     "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 16 --moe-layer-freq [0,1,1,1]"
 )
 _MAMBA_FLAGS = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-chunk-size 4"
+_DEEPSEEK_FLAGS = (
+    "--num-query-groups 8 --multi-latent-attention --q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 7 --qk-layernorm --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3 --num-experts 8 --moe-router-topk 4 "
+    "--moe-ffn-hidden-size 12 --moe-shared-expert-intermediate-size 12 --moe-layer-freq [0,1,1,1] --moe-token-dispatcher-type alltoall "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
+)
 MODEL_FLAGS = {
     "dense": f"--num-layers 4 {_LLAMA_FLAGS}",
     "deep": f"--num-layers 8 {_LLAMA_FLAGS} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
     "gpt": _GPT_FLAGS,
     "moe": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
+    "mla": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_DEEPSEEK_FLAGS}",
     "muon": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
     "mamba": f"--hybrid-layer-pattern MMMM {_LLAMA_FLAGS} --position-embedding-type none {_MAMBA_FLAGS} --mamba-norm-groups 1",
     "hybrid": f"--hybrid-layer-pattern M-M* {_LLAMA_FLAGS} {_MAMBA_FLAGS} --reset-attention-mask --reset-position-ids",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
-(biases, LayerNorm, qk-norm, a window, packed documents); an MoE; the same MoE trained with Muon, whose rule needs whole
-matrices; Mamba-2 with a norm over all channels; and a hybrid of Mamba-2, MLPs and attention over packed documents."""
+(biases, LayerNorm, qk-norm, a window, packed documents); an MoE; a DeepSeek-V3 (latent attention, experts in groups with biases,
+multi-token prediction); the MoE trained with Muon, whose rule needs whole matrices; Mamba-2 with a norm over all channels; and a hybrid
+of Mamba-2, MLPs and attention over packed documents."""
 OPTIMIZER_FLAGS = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
@@ -142,6 +151,10 @@ class MatrixEntry:
     def is_hybrid(self) -> bool:
         return "--hybrid-layer-pattern" in MODEL_FLAGS[self.model]
 
+    @property
+    def has_latents(self) -> bool:
+        return "--multi-latent-attention" in MODEL_FLAGS[self.model]
+
 
 def parse_entry(name: str) -> MatrixEntry:
     """Parses `dense:tp2-sp.dp2` into flags.
@@ -177,6 +190,8 @@ dense:dp2 dense:dp4 dense:dp2-zero1 dense:dp4-zero1 dense:dp4-zero1-copies2 gpt:
 dense:dp2-zero2 dense:dp4-zero2 dense:dp2-fsdp dense:dp4-fsdp dense:dp4-fsdp-copies2 dense:dp4-zero2-copies2 gpt:dp2-fsdp
 moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:dp4.etp4
 moe:dp2.ep2-apart moe:dp2.ep2-overlap moe:dp4.ep4-overlap
+mla:tp2-sp mla:tp4 mla:pp2 mla:pp4 mla:pp2-vpp2 mla:pp2-zbh1 mla:pp2-zbv mla:cp2 mla:cp2-gather mla:cp4-both mla:dp2.ep2 mla:dp4.ep4
+mla:dp2-zero1 mla:dp2-fsdp
 muon:tp2-sp muon:dp4-zero1 muon:dp4-fsdp
 mamba:tp2 mamba:tp4-sp mamba:pp4 mamba:pp2-zbh1 mamba:cp2 mamba:cp4 mamba:dp4-zero1 mamba:dp2-fsdp
 hybrid:tp2-sp hybrid:tp4 hybrid:tp2-sp-overlap hybrid:pp2 hybrid:pp2-zbv hybrid:dp2-fsdp
@@ -197,6 +212,8 @@ dense:tp2-sp-overlap.cp2 dense:tp2-sp-overlap.dp2-zero1
 dense:tp2-sp-overlap.dp2-fsdp moe:tp2-sp-overlap.dp2.ep2 moe:tp4-sp-overlap.ep2.etp1.recompute-experts
 moe:tp2-sp.dp2.ep2-overlap.etp1 moe:pp2.dp2.ep2-overlap moe:pp2-vpp2.dp2.ep2-overlap moe:cp2.ep2-overlap
 moe:dp4-zero1.ep2-overlap moe:dp2.ep2-overlap.recompute-experts
+mla:tp2-sp.pp2 mla:tp2-sp.cp2-a2a mla:tp2-sp.dp2.ep2 mla:pp2.dp2.ep2 mla:pp2-vpp2.dp2.ep2-overlap mla:cp2.ep2 mla:dp4-fsdp.ep2
+mla:tp2-sp-overlap.pp2.recompute-full mla:dp2.ep2.recompute-experts
 muon:tp2-sp.dp2-zero1.ep2 muon:tp2-sp.dp2-zero2.ep2.etp1
 mamba:tp2-sp.cp2 mamba:pp2.cp2 mamba:cp2.dp2-zero1 hybrid:tp2-sp.cp2 hybrid:tp2-sp.pp2 hybrid:cp2.dp2-fsdp hybrid:cp2.recompute-mamba
 """
@@ -210,6 +227,7 @@ dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
 hybrid:tp2-sp.pp2.cp2 mamba:tp2-sp.cp2.dp2-zero1
+mla:pp2.dp4.ep4 mla:tp2-sp.pp2.cp2.ep2 mla:pp2.cp2.dp2-zero1.ep2 mla:pp4-zbh1.dp2.ep2
 """
 MATRIX = tuple(parse_entry(name) for names in (_SINGLE_AXIS, _AXIS_PAIRS, _MULTI_AXIS) for name in names.split())
 

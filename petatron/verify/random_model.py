@@ -22,7 +22,10 @@ def random_model_flags(entry: MatrixEntry, *, seed: int) -> str:
     last: ConfigError | None = None
     for _ in range(_MAX_TRIES):
         flags = " ".join(
-            [*_random_flags(random, experts=entry.has_experts, hybrid=entry.is_hybrid), *entry.optimizer_flags.split()]
+            [
+                *_random_flags(random, experts=entry.has_experts, hybrid=entry.is_hybrid, latent=entry.has_latents),
+                *entry.optimizer_flags.split(),
+            ]
         )
         try:
             load_config(f"{flags} {_FIXED_FLAGS} {entry.flags}".split(), world_size=entry.world_size)
@@ -33,11 +36,14 @@ def random_model_flags(entry: MatrixEntry, *, seed: int) -> str:
     raise AssertionError(f"no model of {_MAX_TRIES} fits {entry.name}: {last}")
 
 
-def _random_flags(random: Random, *, experts: bool, hybrid: bool) -> list[str]:
+def _random_flags(random: Random, *, experts: bool, hybrid: bool, latent: bool) -> list[str]:
+    """`latent`: the model has latent attention and multi-token prediction; others but hybrids have either now and then."""
     return [
         *_shape_flags(random),
         *(_hybrid_flags(random) if hybrid else []),
         *_component_flags(random),
+        *(_latent_flags(random) if latent or (random.random() < 0.2 and not hybrid) else []),
+        *([f"--mtp-num-layers {random.randint(1, 2)}"] if latent or (random.random() < 0.2 and not hybrid) else []),
         *(_moe_flags(random) if experts else []),
         *_training_flags(random),
     ]
@@ -110,6 +116,14 @@ def _variant_flags(random: Random, *, rotary: bool) -> list[str]:
     ):
         flags += [flag] * (random.random() < chance)
     return flags
+
+
+def _latent_flags(random: Random) -> list[str]:
+    flags = [
+        f"--multi-latent-attention --kv-lora-rank {random.choice((5, 8, 12))} --qk-head-dim {random.choice((3, 6, 8))}",
+        f"--qk-pos-emb-head-dim {random.choice((2, 4))} --v-head-dim {random.choice((3, 7, 8))}",
+    ]
+    return [*flags, *[f"--q-lora-rank {random.choice((7, 10, 16))}"] * (random.random() < 0.5)]
 
 
 def _moe_flags(random: Random) -> list[str]:

@@ -29,8 +29,9 @@ _FIXED = "--device cuda --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 
 
 def wide_run(entry: MatrixEntry, layout: str, extra: str = "--bf16") -> RunConfig:
     """The wide model of an entry's kind in a layout."""
-    experts = _WIDE_EXPERTS if entry.model in ("moe", "muon") else ""
-    words = f"{entry.model_flags} {WIDE} {experts} {_FIXED} --train-iters 2 {layout} {extra}"
+    experts = _WIDE_EXPERTS if entry.has_experts else ""
+    heads = "--num-query-groups 8" if entry.has_latents else ""  # each has keys and values of its own
+    words = f"{entry.model_flags} {WIDE} {experts} {heads} {_FIXED} --train-iters 2 {layout} {extra}"
     return load_config(words.split(), world_size=1 if not layout else entry.world_size).config
 
 

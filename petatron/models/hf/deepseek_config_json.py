@@ -18,12 +18,13 @@ def deepseek_routing_from_hf_config(
     family: Family, hf_config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Returns MoEConfig values besides those of the family's tables, and what the decoder cannot express."""
-    shared, factor = hf_config["n_shared_experts"], hf_config["routed_scaling_factor"]
+    shared, scaling = hf_config["n_shared_experts"], hf_config["routed_scaling_factor"]
+    factor = float(scaling or 0.0)
     problems: list[Problem] = []
     if not is_count(shared, 1):
         problems.append(Problem("n_shared_experts", f"{shared!r:.40}", "is not a positive whole number", _FIX))
-    if factor is None or not factor > 0:
-        problems.append(Problem("routed_scaling_factor", f"{factor!r:.40}", "is not above 0", _FIX))
+    if not factor > 0:
+        problems.append(Problem("routed_scaling_factor", f"{scaling!r:.40}", "is not above 0", _FIX))
     if values["moe_router_score_function"] == "sigmoid" and values["moe_router_topk"] == 1:
         rule = "with a normalised weight gives every token the weight 1, which the decoder does not for sigmoids"
         problems.append(Problem("num_experts_per_tok", "1", rule, "Use another model."))
@@ -32,7 +33,7 @@ def deepseek_routing_from_hf_config(
         return {}, problems + found
     return {
         "moe_shared_expert_intermediate_size": shared * values["moe_ffn_hidden_size"],
-        "moe_router_topk_scaling_factor": None if factor == 1.0 else float(factor),
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
         **groups,
     }, []
 

@@ -247,10 +247,12 @@ def test_hybrids_are_refused_before_anything_is_written(tmp_path: Path):
     assert not any(tmp_path.iterdir())
 
 
-def test_latent_attention_is_refused_before_anything_is_written(tmp_path: Path):
-    spec = spec_from_config(replace(LLAMA, multi_latent_attention=True), None)
-    with pytest.raises(
-        ConfigError, match="--multi-latent-attention has weights that the Megatron writer has no names for"
-    ):
+@pytest.mark.parametrize(
+    ("flag", "change"),
+    [("--multi-latent-attention", {"multi_latent_attention": True}), ("--mtp-num-layers", {"mtp_num_layers": 1})],
+)
+def test_what_has_no_names_is_refused_before_anything_is_written(tmp_path: Path, flag: str, change: dict[str, Any]):
+    spec = spec_from_config(replace(LLAMA, **change), None)
+    with pytest.raises(ConfigError, match=f"{flag} has weights that the Megatron writer has no names for"):
         write_megatron(tmp_path, iteration=1, spec=spec, fetch={}.__getitem__, tp=1, pp=1)
     assert not any(tmp_path.iterdir())
