@@ -204,6 +204,11 @@ def test_layers_without_a_generation_state_are_refused():
         Engine(model_in("--model-type hybrid"))
 
 
+def test_mamba_layers_cannot_generate():
+    with pytest.raises(DataError, match="does not continue text: its Mamba-2 layers have no state to generate with"):
+        Engine(model_in("--hybrid-layer-pattern M* --num-layers 2 --mamba-head-dim 8 --mamba-num-groups 1"))
+
+
 def test_latent_attention_cannot_generate():
     with pytest.raises(DataError, match="does not continue text: its multi-head latent attention layers have no state"):
         Engine(
