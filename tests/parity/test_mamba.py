@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
+import torch
+
+from petatron.base.errors import CheckpointError, ConfigError
+from petatron.config import RunConfig
+from petatron.mesh.mesh import ParallelMesh
+from petatron.train.build_run import build_model
+from petatron.verify.compare_traces import Tolerances, compare_traces
 from tests.dist import RankPool
 from tests.longform import later
-from tests.parity.harness import check_layout
+from tests.parity.harness import check_layout, reference, tiny_run, train
+from tests.parity.resharding import END, STOP, live, whole
 
 SIZES = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-chunk-size 4"
 MAMBA = f"--hybrid-layer-pattern MM --mamba-num-groups 2 {SIZES}"
@@ -63,3 +73,47 @@ PACKED = "--reset-attention-mask --reset-position-ids"
 )
 def test_every_layout_trains_the_same_model(ranks: RankPool, layout: str, world_size: int, model: str):
     check_layout(ranks, layout, model, world_size=world_size)
+
+
+def fp8_run(flags: str = "", *, world_size: int = 1) -> RunConfig:
+    """FP8 operands, multiplied and added in float64; a config asks for at most float32."""
+    sizes = "--hidden-size 64 --ffn-hidden-size 64 --mamba-head-dim 8 --mamba-num-groups 2"
+    steps = "--train-iters 2 --lr-warmup-iters 0 --fp8-format hybrid --fp8-recipe tensorwise"
+    run = tiny_run(f"{HYBRID} {sizes} {steps} {flags}", world_size=world_size)
+    return replace(run, precision=replace(run.precision, fp64=True))
+
+
+def test_its_linears_run_in_fp8(ranks: RankPool):
+    run, bounds = fp8_run(), Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
+    gemms = set(build_model(run, ParallelMesh.single(torch.device("cpu"))).fp8_gemms.linears)
+    assert {"layers.0.mamba.in_proj.weight", "layers.0.mamba.out_proj.weight"} <= gemms
+    alone = train(run)
+    verdict = compare_traces([alone], ranks.run(train, 2, fp8_run("--pp 2", world_size=2)), bounds)
+    assert verdict.agrees, verdict.first_departure
+    wide = replace(run, precision=replace(run.precision, fp8_format=None))
+    assert not compare_traces([alone], [train(wide)], bounds).agrees
+
+
+def test_the_norm_s_groups_and_documents_are_part_of_the_model():
+    bounds = Tolerances(loss=1e-6, gradient=1e-6, parameter=1e-6)
+    for model, other in ((MAMBA, WHOLE_NORM), (HYBRID, f"{HYBRID} {PACKED}")):
+        assert not compare_traces([reference(model, "float64")], [reference(other, "float64")], bounds).agrees
+
+
+def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
+    steps = f"{HYBRID} --train-iters {END} --log-interval 1"
+    saving = f"{steps} --save {tmp_path / 'run'} --save-interval {STOP} --tp 2 --sequence-parallel"
+    lives = ranks.run(live, 2, tiny_run(saving, world_size=2, dtype="float64"))
+    loading = f"{steps} --load {tmp_path / 'run'} --ckpt-step {STOP} --cp 2 --dp 2 --use-distributed-optimizer"
+    resumed = ranks.run(live, 4, tiny_run(loading, world_size=4, dtype="float64"))
+    at_stop, began = whole([one.at_stop for one in lives]), whole([one.began for one in resumed])
+    assert at_stop.keys() == began.keys()
+    assert any(name == "layers.2.mamba.conv_B.weight" for _, name in began)
+    for key, values in at_stop.items():
+        torch.testing.assert_close(began[key], values, rtol=0, atol=0)
+    losses = [one.losses for one in (lives[0], resumed[-1])]
+    for step in range(STOP + 1, END + 1):
+        assert losses[1][step] == pytest.approx(losses[0][step], rel=1e-12)
+    with pytest.raises((ConfigError, CheckpointError), match="hybrid_layer_pattern"):
+        other = HYBRID.replace("M-M*", "MM-*")
+        live(tiny_run(f"{other} --train-iters {END} --load {tmp_path / 'run'} --ckpt-step {STOP}", dtype="float64"))

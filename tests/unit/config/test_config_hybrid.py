@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from petatron.config import load_config
@@ -14,10 +16,10 @@ from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.models.registry import model_spec
 from tests.unit.config.test_config_check import problems_of
 
-BASE: list[str] = (
+BASE = shlex.split(
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 90 --mock-data --lr 1e-3 --train-iters 2 "
     "--mamba-head-dim 16 --mamba-num-groups 2"
-).split()
+)
 PATTERN = "--hybrid-layer-pattern"
 
 
