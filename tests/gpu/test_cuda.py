@@ -124,7 +124,7 @@ def test_recompute_changes_no_bit_and_frees_memory(recompute: str):
 
 def test_bf16_follows_the_curve():
     """For as long as rounding has not led elsewhere: from the fifth step on it does, on a CPU too."""
-    exact = [step.loss for step in reference("", "float64")][:4]
+    exact = [step.loss for step in reference("", "float32")][:4]
     assert len(exact) >= 3
     for ours, theirs in zip(train_on_cuda(tiny_run("--bf16")), exact, strict=False):
         assert ours.loss == pytest.approx(theirs, rel=0.01)
