@@ -63,7 +63,7 @@ def test_every_problem_at_once(capsys):
 
 
 def test_later_features_are_refused_not_ignored(capsys):
-    _, text = _fails(capsys, *"--mock-data --mtp-num-layers 1".split())
+    _, text = _fails(capsys, *"--mock-data --vision-model-type clip".split())
     assert text.count("not in this version") == 1
 
 
