@@ -250,7 +250,7 @@ def test_events_say_who_asked(ranks: RankPool):
     asked = {(event.axis, event.caller.split(":")[0]) for event in found.forward_and_backward}
     assert asked == {
         ("tp", "layers/linear.py"),
-        ("tp", "layers/vocabulary/embedding.py"),
+        ("tp", "vocabulary/embedding.py"),
         ("tp", "kernels/vocab_parallel_cross_entropy.py"),
         ("tp", "pipeline/executor.py"),  # backward: autograd has no frame of the layer
         ("world", "parallel/parallel_model.py"),
