@@ -15,7 +15,12 @@ def later(*values: Any) -> Any:
 
 def every_second(cases: Iterable[Any]) -> list[Any]:
     """The first, third, ... case in the default suite, the others later."""
+    return one_in(2, cases)
+
+
+def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
+    """The first of every so many cases in the default suite, the others later."""
     return [
-        case if number % 2 == 0 else later(*(case if isinstance(case, tuple) else (case,)))
+        case if number % count == 0 else later(*(case if isinstance(case, tuple) else (case,)))
         for number, case in enumerate(cases)
     ]

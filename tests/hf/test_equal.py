@@ -14,7 +14,7 @@ from petatron.models.registry import model_spec
 from tests.dist import RankPool
 from tests.hf.ours import assemble, compute, run_config
 from tests.hf.zoo import DENSE, MIXED, NEW_TOKENS, PLAIN, truth
-from tests.longform import later
+from tests.longform import every_second, later
 
 LAYOUTS = {"tp1": ("", 1), "tp2": ("--tp 2", 2), "tp2-sp": ("--tp 2 --sequence-parallel", 2)}
 FOUR = {"tp4": ("--tp 4", 4), "tp4-sp": ("--tp 4 --sequence-parallel", 4)}
@@ -84,8 +84,9 @@ def test_mixtures_equal_transformers(ranks: RankPool, name: str, layout: str, tm
     check(ranks, name, *EXPERTS[layout], tmp_path)
 
 
-@pytest.mark.parametrize("layout", FOUR)
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-head-norm", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "layout"), every_second((n, layout) for n in ("llama-gqa", "qwen3-head-norm", "gpt2") for layout in FOUR)
+)
 def test_more_ranks_than_key_value_heads(ranks: RankPool, name: str, layout: str, tmp_path: Path):
     check(ranks, name, *FOUR[layout], tmp_path)
 

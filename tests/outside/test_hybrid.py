@@ -88,7 +88,7 @@ def fp8_run(flags: str = "", *, world_size: int = 1) -> RunConfig:
     return replace(run, precision=replace(run.precision, fp64=True))
 
 
-@pytest.mark.parametrize("layout", ["--pp 2", "--dp 2 --data-parallel-sharding-strategy optim_grads_params"])
+@pytest.mark.parametrize("layout", ["--pp 2", later("--dp 2 --data-parallel-sharding-strategy optim_grads_params")])
 def test_its_linears_run_in_fp8(ranks: RankPool, layout: str):
     run = fp8_run()
     gemms = build_model(run, ParallelMesh.single(torch.device("cpu"))).fp8_gemms.linears

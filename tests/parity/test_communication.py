@@ -33,6 +33,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
+from tests.longform import later
 from tests.parity.harness import tiny_run
 
 S, H, VOCABULARY, FFN = 16, 32, 131, 48
@@ -172,7 +173,7 @@ def test_overlap_communicates_the_same_elements_in_chunks(ranks: RankPool, recom
         assert chunks == {2 * 3 * 2 * H: 2 * linears, 2 * 2 * 2 * H: linears}
 
 
-@pytest.mark.parametrize("recompute", ["", f"{CHOSEN} mlp", f"{WHOLE} 1"])
+@pytest.mark.parametrize("recompute", [later(""), f"{CHOSEN} mlp", later(f"{WHOLE} 1")])
 def test_weight_gradients_that_wait_gather_no_more(ranks: RankPool, recompute: str):
     """zb-h1 on the rank without embedding and head: as many gathers for two layers as without a pipeline."""
     layout = f"--pp 3 --tp 2 --sequence-parallel --pipeline-schedule zb-h1 {recompute}"

@@ -40,7 +40,7 @@ def _counts(name: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("name", [later(name) if name == "70B on 64" else name for name in TABLE])
+@pytest.mark.parametrize("name", [later(name) if name in ("70B on 64", "405B on 128") else name for name in TABLE])
 def test_the_ranks_of_a_table_row_together_are_the_model(ranks: RankPool, name: str):
     run = _run(name)
     [counts] = ranks.run(_counts, 1, name, timeout_s=60.0)

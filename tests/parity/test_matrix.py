@@ -23,13 +23,13 @@ from tests.parity.harness import check_layout, check_order, train, train_recorde
 
 CORE = """
 dense:dp4-zero1 dense:dp4-zero1-copies2 moe:dp4.etp4 gpt:pp2-zbv
-dense:tp2-sp.pp2-vpp2 dense:tp2-sp.dp2-zero1 dense:pp2.cp2 dense:pp2.dp2-zero1 dense:pp2-vpp2.dp2-zero1
-gpt:cp2.dp2-zero1 gpt:pp2-vpp2.dp2-fsdp dense:tp2-sp.pp2.recompute-full
+dense:tp2-sp.pp2-vpp2 dense:tp2-sp.dp2-zero1 dense:pp2.cp2 dense:pp2-vpp2.dp2-zero1
+gpt:cp2.dp2-zero1 gpt:pp2-vpp2.dp2-fsdp
 dense:cp2.dp2-fsdp dense:pp2-vpp2.cp2
 gpt:tp4-sp-overlap dense:tp2-sp-overlap.recompute-full dense:tp2-sp-overlap.pp2-zbh1 moe:tp2-sp-overlap.dp2.ep2
-moe:dp2.ep2-overlap moe:pp2-vpp2.dp2.ep2-overlap
-moe:tp2-sp.pp2.cp2.ep4.etp1 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
-mla:pp2.dp4.ep4 mla:tp2-sp.cp2-a2a
+moe:pp2-vpp2.dp2.ep2-overlap
+moe:tp2-sp.pp2.cp2.ep4.etp1
+mla:pp2.dp4.ep4
 """.split()
 SINGLE_PRECISION = ["dense:pp2-vpp2", "moe:dp2.ep2"]
 """For three steps; `test_whole` takes 20 in every layout."""

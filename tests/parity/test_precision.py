@@ -17,6 +17,7 @@ from petatron.train.build_run import build_loader
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from tests.dist import RankPool
+from tests.longform import later
 from tests.parity.harness import tiny_run
 
 SMALL = "--num-layers 1 --seq-length 8 --vocab-size 37 --global-batch-size 4 --micro-batch-size 1"
@@ -122,7 +123,7 @@ def expected_scales(overflows: list[bool], run: RunConfig) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize(("layout", "world_size"), [("", 1), ("--tp 2 --dp 2", 4)])
+@pytest.mark.parametrize(("layout", "world_size"), [("", 1), ("--dp 2", 2), later("--tp 2 --dp 2", 4)])
 def test_dynamic_loss_scale_finds_its_level(ranks: RankPool, layout: str, world_size: int):
     """From 2^32 everything overflows; the scale halves, once patience is used up, until gradients fit."""
     flags = f"{SMALL} --train-iters 40 --lr-warmup-iters 4 --fp16 --hysteresis 2 {layout}"

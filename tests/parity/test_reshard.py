@@ -97,6 +97,7 @@ def test_dense(ranks: RankPool):
     _check_pair(ranks, "dense:pp2-vpp2.dp2-zero1", "dense:tp2-sp.dp2-fsdp", precision="--fp64")
 
 
+@pytest.mark.matrix
 @_few(1)
 @given(pair=_pairs("gpt", 4))
 def test_gpt(ranks: RankPool, pair: tuple[str, str]):
@@ -125,6 +126,7 @@ def test_many_pairs(ranks: RankPool, model: str, precision: str):
     check()
 
 
+@pytest.mark.matrix
 def test_single_precision(ranks: RankPool):
     _check_pair(ranks, "gpt:pp2-zbv", "gpt:dp2-fsdp", precision="")
 

@@ -36,6 +36,7 @@ from petatron.parallel.tensor_parallel import (
 )
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.dist import RankPool
+from tests.longform import later
 from tests.run_stage import run_stage
 from tests.unit.models.kept import kept_bytes
 
@@ -308,8 +309,15 @@ def test_split_over_tensor_parallel_ranks(ranks: RankPool, kind: str, sequence: 
         _compare(found, without_effect="layernorm")
 
 
-@pytest.mark.parametrize("queries", ["--q-lora-rank 12 --qk-layernorm", ""], ids=["latent", "hidden"])
-@pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
+@pytest.mark.parametrize(
+    ("queries", "sequence"),
+    [
+        ("--q-lora-rank 12 --qk-layernorm", "--sequence-parallel"),
+        ("", ""),
+        later("--q-lora-rank 12 --qk-layernorm", ""),
+        later("", "--sequence-parallel"),
+    ],
+)
 def test_latent_attention_over_tensor_parallel_ranks(ranks: RankPool, queries: str, sequence: str):
     flags = f"{LLAMA} {MLA} {queries} --vocab-size 128 --tp 2 {sequence}"
     for found in ranks.run(_measure_on_rank, 2, flags, list(RECOMPUTE)):

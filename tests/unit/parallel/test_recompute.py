@@ -34,6 +34,7 @@ from tests.dist import RankPool
 from tests.run_stage import run_stage
 from tests.unit.models.kept import alive_bytes
 from tests.unit.models.test_activations import (
+from tests.longform import one_in
     BASE,
     LLAMA,
     MLA,
@@ -277,8 +278,9 @@ def test_hooks_of_a_product_run_before_it():
     assert order == ["hook", "product"]
 
 
-@pytest.mark.parametrize("name", [*MIXED, *DENSE])
-@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize(
+    ("name", "taken"), one_in(3, ((name, taken) for taken in (False, True) for name in (*MIXED, *DENSE)))
+)
 def test_nothing_is_left_after_the_backward_pass(name: str, taken: bool):
     run = run_of(MODELS["moe"])
     model, streams = build(run)
