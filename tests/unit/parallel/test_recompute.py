@@ -31,10 +31,10 @@ from petatron.parallel.activation_recompute import RecomputeRegion, recomputed
 from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.dist import RankPool
+from tests.longform import one_in
 from tests.run_stage import run_stage
 from tests.unit.models.kept import alive_bytes
 from tests.unit.models.test_activations import (
-from tests.longform import one_in
     BASE,
     LLAMA,
     MLA,
