@@ -29,7 +29,7 @@ dense:cp2.dp2-fsdp dense:pp2-vpp2.cp2
 gpt:tp4-sp-overlap dense:tp2-sp-overlap.recompute-full dense:tp2-sp-overlap.pp2-zbh1 moe:tp2-sp-overlap.dp2.ep2
 moe:pp2-vpp2.dp2.ep2-overlap
 moe:tp2-sp.pp2.cp2.ep4.etp1
-mla:pp2.dp4.ep4
+mla:pp2.dp2.ep2
 """.split()
 SINGLE_PRECISION = ["dense:pp2-vpp2", "moe:dp2.ep2"]
 """For three steps; `test_whole` takes 20 in every layout."""

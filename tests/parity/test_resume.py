@@ -139,7 +139,7 @@ CHAIN = ("pp2-interleaved-zero1", "zero3", "cp2-zb-v-zero1", "hybrid", "tp2", "p
 """Every layout loads what the one before it saved."""
 
 
-@pytest.mark.parametrize("tied", [later(""), "--no-untie-embeddings-and-output-weights"])
+@pytest.mark.parametrize("tied", [later(""), later("--no-untie-embeddings-and-output-weights")])
 def test_state_moves_from_one_way_of_sharding_to_the_next(ranks: RankPool, tmp_path: Path, tied: str):
     """One step in each: wrong weights show in its loss, wrong moments in the next one's."""
     end = len(CHAIN) + 2

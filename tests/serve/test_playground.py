@@ -292,7 +292,7 @@ def test_errors_are_shown_as_the_server_tells_them(live: LiveServer, open_page: 
                 "**/v1/completions",
                 lambda route, _, body=body: route.fulfill(content_type="text/event-stream", body=body),
             )
-            page.keyboard.press("Control+Enter")
+            page.locator("#prompt").press("Control+Enter")
             _wait(page, "#error", told)
             assert page.locator("#prompt-out").inner_text() == "Onceab", "what arrived stays"
 
