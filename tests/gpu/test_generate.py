@@ -66,6 +66,17 @@ def test_graphs_and_run_ahead_change_no_draw(params: SamplingParams):
         assert [(each.ids, each.finish_reason) for each in others] == [(each.ids, each.finish_reason) for each in plain]
 
 
+def test_graphs_may_be_captured_beforehand():
+    params = SamplingParams(max_new_tokens=9, temperature=0.0)
+    engine = Engine(model(), options=EngineOptions(page_size=4, max_sequences=3))
+    counts: list[tuple[int, int]] = []
+    engine.capture_graphs(lambda done, total: counts.append((done, total)))
+    assert counts == [(1, 3), (2, 3), (3, 3)], "of one, two and three sequences"
+    wanted = {tuple(each.prompt_ids): each.ids for each in answers(params)}
+    for prompt, ids in wanted.items():
+        assert engine.complete([list(prompt)], params)[0][0].ids == ids
+
+
 def test_requests_that_come_and_go_while_a_step_is_ahead():
     params = SamplingParams(max_new_tokens=9, temperature=0.0)
     wanted = {tuple(each.prompt_ids): each.ids for each in answers(params)}

@@ -17,7 +17,9 @@ T tokens, N sequences, H query heads, K kv heads, E head dim, P pages of a seque
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -118,18 +120,35 @@ def paged_attention(
             q_THE[: batch.num_decodes], k_pages, v_pages, batch, window=window
         )
     fresh = [chunk for chunk in batch.chunks if chunk.context == 0]
-    together = batch.documents is None or supports_varlen(q_THE, v_TKE)
-    for first, last in [(fresh[0], fresh[-1])] if fresh and together else zip(fresh, fresh):
-        rows = slice(first.start, last.stop)
-        q, k, v = (x[rows].unsqueeze(1) for x in (q_THE, k_TKE, v_TKE))
-        documents = batch.documents if together else None
-        out[rows] = causal_attention(
-            q, k, v, window=window, documents=documents, rules=rules, lengths_vary=True
-        ).squeeze(1)
+    if fresh:
+        rows = slice(fresh[0].start, fresh[-1].stop)
+        q, k, v = q_THE[rows], k_TKE[rows], v_TKE[rows]
+        out[rows] = fresh_chunks_attention(q, k, v, batch, fresh, window=window, rules=rules)
     for chunk in batch.chunks[len(fresh) :]:
         rows, table = slice(chunk.start, chunk.stop), batch.page_table_NP[chunk.sequence]
         out[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, table, chunk, window=window, rules=rules)
     return out
+
+
+def fresh_chunks_attention(
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    v_TKE: Tensor,
+    batch: PagedBatch,
+    fresh: Sequence[PromptChunk],
+    *,
+    window: int | None,
+    rules: ScoreRules | None = None,
+) -> Tensor:
+    """Attends within prompts that begin, whose rows these are: together where a kernel takes unequal lengths, else one by one."""
+    q, k, v = (x.unsqueeze(1) for x in (q_THE, k_TKE, v_TKE))
+    if batch.documents is None or supports_varlen(q_THE, v_TKE):
+        lengths, documents = [q.shape[0]], batch.documents
+    else:
+        lengths, documents = [chunk.stop - chunk.start for chunk in fresh], None
+    attend = partial(causal_attention, window=window, documents=documents, rules=rules, lengths_vary=True)
+    parts = [attend(*part) for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).squeeze(1)
 
 
 def _continued_chunk(

@@ -24,10 +24,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.attention import block_attention, causal_attention
-from petatron.kernels.attention.flash import supports_varlen, widens
+from petatron.kernels.attention import block_attention
+from petatron.kernels.attention.flash import widens
 from petatron.kernels.attention.mask import AttentionBounds, BlockMask
-from petatron.kernels.attention.paged import PagedBatch, PromptChunk, added_mask, first_rows, pages_to_read
+from petatron.kernels.attention.paged import (
+    PagedBatch,
+    PromptChunk,
+    added_mask,
+    first_rows,
+    fresh_chunks_attention,
+    pages_to_read,
+)
 from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.matmul import matmul
 
@@ -124,7 +131,7 @@ def paged_latent_attention(
     if fresh:
         rows = slice(fresh[0].start, fresh[-1].stop)
         k, v = up.keys_and_values(latent_TC[rows], rope_key_TR[rows])
-        out[rows] = _fresh_chunks(q_THE[rows], k, v, batch, fresh, window)
+        out[rows] = fresh_chunks_attention(q_THE[rows], k, v, batch, fresh, window=window)
     for chunk in batch.chunks[len(fresh) :]:
         rows = slice(chunk.start, chunk.stop)
         keys = pages.keys_of_chunk(batch.page_table_NP[chunk.sequence], chunk.context + chunk.stop - chunk.start)
@@ -143,18 +150,6 @@ def decode_latent_attention(
         q, k, v = map(to_compute_dtype, (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q_NHE.shape[-1] ** -0.5)
     return up.values(mixed.squeeze(1).to(q_NHE.dtype))
-
-
-def _fresh_chunks(
-    q_THE: Tensor, k_THE: Tensor, v_THV: Tensor, batch: PagedBatch, fresh: list[PromptChunk], window: int | None
-) -> Tensor:
-    """Attends within prompts that begin: together where a kernel takes unequal lengths, else one by one."""
-    q, k, v = (x.unsqueeze(1) for x in (q_THE, k_THE, v_THV))
-    if batch.documents is None or supports_varlen(q_THE, v_THV):
-        return causal_attention(q, k, v, window=window, documents=batch.documents).squeeze(1)
-    lengths = [chunk.stop - chunk.start for chunk in fresh]
-    parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    return torch.cat([causal_attention(*part, window=window) for part in parts]).squeeze(1)
 
 
 def _continued_chunk(

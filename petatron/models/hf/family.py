@@ -57,7 +57,7 @@ class Family:
     single_values: keys for which the decoder supports a single value.
     has_rope: whether positions are rotary, with the keys of `rope_config_json.py`.
     rope_by_layer_type: whether layers with a window have rope settings of their own.
-    full_attention_every: every so manieth layer has no window where `layer_types` does not say which.
+    full_attention_every: every n-th layer has no window, n being this, where `layer_types` does not say which.
     read_more, write_more: what tables cannot say: further ModelConfig values from config.json, with what the decoder cannot express,
         and further keys of config.json.
     more_settings: the ModelConfig fields that these two are about.
