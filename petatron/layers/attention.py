@@ -287,7 +287,8 @@ class Attention(BranchModule):
         q, k, v = self._queries_keys_values(qkv_TD.unsqueeze(1), context)
         rules = None
         if not self.spec.decodes_in_fused_kernels:
-            rules = ScoreRules(self.spec.softcap, None if self.spec.sinks is None else self._sinks_H(q))
+            assert isinstance(self.core, CoreAttention), "only causal attention generates"
+            rules = self.core.score_rules(None if self.spec.sinks is None else self._sinks_H(q))
         return paged.paged_attention(
             q.squeeze(1),
             k.squeeze(1),
