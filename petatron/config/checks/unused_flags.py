@@ -158,7 +158,7 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
         yield "sgd_momentum", f"the optimizer is {config.optim.optimizer}"
     yield from _unused_attention(config)
     yield from _unused_hybrid(config)
-    if config.model.mtp_num_layers is None:
+    if not config.model.mtp_num_layers:
         yield "mtp_loss_scaling_factor", "it is for --mtp-num-layers"
     if config.checkpoint.load is None:
         yield from ((name, "there is no --load") for name in _LOAD)

@@ -123,7 +123,7 @@ class RawModelConfig(LayerVariants):
     mamba_chunk_size: SequenceLength = 128
     """Mamba-2: tokens of a chunk of the scan; of speed and memory only."""
     mtp_num_layers: LayerCount | None = None
-    """Multi-token prediction (DeepSeek-V3): layers after the last one, each of which predicts one token further ahead; unset means none."""
+    """Multi-token prediction (DeepSeek-V3): layers after the last one, each of which predicts one token further ahead; unset or 0: none."""
     mtp_loss_scaling_factor: Factor = 0.1
     """Weight of the mean of their losses, beside that of the next token."""
     untie_embeddings_and_output_weights: bool = False

@@ -90,7 +90,7 @@ def model_identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
         del identity["model_type"]
     lacking = frozenset() if model.multi_latent_attention else _LATENT_FIELDS
     lacking |= _HYBRID_FIELDS if model.hybrid_layer_pattern is None else frozenset()
-    lacking |= frozenset() if model.mtp_num_layers is not None else _PREDICTION_FIELDS
+    lacking |= frozenset() if model.mtp_num_layers else _PREDICTION_FIELDS
     lacking |= {name for name, default in variant_defaults().items() if identity[name] == default}
     return {name: value for name, value in identity.items() if name not in lacking}
 

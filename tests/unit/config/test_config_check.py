@@ -65,7 +65,7 @@ ONE_PROBLEM = [
         "--add-qkv-bias cannot be combined with --multi-latent-attention, whose query, key and value projections have no bias. "
         "Leave one out.",
     ),
-    ("--mtp-num-layers 0", "--mtp-num-layers 0 is below 1. Use 1 or more."),
+    ("--mtp-num-layers -1", "--mtp-num-layers -1 is below 1. Use 1 or more."),
     (
         "--mtp-num-layers 1 --mtp-loss-scaling-factor -1",
         "--mtp-loss-scaling-factor -1.0 is below 0. Use 0 or more.",
