@@ -182,6 +182,11 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
         _compiled("ssm.chunk_scan", "chunk_scan", "chunk_scan_backward"),
         KernelImplementation("reference", _module("ssm.chunk_scan"), _always_supported),
     ),
+    "gated delta rule": (KernelImplementation("reference", _module("ssm.chunk_delta_rule"), _always_supported),),
+    "norm and gate": (
+        _compiled("ssm.norm_gate", "norm_gate", "norm_gate_backward"),
+        KernelImplementation("reference", _module("ssm.norm_gate"), _always_supported),
+    ),
     "causal convolution": (
         _compiled("ssm.causal_conv", "causal_conv", "causal_conv_backward"),
         KernelImplementation("reference", _module("ssm.causal_conv"), _always_supported),

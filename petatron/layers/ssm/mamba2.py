@@ -171,10 +171,10 @@ class Mamba2Spec(BranchSpec):
 class CausalConv(nn.Module):
     """silu(convolution) over the last tokens, each channel by itself. `halo`: returns the end of the sequence part before."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, width))
-        self.bias = nn.Parameter(torch.empty(channels))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.halo: CommSlot | None = None
         self.kernels: ConvKernels = conv_reference
 
