@@ -129,7 +129,7 @@ class Mamba2Spec(BranchSpec):
                 init=UniformValues(-bound, bound),
                 weight_decay=name == "weight",
             )
-            for name, width in (("weight", (self.conv_width,)), ("bias", ()))
+            for name, width in (("weight", (1, self.conv_width)), ("bias", ()))
         }
         rows = {section.name: section.rows for section in inputs}
         by_head = Shard(tp=0)
@@ -184,11 +184,14 @@ class Mamba2Spec(BranchSpec):
 
 
 class CausalConv(nn.Module):
-    """silu(convolution) over the last tokens, each channel by itself. `halo`: returns the end of the sequence part before."""
+    """silu(convolution) over the last tokens, each channel by itself. `halo`: returns the end of the sequence part before.
+
+    The weight is [C, 1, W], as `nn.Conv1d` has it, and with it every checkpoint of others.
+    """
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias = nn.Parameter(torch.empty(channels))
         self.halo: CommSlot | None = None
         self.kernels: ConvKernels = conv_reference
@@ -199,12 +202,16 @@ class CausalConv(nn.Module):
     def forward(self, x_SBC: Tensor, starts_SB: Tensor | None) -> Tensor:
         window = None
         if self.halo is not None:
-            window = self.halo(window_after(x_SBC, starts_SB, self.weight.shape[1] - 1))
-        return causal_conv(x_SBC, self.weight, self.bias, kernels=self.kernels, starts_SB=starts_SB, window=window)
+            window = self.halo(window_after(x_SBC, starts_SB, self.weight.shape[-1] - 1))
+        return self._convolve(x_SBC, starts_SB, window)
 
     def after_window(self, x_SBC: Tensor, window: Tensor) -> Tensor:
         """The convolution of tokens after those of a window [W - 1, B, C]."""
-        return causal_conv(x_SBC, self.weight, self.bias, kernels=self.kernels, window=window)
+        return self._convolve(x_SBC, None, window)
+
+    def _convolve(self, x_SBC: Tensor, starts_SB: Tensor | None, window: Tensor | None) -> Tensor:
+        weight_CW = self.weight.squeeze(1)
+        return causal_conv(x_SBC, weight_CW, self.bias, kernels=self.kernels, starts_SB=starts_SB, window=window)
 
 
 def window_after(x_SBC: Tensor, starts_SB: Tensor | None, length: int) -> Tensor:
