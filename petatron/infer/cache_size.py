@@ -8,7 +8,8 @@ from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.step.layer_states import CacheSize, page_bytes, slot_bytes
+from petatron.infer.pages import CacheSize
+from petatron.infer.step.layer_states import page_bytes, slot_bytes
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
 

@@ -20,6 +20,13 @@ SCRATCH_SLOT = 0
 _ROOT = 0
 
 
+class CacheSize(NamedTuple):
+    """num_pages: the scratch page included. num_slots: of recurrent states, the scratch slot included."""
+
+    num_pages: int
+    num_slots: int
+
+
 class _PrefixKey(NamedTuple):
     parent: int
     tokens: tuple[int, ...]

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Sequences
 from typing import NamedTuple
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import PagePool, SlotPool
+from petatron.infer.pages import CacheSize, PagePool, SlotPool
 from petatron.infer.sequence import Sequence
 
 
@@ -38,9 +38,10 @@ class ScheduledSequence(NamedTuple):
 class Scheduler:
     """The requests of one replica: waiting, then running until they end or are preempted."""
 
-    def __init__(self, options: EngineOptions, pool: PagePool, slots: SlotPool) -> None:
+    def __init__(self, options: EngineOptions, cache: CacheSize, *, prefix_caching: bool) -> None:
         self._options = options
-        self.pool, self.slots = pool, slots
+        self.pool = PagePool(cache.num_pages, options.page_size, prefix_caching=prefix_caching)
+        self.slots = SlotPool(cache.num_slots)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,13 +12,6 @@ from petatron.layers.spec.generation_state import GenerationState, PagedState, P
 from petatron.parallel.parallel_model import ParallelModel
 
 State = TypeVar("State", bound=GenerationState)
-
-
-class CacheSize(NamedTuple):
-    """num_pages: the scratch page included. num_slots: of recurrent states, the scratch slot included."""
-
-    num_pages: int
-    num_slots: int
 
 
 def layer_states(model: ParallelModel, kind: type[State]) -> dict[int, State]:
@@ -36,10 +29,10 @@ def layer_states(model: ParallelModel, kind: type[State]) -> dict[int, State]:
     return found
 
 
-def has_recurrent_layers(model: ParallelModel) -> bool:
-    """Whether any layer, of this rank or another, has a recurrent state."""
+def any_layer_has(model: ParallelModel, kind: type[GenerationState]) -> bool:
+    """Whether some layer, of this rank or another, keeps a state of a kind."""
     branches = (branch for layer in set(model.spec.layers) for branch in layer.branches)
-    return any(isinstance(branch.generation_state(1), RecurrentState) for branch in branches)
+    return any(isinstance(branch.generation_state(1), kind) for branch in branches)
 
 
 def page_bytes(model: ParallelModel, page_size: int) -> int:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import SCRATCH_PAGE
+from petatron.infer.pages import SCRATCH_PAGE, CacheSize
 from petatron.infer.scheduler import ScheduledSequence
 from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow, SequenceRows, StepInputs, StepOutputs
-from petatron.infer.step.layer_states import CacheSize, allocate_pages, allocate_states
+from petatron.infer.step.layer_states import allocate_pages, allocate_states
 from petatron.infer.step.recorded_steps import RecordedSteps
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
@@ -113,7 +113,7 @@ class ModelSteps:
         self._without_gradients = torch.inference_mode if can_use_inference_mode(model) else torch.no_grad
         self._recorded = None
         if options.recorded_steps and can_record(model):
-            self._recorded = RecordedSteps(self._run_last, page_size=page_size)
+            self._recorded = RecordedSteps(self._run_last, page_size=page_size if self._pages else 0)
         self.graphs = None
         if options.cuda_graphs and can_capture(model):
             self.graphs = DecodeGraphs(

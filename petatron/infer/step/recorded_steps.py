@@ -72,7 +72,7 @@ class _RecordedStep:
 
 
 class RecordedSteps:
-    """Runs decode steps of one stage that is the whole model."""
+    """Runs decode steps of one stage that is the whole model. page_size: 0 where no layer has pages."""
 
     def __init__(self, run: Callable[[StepInputs], StepOutputs], *, page_size: int) -> None:
         self._run, self._page_size = run, page_size

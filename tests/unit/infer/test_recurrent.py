@@ -50,7 +50,7 @@ def test_chunks_slots_and_preemption_change_no_token(kind: str, options: EngineO
     assert [answer.ids for answer in again] == [answer.ids for answer in first], "slots are used a second time"
     assert not any(answer.cached_tokens for answer in again), "a page says nothing of a state"
     assert engine.stats.pages_used == 0 and free_slots(engine) == options.max_sequences
-    assert (engine.stats.preemptions > 0) == (options.num_pages is not None)
+    assert (engine.stats.preemptions > 0) == (options.num_pages is not None and kind == HYBRID)
 
 
 def free_slots(engine: Engine) -> int:
@@ -171,6 +171,16 @@ def test_memory_decides_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch):
     room = slot_bytes(model)
     with pytest.raises(ConfigError, match="--max-batch-size 64 sequences have recurrent states of"):
         Engine(model)
+
+
+def test_a_model_without_attention_has_one_empty_page_a_sequence():
+    engine = Engine(model_in(f"--fp64 {MAMBA} --max-position-embeddings 1000000"), options=EngineOptions(page_size=2))
+    assert engine.stats.pages_total == engine.options.max_sequences == 64
+    params = SamplingParams(max_new_tokens=40, temperature=0.0)
+    [[answer]] = engine.complete([[3]], params)
+    assert len(answer.ids) == 40 and engine.stats.preemptions == 0
+    recorded = engine._steps._recorded
+    assert recorded is not None and recorded._recorded
 
 
 def test_slots_are_handed_out_once():
