@@ -28,20 +28,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from petatron.kernels.attention.documents import Documents
 from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.ssm import chunk_delta_rule as delta_reference
 from petatron.kernels.ssm import norm_gate as norm_reference
+from petatron.kernels.ssm.delta_recurrence import delta_update
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import Recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.generation_state import GenerationStep, RecurrentState, StateSlots, StateTensor
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
+from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
 from petatron.layers.ssm.delta_ops import DeltaInputs, DeltaKernels, NormGateKernels, delta_rule, norm_gate
 from petatron.layers.ssm.initial_values import LogDecayValues
-from petatron.layers.ssm.mamba2 import CausalConv
+from petatron.layers.ssm.mamba2 import CausalConv, document_starts
 from petatron.sharding.initial_values import ONES, NormalValues
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -83,6 +85,15 @@ class GatedDeltaNetSpec(BranchSpec):
         return True
 
     @property
+    def can_generate(self) -> bool:
+        return True
+
+    def generation_state(self, tp: int) -> RecurrentState | None:
+        window = StateTensor("conv", (self.conv_width - 1, self.conv_channels(tp)))
+        sizes = (self.num_value_heads // tp, self.key_head_dim, self.value_head_dim)
+        return RecurrentState((window, StateTensor("delta", sizes, wide=True)))
+
+    @property
     def value_size(self) -> int:
         """The width of all value heads."""
         return self.num_value_heads * self.value_head_dim
@@ -100,7 +111,7 @@ class GatedDeltaNetSpec(BranchSpec):
         inputs = tuple(Section(f"in_{name}", *rows) for name, rows in self.sections().items())
         channels = tuple(Section(f"conv_{name}", *self.sections()[name]) for name in ("q", "k", "v"))
         conv = ParamSpec(
-            shape=(sum(section.rows for section in channels), self.conv_width),
+            shape=(sum(section.rows for section in channels), 1, self.conv_width),
             shard=Shard(tp=0, sections=channels),
             init=NormalValues(self.std),
             weight_decay=True,
@@ -178,6 +189,10 @@ class DeltaRule(nn.Module):
     def forward(self, inputs: DeltaInputs, starts_SB: Tensor | None) -> Tensor:
         return delta_rule(inputs, kernels=self.kernels, chunk_size=self.chunk_size, starts_SB=starts_SB)[0]
 
+    def after_state(self, inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs of tokens after a state [B, H, N, P], and the state after them."""
+        return delta_rule(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
+
 
 class HeadNormGate(nn.Module):
     """norm(o) silu(z) over the channels of each head, with one weight for all heads."""
@@ -216,11 +231,37 @@ class GatedDeltaNet(BranchModule):
         return {"delta": self}
 
     def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
-        assert context.generation is None, "the spec says that it cannot generate"
+        if context.generation is not None:
+            return self._generate(x_SBD, context.generation)
         channels_SBC, z_SBHP, b_SBH, a_SBH = self._project(x_SBD)
-        starts_SB = self._document_starts(context.documents)
+        starts_SB = document_starts(context.documents, self.local_part)
         o_SBHP = self.delta(self._delta_inputs(self.conv(channels_SBC, starts_SB), b_SBH, a_SBH), starts_SB)
         return self.out_proj(self.norm(o_SBHP, z_SBHP).flatten(-2))
+
+    def _generate(self, x_TD: Tensor | Recomputable, step: GenerationStep) -> Tensor:
+        channels_TC, z_THP, b_TH, a_TH = self._project(x_TD)
+        slots = step.states[self.layer_index]
+        outputs = [self._advance(group, channels_TC, b_TH, a_TH, slots) for group in step.groups]
+        return self.out_proj(self.norm(group_outputs(step.groups, outputs, like_T=z_THP), z_THP).flatten(-2))
+
+    def _advance(
+        self, group: SequenceGroup, channels_TC: Tensor, b_TH: Tensor, a_TH: Tensor, slots: StateSlots
+    ) -> Tensor:
+        """Takes the tokens of some sequences into their states, and returns the delta rule's outputs [S, B, H, P]."""
+        channels_SBC, window = group.gather(channels_TC), group.read(slots["conv"]).transpose(0, 1)
+        convolved = self.conv.after_window(channels_SBC, window)
+        inputs = self._delta_inputs(convolved, group.gather(b_TH), group.gather(a_TH))
+        group.write(slots["conv"], group.last_tokens(window, channels_SBC).transpose(0, 1))
+        state = group.read(slots["delta"])
+        if group.decodes:
+            o, state = delta_update(state, *(part[0] for part in inputs))
+            o_SBHP = o.unsqueeze(0)
+        else:
+            # Padding neither decays a state nor writes to it.
+            g, beta = group.zero_padding(inputs.g_SBH), group.zero_padding(inputs.beta_SBH)
+            o_SBHP, state = self.delta.after_state(inputs._replace(g_SBH=g, beta_SBH=beta), state)
+        group.write(slots["delta"], state)
+        return o_SBHP
 
     def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the channels of the convolution, z, b and a."""
@@ -238,11 +279,3 @@ class GatedDeltaNet(BranchModule):
             -to_compute_dtype(self.A_log).exp() * steps,
             to_compute_dtype(b).sigmoid(),
         )
-
-    def _document_starts(self, documents: Documents | None) -> Tensor | None:
-        """Returns whether each token of this rank's part begins a document."""
-        if documents is None:
-            return None
-        starts_SB = documents.starts_BS.t()
-        positions = torch.arange(starts_SB.shape[0], device=starts_SB.device)
-        return self.local_part(starts_SB == positions[:, None])

@@ -39,13 +39,11 @@ def test_a_pattern_is_the_layers_of_the_model():
     assert run_of("--hybrid-override-pattern M*- --num-layers 3").model.hybrid_layer_pattern == "M*-"
 
 
-def test_mamba_layers_cannot_continue_prompts(tmp_path):
+def test_every_kind_of_layer_continues_prompts(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("hello")
     flags = f"--sample-prompts {file} --sample-interval 2 --tokenizer-type ByteTokenizer --vocab-size 300"
-    assert problems_of(f"{PATTERN} *- {flags}", base=BASE) == []
-    rule = f"--sample-prompts {file} continues text, which a model with Mamba-2 layers cannot do in this version. Leave it out."
-    assert problems_of(f"{PATTERN} M- {flags}", base=BASE) == [rule]
+    assert problems_of(f"{PATTERN} M*- {flags}", base=BASE) == []
 
 
 def test_sizes_that_follow():

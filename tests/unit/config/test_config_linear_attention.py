@@ -133,11 +133,3 @@ def test_sizes_and_places_are_the_model_and_chunks_are_not():
     ):
         changed = run_of(flags)
         assert identity_differences(identity, model_identity(changed.model, changed.moe)) == names
-
-
-def test_delta_nets_cannot_continue_prompts(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("hello")
-    flags = f"--sample-prompts {file} --sample-interval 2 --tokenizer-type ByteTokenizer --vocab-size 300"
-    rule = f"--sample-prompts {file} continues text, which a model with gated delta nets cannot do in this version. Leave it out."
-    assert problems_of(f"{DELTA} {flags}", base=BASE) == [rule]

@@ -62,7 +62,7 @@ def plain_delta_net(x_SBD: Tensor, weights: dict[str, Tensor], spec: GatedDeltaN
     rows = x_SBD @ weights["in_proj.weight"].T
     channels, z, b, a = rows.split((2 * KEYS + VALUES, VALUES, H, H), dim=-1)
     padded = F.pad(channels.permute(1, 2, 0), (spec.conv_width - 1, 0))
-    conv = F.conv1d(padded, weights["conv.weight"][:, None], groups=channels.shape[-1])
+    conv = F.conv1d(padded, weights["conv.weight"], groups=channels.shape[-1])
     q, k, v = F.silu(conv).permute(2, 0, 1).split((KEYS, KEYS, VALUES), dim=-1)
     decays = torch.exp(-weights["A_log"].exp() * F.softplus(a + weights["dt_bias"]))
     outputs = []
@@ -130,7 +130,7 @@ def test_it_is_the_mixer_of_transformers():
     stored = {
         "in_proj_qkvz.weight": by_key_head(q, k, v, z),
         "in_proj_ba.weight": by_key_head(b, a),
-        "conv1d.weight": weights["conv.weight"][:, None],
+        "conv1d.weight": weights["conv.weight"],
     }
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():

@@ -32,9 +32,6 @@ def check_hybrid(config: RawRunConfig) -> Iterator[Problem]:
     if not model.is_hybrid_model:
         rule = f"is turned off, but {_PATTERN} is set"
         yield Problem("--is-hybrid-model", "", rule, "Leave one out.")
-    if config.log.sample_prompts is not None and MAMBA in pattern:
-        rule = "continues text, which a model with Mamba-2 layers cannot do in this version"
-        yield Problem("--sample-prompts", config.log.sample_prompts, rule, "Leave it out.")
     if model.residual_branches != "sequential":
         rule = f"needs layers with two branches, and those of {_PATTERN} have one"
         yield Problem("--residual-branches", model.residual_branches, rule, "Use sequential.")

@@ -36,9 +36,6 @@ def check_linear_attention(config: RawRunConfig) -> Iterator[Problem]:
         return
     wrong_sizes = list(_sizes(model))
     yield from wrong_sizes
-    if config.log.sample_prompts is not None:
-        rule = "continues text, which a model with gated delta nets cannot do in this version"
-        yield Problem("--sample-prompts", config.log.sample_prompts, rule, "Leave it out.")
     if not wrong_sizes:
         yield from _tensor_parallel(config)
         yield from _context_parallel(config)
