@@ -14,6 +14,7 @@ from petatron.models.hf.families.nemotron import NEMOTRON
 from petatron.models.hf.families.olmo import OLMO2, OLMO3, OLMOE
 from petatron.models.hf.families.phi3 import PHI3
 from petatron.models.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from petatron.models.hf.families.qwen3_next import QWEN3_NEXT
 from petatron.models.hf.families.smollm3 import SMOLLM3
 from petatron.models.hf.families.starcoder2 import STARCODER2
 
@@ -38,6 +39,7 @@ FAMILIES = (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
     OLMOE,
     GRANITE_MOE,
     DEEPSEEK_V2,
