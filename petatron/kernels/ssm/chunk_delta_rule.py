@@ -79,52 +79,22 @@ def chunk_delta_rule_backward(
     decays = _decays(inputs.g, inputs.resets)
     system = _solve(inputs, decays)
     states = _pass_states(system, initial_state)
-    entering = states[:, :-1]
-    written = system.U - system.W @ entering
-    scores = (inputs.q @ inputs.k.mT) * decays.inside
     grad = _to_chunks(grad_o_SBHP.to(inputs.v.dtype), inputs.chunk_size).unflatten(2, inputs.v.shape[2:4])
-
-    # State passing: the gradients of all states, those that enter the chunks first.
-    decayed_q = inputs.q * decays.to_token[..., None]
-    of_outputs = (decayed_q - scores @ system.W).mT @ grad
+    scores = (inputs.q @ inputs.k.mT) * decays.inside
+    of_outputs = (inputs.q * decays.to_token[..., None] - scores @ system.W).mT @ grad
     grad_states = _pass_state_grads(system.M, of_outputs, grad_final_state)
-    leaving = grad_states[:, 1:]
-
-    # The values written, and the two sides of the system that they solve.
-    grad_written = scores.mT @ grad + system.E @ leaving
-    grad_sides = torch.cat((grad_written, -grad_written @ entering.mT), dim=-1)
-    grad_sides = torch.linalg.solve_triangular(system.lower.mT, grad_sides, upper=True, unitriangular=True)
-    solution = torch.cat((system.U, system.W), dim=-1)
-    grad_L = -(grad_sides @ solution.mT).tril(-1)
-    grad_v_side, grad_k_side = grad_sides.split((system.U.shape[-1], system.W.shape[-1]), dim=-1)
-    L = system.lower.tril(-1)
-
-    # The decays: inside the chunk, from its start and to its end.
-    grad_scores, grad_E, grad_decayed_q = grad @ written.mT, written @ leaving.mT, grad @ entering.mT
-    exponents = grad_scores * scores + grad_L * L
-    grad_sums = exponents.sum(dim=-1) - exponents.sum(dim=-2)
-    k_side = inputs.k * decays.to_token[..., None]
-    by_k_side = (grad_k_side * k_side).sum(dim=-1)
-    grad_sums = grad_sums + (grad_decayed_q * decayed_q).sum(dim=-1) + inputs.beta * by_k_side
-    to_end = (grad_E * system.E).sum(dim=-1)
-    grad_last = to_end.sum(dim=-1) + (leaving * entering).sum(dim=(-2, -1)) * decays.whole
-    grad_sums = grad_sums - to_end
-    grad_sums = torch.cat((grad_sums[..., :-1], grad_sums[..., -1:] + grad_last[..., None]), dim=-1)
-    grad_g = grad_sums.flip(-1).cumsum(dim=-1).flip(-1)
-
-    # Queries, keys and values; value heads of a group share queries and keys.
-    beta = inputs.beta[..., None]
-    grad_kk = grad_L * beta * decays.inside
-    grad_beta = (grad_v_side * inputs.v).sum(dim=-1) + by_k_side + (grad_L * decays.inside * system.kk).sum(dim=-1)
-    grad_qk = grad_scores * decays.inside
-    grad_q = (grad_qk @ inputs.k + grad_decayed_q * decays.to_token[..., None]).sum(dim=3)
-    grad_k = grad_qk.mT @ inputs.q + (grad_kk + grad_kk.mT) @ inputs.k + grad_E * decays.to_end[..., None]
-    grad_k = (grad_k + grad_k_side * (beta * decays.to_token[..., None])).sum(dim=3)
-    factor = query_factor(q_SBGN.shape[-1])
+    grads = _product_grads(grad, scores, system, states[:, :-1], grad_states[:, 1:])
+    grad_g = _decay_grads(
+        grads, scores, inputs, decays, system, (states[:, :-1] * grad_states[:, 1:]).sum(dim=(-2, -1))
+    )
+    grad_q, grad_k = _query_key_grads(grads, inputs, decays)
+    grad_beta = _beta_grads(grads, inputs, decays, system)
     return (
-        l2_normalise_backward(_from_chunks(grad_q[:, :, :, None], length), q_SBGN, factor=factor).to(q_SBGN.dtype),
+        l2_normalise_backward(
+            _from_chunks(grad_q[:, :, :, None], length), q_SBGN, factor=query_factor(q_SBGN.shape[-1])
+        ).to(q_SBGN.dtype),
         l2_normalise_backward(_from_chunks(grad_k[:, :, :, None], length), k_SBGN).to(k_SBGN.dtype),
-        _from_chunks(grad_v_side * beta, length).to(v_SBHP.dtype),
+        _from_chunks(grads.v_side * inputs.beta[..., None], length).to(v_SBHP.dtype),
         _from_chunks(grad_g[..., None], length).squeeze(-1).to(g_SBH.dtype),
         _from_chunks(grad_beta[..., None], length).squeeze(-1).to(beta_SBH.dtype),
         None if initial_state is None else grad_states[:, 0].flatten(1, 2).to(initial_state.dtype),
@@ -251,3 +221,62 @@ def _outputs(inputs: _ChunkedInputs, decays: _Decays, system: _System, entering:
     written = system.U - system.W @ entering
     scores = (inputs.q @ inputs.k.mT) * decays.inside
     return (inputs.q * decays.to_token[..., None]) @ entering + scores @ written
+
+
+class _ProductGrads(NamedTuple):
+    """The gradients of what is multiplied: scores, decayed queries, keys decayed to the end, L, and the two sides of the system."""
+
+    scores: Tensor  # [b, c, g, r, q, k]
+    decayed_q: Tensor  # [b, c, g, r, q, n]
+    E: Tensor  # [b, c, g, r, q, n]
+    L: Tensor  # [b, c, g, r, q, k]
+    v_side: Tensor  # [b, c, g, r, q, p]; of beta v
+    k_side: Tensor  # [b, c, g, r, q, n]; of beta exp(s) k
+
+
+def _product_grads(grad: Tensor, scores: Tensor, system: _System, entering: Tensor, leaving: Tensor) -> _ProductGrads:
+    """`grad`: of the outputs. `entering`: the states before the chunks. `leaving`: the gradients of those after them."""
+    written = system.U - system.W @ entering
+    grad_written = scores.mT @ grad + system.E @ leaving
+    sides = torch.cat((grad_written, -grad_written @ entering.mT), dim=-1)
+    sides = torch.linalg.solve_triangular(system.lower.mT, sides, upper=True, unitriangular=True)
+    solution = torch.cat((system.U, system.W), dim=-1)
+    v_side, k_side = sides.split((system.U.shape[-1], system.W.shape[-1]), dim=-1)
+    return _ProductGrads(
+        scores=grad @ written.mT,
+        decayed_q=grad @ entering.mT,
+        E=written @ leaving.mT,
+        L=-(sides @ solution.mT).tril(-1),
+        v_side=v_side,
+        k_side=k_side,
+    )
+
+
+def _decay_grads(
+    grads: _ProductGrads, scores: Tensor, inputs: _ChunkedInputs, decays: _Decays, system: _System, by_whole: Tensor
+) -> Tensor:
+    """Returns the gradient of g: that of exp(x) is the gradient of the product it is in, times that product.
+
+    `by_whole`: the gradients of the decays over whole chunks.
+    """
+    inside = grads.scores * scores + grads.L * system.lower.tril(-1)
+    from_start = grads.decayed_q * inputs.q + grads.k_side * inputs.k * inputs.beta[..., None]
+    to_end = (grads.E * system.E).sum(dim=-1)
+    sums = inside.sum(dim=-1) - inside.sum(dim=-2) + from_start.sum(dim=-1) * decays.to_token - to_end
+    last = sums[..., -1:] + (to_end.sum(dim=-1) + by_whole * decays.whole)[..., None]
+    return torch.cat((sums[..., :-1], last), dim=-1).flip(-1).cumsum(dim=-1).flip(-1)
+
+
+def _query_key_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Decays) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of normalised queries and keys [b, c, g, q, n], added up over the value heads that share them."""
+    to_token, beta = decays.to_token[..., None], inputs.beta[..., None]
+    grad_qk, grad_kk = grads.scores * decays.inside, grads.L * beta * decays.inside
+    grad_q = grad_qk @ inputs.k + grads.decayed_q * to_token
+    grad_k = grad_qk.mT @ inputs.q + (grad_kk + grad_kk.mT) @ inputs.k
+    grad_k = grad_k + grads.E * decays.to_end[..., None] + grads.k_side * (beta * to_token)
+    return grad_q.sum(dim=3), grad_k.sum(dim=3)
+
+
+def _beta_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Decays, system: _System) -> Tensor:
+    by_sides = (grads.v_side * inputs.v).sum(dim=-1) + (grads.k_side * inputs.k).sum(dim=-1) * decays.to_token
+    return by_sides + (grads.L * decays.inside * system.kk).sum(dim=-1)
