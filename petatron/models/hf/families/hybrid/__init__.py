@@ -1,0 +1,1 @@
+"""Families of Mamba-2 and of hybrids with attention, MLPs and experts."""
