@@ -98,7 +98,9 @@ def family_entries(family: Family, mappings: Sequence[ModuleMapping], spec: Mode
     for mapping in mappings:
         for layer in range(layers) if "*" in mapping.hf_module else range(1):
             for leaf in (mapping.leaf,) if mapping.no_weight_suffix else ("weight", "bias"):
-                entries += _mapping_entries(mapping, layer, leaf, shapes, num_heads=getattr(spec.config, mapping.heads))
+                hf_layer = layer if family.hybrid is None else layer // family.hybrid.branches
+                num_heads = getattr(spec.config, mapping.heads)
+                entries += _mapping_entries(mapping, (layer, hf_layer), leaf, shapes, num_heads)
     unnamed = shapes.keys() - {region.name for entry in entries for region in entry.regions}
     if unnamed:
         raise CheckpointError(
@@ -109,12 +111,14 @@ def family_entries(family: Family, mappings: Sequence[ModuleMapping], spec: Mode
 
 
 def _mapping_entries(
-    mapping: ModuleMapping, layer: int, leaf: str, shapes: Mapping[str, Shape], *, num_heads: int
+    mapping: ModuleMapping, layers: tuple[int, int], leaf: str, shapes: Mapping[str, Shape], num_heads: int
 ) -> list[FolderEntry]:
-    names = [f"{module.replace('*', str(layer))}.{leaf}" for module in mapping.logical_modules]
+    """Returns the entries of one layer, by its index here and there."""
+    layer, hf_layer = map(str, layers)
+    names = [f"{module.replace('*', layer)}.{leaf}" for module in mapping.logical_modules]
     if names[0] not in shapes:
         return []
-    hf = mapping.hf_module.replace("*", str(layer)) + ("" if mapping.no_weight_suffix else f".{leaf}")
+    hf = mapping.hf_module.replace("*", hf_layer) + ("" if mapping.no_weight_suffix else f".{leaf}")
     parts = {name: shapes[name] for name in names}
     transposed = mapping.transposed and leaf == "weight"
     if mapping.fused_by_head:

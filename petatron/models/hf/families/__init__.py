@@ -8,13 +8,17 @@ from petatron.models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from petatron.models.hf.families.gpt2 import GPT2
 from petatron.models.hf.families.gpt_neox import GPT_NEOX
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
+from petatron.models.hf.families.hybrid.bamba import BAMBA
+from petatron.models.hf.families.hybrid.granite_hybrid import GRANITE_HYBRID
+from petatron.models.hf.families.hybrid.mamba2 import MAMBA2
+from petatron.models.hf.families.hybrid.nemotron_h import NEMOTRON_H
+from petatron.models.hf.families.hybrid.qwen3_next import QWEN3_NEXT
 from petatron.models.hf.families.llama import LLAMA
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from petatron.models.hf.families.nemotron import NEMOTRON
 from petatron.models.hf.families.olmo import OLMO2, OLMO3, OLMOE
 from petatron.models.hf.families.phi3 import PHI3
 from petatron.models.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from petatron.models.hf.families.qwen3_next import QWEN3_NEXT
 from petatron.models.hf.families.smollm3 import SMOLLM3
 from petatron.models.hf.families.starcoder2 import STARCODER2
 
@@ -44,4 +48,8 @@ FAMILIES = (
     GRANITE_MOE,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    MAMBA2,
+    BAMBA,
+    NEMOTRON_H,
+    GRANITE_HYBRID,
 )
