@@ -134,7 +134,8 @@ def _different_effect_notices(config: RawRunConfig, origins: Mapping[str, ValueO
 
 def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     positions = config.model.position_embedding_type
-    if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS:
+    scans = MAMBA in (config.model.hybrid_layer_pattern or "") or has_delta_layers(config.model)
+    if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS and not scans:
         yield "compile", "nothing of this model is compiled: on GPUs it has kernels of its own"
     if config.train.device == "cpu":
         yield "cuda_graphs", "the CPU computes"

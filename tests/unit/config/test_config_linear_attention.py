@@ -120,6 +120,12 @@ def test_what_has_no_effect_is_said(flags: str, notice: str):
     assert notice in load_config([*BASE, *flags.split()]).notices
 
 
+def test_the_norm_of_a_delta_net_is_compiled():
+    flags = "--no-compile --normalization RMSNorm --swiglu"
+    assert any("--no-compile has no effect" in notice for notice in load_config([*BASE, *flags.split()]).notices)
+    assert not any("--no-compile" in notice for notice in load_config([*BASE, *flags.split(), *DELTA.split()]).notices)
+
+
 def test_sizes_and_places_are_the_model_and_chunks_are_not():
     run = run_of(DELTA)
     identity = model_identity(run.model, run.moe)
