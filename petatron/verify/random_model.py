@@ -27,6 +27,8 @@ def random_model_flags(entry: MatrixEntry, *, seed: int) -> str:
                 *entry.optimizer_flags.split(),
             ]
         )
+        if _is_ill_conditioned(flags):
+            continue
         try:
             load_config(f"{flags} {_FIXED_FLAGS} {entry.flags}".split(), world_size=entry.world_size)
         except ConfigError as error:
@@ -34,6 +36,14 @@ def random_model_flags(entry: MatrixEntry, *, seed: int) -> str:
         else:
             return flags
     raise AssertionError(f"no model of {_MAX_TRIES} fits {entry.name}: {last}")
+
+
+def _is_ill_conditioned(flags: str) -> bool:
+    """Whether rounding alone moves such a model beyond the bounds within a few steps, on one device too.
+
+    A delta net divides queries and keys by their length. Without a norm before it they are tiny, and errors grow with each layer.
+    """
+    return "--linear-num-key-heads" in flags and "--norm-placement output" in flags
 
 
 def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
