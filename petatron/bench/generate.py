@@ -155,19 +155,23 @@ def _prompts(args: argparse.Namespace, spec: BenchSpec) -> list[list[int]]:
 def _limit(args: argparse.Namespace, spec: BenchSpec, prompt_tokens: int) -> float:
     """Returns the tokens per second at which weights and cache are read at the speed of copying."""
     from petatron.bench.measure.timing import copy_bandwidth
+    from petatron.layers.spec.generation_state import PagedState, RecurrentState
     from petatron.models.registry import model_spec
     from petatron.optim.loss_scaler import compute_dtype
 
-    model, bytes_each = model_spec(spec.run), compute_dtype(spec.run.precision).itemsize
+    model, dtype = model_spec(spec.run), compute_dtype(spec.run.precision)
+    bytes_each = dtype.itemsize
     params = model.params()
     tables = [param.num_active_elements for param in params.values() if param.role == "vocabulary"]
     layers = sum(param.num_active_elements for param in params.values()) - sum(tables)
     # Of the vocabulary's tables only the head's is read; quantised weights have one byte.
     read = layers / (bytes_each if args.fp8_weights else 1) + max(tables, default=0)
     states = [branch.generation_state(1) for layer in model.layers for branch in layer.branches]
-    per_token = sum(state.elements_per_token for state in states if state is not None)
+    per_token = sum(state.elements_per_token for state in states if isinstance(state, PagedState))
     cached = per_token * (prompt_tokens + args.batch * args.new_tokens / 2)
-    return args.batch * copy_bandwidth(spec.device) / ((read + cached) * bytes_each)
+    recurrent = [state.bytes_per_sequence(dtype) for state in states if isinstance(state, RecurrentState)]
+    moved = 2 * args.batch * sum(recurrent)  # read and written
+    return args.batch * copy_bandwidth(spec.device) / ((read + cached) * bytes_each + moved)
 
 
 def _prefill_and_forward(args: argparse.Namespace, spec: BenchSpec) -> BenchResult:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,23 +26,24 @@ import torch
 
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
-from petatron.infer.cache_size import choose_num_pages
+from petatron.infer.cache_size import choose_cache_size
 from petatron.infer.check_model import check_model
 from petatron.infer.check_request import check_request
 from petatron.infer.completion import Completion, FinishReason, TokenEvent, TokenLogprob
 from petatron.infer.constraint import ConstraintCompiler
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import PagePool
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
-from petatron.infer.step.decode_graphs import StepOutputs
+from petatron.infer.step.decode_graphs import SequenceRows, StepOutputs
 from petatron.infer.step.exchange_results import exchange_results
 from petatron.infer.step.generation_weights import GenerationWeights
+from petatron.infer.step.layer_states import any_layer_has
 from petatron.infer.step.model_steps import ModelSteps, PackedStep, pack_step
 from petatron.infer.step.new_ids import PendingIds, draw_ids, needs_host
 from petatron.infer.step.step_result import NO_TOKEN, SequenceResult, StepLayout, compute_result
 from petatron.infer.text_stream import TextStream
+from petatron.layers.spec.generation_state import PagedState, RecurrentState
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
 
@@ -91,15 +92,16 @@ class Engine:
         positions = model.spec.config.max_position_embeddings
         self.max_length = min(self.options.max_length or positions + 1, positions + 1)
         """The last new token is never an input, so it needs no position."""
+        if not any_layer_has(model, PagedState):  # pages hold nothing then, and one is enough for a sequence
+            self.options = replace(self.options, page_size=self.max_length, num_pages=None)
         self._mesh = model.mesh
         self._weights = GenerationWeights(model, fp8=self.options.fp8_weights, copies=self.options.copied_weights)
-        num_pages = choose_num_pages(model, self.options, max_length=self.max_length)
-        page_size = self.options.page_size
-        self._steps = ModelSteps(model, self.options, num_pages=num_pages, max_length=self.max_length)
-        self._schedulers = [
-            Scheduler(self.options, PagePool(num_pages, page_size, prefix_caching=self.options.prefix_caching))
-            for _ in range(model.mesh.dp.size)
-        ]
+        cache = choose_cache_size(model, self.options, max_length=self.max_length)
+        self._steps = ModelSteps(model, self.options, cache, max_length=self.max_length)
+        # A page says nothing of the recurrent state after its tokens.
+        caching = self.options.prefix_caching and not any_layer_has(model, RecurrentState)
+        replicas = range(model.mesh.dp.size)
+        self._schedulers = [Scheduler(self.options, cache, prefix_caching=caching) for _ in replicas]
         self._row_multiple = model.mesh.tp.size if model.sequence_parallel else 1
         self._hidden_size = model.spec.config.hidden_size
         self._shares_experts = model.spec.moe is not None
@@ -261,8 +263,8 @@ class Engine:
         ahead, sources = found
         next_layout = StepLayout(ahead, [[0]] * len(ahead), [True] * len(ahead), self._hidden_size)
         positions = np.array([work.start for work in ahead])
-        pages = [work.sequence.pages for work in ahead]
-        started = _InFlightStep([next_layout], self._steps.run_graph(sources, positions, pages, sources))
+        rows = SequenceRows([work.sequence.pages for work in ahead], [work.sequence.slot for work in ahead])
+        started = _InFlightStep([next_layout], self._steps.run_graph(sources, positions, rows, sources))
         self._draw(started, pending=1)
         return started
 

@@ -1,7 +1,8 @@
 """Chooses what one step computes: one token of every running sequence, and chunks of waiting prompts beside them.
 
-Requests are served in the order in which they came. When pages run out, the sequence that came last gives its pages back and waits
-in front of the queue: what it had is computed again, so its tokens are the same. Everything is a function of the requests and
+Requests are served in the order in which they came. A sequence that runs has a slot for recurrent states, and pages. When pages run
+out, the sequence that came last gives both back and waits in front of the queue: what it had is computed again, so its tokens are
+the same. Everything is a function of the requests and
 their tokens, so every rank decides the same without asking.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Sequence as Sequences
 from typing import NamedTuple
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import PagePool
+from petatron.infer.pages import CacheSize, PagePool, SlotPool
 from petatron.infer.sequence import Sequence
 
 
@@ -37,9 +38,10 @@ class ScheduledSequence(NamedTuple):
 class Scheduler:
     """The requests of one replica: waiting, then running until they end or are preempted."""
 
-    def __init__(self, options: EngineOptions, pool: PagePool) -> None:
+    def __init__(self, options: EngineOptions, cache: CacheSize, *, prefix_caching: bool) -> None:
         self._options = options
-        self.pool = pool
+        self.pool = PagePool(cache.num_pages, options.page_size, prefix_caching=prefix_caching)
+        self.slots = SlotPool(cache.num_slots)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -54,8 +56,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it is."""
         if sequence in self.running:
-            self.running.remove(sequence)
-            self.pool.release(sequence.pages)
+            self._stop(sequence)
             sequence.pages = []
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -75,12 +76,13 @@ class Scheduler:
                 budget -= count
         if self.num_preemptions > preemptions:
             scheduled = [work for work in scheduled if work.sequence in self.running]
-        while self.waiting and budget and len(self.running) < self._options.max_sequences:
+        while self.waiting and budget and self.slots.num_free:
             sequence = self.waiting[0]
             if not self._admit(sequence, budget):
                 break
             self.waiting.popleft()
             self.running.append(sequence)
+            sequence.slot = self.slots.allocate()
             count = min(sequence.uncomputed, budget)
             scheduled.append(ScheduledSequence(sequence, sequence.computed, count))
             budget -= count
@@ -155,9 +157,13 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.pool.release(sequence.pages)
+        self.slots.release(sequence.slot)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop(sequence)
         sequence.start_again()
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from petatron.infer.completion import Completion
 from petatron.infer.constraint import ConstraintState
+from petatron.infer.pages import SCRATCH_SLOT
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.text_stream import TextStream
 
@@ -15,6 +16,7 @@ class Sequence:
     """A prompt and its continuation so far.
 
     tokens: of both. computed: so many first tokens have their rows in pages. max_length: tokens at which it ends.
+    slot: of its recurrent states, while it runs.
     """
 
     request: int
@@ -25,6 +27,7 @@ class Sequence:
     completion: Completion
     constraint: ConstraintState | None = None
     pages: list[int] = field(default_factory=list)
+    slot: int = SCRATCH_SLOT
     computed: int = 0
     cancelled: bool = False
 

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import SCRATCH_PAGE
+from petatron.infer.pages import SCRATCH_PAGE, CacheSize
 from petatron.infer.scheduler import ScheduledSequence
-from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow, StepInputs, StepOutputs
+from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow, SequenceRows, StepInputs, StepOutputs
+from petatron.infer.step.layer_states import allocate_pages, allocate_states
 from petatron.infer.step.recorded_steps import RecordedSteps
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
-from petatron.layers.mtp import MtpLayerSpec
-from petatron.layers.spec.generation_state import GenerationStep, PagedState, Pages
+from petatron.layers.spec.generation_state import GenerationStep
+from petatron.layers.spec.sequence_group import sequence_groups
 from petatron.mesh import collectives
 from petatron.models.decoder import HIDDEN
 from petatron.parallel.parallel_model import ParallelModel
@@ -33,7 +34,7 @@ class PackedStep:
     """The host's side of a step: ids, positions and slots of all rows, and the rows whose logits are wanted."""
 
     rows_3T: np.ndarray
-    page_tables: list[list[int]]
+    sequences: SequenceRows
     lengths: list[int]
     num_decodes: int
     chunks: tuple[PromptChunk, ...]
@@ -44,7 +45,7 @@ class PackedStep:
         """The first page of the only sequence that decodes, if its pages follow each other."""
         if self.num_decodes != 1:
             return None
-        pages = self.page_tables[0]
+        pages = self.sequences.page_lists[0]
         return pages[0] if pages == list(range(pages[0], pages[0] + len(pages))) else None
 
 
@@ -87,7 +88,7 @@ def pack_step(
         parts.append(np.array([[0] * padding, [0] * padding, [SCRATCH_PAGE * page_size] * padding]))
     return PackedStep(
         np.concatenate([np.array(decodes, dtype=np.int64), *parts], axis=1),
-        [work.sequence.pages for work in scheduled],
+        SequenceRows([work.sequence.pages for work in scheduled], [work.sequence.slot for work in scheduled]),
         [work.start + work.count for work in scheduled],
         len(decodes[0]),
         tuple(chunks),
@@ -96,21 +97,15 @@ def pack_step(
 
 
 class ModelSteps:
-    """This rank's stages with the pages of their layers."""
+    """This rank's stages with the pages and recurrent states of their layers."""
 
-    def __init__(self, model: ParallelModel, options: EngineOptions, *, num_pages: int, max_length: int) -> None:
+    def __init__(self, model: ParallelModel, options: EngineOptions, cache: CacheSize, *, max_length: int) -> None:
         self._model = model
         page_size = options.page_size
         self._stages = [model.stages[number] for number in sorted(model.stages)]
         self.device = model.mesh.device
-        states = layer_states(model)
-        self._pages: dict[int, Pages] = {
-            index: {
-                name: torch.zeros((num_pages, page_size, *shape), dtype=model.dtype, device=self.device)
-                for name, shape in state.rows
-            }
-            for index, state in states.items()
-        }
+        self._pages = allocate_pages(model, cache.num_pages, page_size)
+        self._states = allocate_states(model, cache.num_slots)
         taken = model.io.boundaries[1] if len(model.io.boundaries) > 1 else ()
         boundary = next((tensor for tensor in taken if tensor.name == HIDDEN), None)
         self._width = None if boundary is None else boundary.width
@@ -118,7 +113,7 @@ class ModelSteps:
         self._without_gradients = torch.inference_mode if can_use_inference_mode(model) else torch.no_grad
         self._recorded = None
         if options.recorded_steps and can_record(model):
-            self._recorded = RecordedSteps(self._run_last, page_size=page_size)
+            self._recorded = RecordedSteps(self._run_last, page_size=page_size if self._pages else 0)
         self.graphs = None
         if options.cuda_graphs and can_capture(model):
             self.graphs = DecodeGraphs(
@@ -141,7 +136,7 @@ class ModelSteps:
         self._without_dropout()
         if self.runs_as_graph(packed):
             ids, positions, _ = packed.rows_3T[:, : packed.num_decodes]
-            return self.run_graph(ids, positions, packed.page_tables)
+            return self.run_graph(ids, positions, packed.sequences)
         with self._without_gradients():
             return self._run_recorded(packed) or self._run_eager(packed)
 
@@ -154,14 +149,14 @@ class ModelSteps:
         """Repeats a recorded decode step; None if there is none for this one."""
         if self._recorded is None or packed.chunks or packed.logit_rows != list(range(packed.num_decodes)):
             return None
-        return self._recorded.run(packed.rows_3T, packed.lengths, packed.page_tables)
+        return self._recorded.run(packed.rows_3T, packed.lengths, packed.sequences)
 
     def _run_eager(self, packed: PackedStep) -> tuple[Tensor, Tensor] | None:
         pp = self._model.mesh.pp
         tokens, positions, batch, rows = self._to_device(packed)
         x = self._receive(packed.rows_3T.shape[1]) if pp.rank > 0 else None
         [stage] = self._stages
-        out = stage.generation_step(tokens, positions, x, GenerationStep(batch, self._pages), rows)
+        out = stage.generation_step(tokens, positions, x, self._generation_step(batch), rows)
         if isinstance(out, tuple):
             return out
         sent, _ = collectives.start_send_recv(pp, sends=[(out, pp.rank + 1)], receives=[])
@@ -174,8 +169,9 @@ class ModelSteps:
             self._recorded.forget()
 
     def release(self) -> None:
-        """Frees pages and graphs; no step can be run after it."""
+        """Frees pages, states and graphs; no step can be run after it."""
         self._pages.clear()
+        self._states.clear()
         self._recorded = None
         if self.graphs is not None:
             self.graphs.release()
@@ -194,19 +190,23 @@ class ModelSteps:
 
     @torch.no_grad()
     def run_graph(
-        self, ids: IntRow, positions: np.ndarray, page_lists: Many[list[int]], sources: IntRow | None = None
+        self, ids: IntRow, positions: np.ndarray, sequences: SequenceRows, sources: IntRow | None = None
     ) -> StepOutputs:
         """Starts such a step; see `DecodeGraphs.run`."""
         assert self.graphs is not None
-        return self.graphs.run(ids, positions, page_lists, sources)
+        return self.graphs.run(ids, positions, sequences, sources)
 
     def _run_last(self, inputs: StepInputs) -> StepOutputs:
         """A step of the only stage."""
         tokens, positions, batch, rows = inputs
         [stage] = self._stages
-        out = stage.generation_step(tokens, positions, None, GenerationStep(batch, self._pages), rows)
+        out = stage.generation_step(tokens, positions, None, self._generation_step(batch), rows)
         assert isinstance(out, tuple), "the only stage is the last"
         return out
+
+    def _generation_step(self, batch: PagedBatch) -> GenerationStep:
+        groups = sequence_groups(batch) if self._states else ()
+        return GenerationStep(batch, self._pages, self._states, groups)
 
     def _receive(self, rows: int) -> Tensor:
         pp = self._model.mesh.pp
@@ -217,9 +217,10 @@ class ModelSteps:
         return x
 
     def _to_device(self, packed: PackedStep) -> StepInputs:
-        columns = max((len(pages) for pages in packed.page_tables), default=1)
-        table = np.full((len(packed.page_tables), columns), SCRATCH_PAGE, dtype=np.int32)
-        for row, pages in zip(table, packed.page_tables):
+        page_lists, state_slots = packed.sequences
+        columns = max((len(pages) for pages in page_lists), default=1)
+        table = np.full((len(page_lists), columns), SCRATCH_PAGE, dtype=np.int32)
+        for row, pages in zip(table, page_lists):
             row[: len(pages)] = pages
         rows = torch.from_numpy(packed.rows_3T).to(self.device)
         batch = PagedBatch(
@@ -231,6 +232,7 @@ class ModelSteps:
             packed.chunks,
             self._documents(packed.chunks),
             packed.first_page,
+            torch.tensor(state_slots, dtype=torch.int64, device=self.device) if self._states else None,
         )
         wanted = torch.tensor(packed.logit_rows, dtype=torch.int64, device=self.device)
         return rows[0], rows[1], batch, wanted
@@ -268,18 +270,3 @@ def can_use_inference_mode(model: ParallelModel) -> bool:
         and not fully_sharded
         and not (model.fp8_gemms.linears or model.fp8_gemms.experts)
     )
-
-
-def layer_states(model: ParallelModel) -> dict[int, PagedState]:
-    """Returns what this rank's layers keep of every token, by the index of the layer."""
-    found: dict[int, PagedState] = {}
-    for stage in model.stages.values():
-        for name in stage.layers:
-            if isinstance(model.spec.layers[int(name)], MtpLayerSpec):
-                continue  # it predicts what training wants to know, and generation does not run it
-            for branch in model.spec.layers[int(name)].branches:
-                state = branch.generation_state(model.mesh.tp.size)
-                if state is not None:
-                    assert int(name) not in found, "a layer has one branch with a state"
-                    found[int(name)] = state
-    return found

@@ -54,6 +54,7 @@ class PagedBatch:
     num_decodes: so many first rows are one token of a sequence each.
     chunks: of prompts, fresh ones first. documents: the boundaries of the fresh ones, where there are several.
     first_page: of the only sequence that decodes, where its pages follow each other in memory.
+    state_slots_N: where each sequence has its recurrent states; None: the model has none. Padding of decodes has slot 0.
     """
 
     slots_T: Tensor
@@ -64,6 +65,7 @@ class PagedBatch:
     chunks: tuple[PromptChunk, ...] = ()
     documents: Documents | None = None
     first_page: int | None = None
+    state_slots_N: Tensor | None = None
     computed: dict[str, Tensor] = field(default_factory=dict)
     """What the reference computes once for all layers."""
 
