@@ -17,9 +17,9 @@ _HOST_SHARE = 0.25
 """Of the memory of a machine: others work on it too."""
 
 
-def page_bytes(model: ParallelModel, page_size: int) -> int:
-    """Returns the bytes of one page in all layers of this rank."""
-    elements = sum(state.elements_per_token for state in layer_states(model).values())
+def page_bytes(model: ParallelModel, page_size: int, *, depths: int = 0) -> int:
+    """Returns the bytes of one page in all layers of this rank, and in so many depths of multi-token prediction."""
+    elements = sum(state.elements_per_token for state in layer_states(model, depths=depths).values())
     return elements * page_size * model.dtype.itemsize
 
 
@@ -28,8 +28,8 @@ def choose_num_pages(model: ParallelModel, options: EngineOptions, *, max_length
     longest = -(-max_length // options.page_size)
     wanted = options.num_pages or longest * options.max_sequences
     if options.num_pages is None:
-        room = _free_bytes(model) // max(1, page_bytes(model, options.page_size)) // _ranks_per_device(model)
-        wanted = min(wanted, int(room))
+        each = page_bytes(model, options.page_size, depths=options.speculative_tokens)
+        wanted = min(wanted, int(_free_bytes(model) // max(1, each) // _ranks_per_device(model)))
     agreed = int(collectives.all_reduce(torch.tensor([wanted]), model.mesh.control, op="min"))
     if agreed < longest:
         rule = f"of {options.page_size} tokens are fewer than one sequence of {max_length} tokens needs, which is {longest}"

@@ -127,6 +127,28 @@ class Decoder(StageModule):
         x_TD = self.head.gathered_input(self.norm(x_SBD))
         return self.head.logits_of_rows(x_TD.index_select(0, rows_R), self._embedding_weight()), x_TD
 
+    def draft_step(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        hidden_TD: Tensor,
+        step: GenerationStep,
+        rows_R: Tensor,
+        *,
+        depth: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs one depth of multi-token prediction on packed rows: a position's hidden state of the depth before, and a token ahead.
+
+        Returns logits of some rows and the depth's hidden states of all, as `generation_step` does; needs all on one stage.
+        """
+        assert self.embedding is not None and self.head is not None
+        ahead = {embedding_name(depth): self._embed(tokens_T.unsqueeze(0), positions_T).squeeze(1)}
+        context = self._context(
+            Batch(tokens_T.unsqueeze(0), positions=positions_T), hidden_TD, ahead, None, {}, generation=step
+        )
+        x_TD = self.head.gathered_input(self.run_layers([self._mtp_layers()[depth - 1]], hidden_TD, context))
+        return self.head.logits_of_rows(x_TD.index_select(0, rows_R), self._embedding_weight()), x_TD
+
     def _logits(self, x_SBD: Tensor) -> Tensor:
         assert self.head is not None
         return self.head.vocab_shard.full_logits(self.head(x_SBD, self._embedding_weight())).transpose(0, 1)
