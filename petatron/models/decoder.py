@@ -107,10 +107,13 @@ class Decoder(StageModule):
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns logits [B, S, vocabulary], whole on every rank; needs embedding and head on one stage."""
-        assert self.embedding is not None and self.head is not None and self.norm is not None
-        batch = Batch(tokens_BS, positions=positions)
-        x_SBD = self._embed(tokens_BS, self._positions(batch))
-        return self._logits(self.norm(self.run_layers(self._main_layers(), x_SBD, self._context(batch, x_SBD))))
+        return self._logits(self.hidden_states(Batch(tokens_BS, positions=positions)))
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """Returns the output head's input [S, B, hidden], this rank's part of it; needs embedding and head on one stage."""
+        assert self.embedding is not None and self.norm is not None
+        x_SBD = self._embed(batch.tokens, self._positions(batch))
+        return self.norm(self.run_layers(self._main_layers(), x_SBD, self._context(batch, x_SBD)))
 
     def generation_step(
         self, tokens_T: Tensor, positions_T: Tensor, x_SBD: Tensor | None, step: GenerationStep, rows_R: Tensor
