@@ -284,7 +284,8 @@ class Engine:
                     scheduler.advance(result.work, result.num_accepted)
                     events += self._apply(scheduler, result)
         if self._drafter is not None:
-            self._drafter.draft(step.layouts, self._schedulers, step.outputs)
+            with self._weights.host_gemms.step():
+                self._drafter.draft(step.layouts, self._schedulers, step.outputs)
         return events
 
     def _exchange_inbox(self) -> list[TokenEvent]:

@@ -42,20 +42,27 @@ from petatron.parallel.parallel_model import ParallelModel
 class _DraftedSequence:
     """A sequence of the step before, which goes on.
 
-    start: the first position that passes through the depths. rows: of the step's hidden states. decodes: as in the step.
-    wanted: the number of drafts.
+    start: the first position that passes through the depths. count: how many do, and those of rejected drafts after them, which the
+    next step stores anew: so steps have as many rows each. rows: of the step's hidden states. decodes: as in the step. wanted: the
+    number of drafts.
     """
 
     sequence: RunningSequence
     start: int
+    count: int
     rows: slice
     decodes: bool
     wanted: int
 
+    @property
+    def last(self) -> int:
+        """The row of the sequence's last position."""
+        return self.sequence.computed - self.start - 1
+
     def rows_of_depth(self, depth: int) -> RowsOfSequence:
         """The positions of the step, each with the token so many ahead, or its draft."""
         known = [*self.sequence.tokens, *self.sequence.drafts]
-        begin, end = self.start + depth, self.sequence.computed + depth
+        begin, end = self.start + depth, self.start + self.count + depth
         tokens = [*known[begin:end], *[0] * (end - max(begin, len(known)))]
         return RowsOfSequence(tokens, self.start, self.sequence.pages, self.decodes)
 
@@ -94,7 +101,7 @@ class Drafter:
         for depth in range(1, self._num_depths + 1):
             drafting = [each for each in own if each.wanted >= depth]
             rows = [each.rows_of_depth(depth) for each in own]
-            last = [[len(part.tokens) - 1] if each.wanted >= depth else [] for each, part in zip(own, rows)]
+            last = [[each.last] if each.wanted >= depth else [] for each in own]
             hidden_TD = self._run_depth(depth, self._pack(rows, last, least), hidden_TD, drafting)
         self._continue_last_depth(replicas, hidden_TD, max(1, *(len(layout.scheduled) for layout in layouts)))
         for number, drafted in enumerate(replicas):
@@ -116,8 +123,8 @@ class Drafter:
             if at_end and sequence.constraint is None:  # what a constraint allows is known token by token
                 wanted = scheduler.reserve_drafts(sequence, max(0, min(self._num_drafts, most)))
             kept = 0 if sequence.draft_inputs is None else sequence.draft_inputs.shape[0]
-            rows = slice(first, first + sequence.computed - work.start)
-            found.append(_DraftedSequence(sequence, work.start - kept, rows, work.decodes, wanted))
+            rows = slice(first, first + work.count)
+            found.append(_DraftedSequence(sequence, work.start - kept, kept + work.count, rows, work.decodes, wanted))
         return sorted(found, key=lambda each: (not each.decodes, each.start > 0))
 
     def _gather_inputs(self, own: Sequence[_DraftedSequence], hidden_TD: Tensor) -> Tensor:
@@ -128,7 +135,7 @@ class Drafter:
             if sequence.draft_inputs is not None:
                 rows_RD = torch.cat((sequence.draft_inputs, rows_RD))
             if self._num_depths > 1:
-                sequence.draft_inputs = rows_RD[1 - self._num_depths :].clone()
+                sequence.draft_inputs = rows_RD[: each.last + 1][1 - self._num_depths :].clone()
             parts.append(rows_RD)
         return torch.cat(parts)
 
@@ -136,8 +143,9 @@ class Drafter:
         self, replicas: Sequence[Sequence[_DraftedSequence]], hidden_TD: Tensor, most_sequences: int
     ) -> None:
         own = replicas[self._replica]
-        ends = torch.tensor([each.sequence.computed - each.start for each in own], dtype=torch.int64).cumsum(0) - 1
-        last_ND = hidden_TD[ends.to(hidden_TD.device)]
+        counts = torch.tensor([each.count for each in own], dtype=torch.int64)
+        last_N = counts.cumsum(0) - counts + torch.tensor([each.last for each in own], dtype=torch.int64)
+        last_ND = hidden_TD[last_N.to(hidden_TD.device)]
         numbers = list(range(len(own)))
         most_wanted = max(each.wanted for drafted in replicas for each in drafted)
         for ahead in range(1, most_wanted - self._num_depths + 1):

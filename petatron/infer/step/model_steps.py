@@ -20,6 +20,7 @@ from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT, CacheSize
 from petatron.infer.scheduler import ScheduledSequence
 from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow, SequenceRows, StepInputs, StepOutputs
 from petatron.infer.step.layer_states import allocate_pages, allocate_states
+from petatron.infer.step.recorded_depths import RecordedDepths
 from petatron.infer.step.recorded_steps import RecordedSteps
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
@@ -159,9 +160,17 @@ class ModelSteps:
         self._width = None if boundary is None else boundary.width
         self._shards = model.mesh.tp.size if model.sequence_parallel else 1
         self._without_gradients = torch.inference_mode if can_use_inference_mode(model) else torch.no_grad
-        self._recorded = None
+        self._recorded = self._recorded_depths = None
         if options.recorded_steps and can_record(model):
             self._recorded = RecordedSteps(self._run_last, page_size=page_size if self._pages else 0)
+        if options.recorded_steps and can_record(model) and options.speculative_tokens:
+            self._recorded_depths = RecordedDepths(
+                self._run_depth,
+                most_rows=options.max_sequences * (1 + options.speculative_tokens),
+                width=model.spec.config.hidden_size,
+                dtype=model.dtype,
+                page_size=page_size,
+            )
         self.graphs = None
         if options.cuda_graphs and can_capture(model):
             self.graphs = DecodeGraphs(
@@ -217,23 +226,32 @@ class ModelSteps:
 
         The token of a row is that of `depth` positions ahead. The hidden states are whole on every rank, padding included.
         """
-        tokens, positions, batch, rows = self._to_device(packed)
+        with self._without_gradients():
+            if self._recorded_depths is not None and packed.num_decodes == packed.rows_3T.shape[1]:
+                rows, lengths, sequences = packed.rows_3T, packed.lengths, packed.sequences
+                found = self._recorded_depths.run(depth, rows, lengths, sequences, hidden_TD)
+                if found is not None:
+                    return found[0][packed.logit_rows], found[1]
+            return self._run_depth(depth, self._to_device(packed), hidden_TD)
+
+    def _run_depth(self, depth: int, inputs: StepInputs, hidden_TD: Tensor) -> StepOutputs:
+        tokens, positions, batch, rows = inputs
         [stage] = self._stages
         assert isinstance(stage, Decoder), "another model has no depths"
         part_TD = hidden_TD.chunk(self._shards)[self._model.mesh.tp.rank if self._shards > 1 else 0]
-        with self._without_gradients():
-            return stage.draft_step(tokens, positions, part_TD, GenerationStep(batch, self._pages), rows, depth=depth)
+        return stage.draft_step(tokens, positions, part_TD, GenerationStep(batch, self._pages), rows, depth=depth)
 
     def forget_recordings(self) -> None:
         """Forgets recorded steps, which read copies of weights."""
-        if self._recorded is not None:
-            self._recorded.forget()
+        for recorded in (self._recorded, self._recorded_depths):
+            if recorded is not None:
+                recorded.forget()
 
     def release(self) -> None:
         """Frees pages, states and graphs; no step can be run after it."""
         self._pages.clear()
         self._states.clear()
-        self._recorded = None
+        self._recorded = self._recorded_depths = None
         if self.graphs is not None:
             self.graphs.release()
 

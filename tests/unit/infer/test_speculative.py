@@ -204,8 +204,13 @@ def test_steps_with_drafts_are_recorded():
     engine = complete(trained_model(""), [GREEDY], speculative_tokens=1, page_size=4)[1]
     for _ in range(3):
         engine.complete([[5, 17, 90]], replace(GREEDY, prompt_logprobs=None))
-    recorded = engine._steps._recorded
-    assert recorded is not None and recorded._recorded and recorded._recordable
+    depths = engine._steps._recorded_depths
+    assert engine._steps._recorded is not None and depths is not None
+    for recorded in (engine._steps._recorded, depths._recorded[1]):
+        assert recorded._recorded and recorded._recordable
+    before = engine.complete([[5, 17, 90]], GREEDY)
+    engine.forget_prefixes()
+    assert not depths._recorded and engine.complete([[5, 17, 90]], GREEDY)[0][0].ids == before[0][0].ids
 
 
 def test_ends_within_accepted_drafts():
