@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
-    loaded, problems = resolve_config(with_preset(argv), require_training=False, read_checkpoint=read_checkpoint)
+    loaded, problems = resolve_config(with_preset(list(argv)), require_training=False, read_checkpoint=read_checkpoint)
     for line in _report(without_problems(loaded, problems)):
         print(line)
     return 0
