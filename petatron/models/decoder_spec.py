@@ -10,8 +10,8 @@ from typing import Literal
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.required_settings import required
-from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
-from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
+from petatron.config.schema.hybrid_pattern import ATTENTION, DELTA, EXPERTS, MAMBA, MLP
+from petatron.config.schema.layer_patterns import linear_layers, no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
@@ -25,6 +25,7 @@ from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchSpec, residual_std
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
+from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
 from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, LM_LOSS, TOKEN_LOSSES, Decoder, mtp_loss
@@ -168,19 +169,25 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
             residual_multiplier=config.residual_multiplier,
         )
 
+    delta = delta_spec(config) if any(linear_layers(config)) else None
+    mixers = (
+        delta if linear and delta is not None else attention
+        for linear, attention in zip(linear_layers(config), mixer_specs(config), strict=True)
+    )
     channel_mixers = (experts if chosen and experts is not None else mlp for chosen in is_moe)
-    layers = tuple(map(layer, mixer_specs(config), channel_mixers))
+    layers = tuple(map(layer, mixers, channel_mixers))
     std = config.init_method_std
     layers += tuple(MtpLayerSpec.like(layers[-1], depth=k, std=std) for k in range(1, 1 + (config.mtp_num_layers or 0)))
     return DecoderSpec(config, None if experts is None else moe, layers, norm)
 
 
 def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
-    """Makes the spec of a model of layers with one branch each, by the letters of a pattern (Mamba-2 hybrids)."""
+    """Makes the spec of a model of layers with one branch each, by the letters of a pattern (hybrids)."""
     norm = norm_spec(config)
     attention = list(mixer_specs(config)) if ATTENTION in pattern else []
     others: dict[str, Callable[[], BranchSpec]] = {
         MAMBA: lambda: mamba2_spec(config),
+        DELTA: lambda: delta_spec(config),
         MLP: lambda: mlp_spec(config, config.ffn_hidden_size),
         EXPERTS: lambda: moe_spec(config, moe),
     }
@@ -188,7 +195,7 @@ def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpe
 
     def layer(index: int, symbol: str) -> LayerSpec:
         branch = attention[index] if symbol == ATTENTION else made[symbol]
-        mixes = symbol in (MAMBA, ATTENTION)
+        mixes = symbol in (MAMBA, DELTA, ATTENTION)
         return LayerSpec(
             mixer=branch if mixes else None,
             channel_mixer=None if mixes else branch,
@@ -242,6 +249,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         softmax_scale=config.softmax_scale,
         softcap=config.attn_logit_softcapping,
         sinks=_SINKS[config.softmax_type],
+        output_gate=config.attention_output_gate,
     )
 
 
@@ -275,6 +283,21 @@ def mamba2_spec(config: ModelConfig) -> Mamba2Spec:
         norm_eps=config.norm_epsilon,
         conv_width=MAMBA_CONV_WIDTH,
         chunk_size=config.mamba_chunk_size,
+        std=config.init_method_std,
+        out_std=out_std(config),
+    )
+
+
+def delta_spec(config: ModelConfig) -> GatedDeltaNetSpec:
+    return GatedDeltaNetSpec(
+        hidden_size=config.hidden_size,
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_head_dim=config.linear_key_head_dim,
+        value_head_dim=config.linear_value_head_dim,
+        norm_eps=config.norm_epsilon,
+        conv_width=config.linear_conv_kernel_dim,
+        chunk_size=config.linear_chunk_size,
         std=config.init_method_std,
         out_std=out_std(config),
     )

@@ -84,6 +84,22 @@ def _granite_hybrid(**changes: Any) -> Any:
     return _build("GraniteMoeHybrid", **{**_BAMBA, **_MULTIPLIERS, **base, **changes})
 
 
+def _qwen3_next(**changes: Any) -> Any:
+    base = {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", _FULL],
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 28,
+    }
+    return _build("Qwen3Next", **{**base, **changes})
+
+
 VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "ministral-alternating": lambda: _build("Ministral", sliding_window=5, head_dim=8, layer_types=[_SLIDING, _FULL]),
     "smollm3": lambda: _build("SmolLM3", no_rope_layer_interval=2),
@@ -102,6 +118,16 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "gpt-neox-sequential": lambda: _neox(use_parallel_residual=False, hidden_act="gelu_new"),
     "granite": lambda: _build("Granite", **_MULTIPLIERS),
     "granite-biases": lambda: _build("Granite", **_MULTIPLIERS, attention_bias=True, mlp_bias=True),
+    "qwen3-next-moe": _qwen3_next,
+    "qwen3-next-moe-dense-layer": lambda: _qwen3_next(
+        layer_types=[_FULL, "linear_attention"],
+        linear_num_value_heads=6,
+        linear_conv_kernel_dim=3,
+        mlp_only_layers=[0],
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+        rope_parameters=_PARTIAL_ROPE,
+    ),
     "mamba2": _mamba2,
     "mamba2-tied-one-group": lambda: _mamba2(n_groups=1, head_dim=16, expand=4, tie_word_embeddings=True),
     "bamba": lambda: _build("Bamba", **_BAMBA, attn_layer_indices=[1]),

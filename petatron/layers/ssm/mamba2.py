@@ -189,10 +189,10 @@ class CausalConv(nn.Module):
     The weight is [C, 1, W], as `nn.Conv1d` has it, and with it every checkpoint of others.
     """
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.empty(channels))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.halo: CommSlot | None = None
         self.kernels: ConvKernels = conv_reference
 
@@ -286,7 +286,7 @@ class Mamba2(BranchModule):
         if context.generation is not None:
             return self._generate(x_SBD, context.generation)
         z_SBC, channels_SBC, dt_SBH = self._project(x_SBD)
-        starts_SB = self._document_starts(context.documents)
+        starts_SB = document_starts(context.documents, self.local_part)
         y_SBHP = self.scan(self._scan_inputs(self.conv(channels_SBC, starts_SB), dt_SBH), starts_SB)
         return self.out_proj(self.norm(y_SBHP.flatten(-2), z_SBC))
 
@@ -332,10 +332,11 @@ class Mamba2(BranchModule):
             self.D,
         )
 
-    def _document_starts(self, documents: Documents | None) -> Tensor | None:
-        """Returns whether each token of this rank's part begins a document."""
-        if documents is None:
-            return None
-        starts_SB = documents.starts_BS.t()
-        positions = torch.arange(starts_SB.shape[0], device=starts_SB.device)
-        return self.local_part(starts_SB == positions[:, None])
+
+def document_starts(documents: Documents | None, local_part: CommSlot) -> Tensor | None:
+    """Returns whether each token of a rank's part of the sequence begins a document [S, B]; None: there are no documents."""
+    if documents is None:
+        return None
+    starts_SB = documents.starts_BS.t()
+    positions = torch.arange(starts_SB.shape[0], device=starts_SB.device)
+    return local_part(starts_SB == positions[:, None])

@@ -18,7 +18,7 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import EXPERTS
 from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
-from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
+from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS
 from petatron.models.hf.family import Family, unsupported_setting
 from petatron.models.hf.find_family import FAMILIES, family_name_of_config
 from petatron.models.hf.moe_config_json import (
@@ -33,9 +33,9 @@ from petatron.models.model_spec import ModelSpec
 
 _COUNTS = (
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-    "v_head_dim",
+    "v_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
-_MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
+_MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS, "linear_num_key_heads": MAX_HEADS}
 _TRAINING_ONLY = ("hidden_dropout",)
 # Parts of a model that a family does not have unless its tables name them.
 _OPTIONAL_PARTS: Mapping[str, Any] = {

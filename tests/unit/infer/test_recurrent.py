@@ -28,10 +28,20 @@ MAMBA = (
 HYBRID = MAMBA.replace("MM --num-layers 2", "M-*M --num-layers 4")
 LATENT_HYBRID = f"{HYBRID} {LATENT}"
 EXPERTS = HYBRID.replace("M-*M", "ME*M") + " --num-experts 4 --moe-router-topk 2"
+DELTA = (
+    "--hybrid-layer-pattern GG --num-layers 2 --linear-key-head-dim 6 --linear-value-head-dim 5 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-chunk-size 4"
+)
+SIZES = DELTA.partition("--num-layers 2")[2]
+GATED = (
+    "--num-layers 4 --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --attention-output-gate "
+    f"--qk-layernorm {SIZES}"
+)
+NEXT = f"{GATED} --num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
 ONE_NORM = f"{HYBRID} --mamba-norm-groups 1"
 
 
-@pytest.mark.parametrize("kind", [MAMBA, HYBRID])
+@pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, NEXT])
 @pytest.mark.parametrize(
     "options",
     [
@@ -50,7 +60,7 @@ def test_chunks_slots_and_preemption_change_no_token(kind: str, options: EngineO
     assert [answer.ids for answer in again] == [answer.ids for answer in first], "slots are used a second time"
     assert not any(answer.cached_tokens for answer in again), "a page says nothing of a state"
     assert engine.stats.pages_used == 0 and free_slots(engine) == options.max_sequences
-    assert (engine.stats.preemptions > 0) == (options.num_pages is not None and kind == HYBRID)
+    assert (engine.stats.preemptions > 0) == (options.num_pages is not None and kind in (HYBRID, NEXT))
 
 
 def free_slots(engine: Engine) -> int:
@@ -68,7 +78,7 @@ prompts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=15),
     max_step_tokens=st.integers(1, 20),
     max_sequences=st.integers(1, 6),
     spare_pages=st.integers(0, 6),
-    kind=st.sampled_from([MAMBA, HYBRID, LATENT_HYBRID]),
+    kind=st.sampled_from([MAMBA, HYBRID, LATENT_HYBRID, DELTA, NEXT]),
 )
 def test_nothing_but_the_request_decides_its_tokens(
     prompts: list[list[int]], page_size: int, max_step_tokens: int, max_sequences: int, spare_pages: int, kind: str
@@ -85,7 +95,7 @@ def test_nothing_but_the_request_decides_its_tokens(
     assert engine.stats.pages_used == 0 and free_slots(engine) == max_sequences
 
 
-@pytest.mark.parametrize("kind", [MAMBA, HYBRID])
+@pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, GATED])
 def test_decode_steps_are_recorded(kind: str):
     flags = f"--fp64 {kind}"
     engine = Engine(exact_model(flags), options=EngineOptions(page_size=4))
@@ -140,6 +150,10 @@ def answers(flags: str, world_size: int) -> list[tuple[list[int], list[float]]]:
         later("--dp 2", 2, HYBRID),
         later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, HYBRID),
         ("--dp 2 --ep 2", 2, EXPERTS),
+        ("--tp 2 --sequence-parallel", 2, NEXT),
+        later("--tp 2 --pp 2", 4, NEXT),
+        later("--tp 4", 4, DELTA),
+        later("--dp 2 --ep 2", 2, NEXT),
     ],
 )
 def test_every_layout_continues_alike(ranks: RankPool, layout: str, world_size: int, model: str):
@@ -157,6 +171,12 @@ def test_slots_hold_the_window_and_the_state():
     assert states == {0: RecurrentState((window, state)), 3: RecurrentState((window, state))}
     assert set(layer_states(model, PagedState)) == {2}
     assert slot_bytes(model) == 2 * 8 * (3 * 88 + 8 * 8 * 6)
+
+
+def test_slots_of_a_delta_net_hold_the_window_and_the_state():
+    window, state = StateTensor("conv", (3, 2 * 2 * 6 + 4 * 5)), StateTensor("delta", (4, 6, 5), wide=True)
+    states = layer_states(exact_model(f"--fp64 {NEXT}"), RecurrentState)
+    assert states == {0: RecurrentState((window, state)), 2: RecurrentState((window, state))}
 
 
 def test_memory_decides_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch):

@@ -71,7 +71,7 @@ def _ratios_of_pattern(model: RawModelConfig, pattern: str) -> Iterator[Problem]
 
 
 def _letters(pattern: str, model: RawModelConfig) -> Iterator[Problem]:
-    fix = f"Write one of {' '.join(SYMBOLS)} (Mamba-2, attention, MLP, experts) for each layer."
+    fix = f"Write one of {' '.join(SYMBOLS)} (Mamba-2, gated delta net, attention, MLP, experts) for each layer."
     for symbol, rule in (
         (STAGE_BOUNDARY, "marks pipeline stages, which are set with --pipeline-model-parallel-layout here"),
         (PREDICTION_DEPTH, "marks layers of multi-token prediction, which this version does not have"),

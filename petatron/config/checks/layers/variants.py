@@ -12,7 +12,14 @@ from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import RawModelConfig
 
 _ROTARY_TYPES = ("rope", "yarn")
-_NOT_LATENT = ("qk_layernorm_scope", "rotary_interleaved", "softmax_type", "softmax_scale", "attn_logit_softcapping")
+_NOT_LATENT = (
+    "qk_layernorm_scope",
+    "rotary_interleaved",
+    "attention_output_gate",
+    "softmax_type",
+    "softmax_scale",
+    "attn_logit_softcapping",
+)
 
 
 def check_layer_variants(model: RawModelConfig) -> Iterator[Problem]:

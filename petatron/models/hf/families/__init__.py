@@ -12,6 +12,7 @@ from petatron.models.hf.families.hybrid.bamba import BAMBA
 from petatron.models.hf.families.hybrid.granite_hybrid import GRANITE_HYBRID
 from petatron.models.hf.families.hybrid.mamba2 import MAMBA2
 from petatron.models.hf.families.hybrid.nemotron_h import NEMOTRON_H
+from petatron.models.hf.families.hybrid.qwen3_next import QWEN3_NEXT
 from petatron.models.hf.families.llama import LLAMA
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from petatron.models.hf.families.nemotron import NEMOTRON
@@ -42,6 +43,7 @@ FAMILIES = (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
     OLMOE,
     GRANITE_MOE,
     DEEPSEEK_V2,

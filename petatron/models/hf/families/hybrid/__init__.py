@@ -1,1 +1,1 @@
-"""Families of Mamba-2 and of hybrids with attention, MLPs and experts."""
+"""Families of Mamba-2, of gated delta nets and of hybrids with attention, MLPs and experts."""
