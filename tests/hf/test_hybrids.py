@@ -76,11 +76,12 @@ def test_layers_are_read_in_every_spelling(content: dict[str, Any], pattern: str
         (changed("nemotron-h", layers_block_type=None), "layers_block_type is no list of the kinds"),
         (
             changed("nemotron-h", layers_block_type=None, hybrid_override_pattern="M|M"),
-            "hybrid_override_pattern 'M|M' has letters",
+            "hybrid_override_pattern 'M|M' is no pattern of the letters",
         ),
         (changed("nemotron-h-moe", n_shared_experts=0), "n_shared_experts 0 is not a positive whole number"),
         (changed("bamba", num_hidden_layers=0), "num_hidden_layers 0 is not a positive whole number of layers"),
         (changed("bamba", attn_layer_indices=[2]), "attn_layer_indices [2] are not some of the 2 layers"),
+        (changed("bamba", mamba_n_heads=0), "mamba_n_heads 0 is not a positive whole number"),
         (changed("bamba", mamba_d_head="auto"), "mamba_d_head 'auto' is not a whole number"),
         (
             changed("mamba2", num_hidden_layers="two"),
