@@ -27,6 +27,7 @@ class RopeSpec:
     """Rotary embedding of the first `rotary_dim` channels of a head.
 
     scaling: how frequencies are slowed down for contexts longer than `original_context`; None: not at all.
+    round_ramp: whether YaRN's ramp begins and ends at a pair.
     """
 
     rotary_dim: int
@@ -40,6 +41,7 @@ class RopeSpec:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    round_ramp: bool = True
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
@@ -65,8 +67,10 @@ def _yarn(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
         context = spec.original_context
         return spec.rotary_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(spec.base))
 
-    low = max(math.floor(pair_with(spec.beta_fast)), 0)
-    high = min(math.ceil(pair_with(spec.beta_slow)), spec.rotary_dim - 1)
+    low, high = pair_with(spec.beta_fast), pair_with(spec.beta_slow)
+    if spec.round_ramp:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     index = torch.arange(spec.rotary_dim // 2, dtype=torch.float32, device="cpu")
     keep = 1.0 - ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
     return inv_freq * (keep + (1.0 - keep) / spec.scaling_factor)

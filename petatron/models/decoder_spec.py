@@ -15,6 +15,7 @@ from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
+from petatron.kernels.activation import GluBounds
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.mla import MlaSpec
 from petatron.layers.mlp import MLPSpec
@@ -304,6 +305,7 @@ def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
         beta_slow=config.yarn_beta_slow,
         mscale=config.yarn_mscale,
         mscale_all_dim=config.yarn_mscale_all_dim,
+        round_ramp=config.yarn_correction_range_round_to_int,
     )
 
 
@@ -315,7 +317,13 @@ def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:
         bias=config.add_bias_linear,
         std=config.init_method_std,
         out_std=out_std(config),
+        glu_bounds=glu_bounds(config),
     )
+
+
+def glu_bounds(config: ModelConfig) -> GluBounds | None:
+    bounds = GluBounds(config.activation_func_clamp_value, config.glu_linear_offset)
+    return None if bounds == GluBounds() else bounds
 
 
 def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
@@ -332,4 +340,5 @@ def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
         routing=moe,
         std=config.init_method_std,
         out_std=out_std(config),
+        glu_bounds=glu_bounds(config),
     )

@@ -54,6 +54,16 @@ _OLMO3_ROPE = {
     _SLIDING: {"rope_type": "default", "rope_theta": 500.0},
 }
 
+_GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_limit": 0.6}
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "truncate": False,
+    "rope_theta": 100.0,
+    "original_max_position_embeddings": 64,
+}
+
 VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "ministral-alternating": lambda: _build("Ministral", sliding_window=5, head_dim=8, layer_types=[_SLIDING, _FULL]),
     "smollm3": lambda: _build("SmolLM3", no_rope_layer_interval=2),
@@ -70,6 +80,10 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "nemotron": lambda: _build("Nemotron", head_dim=16),
     "gpt-neox": lambda: _neox(),
     "gpt-neox-sequential": lambda: _neox(use_parallel_residual=False, hidden_act="gelu_new"),
+    "gpt-oss": lambda: _build(
+        "GptOss", **_GPT_OSS, head_dim=16, layer_types=[_SLIDING, _FULL], rope_parameters=dict(_GPT_OSS_YARN)
+    ),
+    "gpt-oss-default-rope": lambda: _build("GptOss", **_GPT_OSS, head_dim=8, tie_word_embeddings=True),
     "granite": lambda: _build("Granite", **_MULTIPLIERS),
     "granite-biases": lambda: _build("Granite", **_MULTIPLIERS, attention_bias=True, mlp_bias=True),
     "granite-moe": lambda: _build("GraniteMoe", **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),

@@ -165,6 +165,7 @@ def test_activations_are_those_of_transformers():
     for name, activation in ACTIVATIONS.items():
         torch.testing.assert_close(activation(x), ACT2FN[names.get(name, name)](x))
     gates = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh", "reglu": "relu"}
+    gates["quick_geglu"] = "quick_gelu"
     assert gates.keys() == GATE_ACTIVATIONS.keys()
     for name, gate in GATE_ACTIVATIONS.items():
         torch.testing.assert_close(ACTIVATIONS[gate](x), ACT2FN[gates[name]](x))

@@ -14,7 +14,7 @@ from petatron.config.schema.numeric_bounds import Factor, RotaryBase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerVariants:
-    """Variants of attention, norms and residuals."""
+    """Variants of attention, MLPs, norms and residuals."""
 
     window_attn_skip_freq: str | None = None
     """Which layers have the `--window-size`: N means all but every N-th; or one 1 (window) or 0 per layer, as in ([1]*3+[0])*8."""
@@ -46,6 +46,10 @@ class LayerVariants:
     """Factor on what each branch adds to the residual stream (Granite)."""
     logits_scaling: Factor = 1.0
     """Logits are divided by this (Granite)."""
+    activation_func_clamp_value: Factor | None = None
+    """Gated activations: the gate is clamped from above and what it multiplies on both sides (gpt-oss). Unset means not at all."""
+    glu_linear_offset: Factor = 0.0
+    """Gated activations: added to what the gate multiplies (gpt-oss)."""
 
 
 @cache

@@ -20,6 +20,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
+from petatron.kernels.activation import GluBounds
 from petatron.kernels.moe.grouped_gemm import ExpertCounts
 from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
 from petatron.layers.forward_context import ForwardContext
@@ -43,7 +44,8 @@ _ROUTER_BYTES = {None: 0, "fp32": 4, "fp64": 8}
 class MoESpec(ChannelMixerSpec):
     """Routed experts of inner `width`, in a space of `latent_size` if there is one, and a shared one.
 
-    routing: the settings of the router and of token dispatch. std, out_std: of the initial weights of first and last GEMMs.
+    routing: the settings of the router and of token dispatch. glu_bounds: of a gated activation; None: it has none.
+    std, out_std: of the initial weights of first and last GEMMs.
     """
 
     region = "moe"
@@ -60,6 +62,7 @@ class MoESpec(ChannelMixerSpec):
     routing: MoEConfig
     std: float
     out_std: float
+    glu_bounds: GluBounds | None = None
 
     @property
     def expert_hidden_size(self) -> int:
@@ -72,7 +75,10 @@ class MoESpec(ChannelMixerSpec):
     def params(self) -> Mapping[str, ParamSpec]:
         hidden, std = self.hidden_size, self.std
         router = ParamSpec(shape=(self.num_experts, hidden), init=NormalValues(std), weight_decay=True, is_gemm=True)
-        params = {"router.weight": router} | with_prefix("experts", self._expert_params())
+        params = {"router.weight": router}
+        if self.routing.moe_router_linear_bias:
+            params["router.bias"] = ParamSpec(shape=(self.num_experts,))
+        params |= with_prefix("experts", self._expert_params())
         if self.latent_size is not None:
             down = linear_params(hidden, self.latent_size, REPLICATED, bias=self.bias, std=std)
             up = linear_params(self.latent_size, hidden, REPLICATED, bias=self.bias, std=std)
@@ -288,6 +294,7 @@ class MoELayer(BranchModule):
             spec.width,
             activation=spec.activation,
             bias=spec.bias,
+            glu_bounds=spec.glu_bounds,
             grouped_gemm=spec.routing.moe_grouped_gemm,
         )
         self.latent_down = Linear(hidden, (latent,), bias=spec.bias) if latent else None

@@ -155,8 +155,9 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
         if embedding in family.defaults and hf_config[embedding] != hf_config[residual]:
             rule = f"is not {residual} {hf_config[residual]}, and the decoder has one dropout for both"
             problems.append(Problem(embedding, str(hf_config[embedding]), rule, "Make them equal in config.json."))
-    if hf_config.get("quantization_config") and fp8_block_size(hf_config) is None:
-        rule = "says that the weights are quantized, and only plain ones and FP8 by blocks can be read"
+    read = fp8_block_size(hf_config) is not None or has_mxfp4_weights(hf_config)
+    if hf_config.get("quantization_config") and not read:
+        rule = "says that the weights are quantized, and only plain ones, FP8 by blocks and MXFP4 can be read"
         problems.append(Problem("quantization_config", "", rule, "Use the model's unquantized weights."))
     return problems
 
@@ -173,6 +174,18 @@ def fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
         ):
             return (rows, columns) if is_count(rows, 1) and is_count(columns, 1) else None
     return None
+
+
+def has_mxfp4_weights(hf_config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that weights are in MXFP4, as those of gpt-oss.
+
+    >>> has_mxfp4_weights({"quantization_config": {"quant_method": "mxfp4"}})
+    True
+    """
+    match hf_config.get("quantization_config"):
+        case {"quant_method": "mxfp4"}:
+            return True
+    return False
 
 
 def matching_family(spec: ModelSpec) -> Family | None:

@@ -21,6 +21,9 @@ from petatron.models.hf.deepseek_config_json import (
 from petatron.models.hf.family import Family, unsupported_setting
 from petatron.models.model_spec import ModelSpec
 
+# Parts of a layer with experts that a family does not have unless its tables name them.
+_OPTIONAL_PARTS: Mapping[str, Any] = {"moe_router_linear_bias": False}
+
 
 def moe_from_hf_config(
     family: Family, hf_config: Mapping[str, Any], num_layers: int
@@ -95,6 +98,11 @@ def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) ->
         unsupported_setting(name, getattr(moe, name), family, f"only {value}")
         for name, value in family.moe_fixed.items()
         if getattr(moe, name) != value
+    ]
+    problems += [
+        unsupported_setting(name, getattr(moe, name), family, "no such part")
+        for name, default in _OPTIONAL_PARTS.items()
+        if getattr(moe, name) != default and name not in family.moe_fixed
     ]
     problems += [
         unsupported_setting(name, None, family, "always one") for name in family.moe_keys if getattr(moe, name) is None

@@ -87,6 +87,7 @@ def _scaling_from_hf(
     values["position_embedding_type"] = "yarn"
     values["yarn_beta_fast"] = float(given.get("beta_fast") or 32)
     values["yarn_beta_slow"] = float(given.get("beta_slow") or 1)
+    values["yarn_correction_range_round_to_int"] = bool(given.get("truncate", True))
     return values | scales, problems
 
 
@@ -109,9 +110,6 @@ def _unsupported_rope(family: Family, key: str, rope_parameters: Mapping[str, An
     if kind not in ("default", "linear", "llama3", "yarn"):
         rule = "is a rotary scaling the decoder does not have"
         return [Problem(f"{key}.rope_type", f'"{kind}"', rule, "It has default, linear, llama3 and yarn.")]
-    if kind == "yarn" and rope_parameters.get("truncate", True) is False:
-        rule = "keeps the bounds of the ramp fractional, and the decoder rounds them"
-        return [Problem(f"{key}.truncate", "false", rule, "Use another model.")]
     return []
 
 
@@ -135,6 +133,7 @@ def rope_to_hf_config(family: Family, model: ModelConfig) -> dict[str, Any]:
     if model.position_embedding_type == "yarn":
         parameters = {"rope_type": "yarn", "beta_fast": model.yarn_beta_fast, "beta_slow": model.yarn_beta_slow}
         parameters |= _yarn_mscale_to_hf(model)
+        parameters |= {} if model.yarn_correction_range_round_to_int else {"truncate": False}
     elif model.use_rope_scaling:
         parameters = {"rope_type": "llama3", "low_freq_factor": model.rope_low_freq_factor}
         parameters["high_freq_factor"] = model.rope_high_freq_factor

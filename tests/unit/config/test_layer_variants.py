@@ -35,6 +35,7 @@ PROBLEMS = {
     "--attn-logit-softcapping 0": "--attn-logit-softcapping 0.0 is not above 0",
     "--rotary-interleaved --position-embedding-type none": "--rotary-interleaved True is about rotary positions",
     "--softmax-type learnable --multi-latent-attention": "--softmax-type learnable cannot be combined with --multi-latent-attention",
+    "--activation-func-clamp-value 0": "--activation-func-clamp-value 0.0 is not above 0",
     "--rotary-seq-len-interpolation-factor 2 --use-rope-scaling": "is one way to scale rotary positions, and another is set",
 }
 
@@ -44,6 +45,13 @@ def test_what_cannot_be_is_said(flags: str):
     with pytest.raises(ConfigError) as caught:
         load_config([*BASE.split(), *flags.split()], require_training=False)
     assert PROBLEMS[flags] in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--activation-func-clamp-value 7", "--glu-linear-offset 1"])
+def test_bounds_of_gates_need_gates(flag: str):
+    ungated = BASE.replace("--swiglu", "--activation gelu")
+    with pytest.raises(ConfigError, match=f"{flag} is about gated activations, but --activation is gelu"):
+        load_config([*ungated.split(), *flag.split()], require_training=False)
 
 
 def test_a_number_marks_every_nth_layer_and_a_list_each():

@@ -9,7 +9,7 @@ from petatron.config.checks.rule_helpers import above, at_least
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.layer_patterns import layer_pattern_problems
 from petatron.config.schema.layer_variants import variant_defaults
-from petatron.config.schema.model import RawModelConfig
+from petatron.config.schema.model import GATED_ACTIVATIONS, RawModelConfig
 
 _ROTARY_TYPES = ("rope", "yarn")
 _NOT_LATENT = ("qk_layernorm_scope", "rotary_interleaved", "softmax_type", "softmax_scale", "attn_logit_softcapping")
@@ -20,6 +20,7 @@ def check_layer_variants(model: RawModelConfig) -> Iterator[Problem]:
     yield from _rotary(model)
     yield from _norms_and_residuals(model)
     yield from _scores(model)
+    yield from _gates(model)
 
 
 def _patterns(model: RawModelConfig) -> Iterator[Problem]:
@@ -89,3 +90,12 @@ def _scores(model: RawModelConfig) -> Iterator[Problem]:
         if value != plain[name]:
             rule = "cannot be combined with --multi-latent-attention"
             yield Problem(flag_name(name), f"{value}", rule, "Leave one out.")
+
+
+def _gates(model: RawModelConfig) -> Iterator[Problem]:
+    yield from above("activation_func_clamp_value", model.activation_func_clamp_value, 0)
+    for name in ("activation_func_clamp_value", "glu_linear_offset"):
+        value = getattr(model, name)
+        if value != variant_defaults()[name] and model.activation not in GATED_ACTIVATIONS:
+            rule = f"is about gated activations, but --activation is {model.activation}"
+            yield Problem(flag_name(name), f"{value:g}", rule, "Use --quick-geglu or --swiglu, or leave it out.")

@@ -7,6 +7,7 @@ from petatron.models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from petatron.models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from petatron.models.hf.families.gpt2 import GPT2
 from petatron.models.hf.families.gpt_neox import GPT_NEOX
+from petatron.models.hf.families.gpt_oss import GPT_OSS
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
 from petatron.models.hf.families.llama import LLAMA
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
@@ -40,6 +41,7 @@ FAMILIES = (
     QWEN3_MOE,
     OLMOE,
     GRANITE_MOE,
+    GPT_OSS,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
 )
