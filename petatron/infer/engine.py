@@ -199,8 +199,7 @@ class Engine:
 
         Called with how many of how many are captured; nothing happens where steps are no graphs.
         """
-        if self._steps.graphs is not None:
-            self._steps.graphs.capture_all(progress)
+        self._steps.capture_graphs(progress)
 
     def close(self) -> None:
         """Ends the engines of all ranks; at rank 0."""

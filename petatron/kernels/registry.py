@@ -182,14 +182,8 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "qk-norm and rotary embedding": _triton_and_reference("qk_norm_rope"),
     "softmax and loss": _triton_and_reference("vocab_parallel_cross_entropy", as_record=True),
     "embedding gradient": _triton_and_reference("embedding_grad"),
-    "selective scan": (
-        _compiled("ssm.chunk_scan", "chunk_scan", "chunk_scan_backward"),
-        KernelImplementation("reference", _module("ssm.chunk_scan"), _always_supported),
-    ),
-    "causal convolution": (
-        _compiled("ssm.causal_conv", "causal_conv", "causal_conv_backward"),
-        KernelImplementation("reference", _module("ssm.causal_conv"), _always_supported),
-    ),
+    "selective scan": _triton_and_reference("ssm.chunk_scan"),
+    "causal convolution": _triton_and_reference("ssm.causal_conv"),
     "gated norm": (
         _compiled("ssm.gated_norm", "gated_square_sums", "gated_norm", "gated_norm_projections", "gated_norm_backward"),
         KernelImplementation("reference", _module("ssm.gated_norm"), _always_supported),

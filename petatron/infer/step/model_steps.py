@@ -6,6 +6,7 @@ its ranks may have experts that others need.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -137,14 +138,17 @@ class ModelSteps:
 
     def run(self, packed: PackedStep) -> tuple[Tensor, Tensor] | None:
         """Returns logits [R, V] of the wanted rows and the final hidden states [T, D]; None before the last stage."""
-        for stage in self._stages:
-            if stage.training:
-                stage.eval()
+        self._without_dropout()
         if self.runs_as_graph(packed):
             ids, positions, _ = packed.rows_3T[:, : packed.num_decodes]
             return self.run_graph(ids, positions, packed.page_tables)
         with self._without_gradients():
             return self._run_recorded(packed) or self._run_eager(packed)
+
+    def _without_dropout(self) -> None:
+        for stage in self._stages:
+            if stage.training:
+                stage.eval()
 
     def _run_recorded(self, packed: PackedStep) -> StepOutputs | None:
         """Repeats a recorded decode step; None if there is none for this one."""
@@ -180,6 +184,13 @@ class ModelSteps:
         """Whether a step is a CUDA graph: one token of each sequence, and the next of each wanted."""
         count = packed.num_decodes
         return self.graphs is not None and not packed.chunks and packed.logit_rows == list(range(count))
+
+    @torch.no_grad()
+    def capture_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Captures the decode steps of all batch sizes, where they are graphs; see `DecodeGraphs.capture_all`."""
+        if self.graphs is not None:
+            self._without_dropout()
+            self.graphs.capture_all(progress)
 
     @torch.no_grad()
     def run_graph(

@@ -6,9 +6,13 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
+from petatron.infer.engine import Engine
+from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE
 from petatron.infer.step.decode_graphs import _HostInputs
+from tests.unit.infer.test_sample import model_in
 
 PAGE, PAGES, SIZE = 4, 6, 5
 
@@ -58,3 +62,21 @@ def test_columns_and_padding():
     assert lengths == [3, 6, 1, 1, 1]
     assert sources[2:] == [-1, -1, -1] and slots[2:] == [SCRATCH_PAGE * PAGE] * 3
     assert table[2:, 0].tolist() == [SCRATCH_PAGE] * 3, "a row without a sequence stores into the scratch page"
+
+
+def test_graphs_captured_beforehand_are_without_dropout_and_gradients(monkeypatch: pytest.MonkeyPatch):
+    model = model_in("--hidden-dropout 0.5")
+    engine = Engine(model, options=EngineOptions(page_size=4))
+    [stage] = model.stages.values()
+    stage.train()
+    seen: list[tuple[bool, bool]] = []
+
+    class Graphs:
+        def capture_all(self, progress: object) -> None:
+            seen.append((stage.training, torch.is_grad_enabled()))
+
+    engine.capture_graphs()
+    assert seen == [], "a CPU has none"
+    monkeypatch.setattr(engine._steps, "graphs", Graphs())  # pyright: ignore[reportPrivateUsage]
+    engine.capture_graphs()
+    assert seen == [(False, False)]

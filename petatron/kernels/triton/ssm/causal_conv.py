@@ -1,0 +1,238 @@
+"""The short causal convolution of Mamba in Triton: one pass over the input in each direction.
+
+Forward reads a tile of tokens and channels once for each tap, all but the first from the cache. Backward needs the gradient of the sum
+before the activation at a token and the W - 1 after it, and recomputes these sums rather than storing them: four activations per element
+instead of one, and no memory traffic but the input, the gradient and the result. A program walks several tiles, and adds up the
+gradients of weight and bias in registers; the sums of all programs are added afterwards in a fixed order.
+
+Device memory traffic in bf16, Mamba-2 2.7B (S 4096, B 8, C 5376), at 4.0 TB/s: forward 704 MB, 0.18 ms; backward 1,057 MB, 0.26 ms.
+
+S sequence, B batch, C channels, W taps.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petatron.kernels.ssm import causal_conv as reference
+
+_CHANNELS = 128
+_TOKENS = 32
+_BACKWARD_TOKENS = 8
+_TILES = 32
+"""Tiles of tokens that a program of backward walks."""
+
+
+def causal_conv(
+    x_SBC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    *,
+    starts_SB: Tensor | None = None,
+    window: Tensor | None = None,
+) -> Tensor:
+    """See the reference."""
+    x_SBC = _contiguous_last(x_SBC)
+    length, batch, channels = x_SBC.shape
+    y_SBC = torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device)
+    _conv_forward[(triton.cdiv(length, _TOKENS), triton.cdiv(channels, _CHANNELS), batch)](
+        x_SBC,
+        None if window is None else window.contiguous(),
+        weight_CW.contiguous(),
+        bias_C,
+        _documents(starts_SB),
+        y_SBC,
+        length,
+        channels,
+        *x_SBC.stride()[:2],
+        TAPS=weight_CW.shape[1],
+        TOKENS=_TOKENS,
+        CHANNELS=_CHANNELS,
+    )
+    return y_SBC
+
+
+def causal_conv_backward(
+    grad_SBC: Tensor,
+    x_SBC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    *,
+    starts_SB: Tensor | None = None,
+    window: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See the reference."""
+    x_SBC, grad_SBC = _contiguous_last(x_SBC), _contiguous_last(grad_SBC)
+    length, batch, channels = x_SBC.shape
+    taps = weight_CW.shape[1]
+    grad_x = torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device)
+    programs = triton.cdiv(length, _BACKWARD_TOKENS * _TILES)
+    shape = (programs, batch, triton.next_power_of_2(taps + 1), channels)
+    sums = torch.empty(shape, dtype=torch.float32, device=x_SBC.device)
+    _conv_backward[(programs, triton.cdiv(channels, _CHANNELS), batch)](
+        grad_SBC,
+        x_SBC,
+        None if window is None else window.contiguous(),
+        weight_CW.contiguous(),
+        bias_C,
+        _documents(starts_SB),
+        grad_x,
+        sums,
+        length,
+        channels,
+        *grad_SBC.stride()[:2],
+        *x_SBC.stride()[:2],
+        TAPS=taps,
+        TOKENS=_BACKWARD_TOKENS,
+        CHANNELS=_CHANNELS,
+        TILES=_TILES,
+        SUMS=shape[2],
+    )
+    totals = sums.sum(dim=(0, 1))
+    grad_window = None
+    if window is not None:  # only the first tokens see it
+        seen = slice(0, taps - 1)
+        starts = None if starts_SB is None else starts_SB[seen]
+        first = (grad_SBC[seen], x_SBC[seen], weight_CW, bias_C)
+        grad_window = reference.causal_conv_backward(*first, starts_SB=starts, window=window)[3]
+    return grad_x, totals[:taps].t(), None if bias_C is None else totals[taps], grad_window
+
+
+def _contiguous_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _documents(starts_SB: Tensor | None) -> Tensor | None:
+    """Returns the number of each token's document [B, S]; 0 until one begins, as the window's tokens have."""
+    return None if starts_SB is None else starts_SB.t().cumsum(dim=1, dtype=torch.int32)
+
+
+@triton.jit
+def _conv_forward(
+    x,
+    window,
+    weight,
+    bias,
+    documents,
+    y,
+    length,
+    channels,
+    x_s,
+    x_b,
+    TAPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    b = tl.program_id(2)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inputs = (x, window, documents, b, length, channels, x_s, x_b)
+    inner = _convolution(inputs, weight, bias, token, channel, TAPS, TOKENS, CHANNELS)
+    to = (token.to(tl.int64)[:, None] * tl.num_programs(2) + b) * channels + channel[None, :]
+    there = (token < length)[:, None] & (channel < channels)[None, :]
+    tl.store(y + to, (inner * tl.sigmoid(inner)).to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _conv_backward(
+    dy,
+    x,
+    window,
+    weight,
+    bias,
+    documents,
+    grad_x,
+    sums,
+    length,
+    channels,
+    dy_s,
+    dy_b,
+    x_s,
+    x_b,
+    TAPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TILES: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    b, batch = tl.program_id(2), tl.num_programs(2)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inputs = (x, window, documents, b, length, channels, x_s, x_b)
+    row = tl.arange(0, SUMS)[:, None]
+    total = tl.zeros((SUMS, CHANNELS), dtype=tl.float32)
+    first = tl.program_id(0) * TILES
+    for tile in range(first, tl.minimum(first + TILES, tl.cdiv(length, TOKENS))):
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        result = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
+        for later in tl.static_range(TAPS):
+            # The gradient of the sum before the activation, at the token so many after; there this token is at tap TAPS - 1 - later.
+            at = token + later
+            inner = _convolution(inputs, weight, bias, at, channel, TAPS, TOKENS, CHANNELS)
+            gate = tl.sigmoid(inner)
+            there = (at < length)[:, None] & (channel < channels)[None, :]
+            from_y = dy + at.to(tl.int64)[:, None] * dy_s + b * dy_b + channel[None, :]
+            grad = tl.load(from_y, mask=there, other=0.0).to(tl.float32) * gate * (1.0 + inner * (1.0 - gate))
+            if later == 0:
+                for tap in tl.static_range(TAPS):
+                    seen = _tap(inputs, token, channel, TAPS - 1 - tap, TAPS)
+                    total += tl.where(row == tap, tl.sum(grad * seen, axis=0)[None, :], 0.0)
+                total += tl.where(row == TAPS, tl.sum(grad, axis=0)[None, :], 0.0)
+            if documents is not None:
+                same = _document(documents, at, b, length) == _document(documents, token, b, length)
+                grad = tl.where(same[:, None], grad, 0.0)
+            result += grad * _weight(weight, channel, TAPS - 1 - later, channels, TAPS)
+        to = (token.to(tl.int64)[:, None] * batch + b) * channels + channel[None, :]
+        there = (token < length)[:, None] & (channel < channels)[None, :]
+        tl.store(grad_x + to, result.to(grad_x.dtype.element_ty), mask=there)
+    to = ((tl.program_id(0) * batch + b) * SUMS + row) * channels + channel[None, :]
+    tl.store(sums + to, total, mask=(channel < channels)[None, :] & (row >= 0))
+
+
+@triton.jit
+def _convolution(
+    inputs, weight, bias, token, channel, TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """Returns the sum before the activation [tokens, channels]."""
+    channels = inputs[5]
+    total = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(TAPS):
+        seen = _tap(inputs, token, channel, TAPS - 1 - tap, TAPS)
+        total += seen * _weight(weight, channel, tap, channels, TAPS)
+    return total
+
+
+@triton.jit
+def _tap(inputs, token, channel, before, TAPS: tl.constexpr):
+    """Returns the inputs so many tokens before, zero where they are of another document or not there."""
+    x, window, documents, b, length, channels, x_s, x_b = inputs
+    at = token - before
+    inside = (channel < channels)[None, :]
+    wanted = token < length
+    if documents is not None:
+        wanted = wanted & (_document(documents, at, b, length) == _document(documents, token, b, length))
+    rows = x + at.to(tl.int64)[:, None] * x_s + b.to(tl.int64) * x_b + channel[None, :]
+    found = tl.load(rows, mask=(wanted & (at >= 0))[:, None] & inside, other=0.0).to(tl.float32)
+    if window is not None:
+        row = (at + TAPS - 1).to(tl.int64)[:, None] * tl.num_programs(2) + b  # the last is the token before the first
+        earlier = (wanted & (at < 0) & (at >= 1 - TAPS))[:, None] & inside
+        found += tl.load(window + row * channels + channel[None, :], mask=earlier, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _document(documents, token, b, length):
+    """Returns the documents of tokens; 0 before the first."""
+    inside = (token >= 0) & (token < length)
+    return tl.load(documents + b * length + token, mask=inside, other=0)
+
+
+@triton.jit
+def _weight(weight, channel, tap, channels, TAPS: tl.constexpr):
+    return tl.load(weight + channel * TAPS + tap, mask=channel < channels, other=0.0).to(tl.float32)[None, :]

@@ -1,0 +1,96 @@
+"""The selective scan of Mamba-2 in Triton: states at the boundaries of chunks, then outputs or gradients of all chunks at once.
+
+The equations are those of `kernels/ssm/chunk_scan.py`. How long a chunk is changes no result but by rounding, so the kernels take
+their own: a longer one means fewer states in memory, and more work inside a chunk.
+
+Device memory traffic in bf16, Mamba-2 2.7B (S 4096, B 8, H 80, P 64, G 1, N 128), at 4.0 TB/s; x, and y, are 335 MB:
+
+| step                       | tensors as large as x                                      | ms    |
+|----------------------------|------------------------------------------------------------|-------|
+| forward, states            | x, and states of 128 tokens each                           | 0.17  |
+| forward, outputs           | x, states, y                                               | 0.25  |
+| backward, states           | x, and states of 64 tokens each, which count twice         | 0.25  |
+| backward, their gradients  | gradient of y, and the gradients of states, likewise       | 0.25  |
+| backward, all others       | x, states, gradients of y, of states and of x              | 0.59  |
+
+S sequence, B batch, H heads, P head dim, G groups, N state dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from petatron.kernels.ssm.chunk_scan import ScanGrads
+from petatron.kernels.triton.ssm.scan_grads import chunk_grads
+from petatron.kernels.triton.ssm.scan_outputs import chunk_outputs
+from petatron.kernels.triton.ssm.scan_states import chunk_states
+from petatron.kernels.triton.ssm.scan_tiles import chunk_decays
+
+_CHUNK = 64
+_WIDE_STATE = 128
+"""A state of more columns leaves fewer registers for a chunk."""
+
+
+def chunk_scan(
+    x_SBHP: Tensor,
+    dt_SBH: Tensor,
+    A_H: Tensor,
+    B_SBGN: Tensor,
+    C_SBGN: Tensor,
+    D_H: Tensor,
+    *,
+    chunk_size: int,
+    starts_SB: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See the reference; `chunk_size` is an upper bound."""
+    x, B, C = (_contiguous_last(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN))
+    decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
+    states, final = chunk_states(x, B, decays, initial_state, reverse=False)
+    return chunk_outputs(x, B, C, D_H, decays, states), final
+
+
+def chunk_scan_backward(
+    grad_y_SBHP: Tensor,
+    grad_final_state: Tensor | None,
+    x_SBHP: Tensor,
+    dt_SBH: Tensor,
+    A_H: Tensor,
+    B_SBGN: Tensor,
+    C_SBGN: Tensor,
+    D_H: Tensor,
+    *,
+    chunk_size: int,
+    starts_SB: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> ScanGrads:
+    """See the reference; `chunk_size` is an upper bound."""
+    x, B, C, grad_y = (_contiguous_last(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN, grad_y_SBHP))
+    decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
+    states, _ = chunk_states(x, B, decays, initial_state, reverse=False)
+    grad_states, grad_initial = chunk_states(grad_y, C, decays, grad_final_state, reverse=True)
+    grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D = chunk_grads(
+        grad_y, x, A_H, B, C, D_H, decays, states, grad_states
+    )
+    return (
+        grad_x,
+        grad_dt.to(dt_SBH.dtype),
+        grad_A.to(A_H.dtype),
+        grad_B.to(B_SBGN.dtype),
+        grad_C.to(C_SBGN.dtype),
+        grad_D.to(D_H.dtype),
+        None if initial_state is None else grad_initial.to(initial_state.dtype),
+    )
+
+
+def _chunk(most: int, B_SBGN: Tensor) -> int:
+    """Returns the tokens of a chunk: a power of two of at least 16, the fewest rows of a GEMM."""
+    tokens = _CHUNK
+    if B_SBGN.shape[3] > _WIDE_STATE or B_SBGN.dtype == torch.float32:
+        tokens //= 2
+    return max(1 << min(tokens, most).bit_length() - 1, 16)
+
+
+def _contiguous_last(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
