@@ -58,7 +58,7 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
 def _llama3(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
     rotations = spec.original_context * inv_freq / (2 * math.pi)
     low, high = spec.low_freq_factor, spec.high_freq_factor
-    keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    keep = ((rotations - low) / max(high - low, 1e-9)).clamp(0.0, 1.0)  # Llama 4 has no ramp between the two
     return inv_freq * (keep + (1.0 - keep) / spec.scaling_factor)
 
 

@@ -205,6 +205,7 @@ class Decoder(StageModule):
             tensors,
             router_statistics={} if router_statistics is None else router_statistics,
             generation=generation,
+            positions=positions,
         )
 
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:

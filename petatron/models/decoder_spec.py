@@ -17,6 +17,7 @@ from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
 from petatron.kernels.activation import GluBounds
 from petatron.layers.attention import AttentionSpec
+from petatron.layers.attention_positions import AttentionTemperature
 from petatron.layers.mla import MlaSpec
 from petatron.layers.mlp import MLPSpec
 from petatron.layers.moe.moe_layer import MoESpec
@@ -218,7 +219,15 @@ def mixer_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
         rope = None if has_no_rope else local_rope if has_window else mixer.rope
         window = config.window_size if has_window else None
         if isinstance(mixer, AttentionSpec):
-            yield replace(mixer, window=window, rope=rope)
+            rotates = rope is not None
+            yield replace(
+                mixer,
+                window=window,
+                rope=rope,
+                chunk=mixer.chunk if rotates else None,
+                temperature=None if rotates else mixer.temperature,
+                qk_l2_norm=mixer.qk_l2_norm if rotates else None,
+            )
         else:
             yield replace(mixer, window=window, rope=rope or mixer.rope)
 
@@ -243,7 +252,16 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         softmax_scale=config.softmax_scale,
         softcap=config.attn_logit_softcapping,
         sinks=_SINKS[config.softmax_type],
+        chunk=config.attention_chunk_size,
+        alibi=config.position_embedding_type == "alibi",
+        temperature=attention_temperature(config),
+        qk_l2_norm=config.norm_epsilon if config.qk_l2_norm else None,
     )
+
+
+def attention_temperature(config: ModelConfig) -> AttentionTemperature | None:
+    scale = config.attention_temperature_scale
+    return None if scale is None else AttentionTemperature(scale, config.attention_temperature_floor)
 
 
 def mla_spec(config: ModelConfig) -> MlaSpec:

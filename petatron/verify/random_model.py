@@ -78,7 +78,7 @@ def _hybrid_flags(random: Random) -> list[str]:
 
 
 def _component_flags(random: Random) -> list[str]:
-    positions = random.choice(("rope", "rope", "learned_absolute", "none"))
+    positions = random.choice(("rope", "rope", "rope", "learned_absolute", "none", "alibi"))
     activation = random.choice(("swiglu", "geglu", "reglu", "quick_geglu", "gelu", "gelu_tanh", "squared_relu", "silu"))
     flags = [
         f"--position-embedding-type {positions} --activation {activation}",
@@ -113,6 +113,9 @@ def _variant_flags(random: Random, *, rotary: bool, gated: bool) -> list[str]:
         ("--embedding-multiplier 1.5 --residual-multiplier 0.7 --logits-scaling 1.3", 0.3),
         ("--activation-func-clamp-value 0.5 --glu-linear-offset 0.7", 0.2 * gated),
         ("--no-rope-freq 2", 0.3 * rotary),
+        ("--no-rope-freq 2 --attention-temperature-scale 0.2 --attention-temperature-floor 3", 0.2 * rotary),
+        (f"--attention-chunk-size {random.randint(1, 9)}", 0.3 * rotary),
+        ("--qk-l2-norm", 0.2 * rotary),
         ("--rotary-interleaved", 0.3 * rotary),
     ):
         flags += [flag] * (random.random() < chance)

@@ -39,6 +39,19 @@ def _gemma(family: str, **changes: Any) -> Any:
     return _build(family, **{**base, **changes})
 
 
+def _llama4(**changes: Any) -> Any:
+    base = {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 40,
+        "num_local_experts": 4,
+    }
+    base |= {"attention_chunk_size": 5, "no_rope_layers": [1, 0, 1, 1], "floor_scale": 3, "attn_scale": 0.4}
+    base |= {"rope_parameters": {**_LLAMA4_ROPE}}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**{**SHAPE, **base, **changes}))
+
+
 def _neox(**changes: Any) -> Any:
     base = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
     return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**{**base, "rotary_pct": 0.5, **changes}))
@@ -64,6 +77,15 @@ _GPT_OSS_YARN = {
     "original_max_position_embeddings": 64,
 }
 
+_LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500.0,
+}
+
 VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "ministral-alternating": lambda: _build("Ministral", sliding_window=5, head_dim=8, layer_types=[_SLIDING, _FULL]),
     "smollm3": lambda: _build("SmolLM3", no_rope_layer_interval=2),
@@ -84,6 +106,14 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
         "GptOss", **_GPT_OSS, head_dim=16, layer_types=[_SLIDING, _FULL], rope_parameters=dict(_GPT_OSS_YARN)
     ),
     "gpt-oss-default-rope": lambda: _build("GptOss", **_GPT_OSS, head_dim=8, tie_word_embeddings=True),
+    "llama4-moe": lambda: _llama4(moe_layers=[1, 3]),
+    "llama4-moe-everywhere": lambda: _llama4(
+        num_hidden_layers=2,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        attention_chunk_size=7,
+        no_rope_layers=[1, 1],
+    ),
     "granite": lambda: _build("Granite", **_MULTIPLIERS),
     "granite-biases": lambda: _build("Granite", **_MULTIPLIERS, attention_bias=True, mlp_bias=True),
     "granite-moe": lambda: _build("GraniteMoe", **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),

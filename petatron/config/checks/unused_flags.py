@@ -132,7 +132,8 @@ def _different_effect_notices(config: RawRunConfig, origins: Mapping[str, ValueO
 
 def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     positions = config.model.position_embedding_type
-    if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS:
+    bounded = config.model.activation_func_clamp_value is not None or config.model.glu_linear_offset != 0.0
+    if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS and not bounded:
         yield "compile", "nothing of this model is compiled: on GPUs it has kernels of its own"
     if config.train.device == "cpu":
         yield "cuda_graphs", "the CPU computes"

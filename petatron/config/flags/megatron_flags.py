@@ -244,7 +244,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--apply-residual-connection-post-layernorm": "post-norm residuals",
     "--fp32-residual-connection": "an fp32 residual stream",
     "--apply-query-key-layer-scaling": _ATTN,
-    "--qk-l2-norm": _ATTN,
     "--attention-output-gate": _ATTN,
     "--experimental-attention-variant": _ATTN,
     "--linear-attention-freq": _ATTN,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
-from petatron.config.schema.numeric_bounds import Factor, RotaryBase
+from petatron.config.schema.numeric_bounds import Factor, RotaryBase, SequenceLength
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,14 @@ class LayerVariants:
     """Factor on what each branch adds to the residual stream (Granite)."""
     logits_scaling: Factor = 1.0
     """Logits are divided by this (Granite)."""
+    attention_chunk_size: SequenceLength | None = None
+    """Layers with rotary positions attend within chunks of so many tokens of a document only (Llama 4). Unset means in none."""
+    attention_temperature_scale: Factor | None = None
+    """Layers without rotary positions: queries times 1 + this x log(1 + floor((position + 1) / floor)) (Llama 4). Unset means 1."""
+    attention_temperature_floor: SequenceLength = 8192
+    """The floor of that: positions up to here have no factor."""
+    qk_l2_norm: bool = False
+    """Layers with rotary positions divide each query and key head by its root mean square, without weights (Llama 4)."""
     activation_func_clamp_value: Factor | None = None
     """Gated activations: the gate is clamped from above and what it multiplies on both sides (gpt-oss). Unset means not at all."""
     glu_linear_offset: Factor = 0.0

@@ -18,7 +18,7 @@ from petatron.config.schema.numeric_bounds import (
 )
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
-PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
+PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "alibi", "none"]
 ActivationName = Literal[
     "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu"
 ]  # fmt: skip
@@ -49,7 +49,7 @@ class RawModelConfig(LayerVariants):
     max_position_embeddings: SequenceLength | None = None
     """Longest position the model is built for. Derived: the sequence length."""
     position_embedding_type: PositionEmbeddingType = "learned_absolute"
-    """How positions enter: a learned table, rotary embedding, rotary with YaRN scaling, or not at all."""
+    """How positions enter: a learned table, rotary embedding, rotary with YaRN scaling, biases of scores (ALiBi), or not at all."""
     rotary_base: RotaryBase = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: Fraction = 1.0
@@ -191,6 +191,8 @@ class MoEConfig:
     """Balance with a learned-by-rule bias per expert instead of a loss (DeepSeek-V3)."""
     moe_router_linear_bias: bool = False
     """A bias of the router's linear layer, which is trained as its weight is (gpt-oss)."""
+    moe_apply_probs_on_input: bool = False
+    """Multiply an expert's input by the router's weight instead of its output; for one expert per token (Llama 4)."""
     moe_router_bias_update_rate: Factor = 1e-3
     """Step of that bias."""
     moe_router_num_groups: ExpertCount | None = None

@@ -58,7 +58,11 @@ _YARN_FIELDS = frozenset(
     }
 )
 # What models had before there was a setting for it.
-_EARLIER_VALUES: Mapping[str, Any] = {"yarn_correction_range_round_to_int": True, "moe_router_linear_bias": False}
+_EARLIER_VALUES: Mapping[str, Any] = {
+    "yarn_correction_range_round_to_int": True,
+    "moe_router_linear_bias": False,
+    "moe_apply_probs_on_input": False,
+}
 _LATENT_FIELDS = frozenset(
     {"multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
 )

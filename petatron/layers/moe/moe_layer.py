@@ -2,6 +2,8 @@
 
     y = sum over the chosen experts of weight x expert(x)  [+ gate(x) x shared(x)]
 
+or expert(weight x x), for one expert per token, where the router's weights are applied to the input (Llama 4).
+
 The slot `dispatcher` takes tokens to their experts: on one device it only permutes them; with expert parallelism it communicates
 (`parallel/expert_parallel_token_dispatcher.py`) and may overlap the two halves of the shared expert with that. All else here is
 per token, so it does not matter which tokens of the batch this rank has; the router's losses, which depend on all of them, are in
@@ -17,6 +19,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
@@ -301,6 +304,7 @@ class MoELayer(BranchModule):
         self.latent_up = Linear(latent, (hidden,), bias=spec.bias) if latent else None
         self.shared = None if spec.shared is None else spec.shared.build(layer_index)
         self.shared_gate = Linear(hidden, (1,), bias=False) if spec.shared_gate else None
+        self.applies_weights_to_input = spec.routing.moe_apply_probs_on_input
         self.shared_runs_in_halves = True
         """False where the shared expert is one recompute region: it then runs whole, in its first half."""
         self.dispatcher: TokenDispatcher = dispatch_locally
@@ -327,8 +331,13 @@ class MoELayer(BranchModule):
         context.router_statistics[self.layer_index] = statistics
         inner = x_SBD if self.latent_down is None else self.latent_down(normal)
         batch_first = is_batch_first(x_SBD)
+        inner_TD = to_rows(inner, batch_first=batch_first)
+        if self.applies_weights_to_input:  # one expert per token: the weight of its only choice
+            weights_T1 = routing.weights_TK
+            inner_TD = (inner_TD * weights_T1).to(inner_TD.dtype)
+            routing = replace(routing, weights_TK=torch.ones_like(weights_T1))
         shared = None if self.shared is None else SharedExpertRun(self, self.shared, normal)
-        y_TD = self.dispatcher(to_rows(inner, batch_first=batch_first), routing, self.experts, shared)
+        y_TD = self.dispatcher(inner_TD, routing, self.experts, shared)
         y_SBD = from_rows(y_TD, x_SBD, batch_first=batch_first)
         if self.latent_up is not None:
             y_SBD = self.latent_up(y_SBD)

@@ -233,7 +233,7 @@ def _closest_family(spec: ModelSpec) -> tuple[Family, list[Problem]]:
 
 def _structural_differences(spec: ModelSpec, family: Family) -> int:
     """Counts differences by which a family is another kind of model, however few settings say so."""
-    rotary = spec.config.position_embedding_type != "learned_absolute"
+    rotary = spec.config.position_embedding_type not in ("learned_absolute", "alibi")
     latent = family.fixed.get("multi_latent_attention", False) != spec.config.multi_latent_attention
     return (family.has_rope != rotary) + (bool(family.moe_keys) != (spec.moe is not None)) + latent
 

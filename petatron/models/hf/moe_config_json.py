@@ -22,7 +22,7 @@ from petatron.models.hf.family import Family, unsupported_setting
 from petatron.models.model_spec import ModelSpec
 
 # Parts of a layer with experts that a family does not have unless its tables name them.
-_OPTIONAL_PARTS: Mapping[str, Any] = {"moe_router_linear_bias": False}
+_OPTIONAL_PARTS: Mapping[str, Any] = {"moe_router_linear_bias": False, "moe_apply_probs_on_input": False}
 
 
 def moe_from_hf_config(
@@ -52,6 +52,14 @@ def moe_from_hf_config(
             rule = "is not a positive whole number"
             return {}, [Problem("decoder_sparse_step", f"{step!r:.40}", rule, "Use 1 for experts in every layer.")]
         is_moe = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    if "moe_layers" in family.defaults:
+        chosen, step = hf_config["moe_layers"], hf_config["interleave_moe_layer_step"]
+        if chosen is None and is_count(step, 1):
+            chosen = list(range(step - 1, num_layers, step))
+        if not isinstance(chosen, list) or not chosen or any(layer not in range(num_layers) for layer in chosen):
+            rule = f"and interleave_moe_layer_step {step!r:.20} name no layers of {num_layers} for the experts"
+            return {}, [Problem("moe_layers", f"{chosen!r:.40}", rule, "Use a dense family.")]
+        is_moe = [layer in chosen for layer in range(num_layers)]
     if not any(is_moe):
         rule = f"and mlp_only_layers leave no layer of {num_layers} for the experts"
         return {}, [Problem("decoder_sparse_step", str(hf_config["decoder_sparse_step"]), rule, "Use a dense family.")]
@@ -89,6 +97,8 @@ def moe_to_hf_config(family: Family, moe: MoEConfig, spec: ModelSpec) -> dict[st
     if "decoder_sparse_step" in family.defaults:
         content["decoder_sparse_step"] = 1
         content["mlp_only_layers"] = [layer for layer in range(len(spec.layers)) if layer not in spec.moe_layers]
+    if "moe_layers" in family.defaults:
+        content |= {"moe_layers": list(spec.moe_layers), "interleave_moe_layer_step": 1}
     return content
 
 
@@ -107,6 +117,10 @@ def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) ->
     problems += [
         unsupported_setting(name, None, family, "always one") for name in family.moe_keys if getattr(moe, name) is None
     ]
+    for name, key in family.moe_keys.items():
+        first = next(ours for ours, other in family.moe_keys.items() if other == key)
+        if getattr(moe, name) is not None and getattr(moe, name) != getattr(moe, first):
+            problems.append(unsupported_setting(name, getattr(moe, name), family, f"the value of {first} there"))
     if moe.moe_router_load_balancing_type == "sinkhorn":
         problems.append(
             unsupported_setting("moe_router_load_balancing_type", "sinkhorn", family, "scores of another kind")
@@ -117,6 +131,6 @@ def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) ->
         if spec.moe_layers != tuple(range(spec.moe_layers[0], len(spec.layers))):
             allowed = "dense layers first, then experts in every layer"
             problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, allowed))
-    elif "decoder_sparse_step" not in family.defaults and len(spec.moe_layers) < len(spec.layers):
+    elif not {"decoder_sparse_step", "moe_layers"} & family.defaults.keys() and len(spec.moe_layers) < len(spec.layers):
         problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, "experts in every layer"))
     return problems

@@ -100,8 +100,8 @@ ONE_PROBLEM = [
         "Use --position-embedding-type rope, or leave it out.",
     ),
     (
-        "--use-rope-scaling --rope-low-freq-factor 4",
-        "--rope-low-freq-factor 4 is not below --rope-high-freq-factor 4. Llama-3 uses 1 and 4.",
+        "--use-rope-scaling --rope-low-freq-factor 5",
+        "--rope-low-freq-factor 5 is above --rope-high-freq-factor 4. Llama-3 uses 1 and 4.",
     ),
     (
         "--position-embedding-type yarn --yarn-beta-slow 40",

@@ -36,6 +36,18 @@ PROBLEMS = {
     "--rotary-interleaved --position-embedding-type none": "--rotary-interleaved True is about rotary positions",
     "--softmax-type learnable --multi-latent-attention": "--softmax-type learnable cannot be combined with --multi-latent-attention",
     "--activation-func-clamp-value 0": "--activation-func-clamp-value 0.0 is not above 0",
+    "--attention-chunk-size 0": "--attention-chunk-size 0 is below 1",
+    "--attention-chunk-size 4 --position-embedding-type none": "--attention-chunk-size 4 is for layers with rotary positions",
+    "--qk-l2-norm --position-embedding-type alibi": "--qk-l2-norm True is for layers with rotary positions",
+    "--qk-l2-norm --qk-layernorm": "--qk-l2-norm and --qk-layernorm are two norms",
+    "--attention-temperature-scale 0.1": "--attention-temperature-scale 0.1 is for layers without rotary positions, and all have them",
+    "--attention-temperature-scale 0 --no-rope-freq 2": "--attention-temperature-scale 0.0 is not above 0",
+    "--attention-temperature-floor 0": "--attention-temperature-floor 0 is below 1",
+    "--attention-chunk-size 4 --multi-latent-attention": "--attention-chunk-size 4 cannot be combined with --multi-latent-attention",
+    "--position-embedding-type alibi --max-position-embeddings 70000": "below 65,536, and --max-position-embeddings is 70,000",
+    "--position-embedding-type alibi --attn-logit-softcapping 2": "alibi cannot be combined with --attn-logit-softcapping",
+    "--position-embedding-type alibi --softmax-type learnable": "alibi cannot be combined with --softmax-type learnable",
+    "--num-experts 4 --moe-apply-probs-on-input": "--moe-apply-probs-on-input is for one expert per token, but --moe-router-topk is 2",
     "--rotary-seq-len-interpolation-factor 2 --use-rope-scaling": "is one way to scale rotary positions, and another is set",
 }
 

@@ -12,7 +12,11 @@ from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import GATED_ACTIVATIONS, RawModelConfig
 
 _ROTARY_TYPES = ("rope", "yarn")
-_NOT_LATENT = ("qk_layernorm_scope", "rotary_interleaved", "softmax_type", "softmax_scale", "attn_logit_softcapping")
+_NOT_LATENT = (
+    *("qk_layernorm_scope", "rotary_interleaved", "softmax_type", "softmax_scale", "attn_logit_softcapping"),
+    *("attention_chunk_size", "attention_temperature_scale", "qk_l2_norm"),
+)
+_MAX_ALIBI_POSITIONS = 1 << 16
 
 
 def check_layer_variants(model: RawModelConfig) -> Iterator[Problem]:
@@ -21,6 +25,9 @@ def check_layer_variants(model: RawModelConfig) -> Iterator[Problem]:
     yield from _norms_and_residuals(model)
     yield from _scores(model)
     yield from _gates(model)
+    yield from _chunks(model)
+    if model.position_embedding_type == "alibi":
+        yield from _alibi(model)
 
 
 def _patterns(model: RawModelConfig) -> Iterator[Problem]:
@@ -99,3 +106,40 @@ def _gates(model: RawModelConfig) -> Iterator[Problem]:
         if value != variant_defaults()[name] and model.activation not in GATED_ACTIVATIONS:
             rule = f"is about gated activations, but --activation is {model.activation}"
             yield Problem(flag_name(name), f"{value:g}", rule, "Use --quick-geglu or --swiglu, or leave it out.")
+
+
+def _chunks(model: RawModelConfig) -> Iterator[Problem]:
+    """Rules of what layers with rotary positions have, or those without."""
+    yield from at_least("attention_chunk_size", model.attention_chunk_size, 1)
+    yield from above("attention_temperature_scale", model.attention_temperature_scale, 0)
+    yield from at_least("attention_temperature_floor", model.attention_temperature_floor, 1)
+    rotary = model.position_embedding_type in _ROTARY_TYPES
+    for name in ("attention_chunk_size", "qk_l2_norm"):
+        if getattr(model, name) and not rotary:
+            rule = (
+                f"is for layers with rotary positions, but --position-embedding-type is {model.position_embedding_type}"
+            )
+            fix = "Use --position-embedding-type rope, or leave it out."
+            yield Problem(flag_name(name), f"{getattr(model, name)}", rule, fix)
+    scale = model.attention_temperature_scale
+    if scale is not None and rotary and model.no_rope_freq is None:
+        rule = "is for layers without rotary positions, and all have them"
+        yield Problem("--attention-temperature-scale", f"{scale:g}", rule, "Give --no-rope-freq, or leave it out.")
+    if model.qk_l2_norm and model.qk_layernorm:
+        yield Problem("--qk-l2-norm", "", "and --qk-layernorm are two norms of queries and keys", "Leave one out.")
+
+
+def _alibi(model: RawModelConfig) -> Iterator[Problem]:
+    """Biases of scores are there before what else changes them, and are exact in half precision up to a position."""
+    where = "--position-embedding-type"
+    longest = model.max_position_embeddings or model.seq_length
+    if longest > _MAX_ALIBI_POSITIONS:
+        rule = f"has positions below {_MAX_ALIBI_POSITIONS:,}, and --max-position-embeddings is {longest:,}"
+        yield Problem(where, "alibi", rule, "Use rope for longer contexts.")
+    for flag, given in (
+        ("--attn-logit-softcapping", model.attn_logit_softcapping is not None),
+        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
+    ):
+        if given:
+            rule = f"cannot be combined with {flag}, whose scores would have the biases"
+            yield Problem(where, "alibi", rule, "Leave one out.")

@@ -10,6 +10,7 @@ from petatron.models.hf.families.gpt_neox import GPT_NEOX
 from petatron.models.hf.families.gpt_oss import GPT_OSS
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
 from petatron.models.hf.families.llama import LLAMA
+from petatron.models.hf.families.llama4 import LLAMA4
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from petatron.models.hf.families.nemotron import NEMOTRON
 from petatron.models.hf.families.olmo import OLMO2, OLMO3, OLMOE
@@ -42,6 +43,7 @@ FAMILIES = (
     OLMOE,
     GRANITE_MOE,
     GPT_OSS,
+    LLAMA4,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
 )
