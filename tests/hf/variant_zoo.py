@@ -86,6 +86,15 @@ _LLAMA4_ROPE = {
     "rope_theta": 500.0,
 }
 
+_GLM_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "num_mtp_layers": 0,
+}
+
 VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "ministral-alternating": lambda: _build("Ministral", sliding_window=5, head_dim=8, layer_types=[_SLIDING, _FULL]),
     "smollm3": lambda: _build("SmolLM3", no_rope_layer_interval=2),
@@ -114,6 +123,10 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
         attention_chunk_size=7,
         no_rope_layers=[1, 1],
     ),
+    "glm": lambda: _build("Glm", head_dim=16),
+    "glm4": lambda: _build("Glm4", head_dim=8, attention_bias=False),
+    "glm4-moe": lambda: _build("Glm4Moe", **_GLM_EXPERTS, head_dim=16, use_qk_norm=True, attention_bias=True),
+    "glm4-moe-groups": lambda: _build("Glm4Moe", **{**_GLM_EXPERTS, "n_group": 4, "topk_group": 2}),
     "granite": lambda: _build("Granite", **_MULTIPLIERS),
     "granite-biases": lambda: _build("Granite", **_MULTIPLIERS, attention_bias=True, mlp_bias=True),
     "granite-moe": lambda: _build("GraniteMoe", **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),

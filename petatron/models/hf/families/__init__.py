@@ -4,13 +4,15 @@ A family is a file of this folder, or a part of one, and a line of this list; no
 """
 
 from petatron.models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from petatron.models.hf.families.experts.glm4_moe import GLM4_MOE
+from petatron.models.hf.families.experts.gpt_oss import GPT_OSS
+from petatron.models.hf.families.experts.llama4 import LLAMA4
 from petatron.models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
+from petatron.models.hf.families.glm import GLM, GLM4
 from petatron.models.hf.families.gpt2 import GPT2
 from petatron.models.hf.families.gpt_neox import GPT_NEOX
-from petatron.models.hf.families.gpt_oss import GPT_OSS
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
 from petatron.models.hf.families.llama import LLAMA
-from petatron.models.hf.families.llama4 import LLAMA4
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from petatron.models.hf.families.nemotron import NEMOTRON
 from petatron.models.hf.families.olmo import OLMO2, OLMO3, OLMOE
@@ -34,6 +36,8 @@ FAMILIES = (
     OLMO3,
     GRANITE,
     PHI3,
+    GLM,
+    GLM4,
     STARCODER2,
     NEMOTRON,
     GPT_NEOX,
@@ -46,4 +50,5 @@ FAMILIES = (
     LLAMA4,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    GLM4_MOE,
 )
