@@ -12,6 +12,7 @@ from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.required_settings import required
 from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
 from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
+from petatron.config.schema.longrope_factors import parse_longrope_factors
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
@@ -70,6 +71,14 @@ class DecoderSpec(ModelSpec):
         if self.config.scale_embeddings:
             return math.sqrt(self.config.hidden_size)
         return None if self.config.embedding_multiplier == 1.0 else self.config.embedding_multiplier
+
+    @property
+    def max_positions(self) -> int:
+        """Those of the original context, where LongRoPE's short factors are used."""
+        config = self.config
+        if config.longrope_short_factor is None or is_longer_than_original(config):
+            return config.max_position_embeddings
+        return min(config.max_position_embeddings, config.original_max_position_embeddings)
 
     @property
     def num_predictions(self) -> int:
@@ -311,6 +320,17 @@ def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
     if interpolation is not None and not yarn:
         rotary_dim = int(head_dim * config.rotary_percent)
         return RopeSpec(rotary_dim=rotary_dim, base=config.rotary_base, scaling="linear", scaling_factor=interpolation)
+    if config.longrope_short_factor is not None and config.longrope_long_factor is not None:
+        factors = config.longrope_long_factor if is_longer_than_original(config) else config.longrope_short_factor
+        return RopeSpec(
+            rotary_dim=int(head_dim * config.rotary_percent),
+            base=config.rotary_base,
+            scaling="longrope",
+            scaling_factor=config.rope_scaling_factor,
+            original_context=config.original_max_position_embeddings,
+            divisors=parse_longrope_factors(factors),
+            attention_factor=config.longrope_attention_factor,
+        )
     return RopeSpec(
         rotary_dim=int(head_dim * config.rotary_percent),
         base=config.rotary_base,
@@ -325,6 +345,11 @@ def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
         mscale_all_dim=config.yarn_mscale_all_dim,
         round_ramp=config.yarn_correction_range_round_to_int,
     )
+
+
+def is_longer_than_original(config: ModelConfig) -> bool:
+    """Whether a run's sequences are longer than the context that the model had first."""
+    return config.seq_length > config.original_max_position_embeddings
 
 
 def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:

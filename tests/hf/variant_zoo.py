@@ -86,6 +86,12 @@ _LLAMA4_ROPE = {
     "rope_theta": 500.0,
 }
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.0, 1.2, 1.5, 2.0],
+    "long_factor": [1.1, 2.0, 4.0, 16.0],
+}
 _GLM_EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -106,6 +112,10 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "olmoe-moe": lambda: _build("Olmoe", num_experts=4, num_experts_per_tok=2),
     "phi3": lambda: _build("Phi3"),
     "phi3-partial-window": lambda: _build("Phi3", sliding_window=5, rope_parameters=_PARTIAL_ROPE),
+    "phi3-longrope": lambda: _build("Phi3", original_max_position_embeddings=32, rope_parameters=dict(_LONGROPE)),
+    "phi3-longrope-factor": lambda: _build(
+        "Phi3", original_max_position_embeddings=32, rope_parameters={**_LONGROPE, "attention_factor": 1.3}
+    ),
     "starcoder2": lambda: _build("Starcoder2", sliding_window=5),
     "starcoder2-no-biases": lambda: _build("Starcoder2", use_bias=False, tie_word_embeddings=False),
     "nemotron": lambda: _build("Nemotron", head_dim=16),

@@ -24,6 +24,12 @@ class LayerVariants:
     """Base of the rotary frequencies in layers with a window, which are then not scaled (Gemma 3). Unset means that of all layers."""
     rotary_seq_len_interpolation_factor: Factor | None = None
     """Linear interpolation: positions are divided by this. Unset means not at all."""
+    longrope_short_factor: str | None = None
+    """LongRoPE (Phi-3): what each rotary frequency is divided by where `--seq-length` is at most the original context, as [1.0,1.02]."""
+    longrope_long_factor: str | None = None
+    """LongRoPE: the same where `--seq-length` is longer."""
+    longrope_attention_factor: Factor | None = None
+    """LongRoPE: factor on cos and sin. Unset means sqrt(1 + log(scaling factor) / log(original context))."""
     norm_placement: Literal["pre", "both", "output"] = "pre"
     """Where a layer's norms are: before each branch, before and after it (Gemma 2), or after it only (OLMo 2)."""
     residual_branches: Literal["sequential", "parallel", "parallel_shared_norm"] = "sequential"

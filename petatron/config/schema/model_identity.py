@@ -157,7 +157,7 @@ def _unused_fields(settings: Mapping[str, Any]) -> frozenset[str]:
     if positions not in (None, "yarn"):
         unused |= _YARN_FIELDS
     if positions != "yarn" and not settings.get("use_rope_scaling"):
-        unused |= _LLAMA3_FIELDS | _SCALING_FIELDS
+        unused |= _LLAMA3_FIELDS | (frozenset() if settings.get("longrope_short_factor") else _SCALING_FIELDS)
     if not isinstance(pattern, str) and settings.get("num_experts") is not None and all(_moe_pattern(settings)):
         unused |= {"ffn_hidden_size"}
     return unused

@@ -313,7 +313,7 @@ def _names_setting(family: Family, name: str) -> bool:
         return bool(family.mtp_keys)
     if name == "window_attn_skip_freq":
         return "layer_types" in family.defaults
-    if name == "rotary_seq_len_interpolation_factor":
+    if name == "rotary_seq_len_interpolation_factor" or name.startswith("longrope_"):
         return family.has_rope
     if name == "rotary_base_local":
         return family.rope_by_layer_type

@@ -48,6 +48,14 @@ PROBLEMS = {
     "--position-embedding-type alibi --attn-logit-softcapping 2": "alibi cannot be combined with --attn-logit-softcapping",
     "--position-embedding-type alibi --softmax-type learnable": "alibi cannot be combined with --softmax-type learnable",
     "--num-experts 4 --moe-apply-probs-on-input": "--moe-apply-probs-on-input is for one expert per token, but --moe-router-topk is 2",
+    "--longrope-short-factor [1,1,1,1]": "--longrope-long-factor is missing, and LongRoPE has two lists of factors",
+    "--longrope-short-factor [1,1,1] --longrope-long-factor [2,2,2,2]": "has 3 numbers, and a head has 4 rotary pairs",
+    "--longrope-short-factor some --longrope-long-factor [2,2,2,2]": "--longrope-short-factor some is not a list of numbers",
+    "--longrope-short-factor 7 --longrope-long-factor [2,2,2,2]": "--longrope-short-factor 7 is not a list of numbers",
+    "--longrope-short-factor [0,1,1,1] --longrope-long-factor [2,2,2,2]": "holds something else than positive numbers",
+    "--longrope-short-factor [1,1,1,1] --longrope-long-factor [2,2,2,2] --use-rope-scaling": "and another is set",
+    "--longrope-short-factor [1,1,1,1] --longrope-long-factor [2,2,2,2] --position-embedding-type none": "is about rotary positions",
+    "--longrope-attention-factor 0": "--longrope-attention-factor 0.0 is not above 0",
     "--rotary-seq-len-interpolation-factor 2 --use-rope-scaling": "is one way to scale rotary positions, and another is set",
 }
 

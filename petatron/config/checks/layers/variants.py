@@ -9,6 +9,7 @@ from petatron.config.checks.rule_helpers import above, at_least
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.layer_patterns import layer_pattern_problems
 from petatron.config.schema.layer_variants import variant_defaults
+from petatron.config.schema.longrope_factors import LongRopeFactorError, parse_longrope_factors
 from petatron.config.schema.model import GATED_ACTIVATIONS, RawModelConfig
 
 _ROTARY_TYPES = ("rope", "yarn")
@@ -50,6 +51,7 @@ def _rotary(model: RawModelConfig) -> Iterator[Problem]:
         "--rotary-base-local": model.rotary_base_local,
         "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor,
         "--rotary-interleaved": model.rotary_interleaved or None,
+        "--longrope-short-factor": model.longrope_short_factor,
     }
     for flag, value in settings.items():
         if value is not None and positions not in _ROTARY_TYPES:
@@ -62,12 +64,38 @@ def _rotary(model: RawModelConfig) -> Iterator[Problem]:
             yield Problem(
                 "--rotary-base-local", f"{model.rotary_base_local:g}", rule, "Give --window-size, or leave it out."
             )
+    yield from _longrope(model)
     factor = model.rotary_seq_len_interpolation_factor
     if factor is not None:
         yield from at_least("rotary_seq_len_interpolation_factor", factor, 1)
-        if positions == "yarn" or model.use_rope_scaling:
+        if positions == "yarn" or model.use_rope_scaling or model.longrope_short_factor is not None:
             rule = "is one way to scale rotary positions, and another is set"
             yield Problem("--rotary-seq-len-interpolation-factor", f"{factor:g}", rule, "Leave one out.")
+
+
+def _longrope(model: RawModelConfig) -> Iterator[Problem]:
+    lists = {
+        "--longrope-short-factor": model.longrope_short_factor,
+        "--longrope-long-factor": model.longrope_long_factor,
+    }
+    yield from above("longrope_attention_factor", model.longrope_attention_factor, 0)
+    if all(text is None for text in lists.values()):
+        return
+    pairs = int((model.kv_channels or 0) * model.rotary_percent) // 2
+    for flag, text in lists.items():
+        try:
+            count = None if text is None else len(parse_longrope_factors(text))
+        except LongRopeFactorError as error:
+            yield Problem(flag, f"{text:.40}", str(error), "Give one number per rotary pair.")
+            continue
+        if count is None:
+            yield Problem(flag, "", "is missing, and LongRoPE has two lists of factors", "Give both, or neither.")
+        elif model.kv_channels and count != pairs:
+            rule = f"has {count} numbers, and a head has {pairs} rotary pairs"
+            yield Problem(flag, f"{text:.40}", rule, "Give one number per rotary pair.")
+    if model.position_embedding_type != "rope" or model.use_rope_scaling:
+        rule = "is one way to scale rotary positions, and another is set"
+        yield Problem("--longrope-short-factor", f"{model.longrope_short_factor:.40}", rule, "Leave one out.")
 
 
 def _norms_and_residuals(model: RawModelConfig) -> Iterator[Problem]:
