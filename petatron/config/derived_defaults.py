@@ -20,7 +20,7 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
-from petatron.config.schema.hybrid_pattern import ATTENTION, allocate_layers
+from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, allocate_layers
 from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
@@ -173,7 +173,8 @@ def _derive_model(values: _DerivedValues) -> None:
     if values["seq_length"] > 0:
         values.fill("max_position_embeddings", values["seq_length"], "the sequence length")
     # A model without such layers has none of their sizes.
-    values.fill("mamba_num_heads", 0 if values["hybrid_layer_pattern"] is None else None, "no layer is Mamba-2")
+    if MAMBA not in (values["hybrid_layer_pattern"] or ""):
+        values.fill("mamba_num_heads", 0, "no layer is Mamba-2")
     values.fill("mamba_norm_groups", values["mamba_num_groups"], "--mamba-num-groups")
     values.fill("embedding_init_method_std", values["init_method_std"], "--init-method-std")
     if values["num_experts"] is not None:

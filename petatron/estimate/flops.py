@@ -24,6 +24,11 @@ Mamba-2 layer, H heads, G groups of state width N and chunks of c tokens, it has
 times c (d + G N) inside chunks (causally half of all pairs of a chunk) and 4 d N into the states and out of them; its convolution, over w
 tokens, 3 times 2 w (d + 2 G N).
 
+A gated delta net in X layers, beside A of attention, has weights h (2 n + 3 p + 2 H), with n the width of all key heads, p that of all
+H value heads, N and P the widths of one of each. Its rule costs 3 times c (2 n + p) inside chunks, c (p + H N) for their triangular
+systems (both causally half of all pairs) and 6 H N P with the states; its convolution 3 times 2 w (2 n + p). Attention with a gated
+output has h (2q + 2k) for h (q + 2k).
+
 The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s^2 / 2, what a causal model needs;
 `full` counts s^2, as papers that quote higher utilisation do. A sliding window of w tokens leaves w s - w^2 / 2 of the
 causal pairs. Norms, activations, softmax, the embedding lookup and recompute are not counted: these are model FLOPs, the work
@@ -39,18 +44,36 @@ from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import padded_rows
 
 
-def flops_formula(*, causal: bool = True, experts: bool = False, latent: bool = False, hybrid: bool = False) -> str:
-    """Returns the formula behind the reported TFLOP/s and MFU, for people."""
-    pairs = "s^2/2" if causal else "s^2"
+def flops_formula(
+    *,
+    causal: bool = True,
+    experts: bool = False,
+    latent: bool = False,
+    hybrid: bool = False,
+    delta: bool = False,
+    gated: bool = False,
+) -> str:
+    """Returns the formula behind the reported TFLOP/s and MFU, for people.
+
+    delta: some layers are gated delta nets. gated: attention's output has a gate.
+    """
+    pairs, chunk = ("s^2/2", "c") if causal else ("s^2", "2 c")
     qkv, width = ("h (a + c + r) + a q + c (k + v) + v h", "6 L (q + v)") if latent else ("h (q + 2k) + q h", "12 L q")
+    qkv = qkv.replace("h (q + 2k)", "h (2q + 2k)") if gated else qkv
+    net = "X h (2 n + 3 p + 2 H)"
+    rule = f" + 3 T X ({chunk} (2 n + 2 p + H N) + 6 H N P + 2 w (2 n + p))" if delta else ""
     if hybrid:
-        mamba, scan = "M h (3d + 2 G N + H)", f"3 T M ({'c' if causal else '2 c'} (d + G N) + 4 d N + 2 w (d + 2 G N))"
+        mamba, scan = "M h (3d + 2 G N + H)", f"3 T M ({chunk} (d + G N) + 4 d N + 2 w (d + 2 G N))"
+        scans = f"{mamba} + {net}" if delta else mamba
         mlps = "F g h f" + (" + MoE layers (h E + K g h e + g h u)" if experts else "")
-        return f"6 T ({mamba} + A ({qkv}) + {mlps} + h V) + {width.replace('L', 'A')} (T/s) {pairs} + {scan}"
-    if not experts:
-        return f"6 T (L ({qkv} + g h f) + h V) + {width} (T/s) {pairs}"
-    layers = f"L ({qkv}) + dense layers g h f + MoE layers (h E + K g h e + g h u)"
-    return f"6 T ({layers} + h V) + {width} (T/s) {pairs}"
+        return f"6 T ({scans} + A ({qkv}) + {mlps} + h V) + {width.replace('L', 'A')} (T/s) {pairs} + {scan}{rule}"
+    mixers = f"A ({qkv}) + {net}" if delta else f"L ({qkv})"
+    width = width.replace("L", "A") if delta else width
+    if experts:
+        layers = f"{mixers} + dense layers g h f + MoE layers (h E + K g h e + g h u)"
+    else:
+        layers = f"{mixers} + L g h f" if delta else f"L ({qkv} + g h f)"
+    return f"6 T ({layers} + h V) + {width} (T/s) {pairs}{rule}"
 
 
 def model_flops_per_token(spec: ModelSpec, *, tp_size: int = 1, causal: bool = True) -> float:

@@ -1,4 +1,5 @@
-"""The pages of the key/value cache of one replica, as numbers: which are free, shared, or hold a prefix that may come again.
+"""The pages of the key/value cache of one replica, and the slots of its recurrent states, as numbers: which are free, shared, or
+hold a prefix that may come again.
 
 A full page whose tokens are known is a *prefix page*: it is found again by its tokens and the prefix page before it. When its last
 sequence ends it stays findable, and is handed out for other tokens only when no other page is free, the longest unused first.
@@ -13,7 +14,17 @@ from typing import NamedTuple
 SCRATCH_PAGE = 0
 """Padding is stored here; no sequence has it."""
 
+SCRATCH_SLOT = 0
+"""The states of padding are stored here; no sequence has it."""
+
 _ROOT = 0
+
+
+class CacheSize(NamedTuple):
+    """num_pages: the scratch page included. num_slots: of recurrent states, the scratch slot included."""
+
+    num_pages: int
+    num_slots: int
 
 
 class _PrefixKey(NamedTuple):
@@ -109,3 +120,22 @@ class PagePool:
         key, _ = self._prefixes.pop(page)
         del self._pages_by_prefix[key]
         return page
+
+
+class SlotPool:
+    """Hands out the slots of recurrent states, one to each sequence that runs, so there are as many as may run at once."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Slot 0 is the scratch slot, so one less can be had."""
+        self._free = list(range(num_slots - 1, SCRATCH_SLOT, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int:
+        return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        assert slot != SCRATCH_SLOT and slot not in self._free, f"slot {slot} is given back twice"
+        self._free.append(slot)

@@ -49,6 +49,7 @@ class AttentionSpec(BranchSpec):
     softmax_scale: the factor on scores; None: 1 / sqrt(head dim).
     softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.
     sinks: whether every head may attend to nothing, with a learned score or with the score 0.
+    output_gate: whether the output's channels are multiplied by sigmoids of as many more rows of the first GEMM.
     std, out_std: of the initial weights of the first and of the last GEMM.
     """
 
@@ -78,6 +79,7 @@ class AttentionSpec(BranchSpec):
     alibi: bool = False
     temperature: AttentionTemperature | None = None
     qk_l2_norm: float | None = None
+    output_gate: bool = False
 
     @property
     def sequence_sharding(self) -> SequenceSharding:
@@ -106,9 +108,9 @@ class AttentionSpec(BranchSpec):
     def params(self) -> Mapping[str, ParamSpec]:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sections = (Section("q", q, self.num_heads), *(Section(name, kv, self.num_kv_heads) for name in ("k", "v")))
-        qkv = linear_params(
-            self.hidden_size, q + 2 * kv, Shard(tp=0, sections=sections), bias=self.qkv_bias, std=self.std
-        )
+        sections += (Section("gate", q, self.num_heads),) if self.output_gate else ()
+        rows = sum(section.rows for section in sections)
+        qkv = linear_params(self.hidden_size, rows, Shard(tp=0, sections=sections), bias=self.qkv_bias, std=self.std)
         sinks = ParamSpec(shape=(self.num_heads,), shard=Shard(tp=0))
         out = linear_params(q, self.hidden_size, Shard(tp=1), bias=self.out_bias, std=self.out_std)
         return (
@@ -139,6 +141,10 @@ class AttentionSpec(BranchSpec):
         """The width of one rank's queries."""
         return self.num_heads // tp * self.head_dim
 
+    def gate_dim(self, tp: int) -> int:
+        """The width of one rank's gates of the output."""
+        return self.q_dim(tp) if self.output_gate else 0
+
     def kv_dim(self, tp: int) -> int:
         """The width of one rank's keys; ranks beyond the number of kv heads have replicas."""
         return max(self.num_kv_heads // tp, 1) * self.head_dim
@@ -167,8 +173,14 @@ class AttentionSpec(BranchSpec):
         if self.alibi:
             saved += shape.activation_bytes(rows, (q_dim + kv_dim) // self.head_dim * ALIBI_CHANNELS)
         saved += shape.activation_bytes(rows, q_dim) + shape.fp8_input_bytes(self.hidden_size, q_dim)
+        saved += shape.activation_bytes(rows, self._saved_gates() * self.gate_dim(shape.tp))
         log_sum_exp = rows * q_dim // self.head_dim * shape.compute_bytes
         return saved + (0 if "core_attn" in recomputed else log_sum_exp)
+
+    def _saved_gates(self) -> int:
+        """Sigmoids, the gated output, and the gates themselves where the first GEMM's output is saved."""
+        copied = self.rope is not None and self.qk_norm is None and not self.rope_interleaved
+        return 2 if copied else 3
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         return shape.activation_bytes(shape.gathered_tokens, 2 * self.kv_dim(shape.tp))
@@ -180,7 +192,7 @@ class AttentionSpec(BranchSpec):
         return self.forward_flops(shape) - (0.0 if shape.fp8_recipe is not None else self._out_flops(shape))
 
     def forward_flops(self, shape: ActivationShape) -> float:
-        width = self.q_dim(shape.tp) + 2 * self.kv_dim(shape.tp)
+        width = self.q_dim(shape.tp) + 2 * self.kv_dim(shape.tp) + self.gate_dim(shape.tp)
         qkv = 2.0 * shape.gathered_tokens * self.hidden_size * width
         return self.norm_flops(shape) + qkv + self._core_flops(shape) + self._out_flops(shape)
 
@@ -263,7 +275,8 @@ class Attention(BranchModule):
         self.spec, self.layer_index = spec, layer_index
         self.head_dim, self.rope = spec.head_dim, spec.rope
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.qkv = Linear(spec.hidden_size, (q_width, kv_width, kv_width), bias=spec.qkv_bias)
+        gate_width = (q_width,) if spec.output_gate else ()
+        self.qkv = Linear(spec.hidden_size, (q_width, kv_width, kv_width, *gate_width), bias=spec.qkv_bias)
         self.q_norm = spec.build_qk_norm(spec.num_heads)
         self.k_norm = spec.build_qk_norm(spec.num_kv_heads)
         self.sinks = AttentionSinks(spec.num_heads) if spec.sinks == "learned" else None
@@ -288,13 +301,25 @@ class Attention(BranchModule):
         return {"core_attn": self.core, "attention": self}
 
     def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
-        qkv = self.qkv(x_SBD)
+        qkv, gate = self._project(x_SBD)
+        y_SBHE = self._attend(qkv, context)
+        return self.out(y_SBHE.flatten(-2) if gate is None else y_SBHE.flatten(-2) * gate.sigmoid())
+
+    def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor | None]:
+        """Returns queries, keys and values, and the gates of the output if it has some."""
+        if not self.spec.output_gate:
+            return self.qkv(x), None
+        *qkv, gate = self.qkv.sections
+        qkv_part, gate_part = self.qkv(x).split((sum(qkv), gate), dim=-1)
+        return qkv_part, gate_part
+
+    def _attend(self, qkv: Tensor, context: ForwardContext) -> Tensor:
         if context.generation is not None:
-            return self.out(self._cached_attention(qkv, context, context.generation).flatten(-2))
+            return self._cached_attention(qkv, context, context.generation)
         q, k, v = self._queries_keys_values(qkv, context)
         if self.spec.sinks is None:
-            return self.out(self.core(q, k, v, context.documents).flatten(-2))
-        return self.out(self.core(q, k, v, context.documents, self._sinks_H(q)).flatten(-2))
+            return self.core(q, k, v, context.documents)
+        return self.core(q, k, v, context.documents, self._sinks_H(q))
 
     def _sinks_H(self, q_SBHE: Tensor) -> Tensor:
         return q_SBHE.new_zeros(q_SBHE.shape[-2]) if self.sinks is None else self.sinks.weight
@@ -334,7 +359,7 @@ class Attention(BranchModule):
         return q, k, v
 
     def _split_qkv(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        q_width, kv_width, _ = self.qkv.sections
+        q_width, kv_width = self.qkv.sections[:2]
         heads, groups = q_width // self.head_dim, kv_width // self.head_dim
         cos_sin = None if self.rope is None else context.rope_cos_sin[self.rope]
         fused = not self.spec.rope_interleaved

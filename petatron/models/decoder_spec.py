@@ -10,9 +10,8 @@ from typing import Literal
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.required_settings import required
-from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
-from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
-from petatron.config.schema.longrope_factors import parse_longrope_factors
+from petatron.config.schema.hybrid_pattern import ATTENTION, DELTA, EXPERTS, MAMBA, MLP
+from petatron.config.schema.layer_patterns import linear_layers, no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
@@ -28,11 +27,13 @@ from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchSpec, residual_std
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
+from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
 from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, LM_LOSS, TOKEN_LOSSES, Decoder, mtp_loss
 from petatron.models.model_spec import ModelSpec
 from petatron.models.mtp_batch import add_shifted_arrays, mask_name
+from petatron.models.rope_settings import is_longer_than_original, rope_spec
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
@@ -179,19 +180,25 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
             residual_multiplier=config.residual_multiplier,
         )
 
+    delta = delta_spec(config) if any(linear_layers(config)) else None
+    mixers = (
+        delta if linear and delta is not None else attention
+        for linear, attention in zip(linear_layers(config), mixer_specs(config), strict=True)
+    )
     channel_mixers = (experts if chosen and experts is not None else mlp for chosen in is_moe)
-    layers = tuple(map(layer, mixer_specs(config), channel_mixers))
+    layers = tuple(map(layer, mixers, channel_mixers))
     std = config.init_method_std
     layers += tuple(MtpLayerSpec.like(layers[-1], depth=k, std=std) for k in range(1, 1 + (config.mtp_num_layers or 0)))
     return DecoderSpec(config, None if experts is None else moe, layers, norm)
 
 
 def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
-    """Makes the spec of a model of layers with one branch each, by the letters of a pattern (Mamba-2 hybrids)."""
+    """Makes the spec of a model of layers with one branch each, by the letters of a pattern (hybrids)."""
     norm = norm_spec(config)
     attention = list(mixer_specs(config)) if ATTENTION in pattern else []
     others: dict[str, Callable[[], BranchSpec]] = {
         MAMBA: lambda: mamba2_spec(config),
+        DELTA: lambda: delta_spec(config),
         MLP: lambda: mlp_spec(config, config.ffn_hidden_size),
         EXPERTS: lambda: moe_spec(config, moe),
     }
@@ -199,7 +206,7 @@ def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpe
 
     def layer(index: int, symbol: str) -> LayerSpec:
         branch = attention[index] if symbol == ATTENTION else made[symbol]
-        mixes = symbol in (MAMBA, ATTENTION)
+        mixes = symbol in (MAMBA, DELTA, ATTENTION)
         return LayerSpec(
             mixer=branch if mixes else None,
             channel_mixer=None if mixes else branch,
@@ -265,6 +272,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         alibi=config.position_embedding_type == "alibi",
         temperature=attention_temperature(config),
         qk_l2_norm=config.norm_epsilon if config.qk_l2_norm else None,
+        output_gate=config.attention_output_gate,
     )
 
 
@@ -308,48 +316,25 @@ def mamba2_spec(config: ModelConfig) -> Mamba2Spec:
     )
 
 
+def delta_spec(config: ModelConfig) -> GatedDeltaNetSpec:
+    return GatedDeltaNetSpec(
+        hidden_size=config.hidden_size,
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_head_dim=config.linear_key_head_dim,
+        value_head_dim=config.linear_value_head_dim,
+        norm_eps=config.norm_epsilon,
+        conv_width=config.linear_conv_kernel_dim,
+        chunk_size=config.linear_chunk_size,
+        std=config.init_method_std,
+        out_std=out_std(config),
+    )
+
+
 def out_std(config: ModelConfig) -> float:
     """Returns the initial standard deviation of the last GEMM of a branch; a layer of a hybrid has one branch, others two."""
     branches = 2 if config.hybrid_layer_pattern is None else 1
     return residual_std(config.init_method_std, config.num_layers, branches=branches)
-
-
-def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
-    yarn = config.position_embedding_type == "yarn"
-    interpolation = config.rotary_seq_len_interpolation_factor
-    if interpolation is not None and not yarn:
-        rotary_dim = int(head_dim * config.rotary_percent)
-        return RopeSpec(rotary_dim=rotary_dim, base=config.rotary_base, scaling="linear", scaling_factor=interpolation)
-    if config.longrope_short_factor is not None and config.longrope_long_factor is not None:
-        factors = config.longrope_long_factor if is_longer_than_original(config) else config.longrope_short_factor
-        return RopeSpec(
-            rotary_dim=int(head_dim * config.rotary_percent),
-            base=config.rotary_base,
-            scaling="longrope",
-            scaling_factor=config.rope_scaling_factor,
-            original_context=config.original_max_position_embeddings,
-            divisors=parse_longrope_factors(factors),
-            attention_factor=config.longrope_attention_factor,
-        )
-    return RopeSpec(
-        rotary_dim=int(head_dim * config.rotary_percent),
-        base=config.rotary_base,
-        scaling="yarn" if yarn else "llama3" if config.use_rope_scaling else None,
-        scaling_factor=config.rope_scaling_factor,
-        original_context=config.original_max_position_embeddings,
-        low_freq_factor=config.rope_low_freq_factor,
-        high_freq_factor=config.rope_high_freq_factor,
-        beta_fast=config.yarn_beta_fast,
-        beta_slow=config.yarn_beta_slow,
-        mscale=config.yarn_mscale,
-        mscale_all_dim=config.yarn_mscale_all_dim,
-        round_ramp=config.yarn_correction_range_round_to_int,
-    )
-
-
-def is_longer_than_original(config: ModelConfig) -> bool:
-    """Whether a run's sequences are longer than the context that the model had first."""
-    return config.seq_length > config.original_max_position_embeddings
 
 
 def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:

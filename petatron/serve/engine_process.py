@@ -27,9 +27,8 @@ from petatron.base.errors import ConfigError, LaunchError, PetatronError, Proble
 from petatron.base.log import configure_logging
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.check_request import check_request
-from petatron.infer.completion import Completion, TokenEvent, TokenLogprob
+from petatron.infer.completion import Completion, EngineStats, TokenEvent, TokenLogprob
 from petatron.infer.constraint import ConstraintCompiler
-from petatron.infer.engine import EngineStats
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.launch.environment import read_environment

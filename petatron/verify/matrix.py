@@ -61,6 +61,11 @@ _MOE_FLAGS = (
     "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 16 --moe-layer-freq [0,1,1,1]"
 )
 _MAMBA_FLAGS = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-chunk-size 4"
+_DELTA_FLAGS = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 6 --linear-value-head-dim 5 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-chunk-size 4 --attention-output-gate --qk-layernorm "
+    "--apply-layernorm-1p --rotary-percent 0.5 --moe-shared-expert-gate --reset-attention-mask --reset-position-ids"
+)
 _DEEPSEEK_FLAGS = (
     "--num-query-groups 8 --multi-latent-attention --q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 7 --qk-layernorm --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3 --num-experts 8 --moe-router-topk 4 "
@@ -77,11 +82,13 @@ MODEL_FLAGS = {
     "muon": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
     "mamba": f"--hybrid-layer-pattern MMMM {_LLAMA_FLAGS} --position-embedding-type none {_MAMBA_FLAGS} --mamba-norm-groups 1",
     "hybrid": f"--hybrid-layer-pattern M-M* {_LLAMA_FLAGS} {_MAMBA_FLAGS} --reset-attention-mask --reset-position-ids",
+    "delta": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS} {_DELTA_FLAGS}",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
 (biases, LayerNorm, qk-norm, a window, packed documents); an MoE; a DeepSeek-V3 (latent attention, experts in groups with biases,
-multi-token prediction); the MoE trained with Muon, whose rule needs whole matrices; Mamba-2 with a norm over all channels; and a hybrid
-of Mamba-2, MLPs and attention over packed documents."""
+multi-token prediction); the MoE trained with Muon, whose rule needs whole matrices; Mamba-2 with a norm over all channels; a hybrid
+of Mamba-2, MLPs and attention over packed documents; and a Qwen3-Next (gated delta nets, gated attention, a gated shared expert) over
+packed documents."""
 OPTIMIZER_FLAGS = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
@@ -120,6 +127,7 @@ _AXIS_OPTIONS = {
         "selective": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
         "experts": "--recompute-granularity selective --recompute-modules core_attn moe_act shared_experts",
         "mamba": "--recompute-granularity selective --recompute-modules core_attn mlp mamba",
+        "delta": "--recompute-granularity selective --recompute-modules core_attn moe delta",
     },
 }
 _LAYOUT_PART = re.compile(r"(?P<axis>[a-z]+)(?P<size>\d*)(?P<forms>(?:-[a-z0-9]+)*)")
@@ -150,6 +158,10 @@ class MatrixEntry:
     @property
     def is_hybrid(self) -> bool:
         return "--hybrid-layer-pattern" in MODEL_FLAGS[self.model]
+
+    @property
+    def has_delta_nets(self) -> bool:
+        return "gated_delta_net" in MODEL_FLAGS[self.model]
 
     @property
     def has_latents(self) -> bool:
@@ -196,6 +208,8 @@ muon:tp2-sp muon:dp4-zero1 muon:dp4-fsdp
 mamba:tp2 mamba:tp4-sp mamba:pp4 mamba:pp2-zbh1 mamba:cp2 mamba:cp4 mamba:dp4-zero1 mamba:dp2-fsdp
 hybrid:tp2-sp hybrid:tp4 hybrid:tp2-sp-overlap hybrid:pp2 hybrid:pp2-zbv hybrid:dp2-fsdp
 hybrid:cp2 hybrid:cp4 hybrid:cp2-gather hybrid:cp2-a2a hybrid:cp4-both
+delta:tp2 delta:tp4-sp delta:tp2-sp-overlap delta:pp2 delta:pp4 delta:pp2-vpp2 delta:pp2-zbh1 delta:pp2-zbv delta:dp2.ep2 delta:dp4.ep4
+delta:dp4-zero1 delta:dp2-fsdp delta:cp2 delta:cp4 delta:cp2-gather delta:cp2-a2a delta:cp4-both
 """
 _AXIS_PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
@@ -216,6 +230,8 @@ mla:tp2-sp.pp2 mla:tp2-sp.cp2-a2a mla:tp2-sp.dp2.ep2 mla:pp2.dp2.ep2 mla:pp2-vpp
 mla:tp2-sp-overlap.pp2.recompute-full mla:dp2.ep2.recompute-experts
 muon:tp2-sp.dp2-zero1.ep2 muon:tp2-sp.dp2-zero2.ep2.etp1
 mamba:tp2-sp.cp2 mamba:pp2.cp2 mamba:cp2.dp2-zero1 hybrid:tp2-sp.cp2 hybrid:tp2-sp.pp2 hybrid:cp2.dp2-fsdp hybrid:cp2.recompute-mamba
+delta:tp2-sp.cp2 delta:tp2-sp.pp2 delta:pp2.cp2 delta:cp2.ep2 delta:cp2.dp2-fsdp delta:tp2-sp.dp2.ep2 delta:cp2.recompute-delta
+delta:tp2-sp.pp2.recompute-full
 """
 _MULTI_AXIS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
@@ -227,6 +243,7 @@ dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
 hybrid:tp2-sp.pp2.cp2 mamba:tp2-sp.cp2.dp2-zero1
+delta:tp2-sp.pp2.cp2.ep2 delta:pp2.cp2.dp2-zero1.ep2
 mla:pp2.dp4.ep4 mla:tp2-sp.pp2.cp2.ep2 mla:pp2.cp2.dp2-zero1.ep2 mla:pp4-zbh1.dp2.ep2
 """
 MATRIX = tuple(parse_entry(name) for names in (_SINGLE_AXIS, _AXIS_PAIRS, _MULTI_AXIS) for name in names.split())

@@ -70,6 +70,7 @@ AT_ONCE = {
     ("qwen2-moe-dense-layer", "ep2"),
     ("qwen3-moe-every-second", "tp2-etp1-ep2"),
     ("deepseek-v3", "tp2"),
+    ("qwen3-next-moe", "tp2"),
     ("deepseek-v2-groups", "tp2-etp1-ep2"),
 }
 MIXTURES = [

@@ -101,6 +101,52 @@ _GLM_EXPERTS = {
     "num_mtp_layers": 0,
 }
 
+_MAMBA_2 = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 6, "chunk_size": 8}
+_BAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 8}
+_HYBRID = ["linear_attention", "full_attention"]
+_NEMOTRON_EXPERTS = {
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "routed_scaling_factor": 1.7,
+}
+
+
+def _mamba2(**changes: Any) -> Any:
+    shape = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**{**shape, **ids, **_MAMBA_2, **changes}))
+
+
+def _nemotron_h(*kinds: str, **changes: Any) -> Any:
+    """Step sizes are bounded below in transformers, for whole sequences only: here by a bound that is never met."""
+    base = {key: value for key, value in SHAPE.items() if key != "num_hidden_layers"}
+    base |= {"head_dim": 12, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2}
+    base |= {"chunk_size": 8, "layers_block_type": list(kinds), "time_step_min": 1e-30}
+    return transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**{**base, **changes}))
+
+
+def _granite_hybrid(**changes: Any) -> Any:
+    base = {"layer_types": _HYBRID, "num_local_experts": 0, "shared_intermediate_size": 28}
+    return _build("GraniteMoeHybrid", **{**_BAMBA, **_MULTIPLIERS, **base, **changes})
+
+
+def _qwen3_next(**changes: Any) -> Any:
+    base = {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", _FULL],
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 28,
+    }
+    return _build("Qwen3Next", **{**base, **changes})
+
+
 VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "ministral-alternating": lambda: _build("Ministral", sliding_window=5, head_dim=8, layer_types=[_SLIDING, _FULL]),
     "smollm3": lambda: _build("SmolLM3", no_rope_layer_interval=2),
@@ -139,5 +185,25 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "glm4-moe-groups": lambda: _build("Glm4Moe", **{**_GLM_EXPERTS, "n_group": 4, "topk_group": 2}),
     "granite": lambda: _build("Granite", **_MULTIPLIERS),
     "granite-biases": lambda: _build("Granite", **_MULTIPLIERS, attention_bias=True, mlp_bias=True),
+    "qwen3-next-moe": _qwen3_next,
+    "qwen3-next-moe-dense-layer": lambda: _qwen3_next(
+        layer_types=[_FULL, "linear_attention"],
+        linear_num_value_heads=6,
+        linear_conv_kernel_dim=3,
+        mlp_only_layers=[0],
+        norm_topk_prob=False,
+        tie_word_embeddings=True,
+        rope_parameters=_PARTIAL_ROPE,
+    ),
+    "mamba2": _mamba2,
+    "mamba2-tied-one-group": lambda: _mamba2(n_groups=1, head_dim=16, expand=4, tie_word_embeddings=True),
+    "bamba": lambda: _build("Bamba", **_BAMBA, attn_layer_indices=[1]),
+    "nemotron-h": lambda: _nemotron_h("linear_attention", "mlp", "full_attention", "linear_attention"),
+    "nemotron-h-moe": lambda: _nemotron_h(
+        "linear_attention", "moe", "full_attention", "mlp", **_NEMOTRON_EXPERTS, moe_latent_size=20
+    ),
+    "granite-hybrid": _granite_hybrid,
+    "granite-hybrid-rope": lambda: _granite_hybrid(position_embedding_type="rope", layer_types=_HYBRID[::-1]),
+    "granite-hybrid-moe": lambda: _granite_hybrid(num_local_experts=4, tie_word_embeddings=True),
     "granite-moe": lambda: _build("GraniteMoe", **_MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),
 }

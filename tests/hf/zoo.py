@@ -196,7 +196,8 @@ def truth(name: str) -> Truth:
     loss = model(tokens, labels=labels).loss
     loss.backward()
     grads = {key: value.grad for key, value in model.named_parameters()}
-    grads |= {key: torch.zeros_like(value) for key, value in weights.items() if key.endswith("e_score_correction_bias")}
+    biases = {key: buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")}
+    grads |= {key: torch.zeros_like(buffer) for key, buffer in biases.items()}
     # transformers shifts the labels itself; ours come shifted, with the last position and the ignored ones left out.
     counted = torch.cat((labels[:, 1:] >= 0, torch.zeros(BATCH, 1, dtype=torch.bool)), dim=1)
     config = copy.deepcopy(model.config.to_dict())

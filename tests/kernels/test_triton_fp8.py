@@ -68,6 +68,15 @@ def test_one_orientation():
     assert_same(twins.cast_rows_only(x, E4M3), cast_and_gemm.cast_rows_only(x, E4M3))
 
 
+def test_the_matrices_of_experts():
+    x = torch.stack([representable((48, 144), E4M3, seed=seed, spread=3) for seed in range(3)])
+    cast = twins.cast_matrices(x, E4M3)
+    assert_casts_same(cast, cast_and_gemm.cast_matrices(x, E4M3))
+    assert all(
+        tensor.is_contiguous() for operand in (cast.rows, cast.columns) for tensor in (operand.values, operand.scale)
+    )
+
+
 @pytest.mark.parametrize("start", [0.0, 1e6])
 def test_delayed_cast_takes_a_scale_and_raises_the_maximum(start: float):
     x = representable((144, 272), E4M3, seed=4)

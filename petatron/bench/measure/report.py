@@ -13,6 +13,7 @@ from petatron.bench.measure.units import format_si
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec
 from petatron.bench.peers.bench_model import NUM_BATCHES
 from petatron.bench.result import BenchResult
+from petatron.config.checks.layers.linear_attention import has_delta_layers
 from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
 from petatron.models.registry import model_spec
 
@@ -73,6 +74,8 @@ def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements)
         "experts": spec.run.moe.num_experts is not None,
         "latent": model.multi_latent_attention,
         "hybrid": model.hybrid_layer_pattern is not None,
+        "delta": has_delta_layers(model),
+        "gated": model.attention_output_gate,
     }
     for causal, label in ((False, "full"), (True, "causal")):
         formula = flops_formula(causal=causal, **kinds)

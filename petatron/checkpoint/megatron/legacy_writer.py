@@ -141,7 +141,7 @@ def _layout_problems(model: ModelConfig, moe: MoEConfig | None, tp: int, pp: int
     pattern = model.hybrid_layer_pattern
     given = {
         "--multi-latent-attention": model.multi_latent_attention,
-        "--mtp-num-layers": model.mtp_num_layers is not None,
+        "--mtp-num-layers": bool(model.mtp_num_layers),
     }
     kinds = [Problem(flag, "", unnamed, fix) for flag, is_given in given.items() if is_given]
     if pattern is not None:

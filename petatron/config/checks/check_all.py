@@ -16,6 +16,7 @@ from petatron.config.checks.data_parallel import check_data_parallel
 from petatron.config.checks.files import check_files
 from petatron.config.checks.fp8 import check_fp8
 from petatron.config.checks.layers.hybrid import check_hybrid
+from petatron.config.checks.layers.linear_attention import check_linear_attention
 from petatron.config.checks.model import check_model
 from petatron.config.checks.moe import check_moe
 from petatron.config.checks.moe_overlap import check_moe_overlap
@@ -56,6 +57,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
     rules = (
         check_model(config),
         check_hybrid(config),
+        check_linear_attention(config),
         check_moe(config, require_training=require_training),
         check_layout(config),
         check_pipeline(config),

@@ -23,7 +23,7 @@ def check_model(config: RawRunConfig) -> Iterator[Problem]:
     yield from _heads(config.model)
     if config.model.multi_latent_attention:
         yield from _latent_attention(config.model)
-    if config.model.mtp_num_layers is not None:
+    if config.model.mtp_num_layers:
         yield from _multi_token_prediction(config.model)
     yield from _positions(config.model)
     yield from _numbers(config.model)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.checks.layers.hybrid import MAMBA_SIZES
+from petatron.config.checks.layers.linear_attention import LINEAR_SIZES, has_delta_layers
 from petatron.config.checks.model import LATENT_WIDTHS
 from petatron.config.checks.moe import router_cannot_learn
 from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, flatten_config
@@ -42,6 +43,7 @@ _ATTENTION = (
     "kv_channels",
     "window_size",
     "qk_layernorm",
+    "attention_output_gate",
     "attention_dropout",
 )
 _CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes")
@@ -138,8 +140,9 @@ def _different_effect_notices(config: RawRunConfig, origins: Mapping[str, ValueO
 
 def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     positions = config.model.position_embedding_type
-    bounded = config.model.activation_func_clamp_value is not None or config.model.glu_linear_offset != 0.0
-    if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS and not bounded:
+    compiles = MAMBA in (config.model.hybrid_layer_pattern or "") or has_delta_layers(config.model)
+    compiles |= config.model.activation_func_clamp_value is not None or config.model.glu_linear_offset != 0.0
+    if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS and not compiles:
         yield "compile", "nothing of this model is compiled: on GPUs it has kernels of its own"
     if config.train.device == "cpu":
         yield "cuda_graphs", "the CPU computes"
@@ -165,7 +168,7 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
         yield "sgd_momentum", f"the optimizer is {config.optim.optimizer}"
     yield from _unused_attention(config)
     yield from _unused_hybrid(config)
-    if config.model.mtp_num_layers is None:
+    if not config.model.mtp_num_layers:
         yield "mtp_loss_scaling_factor", "it is for --mtp-num-layers"
     if config.checkpoint.load is None:
         yield from ((name, "there is no --load") for name in _LOAD)
@@ -190,6 +193,8 @@ def _unused_hybrid(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     pattern = config.model.hybrid_layer_pattern
     if pattern is None or MAMBA not in pattern:
         yield from ((name, "no layer is Mamba-2") for name in (*MAMBA_SIZES, "mamba_norm_groups"))
+    if not has_delta_layers(config.model):
+        yield from ((name, "no layer is a gated delta net") for name in LINEAR_SIZES)
     if pattern is None:
         return
     yield "moe_layer_freq", "--hybrid-layer-pattern says which layers have experts"
@@ -341,6 +346,8 @@ def _unused_recompute_modules(config: RawRunConfig) -> Iterator[str]:
         lacking["shared_experts"] = "there is no shared expert"
     if pattern is None or MAMBA not in pattern:
         lacking["mamba"] = "no layer is Mamba-2"
+    if not has_delta_layers(config.model):
+        lacking["delta"] = "no layer is a gated delta net"
     if pattern is not None and ATTENTION not in pattern:
         lacking |= dict.fromkeys(("attention", "core_attn"), "no layer is attention")
     for module in config.memory.recompute_modules:

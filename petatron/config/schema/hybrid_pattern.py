@@ -1,6 +1,6 @@
 """The layers of a hybrid model, one letter each: the value of `--hybrid-layer-pattern`, or what ratios of kinds give.
 
-    M  Mamba-2      *  attention      -  MLP      E  experts
+    M  Mamba-2      G  gated delta net      *  attention      -  MLP      E  experts
 
 Each letter is a layer with this one residual branch.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
-SYMBOLS = MAMBA + ATTENTION + MLP + EXPERTS
+MAMBA, DELTA, ATTENTION, MLP, EXPERTS = "M", "G", "*", "-", "E"
+SYMBOLS = MAMBA + DELTA + ATTENTION + MLP + EXPERTS
 STAGE_BOUNDARY, PREDICTION_DEPTH = "|", "/"
 """Of Megatron's newer patterns, and not of ours: where pipeline stages end, and where the layers of multi-token prediction begin."""
 

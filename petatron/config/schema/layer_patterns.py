@@ -1,7 +1,8 @@
-"""Which layers have a window, and which have no rotary positions: the values of `--window-attn-skip-freq` and `--no-rope-freq`.
+"""Which layers have a window, linear attention, or no rotary positions.
 
-A number N marks every N-th layer: layers N - 1, 2N - 1, ... have no window, or no rotary positions. Anything else is one 0 or 1 per
-layer in Python's notation for lists, as for `--moe-layer-freq`; 1 stands for a window, or for no positions.
+These are the values of `--window-attn-skip-freq`, `--linear-attention-freq` and `--no-rope-freq`. A number N marks every N-th layer:
+layers N - 1, 2N - 1, ... have no window, attention, or no rotary positions. Anything else is one 0 or 1 per layer in Python's notation
+for lists, as for `--moe-layer-freq`; 1 stands for a window, for linear attention, or for no positions.
 """
 
 from __future__ import annotations
@@ -27,6 +28,18 @@ def window_layers(model: RawModelConfig) -> tuple[bool, ...]:
     if model.window_attn_skip_freq is None:
         return (True,) * model.num_layers
     every, pattern = _parsed("window_attn_skip_freq", model)
+    return tuple((layer + 1) % every != 0 for layer in range(model.num_layers)) if pattern is None else pattern
+
+
+def linear_layers(model: RawModelConfig) -> tuple[bool, ...]:
+    """Returns for each layer whether it has linear attention.
+
+    >>> linear_layers(RawModelConfig(num_layers=4, experimental_attention_variant="gated_delta_net", linear_attention_freq="4"))
+    (True, True, True, False)
+    """
+    if model.experimental_attention_variant is None:
+        return (False,) * model.num_layers
+    every, pattern = _parsed("linear_attention_freq", model)
     return tuple((layer + 1) % every != 0 for layer in range(model.num_layers)) if pattern is None else pattern
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
+from petatron.config.schema.linear_attention import LinearAttention
 from petatron.config.schema.numeric_bounds import Factor, RotaryBase, SequenceLength
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerVariants:
+class LayerVariants(LinearAttention):
     """Variants of attention, MLPs, norms and residuals."""
 
     window_attn_skip_freq: str | None = None
@@ -40,6 +41,8 @@ class LayerVariants:
     """Rotary positions rotate neighbouring channels instead of those half a head apart."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Attention sinks: whether a head may attend to nothing, with the score 0 or with a learned one (gpt-oss)."""
+    attention_output_gate: bool = False
+    """Multiply each channel of attention's output by a sigmoid gate that is projected with the queries (Qwen3-Next)."""
     softmax_scale: Factor | None = None
     """Factor on attention scores. Unset means 1 / sqrt(head width)."""
     attn_logit_softcapping: Factor | None = None

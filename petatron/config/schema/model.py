@@ -105,9 +105,9 @@ class RawModelConfig(LayerVariants):
     v_head_dim: Width = 128
     """Latent attention: width of a value head."""
     is_hybrid_model: bool = False
-    """A model of layers with one branch each: Mamba-2, attention, MLP or experts. Derived: on with a pattern or a ratio of them."""
+    """A model of layers with one branch each, by letters or ratios of kinds. Derived: on with a pattern or a ratio of them."""
     hybrid_layer_pattern: str | None = None
-    """The layers of a hybrid model, one letter each: M Mamba-2, * attention, - MLP, E experts. Derived: from the two ratios."""
+    """The layers of a hybrid model, one letter each: M Mamba-2, G gated delta net, * attention, - MLP, E experts. Derived: from ratios."""
     hybrid_attention_ratio: Fraction = 0.0
     """Hybrid models without a pattern: the share of layers that are attention."""
     hybrid_mlp_ratio: Fraction = 0.0
@@ -124,8 +124,10 @@ class RawModelConfig(LayerVariants):
     """Mamba-2: groups of channels that the gated norm normalises, `--mamba-num-groups` or 1. Derived: the former."""
     mamba_chunk_size: SequenceLength = 128
     """Mamba-2: tokens of a chunk of the scan; of speed and memory only."""
+    linear_chunk_size: SequenceLength = 64
+    """Gated delta net: tokens of a chunk of the delta rule; of speed and memory only."""
     mtp_num_layers: LayerCount | None = None
-    """Multi-token prediction (DeepSeek-V3): layers after the last one, each of which predicts one token further ahead; unset means none."""
+    """Multi-token prediction (DeepSeek-V3): layers after the last one, each of which predicts one token further ahead; unset or 0: none."""
     mtp_loss_scaling_factor: Factor = 0.1
     """Weight of the mean of their losses, beside that of the next token."""
     untie_embeddings_and_output_weights: bool = False

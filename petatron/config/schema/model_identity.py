@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, MLP
+from petatron.config.schema.hybrid_pattern import ATTENTION, DELTA, MAMBA, MLP
 from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS, MoELayerFreqError, parse_moe_layer_freq
@@ -21,6 +21,7 @@ RUNTIME_FIELDS = frozenset(
     {
         "seq_length",
         "mamba_chunk_size",
+        "linear_chunk_size",
         "make_vocab_size_divisible_by",
         "moe_grouped_gemm",
         "moe_token_dispatcher_type",
@@ -73,6 +74,15 @@ _LATENT_SIZES = _LATENT_FIELDS - {"multi_latent_attention"}
 _MAMBA_FIELDS = frozenset(
     {"mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_norm_groups"}
 )
+_DELTA_FIELDS = frozenset(
+    {
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    }
+)
 _HYBRID_FIELDS = _MAMBA_FIELDS | {
     "is_hybrid_model",
     "hybrid_layer_pattern",
@@ -104,7 +114,7 @@ def model_identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
         del identity["model_type"]
     lacking = frozenset() if model.multi_latent_attention else _LATENT_FIELDS
     lacking |= _HYBRID_FIELDS if model.hybrid_layer_pattern is None else frozenset()
-    lacking |= frozenset() if model.mtp_num_layers is not None else _PREDICTION_FIELDS
+    lacking |= frozenset() if model.mtp_num_layers else _PREDICTION_FIELDS
     earlier = {**variant_defaults(), **_EARLIER_VALUES}
     lacking |= {name for name, default in earlier.items() if identity.get(name) == default}
     return {name: value for name, value in identity.items() if name not in lacking}
@@ -132,7 +142,7 @@ def identity_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
 def _same_value(name: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     if name == "moe_layer_freq":
         return _moe_pattern(theirs) == _moe_pattern(ours)
-    if name in ("window_attn_skip_freq", "no_rope_freq"):
+    if name in ("window_attn_skip_freq", "linear_attention_freq", "no_rope_freq"):
         return _layer_pattern(name, theirs) == _layer_pattern(name, ours)
     first, second = (tuple(v) if isinstance(v, list) else v for v in (theirs[name], ours[name]))
     return first == second
@@ -147,6 +157,8 @@ def _unused_fields(settings: Mapping[str, Any]) -> frozenset[str]:
     pattern = settings.get("hybrid_layer_pattern")
     if not isinstance(pattern, str) or MAMBA not in pattern:
         unused |= _MAMBA_FIELDS
+    delta = DELTA in pattern if isinstance(pattern, str) else settings.get("experimental_attention_variant") is not None
+    unused |= frozenset() if delta else _DELTA_FIELDS
     if isinstance(pattern, str):
         unused |= {"moe_layer_freq"} | (frozenset() if MLP in pattern else {"ffn_hidden_size"})
     if isinstance(pattern, str) and ATTENTION not in pattern:
@@ -175,8 +187,8 @@ def _layer_pattern(name: str, settings: Mapping[str, Any]) -> tuple[Any, ...]:
     except MoELayerFreqError:
         return ("", text)
     if isinstance(pattern, int):
-        windowed = name == "window_attn_skip_freq"
-        return tuple(((layer + 1) % max(pattern, 1) == 0) != windowed for layer in range(layers))
+        marks_others = name != "no_rope_freq"
+        return tuple(((layer + 1) % max(pattern, 1) == 0) != marks_others for layer in range(layers))
     return tuple(bool(bit) for bit in pattern)
 
 

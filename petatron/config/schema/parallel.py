@@ -21,7 +21,9 @@ from petatron.config.schema.training import FilePath
 
 PipelineScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-RecomputeModule = Literal["core_attn", "attention", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mamba"]
+RecomputeModule = Literal[
+    "core_attn", "attention", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mamba", "delta"
+]
 MIN_BUCKET_SIZE = 40_000_000
 
 

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one per batch size, captured when it first occurs, replayed from then on.
 
 A decode step of a small batch is hundreds of kernels of a few microseconds, more than a host can launch in time. Batches are padded to
-the next captured size; padding is stored in the scratch page. What changes from step to step (ids, positions, slots, lengths and page
-tables) is one tensor of integers, copied in one transfer.
+the next captured size; padding is stored in the scratch page, and its states in the scratch slot. What changes from step to step (ids,
+positions, slots, lengths, slots of states and page tables) is one tensor of integers, copied in one transfer.
 
 The most likely ids stay on the device, and the next step may take its inputs from there: it is started before the host has seen them, and
 the host's work of one step overlaps the next.
@@ -14,12 +14,13 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from petatron.infer.pages import SCRATCH_PAGE
+from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.most_likely import MostLikelyKernels
 from petatron.kernels.registry import KernelContext, choose_kernel
@@ -29,11 +30,20 @@ StepInputs = tuple[Tensor, Tensor, PagedBatch, Tensor]
 StepOutputs = tuple[Tensor, Tensor]
 IntRow = Sequence[int] | np.ndarray
 
+
+class SequenceRows(NamedTuple):
+    """Where each sequence of a step has its rows: its pages, and the slot of its recurrent states."""
+
+    page_lists: Sequence[list[int]]
+    state_slots: Sequence[int]
+
+
 _WARM_UP_STEPS = 2
-_NUM_COLUMNS = 5
-"""Ids, rows of the step before whose new ids to take instead (-1: none), positions, slots, lengths; after them the page table."""
+_NUM_COLUMNS = 6
+"""Ids, rows of the step before whose new ids to take instead (-1: none), positions, slots, lengths, slots of states; after them the
+page table."""
 _LENGTHS = 4
-_PADDING = np.array([[0], [-1], [0], [SCRATCH_PAGE], [1]], dtype=np.int32)
+_PADDING = np.array([[0], [-1], [0], [SCRATCH_PAGE], [1], [SCRATCH_SLOT]], dtype=np.int32)
 """The columns of a row without a sequence, whose first page is the scratch page."""
 
 
@@ -65,13 +75,13 @@ class _HostInputs:
         self._held: list[tuple[Sequence[int], int]] = []
 
     def fill(
-        self, ids: IntRow, sources: IntRow, positions: np.ndarray, page_lists: Sequence[list[int]], page_size: int
+        self, ids: IntRow, sources: IntRow, positions: np.ndarray, sequences: SequenceRows, page_size: int
     ) -> None:
-        count, columns = len(page_lists), self._columns
-        self._fill_table(page_lists)
+        count, columns = len(sequences.page_lists), self._columns
+        self._fill_table(sequences.page_lists)
         pages = self._table[np.arange(count), positions // page_size]
         slots = pages * page_size + positions % page_size
-        for column, values in zip(columns, (ids, sources, positions, slots, positions + 1)):
+        for column, values in zip(columns, (ids, sources, positions, slots, positions + 1, sequences.state_slots)):
             column[:count] = values
         columns[:, count:] = _PADDING
 
@@ -114,7 +124,10 @@ class DecodeGraphs:
         multiple: int,
         page_size: int,
         max_length: int,
+        shares_pages: bool = False,
     ) -> None:
+        """`shares_pages`: several rows may be tokens of one sequence."""
+        self._shares_pages = shares_pages
         self._run, self._device, self._max_length = run, device, max_length
         self._page_size, self._pages = page_size, -(-max_length // page_size)
         self._sizes = captured_sizes(most, multiple)
@@ -127,18 +140,18 @@ class DecodeGraphs:
         """The new ids of the last step: the most likely ones, unless others were drawn and written here."""
 
     def run(
-        self, ids: IntRow, positions: np.ndarray, page_lists: Sequence[list[int]], sources: IntRow | None = None
+        self, ids: IntRow, positions: np.ndarray, sequences: SequenceRows, sources: IntRow | None = None
     ) -> StepOutputs:
         """Starts a step of one token of each sequence; the outputs are valid until the next step.
 
         `sources`: rows of the step before, whose new ids are the tokens of this one.
         """
-        count = len(page_lists)
+        count = len(sequences.page_lists)
         size = next(each for each in self._sizes if each >= count)
         step = self._captured.get(size) or self._capture(size)
         host, other = step.hosts
         step.hosts = other, host
-        host.fill(ids, [-1] * count if sources is None else sources, positions, page_lists, self._page_size)
+        host.fill(ids, [-1] * count if sources is None else sources, positions, sequences, self._page_size)
         step.device.copy_(host.tensor, non_blocking=True)
         step.graph.replay()
         logits, hidden = step.outputs
@@ -179,10 +192,18 @@ class DecodeGraphs:
         return self._captured[size]
 
     def _step(self, inputs: Tensor, size: int) -> StepOutputs:
-        typed, sources, positions, slots, lengths = inputs[:_NUM_COLUMNS]
+        typed, sources, positions, slots, lengths, state_slots = inputs[:_NUM_COLUMNS]
         tokens = torch.where(sources < 0, typed, self.ids[sources.clamp(min=0).long()])
         table = inputs[_NUM_COLUMNS:].view(size, -1)
-        batch = PagedBatch(slots, table, lengths, self._max_length, size)
+        batch = PagedBatch(
+            slots,
+            table,
+            lengths,
+            self._max_length,
+            size,
+            shares_pages=self._shares_pages,
+            state_slots_N=state_slots,
+        )
         logits, hidden = self._run((tokens, positions, batch, torch.arange(size, device=self._device)))
         self.ids[:size] = self._kernels.most_likely(logits)
         return logits, hidden

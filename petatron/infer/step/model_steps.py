@@ -9,42 +9,62 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import SCRATCH_PAGE
+from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT, CacheSize
 from petatron.infer.scheduler import ScheduledSequence
-from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow, StepInputs, StepOutputs
+from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow, SequenceRows, StepInputs, StepOutputs
+from petatron.infer.step.layer_states import allocate_pages, allocate_states
+from petatron.infer.step.recorded_depths import RecordedDepths
 from petatron.infer.step.recorded_steps import RecordedSteps
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
-from petatron.layers.mtp import MtpLayerSpec
-from petatron.layers.spec.generation_state import GenerationStep, PagedState, Pages
+from petatron.layers.spec.generation_state import GenerationStep
+from petatron.layers.spec.sequence_group import sequence_groups
 from petatron.mesh import collectives
-from petatron.models.decoder import HIDDEN
+from petatron.models.decoder import HIDDEN, Decoder
 from petatron.parallel.parallel_model import ParallelModel
+
+
+class RowsOfSequence(NamedTuple):
+    """Tokens of a sequence at positions from `start` on. decodes: each is a row by itself, which attends through pages; else a chunk.
+
+    slot: of its recurrent states.
+    """
+
+    tokens: Many[int]
+    start: int
+    pages: list[int]
+    decodes: bool
+    slot: int = SCRATCH_SLOT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedStep:
-    """The host's side of a step: ids, positions and slots of all rows, and the rows whose logits are wanted."""
+    """The host's side of a step: ids, positions and slots of all rows, and the rows whose logits are wanted.
+
+    sequences, lengths: of every row that decodes, and then of every chunk. shares_pages: several rows are of one sequence.
+    """
 
     rows_3T: np.ndarray
-    page_tables: list[list[int]]
+    sequences: SequenceRows
     lengths: list[int]
     num_decodes: int
     chunks: tuple[PromptChunk, ...]
     logit_rows: list[int]
+    shares_pages: bool = False
 
     @property
     def first_page(self) -> int | None:
         """The first page of the only sequence that decodes, if its pages follow each other."""
         if self.num_decodes != 1:
             return None
-        pages = self.page_tables[0]
+        pages = self.sequences.page_lists[0]
         return pages[0] if pages == list(range(pages[0], pages[0] + len(pages))) else None
 
 
@@ -60,26 +80,55 @@ def pack_step(
 
     `logit_rows` count from each sequence's first row.
     """
+    rows = [
+        RowsOfSequence(
+            [*work.sequence.tokens[work.start : work.start + work.count - len(work.drafts)], *work.drafts],
+            work.start,
+            work.sequence.pages,
+            work.decodes,
+            work.sequence.slot,
+        )
+        for work in scheduled
+    ]
+    return pack_rows(rows, logit_rows, page_size=page_size, multiple=multiple, least=least)
+
+
+def pack_rows(
+    sequences: Many[RowsOfSequence],
+    logit_rows: Many[Many[int]],
+    *,
+    page_size: int,
+    multiple: int = 1,
+    least: int = 1,
+) -> PackedStep:
+    """Packs rows of sequences as `pack_step` does."""
     decodes: tuple[list[int], list[int], list[int]] = ([], [], [])
     parts: list[np.ndarray] = []
     chunks: list[PromptChunk] = []
+    page_tables: list[list[int]] = []
+    slots_of_states: list[int] = []
+    lengths: list[int] = []
     wanted: list[int] = []
     begin = 0
-    for number, (work, rows) in enumerate(zip(scheduled, logit_rows)):
-        sequence, end = work.sequence, begin + work.count
+    for (tokens, start, pages, decoded, state_slot), rows in zip(sequences, logit_rows):
+        end = begin + len(tokens)
+        slots_of_states += [state_slot] * (len(tokens) if decoded else 1)
         wanted += [begin + row for row in rows]
-        if work.decodes:
+        if decoded:
             assert not chunks, "decodes come first"
-            at = work.start
-            known = sequence.tokens[at : at + 1] or [0]  # not known yet: it is on the device
-            slot = sequence.pages[at // page_size] * page_size + at % page_size
-            for column, value in zip(decodes, (known[0], at, slot)):
-                column.append(value)
+            for at, token in enumerate(tokens, start):
+                slot = pages[at // page_size] * page_size + at % page_size
+                for column, value in zip(decodes, (token, at, slot)):
+                    column.append(value)
+                page_tables.append(pages)
+                lengths.append(at + 1)
         else:
-            positions = np.arange(work.start, work.start + work.count)
-            slots = np.array(sequence.pages)[positions // page_size] * page_size + positions % page_size
-            parts.append(np.stack([np.array(sequence.tokens[work.start : work.start + work.count]), positions, slots]))
-            chunks.append(PromptChunk(begin, end, number, work.start))
+            positions = np.arange(start, start + len(tokens))
+            slots = np.array(pages)[positions // page_size] * page_size + positions % page_size
+            parts.append(np.stack([np.array(tokens), positions, slots]))
+            chunks.append(PromptChunk(begin, end, len(page_tables), start))
+            page_tables.append(pages)
+            lengths.append(start + len(tokens))
         begin = end
     count = max(begin, least)
     padding = count + -count % multiple - begin
@@ -87,45 +136,49 @@ def pack_step(
         parts.append(np.array([[0] * padding, [0] * padding, [SCRATCH_PAGE * page_size] * padding]))
     return PackedStep(
         np.concatenate([np.array(decodes, dtype=np.int64), *parts], axis=1),
-        [work.sequence.pages for work in scheduled],
-        [work.start + work.count for work in scheduled],
+        SequenceRows(page_tables, slots_of_states),
+        lengths,
         len(decodes[0]),
         tuple(chunks),
         wanted,
+        shares_pages=any(each.decodes and len(each.tokens) > 1 for each in sequences),
     )
 
 
 class ModelSteps:
-    """This rank's stages with the pages of their layers."""
+    """This rank's stages with the pages and recurrent states of their layers."""
 
-    def __init__(self, model: ParallelModel, options: EngineOptions, *, num_pages: int, max_length: int) -> None:
+    def __init__(self, model: ParallelModel, options: EngineOptions, cache: CacheSize, *, max_length: int) -> None:
         self._model = model
         page_size = options.page_size
         self._stages = [model.stages[number] for number in sorted(model.stages)]
         self.device = model.mesh.device
-        states = layer_states(model)
-        self._pages: dict[int, Pages] = {
-            index: {
-                name: torch.zeros((num_pages, page_size, *shape), dtype=model.dtype, device=self.device)
-                for name, shape in state.rows
-            }
-            for index, state in states.items()
-        }
+        self._pages = allocate_pages(model, cache.num_pages, page_size, depths=options.speculative_tokens)
+        self._states = allocate_states(model, cache.num_slots)
         taken = model.io.boundaries[1] if len(model.io.boundaries) > 1 else ()
         boundary = next((tensor for tensor in taken if tensor.name == HIDDEN), None)
         self._width = None if boundary is None else boundary.width
         self._shards = model.mesh.tp.size if model.sequence_parallel else 1
         self._without_gradients = torch.inference_mode if can_use_inference_mode(model) else torch.no_grad
-        self._recorded = None
+        self._recorded = self._recorded_depths = None
         if options.recorded_steps and can_record(model):
-            self._recorded = RecordedSteps(self._run_last, page_size=page_size)
+            self._recorded = RecordedSteps(self._run_last, page_size=page_size if self._pages else 0)
+        if options.recorded_steps and can_record(model) and options.speculative_tokens:
+            self._recorded_depths = RecordedDepths(
+                self._run_depth,
+                most_rows=options.max_sequences * (1 + options.speculative_tokens),
+                width=model.spec.config.hidden_size,
+                dtype=model.dtype,
+                page_size=page_size,
+            )
         self.graphs = None
         if options.cuda_graphs and can_capture(model):
             self.graphs = DecodeGraphs(
                 self._run_last,
                 self.device,
                 model.dtype,
-                most=options.max_sequences,
+                most=options.max_sequences * (1 + options.speculative_tokens),
+                shares_pages=options.speculative_tokens > 0,
                 multiple=self._shards,
                 page_size=page_size,
                 max_length=max_length,
@@ -141,7 +194,7 @@ class ModelSteps:
         self._without_dropout()
         if self.runs_as_graph(packed):
             ids, positions, _ = packed.rows_3T[:, : packed.num_decodes]
-            return self.run_graph(ids, positions, packed.page_tables)
+            return self.run_graph(ids, positions, packed.sequences)
         with self._without_gradients():
             return self._run_recorded(packed) or self._run_eager(packed)
 
@@ -154,29 +207,51 @@ class ModelSteps:
         """Repeats a recorded decode step; None if there is none for this one."""
         if self._recorded is None or packed.chunks or packed.logit_rows != list(range(packed.num_decodes)):
             return None
-        return self._recorded.run(packed.rows_3T, packed.lengths, packed.page_tables)
+        return self._recorded.run(packed.rows_3T, packed.lengths, packed.sequences)
 
     def _run_eager(self, packed: PackedStep) -> tuple[Tensor, Tensor] | None:
         pp = self._model.mesh.pp
         tokens, positions, batch, rows = self._to_device(packed)
         x = self._receive(packed.rows_3T.shape[1]) if pp.rank > 0 else None
         [stage] = self._stages
-        out = stage.generation_step(tokens, positions, x, GenerationStep(batch, self._pages), rows)
+        out = stage.generation_step(tokens, positions, x, self._generation_step(batch), rows)
         if isinstance(out, tuple):
             return out
         sent, _ = collectives.start_send_recv(pp, sends=[(out, pp.rank + 1)], receives=[])
         sent[0].wait()
         return None
 
+    def run_depth(self, depth: int, packed: PackedStep, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs a depth of multi-token prediction on rows with hidden states of the depth before; returns what `run` does.
+
+        The token of a row is that of `depth` positions ahead. The hidden states are whole on every rank, padding included.
+        """
+        with self._without_gradients():
+            if self._recorded_depths is not None and packed.num_decodes == packed.rows_3T.shape[1]:
+                rows, lengths, sequences = packed.rows_3T, packed.lengths, packed.sequences
+                found = self._recorded_depths.run(depth, rows, lengths, sequences, hidden_TD)
+                if found is not None:
+                    return found[0][packed.logit_rows], found[1]
+            return self._run_depth(depth, self._to_device(packed), hidden_TD)
+
+    def _run_depth(self, depth: int, inputs: StepInputs, hidden_TD: Tensor) -> StepOutputs:
+        tokens, positions, batch, rows = inputs
+        [stage] = self._stages
+        assert isinstance(stage, Decoder), "another model has no depths"
+        part_TD = hidden_TD.chunk(self._shards)[self._model.mesh.tp.rank if self._shards > 1 else 0]
+        return stage.draft_step(tokens, positions, part_TD, GenerationStep(batch, self._pages), rows, depth=depth)
+
     def forget_recordings(self) -> None:
         """Forgets recorded steps, which read copies of weights."""
-        if self._recorded is not None:
-            self._recorded.forget()
+        for recorded in (self._recorded, self._recorded_depths):
+            if recorded is not None:
+                recorded.forget()
 
     def release(self) -> None:
-        """Frees pages and graphs; no step can be run after it."""
+        """Frees pages, states and graphs; no step can be run after it."""
         self._pages.clear()
-        self._recorded = None
+        self._states.clear()
+        self._recorded = self._recorded_depths = None
         if self.graphs is not None:
             self.graphs.release()
 
@@ -194,19 +269,23 @@ class ModelSteps:
 
     @torch.no_grad()
     def run_graph(
-        self, ids: IntRow, positions: np.ndarray, page_lists: Many[list[int]], sources: IntRow | None = None
+        self, ids: IntRow, positions: np.ndarray, sequences: SequenceRows, sources: IntRow | None = None
     ) -> StepOutputs:
         """Starts such a step; see `DecodeGraphs.run`."""
         assert self.graphs is not None
-        return self.graphs.run(ids, positions, page_lists, sources)
+        return self.graphs.run(ids, positions, sequences, sources)
 
     def _run_last(self, inputs: StepInputs) -> StepOutputs:
         """A step of the only stage."""
         tokens, positions, batch, rows = inputs
         [stage] = self._stages
-        out = stage.generation_step(tokens, positions, None, GenerationStep(batch, self._pages), rows)
+        out = stage.generation_step(tokens, positions, None, self._generation_step(batch), rows)
         assert isinstance(out, tuple), "the only stage is the last"
         return out
+
+    def _generation_step(self, batch: PagedBatch) -> GenerationStep:
+        groups = sequence_groups(batch) if self._states else ()
+        return GenerationStep(batch, self._pages, self._states, groups)
 
     def _receive(self, rows: int) -> Tensor:
         pp = self._model.mesh.pp
@@ -217,9 +296,10 @@ class ModelSteps:
         return x
 
     def _to_device(self, packed: PackedStep) -> StepInputs:
-        columns = max((len(pages) for pages in packed.page_tables), default=1)
-        table = np.full((len(packed.page_tables), columns), SCRATCH_PAGE, dtype=np.int32)
-        for row, pages in zip(table, packed.page_tables):
+        page_lists, state_slots = packed.sequences
+        columns = max((len(pages) for pages in page_lists), default=1)
+        table = np.full((len(page_lists), columns), SCRATCH_PAGE, dtype=np.int32)
+        for row, pages in zip(table, page_lists):
             row[: len(pages)] = pages
         rows = torch.from_numpy(packed.rows_3T).to(self.device)
         batch = PagedBatch(
@@ -231,6 +311,8 @@ class ModelSteps:
             packed.chunks,
             self._documents(packed.chunks),
             packed.first_page,
+            packed.shares_pages,
+            torch.tensor(state_slots, dtype=torch.int64, device=self.device) if self._states else None,
         )
         wanted = torch.tensor(packed.logit_rows, dtype=torch.int64, device=self.device)
         return rows[0], rows[1], batch, wanted
@@ -268,18 +350,3 @@ def can_use_inference_mode(model: ParallelModel) -> bool:
         and not fully_sharded
         and not (model.fp8_gemms.linears or model.fp8_gemms.experts)
     )
-
-
-def layer_states(model: ParallelModel) -> dict[int, PagedState]:
-    """Returns what this rank's layers keep of every token, by the index of the layer."""
-    found: dict[int, PagedState] = {}
-    for stage in model.stages.values():
-        for name in stage.layers:
-            if isinstance(model.spec.layers[int(name)], MtpLayerSpec):
-                continue  # it predicts what training wants to know, and generation does not run it
-            for branch in model.spec.layers[int(name)].branches:
-                state = branch.generation_state(model.mesh.tp.size)
-                if state is not None:
-                    assert int(name) not in found, "a layer has one branch with a state"
-                    found[int(name)] = state
-    return found

@@ -2,7 +2,8 @@
 
 The shape is the number of sequences and the pages of the longest, rounded up, so that a recording serves for dozens of steps. It costs as
 much as a few steps that are not recorded, so a shape is recorded when it has occurred a few times; and a recording gathers what the
-sequences have in pages, so sequences with many tokens, whose attention takes longer than any call, are not recorded.
+sequences have in pages, so sequences with many tokens, whose attention takes longer than any call, are not recorded. It is made of a
+step of padding, and then repeated for the sequences: a recurrent state takes in a token once, also where a recording fails.
 
 N sequences, P pages.
 """
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
-from petatron.infer.pages import SCRATCH_PAGE
-from petatron.infer.step.decode_graphs import StepInputs, StepOutputs
+from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
+from petatron.infer.step.decode_graphs import SequenceRows, StepInputs, StepOutputs
 from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
 from petatron.kernels.attention.paged import PagedBatch
 
@@ -51,16 +52,27 @@ def padded_pages(pages: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RecordedStep:
-    """The tensors that a recording reads (ids, positions and slots; lengths; page tables), and its calls."""
+    """The tensors that a recording reads (ids, positions and slots; lengths; slots of states; page tables), and its calls."""
 
     rows_3N: Tensor
     lengths_N: Tensor
+    state_slots_N: Tensor
     table_NP: Tensor
     calls: RecordedCalls
 
+    def repeat(self, rows: np.ndarray, lengths: list[int], sequences: SequenceRows) -> StepOutputs:
+        self.rows_3N.numpy()[:] = rows
+        self.lengths_N.numpy()[:] = lengths
+        self.state_slots_N.numpy()[:] = sequences.state_slots
+        table = self.table_NP.numpy()
+        table[:] = SCRATCH_PAGE
+        for row, pages in zip(table, sequences.page_lists, strict=True):
+            row[: len(pages)] = pages
+        return self.calls.repeat()
+
 
 class RecordedSteps:
-    """Runs decode steps of one stage that is the whole model."""
+    """Runs decode steps of one stage that is the whole model. page_size: 0 where no layer has pages."""
 
     def __init__(self, run: Callable[[StepInputs], StepOutputs], *, page_size: int) -> None:
         self._run, self._page_size = run, page_size
@@ -68,21 +80,20 @@ class RecordedSteps:
         self._recorded: OrderedDict[StepShape, _RecordedStep] = OrderedDict()
         self._recordable = True
 
-    def run(self, rows: np.ndarray, lengths: list[int], page_tables: list[list[int]]) -> StepOutputs | None:
+    def run(self, rows: np.ndarray, lengths: list[int], sequences: SequenceRows) -> StepOutputs | None:
         """Runs a step of ids, positions and slots; None if its shape is not recorded. The outputs are valid until the next step."""
-        shape = StepShape(len(lengths), padded_pages(max(map(len, page_tables))))
+        shape = StepShape(len(lengths), padded_pages(max(map(len, sequences.page_lists))))
         if not self._recordable or shape.sequences * shape.pages * self._page_size > _MAX_GATHERED_TOKENS:
             return None
         step = self._recorded.get(shape)
         if step is not None:
             self._recorded.move_to_end(shape)
-            _write_inputs(step.rows_3N, step.lengths_N, step.table_NP, rows, lengths, page_tables)
-            return step.calls.repeat()
+            return step.repeat(rows, lengths, sequences)
         self._seen[shape] += 1
         if self._seen[shape] <= _FIRST_STEPS:
             return None
         try:
-            step = self._recorded[shape] = self._record(shape, rows, lengths, page_tables)
+            step = self._recorded[shape] = self._record(shape)
         except Unrecordable as error:
             _log.debug("decode steps are not recorded: %s", error)
             self._recordable = False
@@ -90,7 +101,7 @@ class RecordedSteps:
         if len(self._recorded) > _MAX_RECORDINGS:
             forgotten, _ = self._recorded.popitem(last=False)
             del self._seen[forgotten]
-        return step.calls.outputs
+        return step.repeat(rows, lengths, sequences)
 
     def forget(self) -> None:
         """Forgets all recordings; shapes are recorded again after a few steps."""
@@ -98,35 +109,17 @@ class RecordedSteps:
         self._recorded.clear()
 
     @torch.inference_mode(False)  # tensors made in it would hide what operations are made of
-    def _record(
-        self, shape: StepShape, rows: np.ndarray, lengths: list[int], page_tables: list[list[int]]
-    ) -> _RecordedStep:
-        rows_3N = torch.zeros((3, shape.sequences), dtype=torch.int64)
-        lengths_N = torch.zeros(shape.sequences, dtype=torch.int32)
+    def _record(self, shape: StepShape) -> _RecordedStep:
+        rows_3N = torch.zeros((3, shape.sequences), dtype=torch.int64)  # slot 0 is in the scratch page
+        lengths_N = torch.ones(shape.sequences, dtype=torch.int32)
+        state_slots_N = torch.full((shape.sequences,), SCRATCH_SLOT, dtype=torch.int64)
         table_NP = torch.full((shape.sequences, shape.pages), SCRATCH_PAGE, dtype=torch.int32)
-        _write_inputs(rows_3N, lengths_N, table_NP, rows, lengths, page_tables)
         tokens, positions, slots = rows_3N
         wanted = torch.arange(shape.sequences)
         most = shape.pages * self._page_size
 
         def step() -> StepOutputs:
-            batch = PagedBatch(slots, table_NP, lengths_N, most, shape.sequences)
+            batch = PagedBatch(slots, table_NP, lengths_N, most, shape.sequences, state_slots_N=state_slots_N)
             return self._run((tokens, positions, batch, wanted))
 
-        return _RecordedStep(rows_3N, lengths_N, table_NP, RecordedCalls(step))
-
-
-def _write_inputs(
-    rows_3N: Tensor,
-    lengths_N: Tensor,
-    table_NP: Tensor,
-    rows: np.ndarray,
-    lengths: list[int],
-    page_tables: list[list[int]],
-) -> None:
-    rows_3N.numpy()[:] = rows
-    lengths_N.numpy()[:] = lengths
-    table = table_NP.numpy()
-    table[:] = SCRATCH_PAGE
-    for row, pages in zip(table, page_tables, strict=True):
-        row[: len(pages)] = pages
+        return _RecordedStep(rows_3N, lengths_N, state_slots_N, table_NP, RecordedCalls(step))

@@ -82,7 +82,7 @@ def causal_attention(
     ):
         if documents.equal_length is not None:
             return _equal_length_attention(q_SBHE, k_SBKE, v_SBKE, documents.equal_length)
-        if documents.padded_rows is not None:
+        if documents.padded_rows is not None and q_SBHE.shape[-1] == v_SBKE.shape[-1]:
             return padded_attention(
                 q_SBHE, k_SBKE, v_SBKE, documents.padded_rows, PaddedKernels(packing_kernels, cudnn, flash)
             )
@@ -134,7 +134,7 @@ def _equal_length_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, leng
     return (
         _dense_attention(q, k, v, dropout=0.0, causal=True)
         .transpose(0, 1)
-        .reshape(batch, sequence, *q_SBHE.shape[2:])
+        .reshape(batch, sequence, q_SBHE.shape[2], v_SBKE.shape[3])
         .transpose(0, 1)
     )
 

@@ -19,15 +19,20 @@ _HOPPER = (9, 0)
 _MIN_VERSION = 91500
 """cuDNN 9.15: from here on PyTorch itself prefers it on Hopper."""
 
+_WIDEST = 128
+_WIDER = ((192, 128), (192, 192), (256, 256))
+"""Widths of keys and values beyond it that were tried: twice FlashAttention-2's speed and more (docs/performance-log.md)."""
+
 MIN_SEQUENCE_LENGTH = 64
 """The shortest sequence that is worth a plan; generation, a token at a time, does not use it."""
 
 
 def unsupported_tensors_reason(q: Tensor, v: Tensor) -> str | None:
     """Returns why cuDNN cannot, or should not, run on these tensors; None when it should."""
-    width = q.shape[-1]
-    if width != v.shape[-1] or width % 8 != 0 or width > 128:
-        return f"heads of {width} and {v.shape[-1]} values; equal multiples of 8 up to 128 are served"
+    widths = q.shape[-1], v.shape[-1]
+    equal = widths[0] == widths[1] and widths[0] % 8 == 0 and widths[0] <= _WIDEST
+    if not equal and widths not in _WIDER:
+        return f"heads of {widths[0]} and {widths[1]} values; equal multiples of 8 up to {_WIDEST} are served, 192, 256, and 192 with 128"
     cuda = q.device.type == "cuda"
     return unsupported_reason(q.device.type, torch.cuda.get_device_capability(q.device) if cuda else (0, 0), q.dtype)
 

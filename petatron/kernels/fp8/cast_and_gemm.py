@@ -120,6 +120,7 @@ class Fp8Kernels:
     cast_blocks: CastKernel
     cast_blocks_2d: CastKernel
     cast_rows_only: Callable[[Tensor, torch.dtype], Fp8Operand]
+    cast_matrices: CastKernel
     gemm: Fp8GemmKernel
     grouped_gemm: Fp8GroupedGemmKernel
 
@@ -177,6 +178,16 @@ def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     """Casts one orientation, for grouped GEMMs."""
     scale = power_of_two_scale(x_RC.abs().amax(dim=1, keepdim=True), dtype)
     return Fp8Operand(quantise(x_RC, scale, dtype).contiguous(), scale, "rows")
+
+
+def cast_matrices(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
+    """Casts the matrices of all experts in both orientations; values are [E, R, C] and [E, C, R], scales [E, R] and [E, C]."""
+    return Fp8Matrix(*(_cast_rows_of_each(x, dtype) for x in (x_ERC, x_ERC.transpose(1, 2))))
+
+
+def _cast_rows_of_each(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Operand:
+    cast = cast_rows_only(x_ERC.flatten(0, 1), dtype)
+    return Fp8Operand(cast.values.view(x_ERC.shape), cast.scale.view(x_ERC.shape[:2]), "rows")
 
 
 def cast_blocks(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
@@ -309,6 +320,7 @@ REFERENCE = Fp8Kernels(
     cast_blocks=cast_blocks,
     cast_blocks_2d=cast_blocks_2d,
     cast_rows_only=cast_rows_only,
+    cast_matrices=cast_matrices,
     gemm=emulated_gemm,
     grouped_gemm=emulated_grouped_gemm,
 )

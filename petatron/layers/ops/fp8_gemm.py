@@ -313,11 +313,7 @@ class Fp8ExpertGemms:
         return self._kernels.grouped_gemm(x.values, x.scale, matrices, counts, dtype=x_RD.dtype, fast=not transposed)
 
     def _cast_weight(self, weight_EOD: Tensor) -> Fp8Matrix:
-        return Fp8Matrix(self._cast_rows(weight_EOD), self._cast_rows(weight_EOD.transpose(1, 2)))
-
-    def _cast_rows(self, weight: Tensor) -> Fp8Operand:
-        cast = self._kernels.cast_rows_only(weight.contiguous().flatten(0, 1), E4M3)
-        return Fp8Operand(cast.values.view(weight.shape), cast.scale.view(weight.shape[:2]), "rows")
+        return self._kernels.cast_matrices(weight_EOD, E4M3)
 
 
 @dataclass(frozen=True, slots=True)

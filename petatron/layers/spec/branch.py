@@ -20,7 +20,7 @@ from torch import nn
 
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.generation_state import PagedState
+from petatron.layers.spec.generation_state import GenerationState
 from petatron.layers.spec.param_spec import ParamSpec
 
 FULL = "full"
@@ -91,8 +91,8 @@ class BranchSpec(ABC):
         """Whether fused kernels compute a step of decoding; else it is in plain PyTorch, and not in a CUDA graph."""
         return True
 
-    def generation_state(self, tp: int) -> PagedState | None:
-        """Returns what one rank keeps of every token while text is generated; None: nothing."""
+    def generation_state(self, tp: int) -> GenerationState | None:
+        """Returns what one rank keeps of every token, or of every sequence, while text is generated; None: nothing."""
         return None
 
     @abstractmethod

@@ -16,6 +16,8 @@ over them per token, one in each direction (`group_sum_slots`); nothing else is 
 Context parallelism gives each rank one contiguous part. The convolution takes the last tokens of the part before (`halo`), and the
 scan the state after it (`SelectiveScan` is replaced). Packed documents reset both.
 
+While text is generated, a sequence has the last inputs of its convolution and h: as many bytes after a million tokens as after one.
+
 S sequence, B batch, D hidden, C channels of the convolution, H heads, P head dim, G groups, N state dim; those of this rank.
 """
 
@@ -33,13 +35,16 @@ from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.ssm import causal_conv as conv_reference
 from petatron.kernels.ssm import chunk_scan as scan_reference
 from petatron.kernels.ssm import gated_norm as norm_reference
+from petatron.kernels.ssm.recurrence import state_update
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import Recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.generation_state import GenerationStep, RecurrentState, StateSlots, StateTensor
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
+from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
 from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
 from petatron.layers.ssm.ops import (
     ConvKernels,
@@ -91,6 +96,16 @@ class Mamba2Spec(BranchSpec):
         return True
 
     @property
+    def can_generate(self) -> bool:
+        return True
+
+    def generation_state(self, tp: int) -> RecurrentState | None:
+        window = StateTensor("conv", (self.conv_width - 1, self.conv_channels(tp)))
+        return RecurrentState(
+            (window, StateTensor("ssm", (self.num_heads // tp, self.head_dim, self.state_dim), wide=True))
+        )
+
+    @property
     def inner_size(self) -> int:
         """The width of all heads."""
         return self.num_heads * self.head_dim
@@ -114,7 +129,7 @@ class Mamba2Spec(BranchSpec):
                 init=UniformValues(-bound, bound),
                 weight_decay=name == "weight",
             )
-            for name, width in (("weight", (self.conv_width,)), ("bias", ()))
+            for name, width in (("weight", (1, self.conv_width)), ("bias", ()))
         }
         rows = {section.name: section.rows for section in inputs}
         by_head = Shard(tp=0)
@@ -169,12 +184,15 @@ class Mamba2Spec(BranchSpec):
 
 
 class CausalConv(nn.Module):
-    """silu(convolution) over the last tokens, each channel by itself. `halo`: returns the end of the sequence part before."""
+    """silu(convolution) over the last tokens, each channel by itself. `halo`: returns the end of the sequence part before.
 
-    def __init__(self, channels: int, width: int) -> None:
+    The weight is [C, 1, W], as `nn.Conv1d` has it, and with it every checkpoint of others.
+    """
+
+    def __init__(self, channels: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, width))
-        self.bias = nn.Parameter(torch.empty(channels))
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.halo: CommSlot | None = None
         self.kernels: ConvKernels = conv_reference
 
@@ -184,8 +202,16 @@ class CausalConv(nn.Module):
     def forward(self, x_SBC: Tensor, starts_SB: Tensor | None) -> Tensor:
         window = None
         if self.halo is not None:
-            window = self.halo(window_after(x_SBC, starts_SB, self.weight.shape[1] - 1))
-        return causal_conv(x_SBC, self.weight, self.bias, kernels=self.kernels, starts_SB=starts_SB, window=window)
+            window = self.halo(window_after(x_SBC, starts_SB, self.weight.shape[-1] - 1))
+        return self._convolve(x_SBC, starts_SB, window)
+
+    def after_window(self, x_SBC: Tensor, window: Tensor) -> Tensor:
+        """The convolution of tokens after those of a window [W - 1, B, C]."""
+        return self._convolve(x_SBC, None, window)
+
+    def _convolve(self, x_SBC: Tensor, starts_SB: Tensor | None, window: Tensor | None) -> Tensor:
+        weight_CW = self.weight.squeeze(1)
+        return causal_conv(x_SBC, weight_CW, self.bias, kernels=self.kernels, starts_SB=starts_SB, window=window)
 
 
 def window_after(x_SBC: Tensor, starts_SB: Tensor | None, length: int) -> Tensor:
@@ -210,6 +236,10 @@ class SelectiveScan(nn.Module):
 
     def forward(self, inputs: ScanInputs, starts_SB: Tensor | None) -> Tensor:
         return selective_scan(inputs, kernels=self.kernels, chunk_size=self.chunk_size, starts_SB=starts_SB)[0]
+
+    def after_state(self, inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs of tokens after a state [B, H, P, N], and the state after them."""
+        return selective_scan(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
 
 
 class GatedRMSNorm(nn.Module):
@@ -253,11 +283,35 @@ class Mamba2(BranchModule):
         return {"mamba": self}
 
     def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
-        assert context.generation is None, "the spec says that it cannot generate"
+        if context.generation is not None:
+            return self._generate(x_SBD, context.generation)
         z_SBC, channels_SBC, dt_SBH = self._project(x_SBD)
-        starts_SB = self._document_starts(context.documents)
+        starts_SB = document_starts(context.documents, self.local_part)
         y_SBHP = self.scan(self._scan_inputs(self.conv(channels_SBC, starts_SB), dt_SBH), starts_SB)
         return self.out_proj(self.norm(y_SBHP.flatten(-2), z_SBC))
+
+    def _generate(self, x_TD: Tensor | Recomputable, step: GenerationStep) -> Tensor:
+        z_TC, channels_TC, dt_TH = self._project(x_TD)
+        outputs = [self._advance(group, channels_TC, dt_TH, step.states[self.layer_index]) for group in step.groups]
+        return self.out_proj(self.norm(group_outputs(step.groups, outputs, like_T=z_TC), z_TC))
+
+    def _advance(self, group: SequenceGroup, channels_TC: Tensor, dt_TH: Tensor, slots: StateSlots) -> Tensor:
+        """Takes the tokens of some sequences into their states, and returns the scan's outputs [S, B, C]."""
+        channels_SBC, window = group.gather(channels_TC), group.read(slots["conv"]).transpose(0, 1)
+        inputs = self._scan_inputs(self.conv.after_window(channels_SBC, window), group.gather(dt_TH))
+        group.write(slots["conv"], group.last_tokens(window, channels_SBC).transpose(0, 1))
+        state = group.read(slots["ssm"])
+        if group.decodes:
+            x, dt, A, B, C, D = inputs
+            y, state = state_update(state, x[0], dt[0], A, B[0], C[0], D)
+            y_SBHP = y.unsqueeze(0)
+        else:
+            inputs = inputs._replace(
+                dt_SBH=group.zero_padding(inputs.dt_SBH)
+            )  # it neither decays a state nor adds to it
+            y_SBHP, state = self.scan.after_state(inputs, state)
+        group.write(slots["ssm"], state)
+        return y_SBHP.flatten(-2)
 
     def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor]:
         """Returns z, the channels of the convolution and dt."""
@@ -278,10 +332,11 @@ class Mamba2(BranchModule):
             self.D,
         )
 
-    def _document_starts(self, documents: Documents | None) -> Tensor | None:
-        """Returns whether each token of this rank's part begins a document."""
-        if documents is None:
-            return None
-        starts_SB = documents.starts_BS.t()
-        positions = torch.arange(starts_SB.shape[0], device=starts_SB.device)
-        return self.local_part(starts_SB == positions[:, None])
+
+def document_starts(documents: Documents | None, local_part: CommSlot) -> Tensor | None:
+    """Returns whether each token of a rank's part of the sequence begins a document [S, B]; None: there are no documents."""
+    if documents is None:
+        return None
+    starts_SB = documents.starts_BS.t()
+    positions = torch.arange(starts_SB.shape[0], device=starts_SB.device)
+    return local_part(starts_SB == positions[:, None])

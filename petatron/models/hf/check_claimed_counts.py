@@ -14,7 +14,7 @@ from petatron.base.errors import PetatronError
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.moe_layer_freq import MoELayerFreqError, parse_moe_layer_freq
 
-MAX_LAYERS = MAX_EXPERTS = 100_000
+MAX_LAYERS = MAX_EXPERTS = MAX_HEADS = 100_000
 MAX_WIDTH = 1 << 24
 """Far above any model."""
 

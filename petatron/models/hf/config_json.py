@@ -8,14 +8,17 @@ no key for, such as dropout in Llama, is left out when writing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
+from petatron.config.schema.hybrid_pattern import EXPERTS
 from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
-from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
+from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS
 from petatron.models.hf.family import Family, unsupported_setting
 from petatron.models.hf.find_family import FAMILIES, family_name_of_config
 from petatron.models.hf.moe_config_json import (
@@ -30,9 +33,9 @@ from petatron.models.model_spec import ModelSpec
 
 _COUNTS = (
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-    "v_head_dim",
+    "v_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
-_MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
+_MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS, "linear_num_key_heads": MAX_HEADS}
 _TRAINING_ONLY = ("hidden_dropout",)
 # Parts of a model that a family does not have unless its tables name them.
 _OPTIONAL_PARTS: Mapping[str, Any] = {
@@ -57,18 +60,23 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     family = FAMILIES[family_name_of_config(config)]
     full = {**family.defaults, **config}
     full |= {key: full[other] for key, other in family.aliases.items() if key not in config and other in config}
+    layers, problems = _read_layers(family, full)
+    if problems:
+        raise ConfigError(problems)
+    if layers and EXPERTS not in layers["hybrid_layer_pattern"]:
+        family = replace(family, moe_keys={})
     problems = _missing_keys(family, full)
     named = {problem.where for problem in problems}
     problems += [problem for problem in wrong_types(family, full) if problem.where not in named]
     if problems:
         raise ConfigError(problems)
-    values: dict[str, Any] = {**family.fixed, **{ours: full[key] for ours, key in family.keys.items()}}
+    values: dict[str, Any] = {**family.fixed, **{ours: full[key] for ours, key in family.keys.items()}, **layers}
     values["untie_embeddings_and_output_weights"] = not full["tie_word_embeddings"]
     windows, problems = windows_from_hf_config(family, full, values["num_layers"])
     values |= {"window_size": None, **windows}
     for part, found in (
-        _read_heads(values),
-        _read_activation(family, full),
+        _read_heads(values) if "num_attention_heads" in values else ({}, []),
+        _read_activation(family, full) if family.activation_key else ({}, []),
         _read_biases(family, full),
         rope_from_hf_config(family, full, values) if family.has_rope else ({}, []),
         ({}, []) if family.read_more is None else family.read_more(full),
@@ -82,6 +90,16 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     if problems:
         raise ConfigError(problems)
     return values, experts
+
+
+def _read_layers(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Reads the pattern of a hybrid's layers."""
+    pattern = "" if family.hybrid is None else family.hybrid.read(hf_config)
+    if isinstance(pattern, Problem):
+        return {}, [pattern]
+    if not pattern:
+        return {}, []
+    return {"hybrid_layer_pattern": pattern, "num_layers": len(pattern), "is_hybrid_model": True}, []
 
 
 def _missing_keys(family: Family, hf_config: Mapping[str, Any]) -> list[Problem]:
@@ -211,7 +229,10 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
         raise ConfigError(problems)
     content: dict[str, Any] = {"model_type": family.name, "architectures": [family.architecture]}
     content |= {key: getattr(model, ours) for ours, key in family.keys.items()}
-    content[family.activation_key] = _activation_names(family)[model.activation]
+    if family.activation_key:
+        content[family.activation_key] = _activation_names(family)[model.activation]
+    if family.hybrid is not None and model.hybrid_layer_pattern is not None:
+        content |= family.hybrid.write(model.hybrid_layer_pattern)
     content["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     content |= dict(family.single_values) | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     content |= {key: model.hidden_dropout for key in _EMBEDDING_DROPOUTS if key in family.defaults}
@@ -233,6 +254,9 @@ def _closest_family(spec: ModelSpec) -> tuple[Family, list[Problem]]:
 
 def _structural_differences(spec: ModelSpec, family: Family) -> int:
     """Counts differences by which a family is another kind of model, however few settings say so."""
+    pattern = spec.config.hybrid_layer_pattern
+    if pattern is not None or family.hybrid is not None:  # whatever their positions and experts are
+        return pattern is None or family.hybrid is None or not re.fullmatch(family.hybrid.patterns, pattern)
     rotary = spec.config.position_embedding_type not in ("learned_absolute", "alibi")
     latent = family.fixed.get("multi_latent_attention", False) != spec.config.multi_latent_attention
     return (family.has_rope != rotary) + (bool(family.moe_keys) != (spec.moe is not None)) + latent
@@ -240,11 +264,13 @@ def _structural_differences(spec: ModelSpec, family: Family) -> int:
 
 def _unsupported_settings(spec: ModelSpec, family: Family) -> list[Problem]:
     problems = _unsupported_by_family(spec.config, family)
+    if family.unsupported is not None:
+        problems += family.unsupported(spec)
     if spec.moe is not None and family.moe_keys:
         return problems + unsupported_moe_settings(family, spec.moe, spec)
     if spec.moe is not None:
         problems.append(unsupported_setting("num_experts", spec.moe.num_experts, family, "no experts"))
-    if spec.moe is None and family.moe_keys:
+    if spec.moe is None and family.moe_keys and family.hybrid is None:
         problems.append(unsupported_setting("num_experts", None, family, "always some"))
     return problems
 
@@ -261,13 +287,12 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
     ]
     if model.model_type != "decoder":
         problems.append(unsupported_setting("model_type", model.model_type, family, "only decoder"))
-    if model.hybrid_layer_pattern is not None:
-        problems.append(
-            unsupported_setting(
-                "hybrid_layer_pattern", model.hybrid_layer_pattern, family, "only layers with attention and MLP"
-            )
-        )
-        return problems
+    pattern = model.hybrid_layer_pattern
+    if (pattern is None) != (family.hybrid is None):
+        allowed = "only layers with attention and MLP" if family.hybrid is None else "layers with one branch each"
+        return [*problems, unsupported_setting("hybrid_layer_pattern", pattern, family, allowed)]
+    if family.hybrid is not None and not re.fullmatch(family.hybrid.patterns, pattern or ""):
+        problems.append(unsupported_setting("hybrid_layer_pattern", pattern, family, "layers in another order"))
     problems += [
         unsupported_setting(name, getattr(model, name), family, "no such part")
         for name, default in _OPTIONAL_PARTS.items()
@@ -287,7 +312,8 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
         problems.append(unsupported_setting("add_qkv_bias", True, family, "biases everywhere or nowhere"))
     if family.heads_divide_width and model.hidden_size % model.num_attention_heads:
         problems.append(unsupported_setting("hidden_size", model.hidden_size, family, "a multiple of the heads"))
-    if family.has_rope and model.position_embedding_type not in ("rope", "yarn"):
+    optional = "position_embedding_type" in family.more_settings
+    if family.has_rope and not optional and model.position_embedding_type not in ("rope", "yarn"):
         problems.append(
             unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")
         )
@@ -295,9 +321,11 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
     neither = model.yarn_mscale == 1.0 and not model.yarn_mscale_all_dim
     if model.multi_latent_attention and model.position_embedding_type == "yarn" and not (both or neither):
         problems.append(unsupported_setting("yarn_mscale", model.yarn_mscale, family, "both mscales or neither"))
-    if model.activation not in _activation_names(family):
+    if family.activation_key and model.activation not in _activation_names(family):
         known = ", ".join(_activation_names(family))
         problems.append(unsupported_setting("activation", model.activation, family, known))
+    if not model.num_attention_heads:
+        return problems
     if "num_query_groups" not in family.keys and model.num_query_groups != model.num_attention_heads:
         problems.append(unsupported_setting("num_query_groups", model.num_query_groups, family, "as many as heads"))
     own_width = model.hidden_size / model.num_attention_heads

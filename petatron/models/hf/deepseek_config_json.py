@@ -11,7 +11,11 @@ from petatron.config.schema.model import MoEConfig
 from petatron.models.hf.family import Family, unsupported_setting
 
 _FIX = "Take config.json from the model's own folder."
-_LIMITED, _GREEDY = "group_limited_greedy", "greedy"
+_LIMITED, _GREEDY, _BIASED = "group_limited_greedy", "greedy", "noaux_tc"
+_SHARED_WIDTH = "moe_shared_expert_intermediate_size"
+
+
+_GROUP_KEYS: Mapping[str, Any] = {"n_group": None, "topk_group": None, "topk_method": _BIASED}
 
 
 def deepseek_routing_from_hf_config(
@@ -31,11 +35,8 @@ def deepseek_routing_from_hf_config(
     groups, found = _read_groups(family, hf_config, values)
     if problems or found:
         return {}, problems + found
-    return {
-        "moe_shared_expert_intermediate_size": shared * values["moe_ffn_hidden_size"],
-        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
-        **groups,
-    }, []
+    own_width = {} if _SHARED_WIDTH in family.moe_keys else {_SHARED_WIDTH: shared * values["moe_ffn_hidden_size"]}
+    return {"moe_router_topk_scaling_factor": None if factor == 1.0 else factor, **own_width, **groups}, []
 
 
 def _read_groups(
@@ -43,12 +44,12 @@ def _read_groups(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Reads the groups that a token's experts come from; choosing all of them is having none."""
     names = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
-    groups, chosen, method = (hf_config[key] for key in ("n_group", "topk_group", "topk_method"))
+    groups, chosen, method = (hf_config.get(key, default) for key, default in _GROUP_KEYS.items())
     if method == _GREEDY or groups is None or chosen is None:
         if method == _LIMITED:
             return {}, [Problem("n_group", "", f"is missing, and topk_method {_LIMITED} needs it and topk_group", _FIX)]
         return dict.fromkeys(names), []
-    if method not in (_LIMITED, "noaux_tc"):
+    if method not in (_LIMITED, _BIASED):
         rule = "is a way to choose experts that the decoder does not have"
         return {}, [Problem("topk_method", f'"{str(method)[:40]}"', rule, f"It has {_GREEDY} and {_LIMITED}.")]
     experts, topk = values["num_experts"], values["moe_router_topk"]
@@ -70,12 +71,12 @@ def deepseek_routing_to_hf_config(family: Family, moe: MoEConfig) -> dict[str, A
     limited = moe.moe_router_num_groups is not None and moe.moe_router_group_topk is not None
     width, shared = moe.moe_ffn_hidden_size or 1, moe.moe_shared_expert_intermediate_size or 0
     content: dict[str, Any] = {
-        "n_shared_experts": shared // width,
+        "n_shared_experts": 1 if _SHARED_WIDTH in family.moe_keys else shared // width,
         "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
         "n_group": moe.moe_router_num_groups if limited else 1,
         "topk_group": moe.moe_router_group_topk if limited else 1,
     }
-    if "topk_method" not in family.single_values:
+    if family.defaults.get("topk_method", _BIASED) != _BIASED:
         content["topk_method"] = _LIMITED if limited else _GREEDY
     return content
 
@@ -84,7 +85,7 @@ def deepseek_unsupported_settings(family: Family, moe: MoEConfig) -> list[Proble
     """Returns the settings of routing and shared experts that the family has no key for."""
     width, shared = moe.moe_ffn_hidden_size or 1, moe.moe_shared_expert_intermediate_size
     problems: list[Problem] = []
-    if shared is None or shared % width:
+    if _SHARED_WIDTH not in family.moe_keys and (shared is None or shared % width):
         allowed = "one shared expert or more of the routed experts' width"
         problems.append(unsupported_setting("moe_shared_expert_intermediate_size", shared, family, allowed))
     chosen = moe.moe_router_group_topk

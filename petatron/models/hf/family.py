@@ -26,8 +26,8 @@ class ModuleMapping:
 
     A `#` in the name means one such module per expert, where ours holds all experts of a layer. `transposed`: the matrix is
     stored [in, out] there; `no_weight_suffix`: the name is the tensor's own, without `.weight`; `leaf` is then its name in our module;
-    `fused_by_head`: the rows of one head of each module are adjacent, and then those of the next head; `interleaved`: the rows of all
-    modules alternate.
+    `fused_by_head`: the rows of one head of each module are adjacent, and then those of the next head; `heads` is the ModelConfig field
+    that counts them, of which a module may have several heads' rows each; `interleaved`: the rows of all modules alternate.
     """
 
     logical_modules: tuple[str, ...]
@@ -37,6 +37,21 @@ class ModuleMapping:
     leaf: str = "weight"
     fused_by_head: bool = False
     interleaved: bool = False
+    heads: str = "num_attention_heads"
+
+
+@dataclass(frozen=True, slots=True)
+class HybridLayers:
+    """How a family's layers are those of `--hybrid-layer-pattern`, which have one branch each.
+
+    branches: so many of them are one layer there. patterns: a regular expression of those that it has. read: returns the
+    pattern of a config.json, or what is wrong with it. write: returns the keys that say the pattern.
+    """
+
+    branches: int
+    patterns: str
+    read: Callable[[Mapping[str, Any]], str | Problem]
+    write: Callable[[str], Mapping[str, Any]]
 
 
 ReadMore = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[Problem]]]
@@ -63,13 +78,16 @@ class Family:
     read_more, write_more: what tables cannot say: further ModelConfig values from config.json, with what the decoder cannot express,
         and further keys of config.json.
     more_settings: the ModelConfig fields that these two are about.
+    unsupported: returns the settings of a model that the family has no key for, where tables cannot say it.
+    hybrid: how layers are those of a hybrid; None: every layer has attention and a channel mixer. Hybrids may have no experts.
     required: optional ModelConfig fields that every model of the family has set.
     unsupported_choices: values of ModelConfig fields with choices that the family has no word for.
     models, what_differs: the published models of the family, and what tells them apart, for the table of `docs/huggingface.md`.
     mtp_keys: keys of the number of depths of multi-token prediction, the first of which is written; none: the family has no such.
     group_score_topk: how many of its experts' scores are summed to rank a group of experts; None: experts have no groups.
     heads_divide_width: whether transformers refuses a width that is no multiple of the heads.
-    activations: names of activations there and here; the first of several for one of ours is the one written.
+    activation_key, activations: names of activations there and here; the first of several for one of ours is the one written. No
+        key: the family has no MLP.
     """
 
     name: str
@@ -93,6 +111,8 @@ class Family:
     read_more: ReadMore | None = None
     write_more: Callable[[ModelSpec], Mapping[str, Any]] | None = None
     more_settings: tuple[str, ...] = ()
+    unsupported: Callable[[ModelSpec], list[Problem]] | None = None
+    hybrid: HybridLayers | None = None
     required: tuple[str, ...] = ()
     unsupported_choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     models: str = ""

@@ -95,7 +95,7 @@ def _own_keys(config: Mapping[str, Any]) -> set[str]:
 
 
 def _needed_keys(family: Family) -> set[str]:
-    return {*family.keys.values(), *family.moe_keys.values(), family.activation_key}
+    return {*family.keys.values(), *family.moe_keys.values(), family.activation_key} - {""}
 
 
 def _known_keys(family: Family) -> set[str]:

@@ -111,13 +111,15 @@ def folder_entries(spec: ModelSpec, model_type: str | None = None) -> tuple[Fold
 
 def family_entries(family: Family, mappings: Sequence[ModuleMapping], spec: ModelSpec) -> tuple[FolderEntry, ...]:
     """Returns the entries of a model's tensors; raises `CheckpointError` if one of these has no name in the family."""
-    shapes, head_dim = folder_shapes(spec), spec.config.kv_channels
+    shapes = folder_shapes(spec)
     layers = 1 + max((int(name.split(".")[1]) for name in shapes if name.startswith("layers.")), default=-1)
     entries: list[FolderEntry] = []
     for mapping in mappings:
         for layer in range(layers) if "*" in mapping.hf_module else range(1):
             for leaf in (mapping.leaf,) if mapping.no_weight_suffix else ("weight", "bias"):
-                entries += _mapping_entries(mapping, layer, leaf, shapes, head_dim)
+                hf_layer = layer if family.hybrid is None else layer // family.hybrid.branches
+                num_heads = getattr(spec.config, mapping.heads)
+                entries += _mapping_entries(mapping, (layer, hf_layer), leaf, shapes, num_heads)
     unnamed = shapes.keys() - {region.name for entry in entries for region in entry.regions}
     if unnamed:
         raise CheckpointError(
@@ -128,16 +130,18 @@ def family_entries(family: Family, mappings: Sequence[ModuleMapping], spec: Mode
 
 
 def _mapping_entries(
-    mapping: ModuleMapping, layer: int, leaf: str, shapes: Mapping[str, Shape], head_dim: int
+    mapping: ModuleMapping, layers: tuple[int, int], leaf: str, shapes: Mapping[str, Shape], num_heads: int
 ) -> list[FolderEntry]:
-    names = [f"{module.replace('*', str(layer))}.{leaf}" for module in mapping.logical_modules]
+    """Returns the entries of one layer, by its index here and there."""
+    layer, hf_layer = map(str, layers)
+    names = [f"{module.replace('*', layer)}.{leaf}" for module in mapping.logical_modules]
     if names[0] not in shapes:
         return []
-    hf = mapping.hf_module.replace("*", str(layer)) + ("" if mapping.no_weight_suffix else f".{leaf}")
+    hf = mapping.hf_module.replace("*", hf_layer) + ("" if mapping.no_weight_suffix else f".{leaf}")
     parts = {name: shapes[name] for name in names}
     transposed = mapping.transposed and leaf == "weight"
     if mapping.fused_by_head:
-        return [_entry_fused_by_head(hf, parts, head_dim)]
+        return [_entry_fused_by_head(hf, parts, num_heads)]
     if mapping.interleaved:
         return [_interleaved_entry(hf, parts, fused_dim=int(".experts." in names[0]), transposed=transposed)]
     if "#" not in mapping.hf_module:
@@ -165,16 +169,16 @@ def _fused_entry(
     return FolderEntry(name, size, tuple(regions))
 
 
-def _entry_fused_by_head(name: str, parts: Mapping[str, Shape], head_dim: int) -> FolderEntry:
+def _entry_fused_by_head(name: str, parts: Mapping[str, Shape], num_heads: int) -> FolderEntry:
     """Fuses the rows of one head of each logical tensor, then those of the next head."""
-    regions, offset = [], 0
-    shape = next(iter(parts.values()))
-    for first_row in range(0, shape[0], head_dim):
-        for logical in parts:
-            zeros = (0,) * (len(shape) - 1)
-            regions.append(EntryRegion(logical, (first_row, *zeros), (head_dim, *shape[1:]), (offset, *zeros)))
-            offset += head_dim
-    return FolderEntry(name, (offset, *shape[1:]), tuple(regions))
+    regions, offset, width = [], 0, next(iter(parts.values()))[1:]
+    zeros = (0,) * len(width)
+    for head in range(num_heads):
+        for logical, shape in parts.items():
+            rows = shape[0] // num_heads
+            regions.append(EntryRegion(logical, (head * rows, *zeros), (rows, *width), (offset, *zeros)))
+            offset += rows
+    return FolderEntry(name, (offset, *width), tuple(regions))
 
 
 def _interleaved_entry(name: str, parts: Mapping[str, Shape], *, fused_dim: int, transposed: bool) -> FolderEntry:

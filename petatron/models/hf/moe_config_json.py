@@ -34,6 +34,8 @@ def moe_from_hf_config(
     values = {**family.moe_fixed, **{ours: hf_config[key] for ours, key in family.moe_keys.items()}}
     if "norm_topk_prob" in family.defaults and "moe_router_pre_softmax" not in family.moe_fixed:
         values["moe_router_pre_softmax"] = not hf_config["norm_topk_prob"]
+    if "moe_latent_size" in family.defaults:
+        values["moe_latent_size"] = hf_config["moe_latent_size"]
     if family.group_score_topk is not None:
         found, problems = deepseek_routing_from_hf_config(family, hf_config, values)
         if problems:
@@ -90,6 +92,8 @@ def moe_to_hf_config(family: Family, moe: MoEConfig, spec: ModelSpec) -> dict[st
     content |= {"router_aux_loss_coef": moe.moe_aux_loss_coeff, "output_router_logits": False}
     if "norm_topk_prob" in family.defaults and "moe_router_pre_softmax" not in family.moe_fixed:
         content["norm_topk_prob"] = not moe.moe_router_pre_softmax
+    if "moe_latent_size" in family.defaults:
+        content["moe_latent_size"] = moe.moe_latent_size
     if family.group_score_topk is not None:
         content |= deepseek_routing_to_hf_config(family, moe)
     if "first_k_dense_replace" in family.defaults:
@@ -131,6 +135,10 @@ def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) ->
         if spec.moe_layers != tuple(range(spec.moe_layers[0], len(spec.layers))):
             allowed = "dense layers first, then experts in every layer"
             problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, allowed))
-    elif not {"decoder_sparse_step", "moe_layers"} & family.defaults.keys() and len(spec.moe_layers) < len(spec.layers):
+    elif (
+        family.hybrid is None
+        and not {"decoder_sparse_step", "moe_layers"} & family.defaults.keys()
+        and len(spec.moe_layers) < len(spec.layers)
+    ):
         problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, "experts in every layer"))
     return problems

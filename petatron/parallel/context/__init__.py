@@ -4,8 +4,8 @@
 chunks, and rank r has chunks r and 2c - 1 - r, in this order ("zigzag"): every rank then has the same work. If a block of
 adjacent ranks merges its chunks sorted by position, it has two runs again: those of one rank of a zigzag over the blocks. So
 one rule of positions serves every scheme below. A layer that scans the sequence needs one contiguous part per rank instead
-(`scan.py`): the model says which order it wants (`models/stage_inputs_outputs.py`). Attention between such layers computes the same
-in contiguous parts, by every scheme below, but then later ranks have more work than earlier ones.
+(`scan.py`, `delta_rule.py`): the model says which order it wants (`models/stage_inputs_outputs.py`). Attention between such layers
+computes the same in contiguous parts, by every scheme below, but then later ranks have more work than earlier ones.
 
 **Communication**, with `kv` the elements of a rank's keys and values, q and o those of its queries and outputs, and c the ranks
 in the ring, in elements that a rank sends (or receives from a gather):
@@ -32,11 +32,13 @@ from torch import Tensor, nn
 
 from petatron.kernels.attention.documents import Documents
 from petatron.layers.attention import CoreAttention
+from petatron.layers.ssm.gated_delta_net import DeltaRule, GatedDeltaNet
 from petatron.layers.ssm.mamba2 import Mamba2, SelectiveScan
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import SequenceOrder
+from petatron.parallel.context.delta_rule import ContextParallelDeltaRule
 from petatron.parallel.context.ring_attention import KvExchange, context_parallel_attention
 from petatron.parallel.context.scan import ContextParallelScan, halo_from_previous
 from petatron.parallel.context.ulysses import UlyssesAllToAll
@@ -142,7 +144,7 @@ def apply_context_parallel(
     kv_exchange: KvExchange = "gather" if comm_type == "all_gather" else "ring"
     axes = {"head_axis": mesh.blocks("cp", num_head_ranks), "kv_axis": mesh.strides("cp", num_head_ranks)}
     for module in list(model.modules()):
-        if isinstance(module, Mamba2):
+        if isinstance(module, Mamba2 | GatedDeltaNet):
             assert order == "contiguous", "a scan needs contiguous parts"
             module.local_part = partial(collectives.local_slice, axis=mesh.cp)
             module.conv.halo = partial(halo_from_previous, axis=mesh.cp)
@@ -151,3 +153,5 @@ def apply_context_parallel(
                 setattr(module, name, ContextParallelAttention(child, **axes, kv_exchange=kv_exchange, order=order))
             elif isinstance(child, SelectiveScan):
                 setattr(module, name, ContextParallelScan(child, mesh.cp))
+            elif isinstance(child, DeltaRule):
+                setattr(module, name, ContextParallelDeltaRule(child, mesh.cp))

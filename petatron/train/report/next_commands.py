@@ -11,7 +11,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from petatron.config import ModelConfig, RunConfig
-from petatron.config.schema.hybrid_pattern import MAMBA
 
 
 def next_commands(
@@ -57,8 +56,7 @@ def has_hf_family(model: ModelConfig) -> bool:
 def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
     """Only a model that knows text, and whose layers can generate, can be asked for some."""
     kind = run.tokenizer.tokenizer_type
-    mamba = MAMBA in (run.model.hybrid_layer_pattern or "")
-    if run.model.model_type != "decoder" or mamba or kind is None or kind == "NullTokenizer":
+    if run.model.model_type != "decoder" or kind is None or kind == "NullTokenizer":
         return []
     return [
         (f"generate {shlex.quote(folder)} --prompt 'Once upon a time'", "continue a text with the model"),

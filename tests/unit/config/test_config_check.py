@@ -65,7 +65,7 @@ ONE_PROBLEM = [
         "--add-qkv-bias cannot be combined with --multi-latent-attention, whose query, key and value projections have no bias. "
         "Leave one out.",
     ),
-    ("--mtp-num-layers 0", "--mtp-num-layers 0 is below 1. Use 1 or more."),
+    ("--mtp-num-layers -1", "--mtp-num-layers -1 is below 1. Use 1 or more."),
     (
         "--mtp-num-layers 1 --mtp-loss-scaling-factor -1",
         "--mtp-loss-scaling-factor -1.0 is below 0. Use 0 or more.",
@@ -367,7 +367,8 @@ def test_an_empty_path_is_said(name: str, attached: bool):
 def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
     words = {info.name for info in all_fields() if info.kind == "str"}
     others = {"model_type", "moe_layer_freq", "pipeline_model_parallel_layout", "split", "master_addr"}
-    others |= {"window_attn_skip_freq", "no_rope_freq", "hybrid_layer_pattern"}
+    others |= {"window_attn_skip_freq", "linear_attention_freq", "no_rope_freq", "hybrid_layer_pattern"}
+    others |= {"longrope_short_factor", "longrope_long_factor"}
     assert words - set(PATHS) == others | {"high_priority_stream_groups", "wandb_project", "wandb_exp_name"}
 
 

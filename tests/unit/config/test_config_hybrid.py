@@ -12,6 +12,7 @@ from petatron.config.schema.model_identity import identity_differences, model_id
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.mlp import MLPSpec
 from petatron.layers.moe.moe_layer import MoESpec
+from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
 from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.models.registry import model_spec
 from tests.unit.config.test_config_check import problems_of
@@ -28,23 +29,21 @@ def run_of(flags: str, **options):
 
 
 def test_a_pattern_is_the_layers_of_the_model():
-    run = run_of(f"{PATTERN} M*-EM --num-experts 4")
+    run = run_of(f"{PATTERN} M*-EG --num-experts 4")
     layers = model_spec(run).layers
     assert run.model.num_layers == 5 and run.model.is_hybrid_model
     assert [[type(branch) for branch in layer.branches] for layer in layers] == [
-        [Mamba2Spec], [AttentionSpec], [MLPSpec], [MoESpec], [Mamba2Spec],
+        [Mamba2Spec], [AttentionSpec], [MLPSpec], [MoESpec], [GatedDeltaNetSpec],
     ]  # fmt: skip
     assert model_spec(run).moe_layers == (3,)
     assert run_of("--hybrid-override-pattern M*- --num-layers 3").model.hybrid_layer_pattern == "M*-"
 
 
-def test_mamba_layers_cannot_continue_prompts(tmp_path):
+def test_every_kind_of_layer_continues_prompts(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("hello")
     flags = f"--sample-prompts {file} --sample-interval 2 --tokenizer-type ByteTokenizer --vocab-size 300"
-    assert problems_of(f"{PATTERN} *- {flags}", base=BASE) == []
-    rule = f"--sample-prompts {file} continues text, which a model with Mamba-2 layers cannot do in this version. Leave it out."
-    assert problems_of(f"{PATTERN} M- {flags}", base=BASE) == [rule]
+    assert problems_of(f"{PATTERN} M*- {flags}", base=BASE) == []
 
 
 def test_sizes_that_follow():
@@ -84,21 +83,22 @@ ONE_PROBLEM = [
     (
         f"{PATTERN} MX-",
         "--hybrid-layer-pattern MX- has 'X', which is no kind of layer. "
-        "Write one of M * - E (Mamba-2, attention, MLP, experts) for each layer.",
+        "Write one of M G * - E (Mamba-2, gated delta net, attention, MLP, experts) for each layer.",
     ),
     (
         f"{PATTERN} M*|M-",
         "--hybrid-layer-pattern M*|M- has a '|', which marks pipeline stages, which are set with --pipeline-model-parallel-layout "
-        "here. Write one of M * - E (Mamba-2, attention, MLP, experts) for each layer.",
+        "here. Write one of M G * - E (Mamba-2, gated delta net, attention, MLP, experts) for each layer.",
     ),
     (
         f"{PATTERN} MM/M*",
         "--hybrid-layer-pattern MM/M* has a '/', which marks layers of multi-token prediction, which this version does not have. "
-        "Write one of M * - E (Mamba-2, attention, MLP, experts) for each layer.",
+        "Write one of M G * - E (Mamba-2, gated delta net, attention, MLP, experts) for each layer.",
     ),
     (
         f"{PATTERN}= --num-layers 2",
-        "--hybrid-layer-pattern '' has no layers. Write one of M * - E (Mamba-2, attention, MLP, experts) for each layer.",
+        "--hybrid-layer-pattern '' has no layers. "
+        "Write one of M G * - E (Mamba-2, gated delta net, attention, MLP, experts) for each layer.",
     ),
     (
         f"{PATTERN} MM --num-layers 3",

@@ -10,8 +10,8 @@ import torch
 
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import SCRATCH_PAGE
-from petatron.infer.step.decode_graphs import _HostInputs
+from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
+from petatron.infer.step.decode_graphs import SequenceRows, _HostInputs
 from tests.unit.infer.test_sample import model_in
 
 PAGE, PAGES, SIZE = 4, 6, 5
@@ -21,8 +21,9 @@ def step_inputs(host: _HostInputs, sequences: list[tuple[list[int], int]]) -> tu
     """Fills a step of sequences, each its pages and position; returns the columns and the table of readable pages."""
     count = len(sequences)
     positions = np.array([position for _, position in sequences])
-    host.fill(list(range(count)), list(range(count)), positions, [pages for pages, _ in sequences], PAGE)
-    columns, table = host.tensor.numpy()[:5].copy(), host.tensor.numpy()[5:].reshape(SIZE, PAGES).copy()
+    rows = SequenceRows([pages for pages, _ in sequences], [pages[0] for pages, _ in sequences])
+    host.fill(list(range(count)), list(range(count)), positions, rows, PAGE)
+    columns, table = host.tensor.numpy()[:6].copy(), host.tensor.numpy()[6:].reshape(SIZE, PAGES).copy()
     for row, (pages, _) in enumerate(sequences):
         table[row, len(pages) :] = -1  # never read, so anything may be there
     table[count:, 1:] = -1
@@ -56,10 +57,10 @@ def test_columns_and_padding():
     host = _HostInputs(SIZE, PAGES, pinned=False)
     step_inputs(host, [([7, 9], 5)] * 4)  # rows that the next step does not have
     columns, table = step_inputs(host, [([3], 2), ([7, 9], 5)])
-    ids, sources, positions, slots, lengths = columns.tolist()
+    ids, sources, positions, slots, lengths, state_slots = columns.tolist()
     assert (ids[:2], sources[:2], positions[:2]) == ([0, 1], [0, 1], [2, 5])
     assert slots[:2] == [3 * PAGE + 2, 9 * PAGE + 1]
-    assert lengths == [3, 6, 1, 1, 1]
+    assert lengths == [3, 6, 1, 1, 1] and state_slots == [3, 7, *[SCRATCH_SLOT] * 3]
     assert sources[2:] == [-1, -1, -1] and slots[2:] == [SCRATCH_PAGE * PAGE] * 3
     assert table[2:, 0].tolist() == [SCRATCH_PAGE] * 3, "a row without a sequence stores into the scratch page"
 

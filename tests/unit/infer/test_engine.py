@@ -202,8 +202,3 @@ def test_layers_without_a_generation_state_are_refused():
 
     with pytest.raises(DataError, match="This model does not continue text: its gla layers have no state"):
         Engine(model_in("--model-type hybrid"))
-
-
-def test_mamba_layers_cannot_generate():
-    with pytest.raises(DataError, match="does not continue text: its Mamba-2 layers have no state to generate with"):
-        Engine(model_in("--hybrid-layer-pattern M* --num-layers 2 --mamba-head-dim 8 --mamba-num-groups 1"))

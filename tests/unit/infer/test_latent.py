@@ -13,9 +13,10 @@ from petatron.config import load_config
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.infer.step.model_steps import layer_states
+from petatron.infer.step.layer_states import layer_states
 from petatron.kernels.attention.paged_latent import LatentUpProjection
 from petatron.layers.mla import MlaSpec
+from petatron.layers.spec.generation_state import PagedState
 from petatron.models.decoder import Decoder
 from petatron.models.registry import model_spec
 from tests.dist import RankPool
@@ -139,7 +140,7 @@ def test_fp8_weights_leave_the_absorbed_ones_as_they_are():
 
 
 def test_pages_hold_the_latent_and_the_rotary_key():
-    states = layer_states(exact_model(f"--fp64 {LATENT}"))
+    states = layer_states(exact_model(f"--fp64 {LATENT}"), PagedState)
     assert {state.rows for state in states.values()} == {(("latent", (12,)), ("rope_key", (4,)))}
     decoder = exact_model(f"--fp64 {LATENT}").module
     assert isinstance(decoder, Decoder) and set(states) == {0, 1}

@@ -57,7 +57,7 @@ def plain_mamba2(x_SBD: Tensor, weights: dict[str, Tensor], spec: Mamba2Spec) ->
     rows = x_SBD @ weights["in_proj.weight"].T
     z, channels, dt = rows.split((INNER, INNER + 2 * G * N, H), dim=-1)
     padded = F.pad(channels.permute(1, 2, 0), (W - 1, 0))
-    conv = F.conv1d(padded, weights["conv.weight"][:, None], weights["conv.bias"], groups=channels.shape[-1])
+    conv = F.conv1d(padded, weights["conv.weight"], weights["conv.bias"], groups=channels.shape[-1])
     x, B_states, C_states = F.silu(conv).permute(2, 0, 1).split((INNER, G * N, G * N), dim=-1)
     steps = F.softplus(dt + weights["dt_bias"])
     outputs = []

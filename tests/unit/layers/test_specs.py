@@ -33,6 +33,8 @@ MODELS = {
     "hidden queries": "--multi-latent-attention --num-query-groups 4 --position-embedding-type yarn",
     "mamba": "--hybrid-layer-pattern MM --mamba-head-dim 8 --mamba-num-groups 2",
     "hybrid": "--num-layers 4 --hybrid-layer-pattern M-*E --num-experts 4 --mamba-head-dim 8 --mamba-num-groups 4",
+    "delta": "--hybrid-layer-pattern G*E- --num-layers 4 --num-experts 4 --linear-key-head-dim 5 --linear-value-head-dim 6",
+    "gated attention": "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --attention-output-gate",
     "gated shared": "--num-experts 4 --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --swiglu",
 }
 
@@ -58,7 +60,7 @@ def test_a_spec_names_the_parameters_of_the_module_it_builds(flags: str):
 def test_weight_decay_is_for_matrices(flags: str):
     for name, param in model_spec(run_of(flags)).params().items():
         assert param.weight_decay == (name.endswith(".weight") and len(param.shape) > 1), name
-        is_matrix = param.is_gemm or name.endswith(".mamba.conv.weight")
+        is_matrix = param.is_gemm or name.endswith((".mamba.conv.weight", ".delta.conv.weight"))
         assert is_matrix or not name.startswith("layers.") or not param.weight_decay, name
 
 

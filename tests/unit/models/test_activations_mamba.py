@@ -1,4 +1,4 @@
-"""The bytes that Mamba-2 layers keep for the backward pass: formula against what really stays in memory."""
+"""The bytes that scans and gated attention keep for the backward pass: formula against what really stays in memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,25 @@ from tests.unit.models.test_activations import LLAMA, batch_of, build, measured,
 
 SIZES = "--mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-chunk-size 8"
 MAMBA = f"{LLAMA} {SIZES} --hybrid-layer-pattern MMM"
+DELTA = "--linear-key-head-dim 6 --linear-value-head-dim 5 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-chunk-size 8"
+GATE = "--attention-output-gate --num-query-groups 2"
 MODELS = {
     "mamba": MAMBA,
     "one row": f"{MAMBA} --micro-batch-size 1",
     "hybrid": f"{LLAMA} {SIZES} --hybrid-layer-pattern M*- --mamba-norm-groups 1",
 }
+MODELS |= {
+    "delta": f"{LLAMA} {DELTA} --hybrid-layer-pattern GGG",
+    "delta, one row": f"{LLAMA} {DELTA} --hybrid-layer-pattern GGG --micro-batch-size 1",
+    "next": f"{LLAMA} {DELTA} {GATE} --qk-layernorm --experimental-attention-variant gated_delta_net --linear-attention-freq 3",
+    "gated, no positions": f"{LLAMA} {GATE} {DELTA} --position-embedding-type none --hybrid-layer-pattern G*-",
+    "gated": f"{LLAMA} {DELTA} {GATE} --hybrid-layer-pattern G*-",
+}
 RECOMPUTE = {
     "nothing": MemoryConfig(),
-    "mamba": MemoryConfig(recompute_granularity="selective", recompute_modules=("mamba",)),
+    "mamba": MemoryConfig(recompute_granularity="selective", recompute_modules=("mamba", "delta")),
+    "attention": MemoryConfig(recompute_granularity="selective", recompute_modules=("mamba", "delta", "attention")),
+    "core": MemoryConfig(recompute_granularity="selective", recompute_modules=("mamba", "delta", "core_attn")),
     "uniform": MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     "block": MemoryConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import petatron
 from petatron.config import RunConfig, load_config
+from petatron.config.schema.model_identity import model_identity
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.flops import head_gemm_elements, model_flops_per_token, parameter_count
 from petatron.infer.engine import Engine
@@ -192,3 +194,11 @@ def test_kept_bytes_are_those_of_the_formula(depths: int):
 
     kept, _ = kept_bytes(forward, without=[*model.parameters(), *buffers, *batch.arrays.values(), *masks.values()])
     assert activations.plan_of(run, model, MemoryConfig()).saved_bytes == kept
+
+
+def test_a_preset_can_be_without_depths():
+    """DeepSeek-V3's has one."""
+    flags = ["--preset", "deepseek-v3", "--train-iters", "1", "--lr", "1e-3", "--mock-data", "--mtp-num-layers", "0"]
+    without = load_config(flags).config.model
+    unset = dataclasses.replace(without, mtp_num_layers=None)
+    assert model_identity(without, None) == model_identity(unset, None)

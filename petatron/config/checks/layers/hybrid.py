@@ -32,9 +32,6 @@ def check_hybrid(config: RawRunConfig) -> Iterator[Problem]:
     if not model.is_hybrid_model:
         rule = f"is turned off, but {_PATTERN} is set"
         yield Problem("--is-hybrid-model", "", rule, "Leave one out.")
-    if config.log.sample_prompts is not None and MAMBA in pattern:
-        rule = "continues text, which a model with Mamba-2 layers cannot do in this version"
-        yield Problem("--sample-prompts", config.log.sample_prompts, rule, "Leave it out.")
     if model.residual_branches != "sequential":
         rule = f"needs layers with two branches, and those of {_PATTERN} have one"
         yield Problem("--residual-branches", model.residual_branches, rule, "Use sequential.")
@@ -74,7 +71,7 @@ def _ratios_of_pattern(model: RawModelConfig, pattern: str) -> Iterator[Problem]
 
 
 def _letters(pattern: str, model: RawModelConfig) -> Iterator[Problem]:
-    fix = f"Write one of {' '.join(SYMBOLS)} (Mamba-2, attention, MLP, experts) for each layer."
+    fix = f"Write one of {' '.join(SYMBOLS)} (Mamba-2, gated delta net, attention, MLP, experts) for each layer."
     for symbol, rule in (
         (STAGE_BOUNDARY, "marks pipeline stages, which are set with --pipeline-model-parallel-layout here"),
         (PREDICTION_DEPTH, "marks layers of multi-token prediction, which this version does not have"),

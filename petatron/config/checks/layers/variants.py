@@ -15,7 +15,7 @@ from petatron.config.schema.model import GATED_ACTIVATIONS, RawModelConfig
 _ROTARY_TYPES = ("rope", "yarn")
 _NOT_LATENT = (
     *("qk_layernorm_scope", "rotary_interleaved", "softmax_type", "softmax_scale", "attn_logit_softcapping"),
-    *("attention_chunk_size", "attention_temperature_scale", "qk_l2_norm"),
+    *("attention_output_gate", "attention_chunk_size", "attention_temperature_scale", "qk_l2_norm"),
 )
 _MAX_ALIBI_POSITIONS = 1 << 16
 

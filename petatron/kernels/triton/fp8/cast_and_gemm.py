@@ -263,13 +263,16 @@ def cast_delayed(x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tenso
 
 
 def cast_rows(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
-    rows, columns = _cast_rowwise(x_RC, dtype, transposed=True)
-    assert columns is not None
-    return Fp8Matrix(rows, columns)
+    return _cast_rowwise(x_RC[None], dtype, transposed=True)[0]
 
 
 def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
-    return _cast_rowwise(x_RC, dtype, transposed=False)[0]
+    return _cast_rowwise(x_RC[None], dtype, transposed=False)[0].rows
+
+
+def cast_matrices(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
+    """Two launches per expert, and no copy: the transposed matrices come out of the same pass."""
+    return _cast_rowwise(x_ERC, dtype, transposed=True)[1]
 
 
 def cast_blocks(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
@@ -301,27 +304,33 @@ def _cast_with_scale(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tens
     return Fp8Matrix(Fp8Operand(rows, scale, "tensor"), Fp8Operand(columns, scale, "tensor"))
 
 
-def _cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[Fp8Operand, Fp8Operand | None]:
-    x_RC = x_RC.contiguous()
-    R, C = x_RC.shape
-    rows, columns = _outputs(x_RC, dtype, transposed=transposed)
-    amax = torch.zeros(R + C if transposed else R, dtype=torch.int32, device=x_RC.device)
-    amax_R, amax_C = amax[:R], amax[R:]
-    _launch(_row_and_column_amax, x_RC, amax_R, amax_C, R, C, COLUMNS=transposed)
-    scale_R = x_RC.new_empty((R, 1), dtype=torch.float32)
-    scale_C = x_RC.new_empty((C if transposed else 0, 1), dtype=torch.float32)
-    tensors = x_RC, rows, columns, amax_R, amax_C, _bits(scale_R), _bits(scale_C)
+def _cast_rowwise(x_ERC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[Fp8Matrix, Fp8Matrix]:
+    """Returns the first matrix, with scales [R, 1], and all of them; the columns are empty unless `transposed`."""
+    x_ERC = x_ERC.contiguous()
+    E, R, C = x_ERC.shape
+    rows, columns = _outputs(x_ERC, dtype, transposed=transposed)
+    amax = torch.zeros((E, R + C if transposed else R), dtype=torch.int32, device=x_ERC.device)
+    scale_R = x_ERC.new_empty((E, R), dtype=torch.float32)
+    scale_C = x_ERC.new_empty((E, C if transposed else 0), dtype=torch.float32)
     options = {"TOP": max_exponent(dtype), "maxnreg": _REGISTERS_LINES}
-    _launch(_cast_rows_and_columns, *tensors, R, C, COLUMNS=transposed, **options)
-    return Fp8Operand(rows, scale_R, "rows"), Fp8Operand(columns, scale_C, "rows") if transposed else None
+    scales = _bits(scale_R), _bits(scale_C)
+    for x, to_rows, to_columns, peaks, *bits in zip(x_ERC, rows, columns, amax, *scales, strict=True):
+        _launch(_row_and_column_amax, x, peaks[:R], peaks[R:], R, C, COLUMNS=transposed)
+        tensors = x, to_rows, to_columns, peaks[:R], peaks[R:], *bits
+        _launch(_cast_rows_and_columns, *tensors, R, C, COLUMNS=transposed, **options)
+    one = Fp8Matrix(
+        Fp8Operand(rows[0], scale_R[0, :, None], "rows"), Fp8Operand(columns[0], scale_C[0, :, None], "rows")
+    )
+    return one, Fp8Matrix(Fp8Operand(rows, scale_R, "rows"), Fp8Operand(columns, scale_C, "rows"))
 
 
 def _outputs(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool = True) -> tuple[Tensor, Tensor]:
     """Allocates the rows, and the columns if `transposed`."""
     # Triton 3.6 garbles a transposed FP8 tile that was float32; nothing here is.
     assert x_RC.element_size() == 2 or not transposed, f"{x_RC.dtype} is not half precision"
-    R, C = x_RC.shape
-    return torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty((C, R) if transposed else (0,), dtype=dtype)
+    *experts, R, C = x_RC.shape
+    columns = (*experts, C, R) if transposed else (*experts, 0)
+    return torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty(columns, dtype=dtype)
 
 
 def _empty_block_scales(x: Tensor, rows: int, length: int) -> Tensor:
@@ -349,6 +358,7 @@ TRITON = Fp8Kernels(
     cast_blocks=cast_blocks,
     cast_blocks_2d=cast_blocks_2d,
     cast_rows_only=cast_rows_only,
+    cast_matrices=cast_matrices,
     gemm=hardware_gemm,
     grouped_gemm=hardware_grouped_gemm,
 )

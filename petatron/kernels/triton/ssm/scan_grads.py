@@ -76,7 +76,7 @@ def chunk_grads(
     by_head = (decays.steps, decays.sums, decays.documents)
     sums_over_heads = (grad_B, grad_C, grad_B.stride()[:4])
     _score_grads[grid](
-        rows, strides, by_head, grad_sums, sums_over_heads, sizes, **constants, num_warps=4, num_stages=2
+        rows, strides, by_head, grad_sums, sums_over_heads, sizes, **constants, num_warps=4, num_stages=3
     )
     _query_grads[grid](
         rows,
@@ -89,7 +89,7 @@ def chunk_grads(
         sizes,
         **constants,
         num_warps=4,
-        num_stages=2,
+        num_stages=3,
     )
     _row_grads[grid](
         rows,
@@ -105,9 +105,13 @@ def chunk_grads(
         sizes,
         **constants,
         num_warps=4,
-        num_stages=2,
+        num_stages=1,
     )
-    return grad_x, grad_dt, grad_A.sum(dim=(0, 1)), grad_B.sum(dim=0), grad_C.sum(dim=0), grad_D.sum(dim=(0, 1))
+    return grad_x, grad_dt, grad_A.sum(dim=(0, 1)), _sum(grad_B), _sum(grad_C), grad_D.sum(dim=(0, 1))
+
+
+def _sum(parts: Tensor) -> Tensor:
+    return parts[0] if len(parts) == 1 else parts.sum(dim=0)
 
 
 @triton.jit
@@ -227,7 +231,7 @@ def _row_grads(
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     query = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM)
     key = load_rows(B, strides[2], token, b, group, state_dim, length, STATE_DIM)
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    scores = tl.dot(key, tl.trans(query), input_precision=PRECISION)  # [j, i]
     own, leaves, passes = token, token >= 0, True
     if documents is not None:
         own = document_of(documents, token, b, length)
@@ -253,8 +257,8 @@ def _row_grads(
         to_end = tl.where(leaves, tl.exp(end - total), 0.0)
         scaled_grad = tl.dot(key, tl.trans(state_grad), input_precision=PRECISION) * to_end[:, None]
         added = tl.sum(scaled_grad * wide, axis=1) * step
-        decayed = scores * decay_matrix(total, own, CHUNK, documents is not None)
-        scaled_grad += tl.dot(tl.trans(decayed.to(rows.dtype)), grad, input_precision=PRECISION)
+        decayed = scores * decay_matrix(total, own, CHUNK, documents is not None, TRANSPOSED=True)
+        scaled_grad += tl.dot(decayed.to(rows.dtype), grad, input_precision=PRECISION)
         weighted = (wide * (step * to_end)[:, None]).to(rows.dtype)
         key_grad += tl.dot(weighted, state_grad, input_precision=PRECISION)
 

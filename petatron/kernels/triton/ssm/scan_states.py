@@ -67,8 +67,8 @@ def chunk_states(
         COLUMNS=columns,
         REVERSE=reverse,
         PRECISION=dot_precision(rows_SBHP),
-        num_warps=8,
-        num_stages=3,
+        num_warps=4 if reverse else 8,
+        num_stages=2 if reverse else 3,
     )
     return states, last
 

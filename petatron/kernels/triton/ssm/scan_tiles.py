@@ -109,10 +109,13 @@ def document_of(documents, token, b, length):
 
 
 @triton.jit
-def decay_matrix(sums, own, CHUNK: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Returns exp(s_i - s_j) [i, j] for j <= i of one document, else 0."""
+def decay_matrix(sums, own, CHUNK: tl.constexpr, DOCUMENTS: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """Returns exp(s_i - s_j) [i, j], or [j, i], for j <= i of one document, else 0."""
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    difference = sums[:, None] - sums[None, :]
     allowed = column <= row
+    if TRANSPOSED:
+        difference, allowed = -difference, row <= column
     if DOCUMENTS:
         allowed = allowed & (own[:, None] == own[None, :])
-    return tl.exp(tl.where(allowed, sums[:, None] - sums[None, :], float("-inf")))
+    return tl.exp(tl.where(allowed, difference, float("-inf")))

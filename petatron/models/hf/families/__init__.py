@@ -12,6 +12,11 @@ from petatron.models.hf.families.glm import GLM, GLM4
 from petatron.models.hf.families.gpt2 import GPT2
 from petatron.models.hf.families.gpt_neox import GPT_NEOX
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
+from petatron.models.hf.families.hybrid.bamba import BAMBA
+from petatron.models.hf.families.hybrid.granite_hybrid import GRANITE_HYBRID
+from petatron.models.hf.families.hybrid.mamba2 import MAMBA2
+from petatron.models.hf.families.hybrid.nemotron_h import NEMOTRON_H
+from petatron.models.hf.families.hybrid.qwen3_next import QWEN3_NEXT
 from petatron.models.hf.families.llama import LLAMA
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from petatron.models.hf.families.nemotron import NEMOTRON
@@ -44,6 +49,7 @@ FAMILIES = (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
     OLMOE,
     GRANITE_MOE,
     GPT_OSS,
@@ -51,4 +57,8 @@ FAMILIES = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GLM4_MOE,
+    MAMBA2,
+    BAMBA,
+    NEMOTRON_H,
+    GRANITE_HYBRID,
 )

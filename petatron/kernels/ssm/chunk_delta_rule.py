@@ -1,0 +1,282 @@
+"""The gated delta rule in chunks: GEMMs and one triangular solve per chunk instead of one step per token. The reference.
+
+What a token writes depends on what the tokens before it wrote. With s the running sum of g inside a chunk of Q tokens and S_c the
+state that enters it, the values w_i written by a chunk (beta_i times the difference in the definition, `delta_recurrence.py`) solve
+
+    w_i + beta_i sum over j < i of exp(s_i - s_j) (k_i . k_j) w_j  =  beta_i v_i - beta_i exp(s_i) S_c^T k_i
+
+a unit lower triangular system (I + L) w = beta v - (beta exp(s) k) S_c: w = U - W S_c, with U and W the solutions of its two sides
+(the WY form of a product of Householder-like matrices). So all but the states is independent of the chunks before:
+
+    output            o_i = exp(s_i) S_c^T q_i + sum over j <= i of exp(s_i - s_j) (q_i . k_j) w_j
+    state passing     S_{c+1} = M_c S_c + Z_c,   M_c = exp(s_Q) - E^T W,  Z_c = E^T U,  E_j = exp(s_Q - s_j) k_j
+
+and the sequential part is one GEMM per chunk. A decay exp(s_i - s_j) is zero if a document begins after j and up to i; all exponents
+are at most 0. A sequence is padded to whole chunks with g = beta = 0, which leaves a state as it is.
+
+Backward recomputes all of this from the inputs, so nothing else is saved. Gradients G_c of states go backwards through the transposed
+M_c, one GEMM per chunk; a gradient of the solution X = (I + L)^{-1} Y is that of Y, (I + L)^{-T} dX, and of L, -dY X^T.
+
+S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; inside, c chunks of q (or k) tokens, g key heads of
+r value heads each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from petatron.kernels.compute_dtype import compute_dtype
+from petatron.kernels.ssm.delta_recurrence import l2_normalise, l2_normalise_backward, query_factor
+
+DeltaGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""Of q, k, v, g, beta and the initial state."""
+
+
+def chunk_delta_rule(
+    q_SBGN: Tensor,
+    k_SBGN: Tensor,
+    v_SBHP: Tensor,
+    g_SBH: Tensor,
+    beta_SBH: Tensor,
+    *,
+    chunk_size: int,
+    starts_SB: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs of all tokens [S, B, H, P], and the state [B, H, N, P] after the last, in at least float32.
+
+    q_SBGN, k_SBGN: not yet normalised. g_SBH: logarithms of decays, at most 0, in at least float32. beta_SBH: from 0 to 1.
+    starts_SB: whether a token begins a document; the state before it is dropped, also the initial one.
+    initial_state: the state [B, H, N, P] before the first token; None: zero.
+    """
+    inputs = _chunked(q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH, chunk_size, starts_SB)
+    decays = _decays(inputs.g, inputs.resets)
+    system = _solve(inputs, decays)
+    states = _pass_states(system, initial_state)
+    o = _outputs(inputs, decays, system, states[:, :-1])
+    return _from_chunks(o, v_SBHP.shape[0]).to(v_SBHP.dtype), states[:, -1].flatten(1, 2)
+
+
+def chunk_delta_rule_backward(
+    grad_o_SBHP: Tensor,
+    grad_final_state: Tensor | None,
+    q_SBGN: Tensor,
+    k_SBGN: Tensor,
+    v_SBHP: Tensor,
+    g_SBH: Tensor,
+    beta_SBH: Tensor,
+    *,
+    chunk_size: int,
+    starts_SB: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> DeltaGrads:
+    """Returns the gradients of the inputs in their dtypes; that of the initial state is None where there is none."""
+    length = v_SBHP.shape[0]
+    inputs = _chunked(q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH, chunk_size, starts_SB)
+    decays = _decays(inputs.g, inputs.resets)
+    system = _solve(inputs, decays)
+    states = _pass_states(system, initial_state)
+    grad = _to_chunks(grad_o_SBHP.to(inputs.v.dtype), inputs.chunk_size).unflatten(2, inputs.v.shape[2:4])
+    scores = (inputs.q @ inputs.k.mT) * decays.inside
+    of_outputs = (inputs.q * decays.to_token[..., None] - scores @ system.W).mT @ grad
+    grad_states = _pass_state_grads(system.M, of_outputs, grad_final_state)
+    grads = _product_grads(grad, scores, system, states[:, :-1], grad_states[:, 1:])
+    grad_g = _decay_grads(
+        grads, scores, inputs, decays, system, (states[:, :-1] * grad_states[:, 1:]).sum(dim=(-2, -1))
+    )
+    grad_q, grad_k = _query_key_grads(grads, inputs, decays)
+    grad_beta = _beta_grads(grads, inputs, decays, system)
+    return (
+        l2_normalise_backward(
+            _from_chunks(grad_q[:, :, :, None], length), q_SBGN, factor=query_factor(q_SBGN.shape[-1])
+        ).to(q_SBGN.dtype),
+        l2_normalise_backward(_from_chunks(grad_k[:, :, :, None], length), k_SBGN).to(k_SBGN.dtype),
+        _from_chunks(grads.v_side * inputs.beta[..., None], length).to(v_SBHP.dtype),
+        _from_chunks(grad_g[..., None], length).squeeze(-1).to(g_SBH.dtype),
+        _from_chunks(grad_beta[..., None], length).squeeze(-1).to(beta_SBH.dtype),
+        None if initial_state is None else grad_states[:, 0].flatten(1, 2).to(initial_state.dtype),
+    )
+
+
+class _ChunkedInputs(NamedTuple):
+    """The inputs in at least float32, normalised and cut into chunks. resets: documents begun in the chunk, up to each token."""
+
+    q: Tensor  # [b, c, g, 1, q, n]
+    k: Tensor  # [b, c, g, 1, q, n]
+    v: Tensor  # [b, c, g, r, q, p]
+    g: Tensor  # [b, c, g, r, q]
+    beta: Tensor  # [b, c, g, r, q]
+    resets: Tensor | None  # [b, c, 1, 1, q]
+    chunk_size: int
+
+
+class _Decays(NamedTuple):
+    """inside: from token to token. to_token: from the start of the chunk to each token. to_end: from each token to the end of the chunk.
+
+    whole: over the chunk.
+    """
+
+    inside: Tensor  # [b, c, g, r, q, k]
+    to_token: Tensor  # [b, c, g, r, q]
+    to_end: Tensor  # [b, c, g, r, q]
+    whole: Tensor  # [b, c, g, r]
+
+
+class _System(NamedTuple):
+    """lower: I + L. U, W: the solutions of its two sides. E: keys decayed to the end. M, Z: what a chunk makes of a state, and adds."""
+
+    kk: Tensor  # [b, c, g, 1, q, k]
+    lower: Tensor  # [b, c, g, r, q, k]
+    U: Tensor  # [b, c, g, r, q, p]
+    W: Tensor  # [b, c, g, r, q, n]
+    E: Tensor  # [b, c, g, r, q, n]
+    M: Tensor  # [b, c, g, r, n, n]
+    Z: Tensor  # [b, c, g, r, n, p]
+
+
+def _chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk_size: int, starts: Tensor | None
+) -> _ChunkedInputs:
+    dtype, groups = compute_dtype(torch.promote_types(v.dtype, g.dtype)), k.shape[2]
+    chunk_size = min(chunk_size, v.shape[0])
+    heads = (groups, v.shape[2] // groups)
+    g, beta = (_to_chunks(x.to(dtype)[..., None], chunk_size).squeeze(-1).unflatten(2, heads) for x in (g, beta))
+    resets = None if starts is None else _to_chunks(starts[:, :, None, None].to(torch.int32), chunk_size)
+    return _ChunkedInputs(
+        q=_to_chunks(l2_normalise(q.to(dtype), factor=query_factor(q.shape[-1])), chunk_size).unsqueeze(3),
+        k=_to_chunks(l2_normalise(k.to(dtype)), chunk_size).unsqueeze(3),
+        v=_to_chunks(v.to(dtype), chunk_size).unflatten(2, heads),
+        g=g,
+        beta=beta,
+        resets=None if resets is None else resets[..., 0].cumsum(dim=-1).unsqueeze(3),
+        chunk_size=chunk_size,
+    )
+
+
+def _to_chunks(x_SBHP: Tensor, chunk_size: int) -> Tensor:
+    """[S, B, H, P] as [B, c, H, q, P], padded with zeros."""
+    missing = -x_SBHP.shape[0] % chunk_size
+    if missing:
+        x_SBHP = torch.cat((x_SBHP, x_SBHP.new_zeros((missing, *x_SBHP.shape[1:]))))
+    return x_SBHP.unflatten(0, (-1, chunk_size)).permute(2, 0, 3, 1, 4)
+
+
+def _from_chunks(x: Tensor, length: int) -> Tensor:
+    """[b, c, g, r, q, p] as [S, B, H, P], without padding."""
+    return x.flatten(2, 3).permute(1, 3, 0, 2, 4).flatten(0, 1)[:length]
+
+
+def _decays(g: Tensor, resets: Tensor | None) -> _Decays:
+    sums = g.cumsum(dim=-1)
+    size = sums.shape[-1]
+    allowed = torch.ones(size, size, dtype=torch.bool, device=sums.device).tril()
+    to_token, to_end = sums.exp(), (sums[..., -1:] - sums).exp()
+    if resets is not None:
+        allowed = allowed & (resets[..., :, None] == resets[..., None, :])
+        to_token = to_token.masked_fill(resets != 0, 0.0)
+        to_end = to_end.masked_fill(resets != resets[..., -1:], 0.0)
+    inside = (sums[..., :, None] - sums[..., None, :]).masked_fill(~allowed, -torch.inf).exp()
+    return _Decays(inside, to_token, to_end, to_token[..., -1])
+
+
+def _solve(inputs: _ChunkedInputs, decays: _Decays) -> _System:
+    kk, beta = inputs.k @ inputs.k.mT, inputs.beta[..., None]
+    identity = torch.eye(inputs.chunk_size, dtype=kk.dtype, device=kk.device)
+    lower = (beta * kk * decays.inside).tril(-1) + identity
+    k_side = inputs.k * (beta * decays.to_token[..., None])
+    sides = torch.cat((beta * inputs.v, k_side), dim=-1)
+    solution = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
+    U, W = solution.split((inputs.v.shape[-1], k_side.shape[-1]), dim=-1)
+    E = inputs.k * decays.to_end[..., None]
+    keys = torch.eye(inputs.k.shape[-1], dtype=kk.dtype, device=kk.device)
+    return _System(kk, lower, U, W, E, decays.whole[..., None, None] * keys - E.mT @ W, E.mT @ U)
+
+
+def _pass_states(system: _System, initial_state: Tensor | None) -> Tensor:
+    """Returns the states before each chunk, and that after the last [b, c + 1, g, r, n, p]."""
+    shape = system.Z.shape[:1] + system.Z.shape[2:]
+    state = system.Z.new_zeros(shape) if initial_state is None else initial_state.to(system.Z.dtype).reshape(shape)
+    states = [state]
+    for M, Z in zip(system.M.unbind(1), system.Z.unbind(1)):
+        state = M @ state + Z
+        states.append(state)
+    return torch.stack(states, dim=1)
+
+
+def _pass_state_grads(M: Tensor, of_outputs: Tensor, grad_final_state: Tensor | None) -> Tensor:
+    """Returns the gradients of the states before each chunk and after the last; `of_outputs`: those by a chunk's own outputs."""
+    last = torch.zeros_like(of_outputs[:, -1])
+    grad = last if grad_final_state is None else grad_final_state.to(last.dtype).reshape_as(last)
+    grads = [grad]
+    for M_of_chunk, own in zip(reversed(M.unbind(1)), reversed(of_outputs.unbind(1))):
+        grad = M_of_chunk.mT @ grad + own
+        grads.append(grad)
+    return torch.stack(grads[::-1], dim=1)
+
+
+def _outputs(inputs: _ChunkedInputs, decays: _Decays, system: _System, entering: Tensor) -> Tensor:
+    written = system.U - system.W @ entering
+    scores = (inputs.q @ inputs.k.mT) * decays.inside
+    return (inputs.q * decays.to_token[..., None]) @ entering + scores @ written
+
+
+class _ProductGrads(NamedTuple):
+    """The gradients of what is multiplied: scores, decayed queries, keys decayed to the end, L, and the two sides of the system."""
+
+    scores: Tensor  # [b, c, g, r, q, k]
+    decayed_q: Tensor  # [b, c, g, r, q, n]
+    E: Tensor  # [b, c, g, r, q, n]
+    L: Tensor  # [b, c, g, r, q, k]
+    v_side: Tensor  # [b, c, g, r, q, p]; of beta v
+    k_side: Tensor  # [b, c, g, r, q, n]; of beta exp(s) k
+
+
+def _product_grads(grad: Tensor, scores: Tensor, system: _System, entering: Tensor, leaving: Tensor) -> _ProductGrads:
+    """`grad`: of the outputs. `entering`: the states before the chunks. `leaving`: the gradients of those after them."""
+    written = system.U - system.W @ entering
+    grad_written = scores.mT @ grad + system.E @ leaving
+    sides = torch.cat((grad_written, -grad_written @ entering.mT), dim=-1)
+    sides = torch.linalg.solve_triangular(system.lower.mT, sides, upper=True, unitriangular=True)
+    solution = torch.cat((system.U, system.W), dim=-1)
+    v_side, k_side = sides.split((system.U.shape[-1], system.W.shape[-1]), dim=-1)
+    return _ProductGrads(
+        scores=grad @ written.mT,
+        decayed_q=grad @ entering.mT,
+        E=written @ leaving.mT,
+        L=-(sides @ solution.mT).tril(-1),
+        v_side=v_side,
+        k_side=k_side,
+    )
+
+
+def _decay_grads(
+    grads: _ProductGrads, scores: Tensor, inputs: _ChunkedInputs, decays: _Decays, system: _System, by_whole: Tensor
+) -> Tensor:
+    """Returns the gradient of g: that of exp(x) is the gradient of the product it is in, times that product.
+
+    `by_whole`: the gradients of the decays over whole chunks.
+    """
+    inside = grads.scores * scores + grads.L * system.lower.tril(-1)
+    from_start = grads.decayed_q * inputs.q + grads.k_side * inputs.k * inputs.beta[..., None]
+    to_end = (grads.E * system.E).sum(dim=-1)
+    sums = inside.sum(dim=-1) - inside.sum(dim=-2) + from_start.sum(dim=-1) * decays.to_token - to_end
+    last = sums[..., -1:] + (to_end.sum(dim=-1) + by_whole * decays.whole)[..., None]
+    return torch.cat((sums[..., :-1], last), dim=-1).flip(-1).cumsum(dim=-1).flip(-1)
+
+
+def _query_key_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Decays) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of normalised queries and keys [b, c, g, q, n], added up over the value heads that share them."""
+    to_token, beta = decays.to_token[..., None], inputs.beta[..., None]
+    grad_qk, grad_kk = grads.scores * decays.inside, grads.L * beta * decays.inside
+    grad_q = grad_qk @ inputs.k + grads.decayed_q * to_token
+    grad_k = grad_qk.mT @ inputs.q + (grad_kk + grad_kk.mT) @ inputs.k
+    grad_k = grad_k + grads.E * decays.to_end[..., None] + grads.k_side * (beta * to_token)
+    return grad_q.sum(dim=3), grad_k.sum(dim=3)
+
+
+def _beta_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Decays, system: _System) -> Tensor:
+    by_sides = (grads.v_side * inputs.v).sum(dim=-1) + (grads.k_side * inputs.k).sum(dim=-1) * decays.to_token
+    return by_sides + (grads.L * decays.inside * system.kk).sum(dim=-1)

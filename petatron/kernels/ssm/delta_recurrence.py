@@ -1,0 +1,86 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh, gated delta networks), token by token: the definition of every faster form.
+
+Each value head has a state S [N, P] that maps keys to values, a decay exp(g) with g <= 0 and a writing strength beta of every token:
+
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T          o_t = S_t^T q_t
+
+The state first forgets a little, then replaces what it has stored under the key k_t by the value v_t, as far as beta says. Keys and
+queries are normalised to length 1 and queries divided by sqrt(N), all here. Value heads are in G groups that share queries and keys.
+Where a token begins a document, S_{t-1} counts as zero.
+
+S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
+
+L2_EPS = 1e-6
+"""Added to the sum of squares of a query or key."""
+
+
+def l2_normalise(x: Tensor, *, factor: float = 1.0) -> Tensor:
+    """Returns x / |x| times a factor over the last dimension, in at least float32."""
+    wide = to_compute_dtype(x)
+    return wide * (torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + L2_EPS) * factor)
+
+
+def l2_normalise_backward(grad: Tensor, x: Tensor, *, factor: float = 1.0) -> Tensor:
+    """Returns the gradient of x, in at least float32: with y = x / |x|, that is (grad - y (y . grad)) / |x| times the factor."""
+    wide = to_compute_dtype(x)
+    inverse = torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + L2_EPS)
+    unit = wide * inverse
+    return (grad - unit * (unit * grad).sum(dim=-1, keepdim=True)) * (inverse * factor)
+
+
+def query_factor(key_dim: int) -> float:
+    """The factor on normalised queries."""
+    return 1.0 / math.sqrt(key_dim)
+
+
+def delta_update(
+    state_BHNP: Tensor, q_BGN: Tensor, k_BGN: Tensor, v_BHP: Tensor, g_BH: Tensor, beta_BH: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the output of one token of each sequence, and the state after it."""
+    heads_per_group = v_BHP.shape[1] // k_BGN.shape[1]
+    q = l2_normalise(q_BGN, factor=query_factor(q_BGN.shape[-1])).repeat_interleave(heads_per_group, dim=1)
+    k = l2_normalise(k_BGN).repeat_interleave(heads_per_group, dim=1)
+    decayed = to_compute_dtype(g_BH).exp()[..., None, None] * state_BHNP
+    stored = (decayed * k[..., None]).sum(dim=-2)
+    written = to_compute_dtype(beta_BH)[..., None] * (to_compute_dtype(v_BHP) - stored)
+    state = decayed + k[..., None] * written[..., None, :]
+    return (state * q[..., None]).sum(dim=-2).to(v_BHP.dtype), state
+
+
+def delta_rule_by_token(
+    q_SBGN: Tensor,
+    k_SBGN: Tensor,
+    v_SBHP: Tensor,
+    g_SBH: Tensor,
+    beta_SBH: Tensor,
+    *,
+    starts_SB: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs of all tokens [S, B, H, P], and the state [B, H, N, P] after the last.
+
+    starts_SB: whether a token begins a document; the state before it is dropped, also the initial one.
+    """
+    _, batch, heads, value_dim = v_SBHP.shape
+    state = initial_state
+    if state is None:
+        shape = (batch, heads, k_SBGN.shape[-1], value_dim)
+        state = v_SBHP.new_zeros(shape, dtype=compute_dtype(v_SBHP.dtype))
+    outputs: list[Tensor] = []
+    for token in range(v_SBHP.shape[0]):
+        if starts_SB is not None:
+            state = state.masked_fill(starts_SB[token, :, None, None, None], 0.0)
+        of_token = (part[token] for part in (q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH))
+        o, state = delta_update(state, *of_token)
+        outputs.append(o)
+    return torch.stack(outputs), state

@@ -1,0 +1,92 @@
+"""The operations of a gated delta net under autograd: each saves its inputs and lets a kernel's backward recompute the rest.
+
+S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class DeltaKernels(Protocol):
+    """See `kernels/ssm/chunk_delta_rule.py`."""
+
+    chunk_delta_rule: Callable[..., tuple[Tensor, Tensor]]
+    chunk_delta_rule_backward: Callable[..., tuple[Tensor | None, ...]]
+
+
+class NormGateKernels(Protocol):
+    """See `kernels/ssm/norm_gate.py`."""
+
+    norm_gate: Callable[..., Tensor]
+    norm_gate_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class DeltaInputs(NamedTuple):
+    """What the gated delta rule takes of every token and head, besides the state before."""
+
+    q_SBGN: Tensor
+    k_SBGN: Tensor
+    v_SBHP: Tensor
+    g_SBH: Tensor
+    beta_SBH: Tensor
+
+
+def delta_rule(
+    inputs: DeltaInputs,
+    *,
+    kernels: DeltaKernels,
+    chunk_size: int,
+    starts_SB: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs [S, B, H, P] and the final state [B, H, N, P]."""
+    return _DeltaRule.apply(kernels, chunk_size, starts_SB, initial_state, *inputs)  # pyright: ignore[reportReturnType]
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: DeltaKernels, chunk_size: int, starts: Tensor | None, initial: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.kernels, ctx.chunk_size = kernels, chunk_size
+        ctx.save_for_backward(starts, initial, *inputs)
+        return kernels.chunk_delta_rule(*inputs, chunk_size=chunk_size, starts_SB=starts, initial_state=initial)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        starts, initial, *inputs = ctx.saved_tensors
+        grad_o, grad_state = grads
+        if grad_o is None:
+            grad_o = torch.zeros_like(DeltaInputs(*inputs).v_SBHP)
+        *input_grads, initial_grad = ctx.kernels.chunk_delta_rule_backward(
+            grad_o, grad_state, *inputs, chunk_size=ctx.chunk_size, starts_SB=starts, initial_state=initial
+        )
+        return None, None, None, initial_grad, *input_grads
+
+
+def norm_gate(y: Tensor, z: Tensor, weight_P: Tensor, *, eps: float, kernels: NormGateKernels) -> Tensor:
+    """Returns y / rms * weight * silu(z) over the last dimension."""
+    return _NormGate.apply(kernels, eps, y, z, weight_P)  # pyright: ignore[reportReturnType]
+
+
+class _NormGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: NormGateKernels, eps: float, y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        ctx.kernels, ctx.eps = kernels, eps
+        ctx.save_for_backward(y, z, weight)
+        return kernels.norm_gate(y, z, weight, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        y, z, weight = ctx.saved_tensors
+        grad_y, grad_z, grad_weight = ctx.kernels.norm_gate_backward(grads[0], y, z, weight, eps=ctx.eps)
+        return None, None, grad_y, grad_z, grad_weight.to(weight.dtype)

@@ -1,0 +1,281 @@
+"""The gated delta net (Yang, Kautz and Hatamizadeh): a mixer whose state of fixed size is a memory of values under keys.
+
+    q | k | v | z | b | a  =  W_in u                                one GEMM
+    q | k | v              =  silu(conv(q | k | v))                 causal, each channel over its last tokens
+    g                      =  -exp(A_log) softplus(a + dt_bias),  beta = sigmoid(b)
+    S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T,   o_t = S_t^T q_t
+    out                    =  W_out (norm(o) silu(z))
+
+Queries and keys have length 1 (`kernels/ssm/delta_recurrence.py`). Key heads are for num_value_heads / num_key_heads value heads each.
+The norm is over the channels of a value head, with one weight for all heads.
+
+Tensor parallelism shares out heads: v, z, b and a by value head, q and k by key head (a key head's replicas where there are more ranks
+than key heads), the convolution, A_log and dt_bias with them, W_out by rows.
+
+Context parallelism gives each rank one contiguous part: the convolution takes the last tokens of the part before (`halo`), and the
+delta rule the state after it (`DeltaRule` is replaced). Packed documents reset both.
+
+S sequence, B batch, D hidden, C channels of the convolution, H value heads, P value head dim, G key heads, N key head dim; those of
+this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.ssm import chunk_delta_rule as delta_reference
+from petatron.kernels.ssm import norm_gate as norm_reference
+from petatron.kernels.ssm.delta_recurrence import delta_update
+from petatron.layers.comm_slot import CommSlot, identity
+from petatron.layers.forward_context import ForwardContext
+from petatron.layers.linear import Linear
+from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.generation_state import GenerationStep, RecurrentState, StateSlots, StateTensor
+from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
+from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
+from petatron.layers.ssm.delta_ops import DeltaInputs, DeltaKernels, NormGateKernels, delta_rule, norm_gate
+from petatron.layers.ssm.initial_values import LogDecayValues
+from petatron.layers.ssm.mamba2 import CausalConv, document_starts
+from petatron.sharding.initial_values import ONES, NormalValues
+from petatron.sharding.shard_spec import Section, Shard
+
+LOWEST_DECAY = 0.01
+"""Of exp(A_log) initially: 0 would have no logarithm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaNetSpec(BranchSpec):
+    """A gated delta net.
+
+    num_key_heads: how many queries and keys there are; each is for num_value_heads / num_key_heads value heads.
+    conv_width: the tokens that the convolution sees, the newest included.
+    chunk_size: tokens of a chunk of the delta rule, which changes no result.
+    std, out_std: of the initial weights of the first and of the last GEMM.
+    """
+
+    name = "delta"
+    title = "gated delta net"
+    region = "delta"
+
+    hidden_size: int
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    norm_eps: float
+    conv_width: int
+    chunk_size: int
+    std: float
+    out_std: float
+
+    @property
+    def sequence_sharding(self) -> SequenceSharding:
+        return "contiguous"
+
+    @property
+    def separates_documents(self) -> bool:
+        return True
+
+    @property
+    def can_generate(self) -> bool:
+        return True
+
+    def generation_state(self, tp: int) -> RecurrentState | None:
+        window = StateTensor("conv", (self.conv_width - 1, self.conv_channels(tp)))
+        sizes = (self.num_value_heads // tp, self.key_head_dim, self.value_head_dim)
+        return RecurrentState((window, StateTensor("delta", sizes, wide=True)))
+
+    @property
+    def value_size(self) -> int:
+        """The width of all value heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    def build(self, layer_index: int) -> GatedDeltaNet:
+        return GatedDeltaNet(self, layer_index)
+
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Returns the rows of each part of the first GEMM, and between how many units they may be cut."""
+        keys = self.num_key_heads * self.key_head_dim, self.num_key_heads
+        values, heads = (self.value_size, self.num_value_heads), (self.num_value_heads, self.num_value_heads)
+        return {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+
+    def params(self) -> Mapping[str, ParamSpec]:
+        inputs = tuple(Section(f"in_{name}", *rows) for name, rows in self.sections().items())
+        channels = tuple(Section(f"conv_{name}", *self.sections()[name]) for name in ("q", "k", "v"))
+        conv = ParamSpec(
+            shape=(sum(section.rows for section in channels), 1, self.conv_width),
+            shard=Shard(tp=0, sections=channels),
+            init=NormalValues(self.std),
+            weight_decay=True,
+        )
+        rows = {section.name: section.rows for section in inputs}
+        by_head, one_for_all_heads = Shard(tp=0), Shard(partial_grad="always")
+        in_proj = linear_params(self.hidden_size, rows, Shard(tp=0, sections=inputs), bias=False, std=self.std)
+        out_proj = linear_params(self.value_size, self.hidden_size, Shard(tp=1), bias=False, std=self.out_std)
+        decay = LogDecayValues(low=LOWEST_DECAY)
+        return (
+            {
+                "A_log": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=decay),
+                "dt_bias": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=ONES),
+            }
+            | with_prefix("in_proj", in_proj)
+            | {
+                "conv.weight": conv,
+                "norm.weight": ParamSpec(shape=(self.value_head_dim,), shard=one_for_all_heads, init=ONES),
+            }
+            | with_prefix("out_proj", out_proj)
+        )
+
+    def conv_channels(self, tp: int) -> int:
+        """The channels of one rank's convolution; ranks beyond the number of key heads have replicas of q and k."""
+        return self.value_size // tp + 2 * max(self.num_key_heads // tp, 1) * self.key_head_dim
+
+    def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
+        """Counts the convolution and the chunked delta rule: inside chunks, the triangular solve, into the states and out of them.
+
+        Inside a chunk keys meet keys and queries (of a key head), and scores meet the values that are written; the solve has half a
+        chunk for each token and both of its sides. A state meets the second side, the queries and the keys.
+        """
+        tokens_seen = min(self.chunk_size, seq_length) * (0.5 if causal else 1.0)
+        keys, states = self.num_key_heads * self.key_head_dim, self.num_value_heads * self.key_head_dim
+        inside = 2 * tokens_seen * (2 * keys + self.value_size)
+        solve = 2 * tokens_seen * (self.value_size + states)
+        through_states = 6 * states * self.value_head_dim
+        conv = 2 * self.conv_width * self.conv_channels(1)
+        return 3.0 * seq_length * (inside + solve + through_states + conv)
+
+    def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        if self.region in recomputed:
+            return 0
+        rows, values, heads = shape.gathered_tokens, self.value_size // shape.tp, self.num_value_heads // shape.tp
+        channels = self.conv_channels(shape.tp)
+        # The first GEMM's output, the convolution's, the delta rule's, and the input of the last GEMM.
+        saved = shape.activation_bytes(rows, channels + values + 2 * heads + channels + 2 * values)
+        saved += rows * 4 * heads * shape.compute_bytes  # beta, a with its bias, softplus of it, g
+        decays = 2 * heads * shape.compute_bytes  # the exponential of A_log, and its negative
+        return saved + decays + shape.fp8_input_bytes(self.hidden_size, values)
+
+    def context_parallel_bytes(self, shape: ActivationShape) -> int:
+        """The halo of the convolution, and a state with the matrix that a part multiplies a state with."""
+        heads, keys = self.num_value_heads // shape.tp, self.key_head_dim
+        halo = shape.activation_bytes((self.conv_width - 1) * shape.batch, self.conv_channels(shape.tp))
+        return halo + shape.batch * heads * keys * (self.value_head_dim + keys) * shape.compute_bytes
+
+    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
+        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
+        out = 2.0 * shape.gathered_tokens * self.value_size * self.hidden_size / shape.tp
+        return self.forward_flops(shape) - (0.0 if shape.fp8_recipe is not None else out)
+
+
+class DeltaRule(nn.Module):
+    """The gated delta rule over whole sequences of this rank's heads; context parallelism replaces this module."""
+
+    def __init__(self, chunk_size: int) -> None:
+        super().__init__()
+        self.chunk_size = chunk_size
+        self.kernels: DeltaKernels = delta_reference
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "gated delta rule"}
+
+    def forward(self, inputs: DeltaInputs, starts_SB: Tensor | None) -> Tensor:
+        return delta_rule(inputs, kernels=self.kernels, chunk_size=self.chunk_size, starts_SB=starts_SB)[0]
+
+    def after_state(self, inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs of tokens after a state [B, H, N, P], and the state after them."""
+        return delta_rule(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
+
+
+class HeadNormGate(nn.Module):
+    """norm(o) silu(z) over the channels of each head, with one weight for all heads."""
+
+    def __init__(self, width: int, *, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.kernels: NormGateKernels = norm_reference
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "norm and gate"}
+
+    def forward(self, o: Tensor, z: Tensor) -> Tensor:
+        return norm_gate(o, z, self.weight, eps=self.eps, kernels=self.kernels)
+
+
+class GatedDeltaNet(BranchModule):
+    """out_proj(norm(delta(conv(q | k | v))) silu(z)); all inputs are one GEMM, stored as six logical tensors."""
+
+    fp8_linears = ("in_proj", "out_proj")
+
+    def __init__(self, spec: GatedDeltaNetSpec, layer_index: int) -> None:
+        super().__init__()
+        self.spec, self.layer_index = spec, layer_index
+        self.A_log, self.dt_bias = (nn.Parameter(torch.empty(spec.num_value_heads)) for _ in range(2))
+        rows = [rows for rows, _ in spec.sections().values()]
+        self.in_proj = Linear(spec.hidden_size, rows, bias=False)
+        self.conv = CausalConv(spec.conv_channels(1), spec.conv_width, bias=False)
+        self.delta = DeltaRule(spec.chunk_size)
+        self.norm = HeadNormGate(spec.value_head_dim, eps=spec.norm_eps)
+        self.out_proj = Linear(spec.value_size, (spec.hidden_size,), bias=False)
+        self.local_part: CommSlot = identity
+
+    def recompute_regions(self) -> Mapping[str, nn.Module]:
+        return {"delta": self}
+
+    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+        if context.generation is not None:
+            return self._generate(x_SBD, context.generation)
+        channels_SBC, z_SBHP, b_SBH, a_SBH = self._project(x_SBD)
+        starts_SB = document_starts(context.documents, self.local_part)
+        o_SBHP = self.delta(self._delta_inputs(self.conv(channels_SBC, starts_SB), b_SBH, a_SBH), starts_SB)
+        return self.out_proj(self.norm(o_SBHP, z_SBHP).flatten(-2))
+
+    def _generate(self, x_TD: Tensor | Recomputable, step: GenerationStep) -> Tensor:
+        channels_TC, z_THP, b_TH, a_TH = self._project(x_TD)
+        slots = step.states[self.layer_index]
+        outputs = [self._advance(group, channels_TC, b_TH, a_TH, slots) for group in step.groups]
+        return self.out_proj(self.norm(group_outputs(step.groups, outputs, like_T=z_THP), z_THP).flatten(-2))
+
+    def _advance(
+        self, group: SequenceGroup, channels_TC: Tensor, b_TH: Tensor, a_TH: Tensor, slots: StateSlots
+    ) -> Tensor:
+        """Takes the tokens of some sequences into their states, and returns the delta rule's outputs [S, B, H, P]."""
+        channels_SBC, window = group.gather(channels_TC), group.read(slots["conv"]).transpose(0, 1)
+        convolved = self.conv.after_window(channels_SBC, window)
+        inputs = self._delta_inputs(convolved, group.gather(b_TH), group.gather(a_TH))
+        group.write(slots["conv"], group.last_tokens(window, channels_SBC).transpose(0, 1))
+        state = group.read(slots["delta"])
+        if group.decodes:
+            o, state = delta_update(state, *(part[0] for part in inputs))
+            o_SBHP = o.unsqueeze(0)
+        else:
+            # Padding neither decays a state nor writes to it.
+            g, beta = group.zero_padding(inputs.g_SBH), group.zero_padding(inputs.beta_SBH)
+            o_SBHP, state = self.delta.after_state(inputs._replace(g_SBH=g, beta_SBH=beta), state)
+        group.write(slots["delta"], state)
+        return o_SBHP
+
+    def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the channels of the convolution, z, b and a."""
+        q, k, v, z, b, a = self.in_proj.sections
+        channels, z_part, b_part, a_part = self.in_proj(x).split((q + k + v, z, b, a), dim=-1)
+        return channels, z_part.unflatten(-1, (-1, self.spec.value_head_dim)), b_part, a_part
+
+    def _delta_inputs(self, channels: Tensor, b: Tensor, a: Tensor) -> DeltaInputs:
+        q, k, v = channels.split(self.in_proj.sections[:3], dim=-1)
+        steps = F.softplus(to_compute_dtype(a) + to_compute_dtype(self.dt_bias))
+        return DeltaInputs(
+            q.unflatten(-1, (-1, self.spec.key_head_dim)),
+            k.unflatten(-1, (-1, self.spec.key_head_dim)),
+            v.unflatten(-1, (-1, self.spec.value_head_dim)),
+            -to_compute_dtype(self.A_log).exp() * steps,
+            to_compute_dtype(b).sigmoid(),
+        )

@@ -1,0 +1,131 @@
+"""What families with Mamba-2 layers have in common: the names of a mixer's tensors, kinds of layers, and what the decoder cannot express.
+
+Sizes have two spellings of keys: `num_heads`, `state_size` and so on in Mamba-2 and Nemotron-H, `mamba_n_heads`, `mamba_d_state` in
+Bamba and Granite. The gated norm is over all channels but in Nemotron-H.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from petatron.base.errors import Problem
+from petatron.base.untrusted_files import is_count
+from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
+from petatron.models.hf.check_claimed_counts import MAX_LAYERS
+from petatron.models.hf.family import Family, ModuleMapping, unsupported_setting
+from petatron.models.hf.shared_tables import LLAMA_FIXED
+from petatron.models.model_spec import ModelSpec
+
+FIX = "Take config.json from the model's own folder."
+LAYER_TYPES = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", EXPERTS: "moe"}
+_LETTERS = {kind: letter for letter, kind in LAYER_TYPES.items()} | {"mamba": MAMBA, "attention": ATTENTION}
+"""The kinds of transformers 5, and what they were called before."""
+
+HYBRID_FIXED: Mapping[str, Any] = {**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False}
+BAMBA_KEYS = {
+    "mamba_num_heads": "mamba_n_heads",
+    "mamba_head_dim": "mamba_d_head",
+    "mamba_num_groups": "mamba_n_groups",
+    "mamba_state_dim": "mamba_d_state",
+    "mamba_chunk_size": "mamba_chunk_size",
+}
+BAMBA_DEFAULTS: Mapping[str, Any] = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "hidden_act": "silu",
+}
+BAMBA_SINGLE_VALUES = {"mamba_d_conv": 4, "mamba_conv_bias": True, "mamba_proj_bias": False}
+
+
+def mixer_mappings(mixer: str) -> tuple[ModuleMapping, ...]:
+    """Returns the tensors of a Mamba-2 mixer under the name of its module."""
+    parts = tuple(f"layers.*.mamba.in_{part}" for part in ("z", "x", "B", "C", "dt"))
+    channels = tuple(f"layers.*.mamba.conv_{part}" for part in ("x", "B", "C"))
+    return (
+        *(
+            ModuleMapping(("layers.*.mamba",), f"{mixer}.{leaf}", no_weight_suffix=True, leaf=leaf)
+            for leaf in ("A_log", "D", "dt_bias")
+        ),
+        ModuleMapping(parts, f"{mixer}.in_proj"),
+        ModuleMapping(channels, f"{mixer}.conv1d"),
+        ModuleMapping(("layers.*.mamba.norm",), f"{mixer}.norm"),
+        ModuleMapping(("layers.*.mamba.out_proj",), f"{mixer}.out_proj"),
+    )
+
+
+def attention_mappings(attention: str) -> tuple[ModuleMapping, ...]:
+    """Returns the tensors of attention under the name of its module."""
+    names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
+    return tuple(ModuleMapping((f"layers.*.attention.{ours}",), f"{attention}.{hf}") for ours, hf in names.items())
+
+
+def read_layer_count(hf_config: Mapping[str, Any]) -> int | Problem:
+    count: Any = hf_config.get("num_hidden_layers")
+    if is_count(count, 1) and count <= MAX_LAYERS:
+        return count
+    return Problem("num_hidden_layers", f"{count!r:.40}", "is not a positive whole number of layers", FIX)
+
+
+def read_layer_types(key: str, kinds: object, letters: str) -> str | Problem:
+    """Returns the letters of a list of kinds of layers.
+
+    >>> read_layer_types("layer_types", ["mamba", "full_attention"], "M*")
+    'M*'
+    """
+    if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not 0 < len(kinds) <= MAX_LAYERS:
+        return Problem(key, "", "is no list of the kinds of layers", FIX)
+    found = [_LETTERS.get(kind, "") if isinstance(kind, str) else "" for kind in kinds]
+    unknown = next((kind for kind, letter in zip(kinds, found) if not letter or letter not in letters), None)
+    if unknown is not None:
+        known = ", ".join(LAYER_TYPES[letter] for letter in letters)
+        return Problem(key, f"{unknown!r:.40}", "is a kind of layer that the decoder does not have", f"It has {known}.")
+    return "".join(found)
+
+
+def time_step_problems(hf_config: Mapping[str, Any]) -> list[Problem]:
+    """Returns a problem if step sizes are bounded; the decoder's are any positive numbers."""
+    match hf_config.get("time_step_limit"):
+        case None | [0 | 0.0, {"__float__": "Infinity"}]:
+            return []
+        case [0 | 0.0, float(most)] | (0 | 0.0, float(most)) if math.isinf(most):
+            return []
+        case other:
+            rule = "bounds the step sizes of Mamba-2 layers, which the decoder does not"
+            return [Problem("time_step_limit", f"{other!r:.40}", rule, "Use another model.")]
+
+
+def has_mamba(spec: ModelSpec) -> bool:
+    return MAMBA in (spec.config.hybrid_layer_pattern or "")
+
+
+def expansion(spec: ModelSpec) -> int:
+    """Returns the width of all heads of a Mamba-2 layer, as a multiple of the hidden size."""
+    model = spec.config
+    return model.mamba_num_heads * model.mamba_head_dim // model.hidden_size
+
+
+def bamba_expansion(spec: ModelSpec) -> Mapping[str, int]:
+    """Returns that in Bamba's spelling; a model without Mamba-2 layers has sizes that fit all the same."""
+    if has_mamba(spec):
+        return {"mamba_expand": expansion(spec)}
+    return {"mamba_expand": 1, "mamba_n_heads": 1, "mamba_d_head": spec.config.hidden_size}
+
+
+def mixer_problems(spec: ModelSpec, family: Family) -> list[Problem]:
+    """Returns a problem if heads are no multiple of the width, or the gated norm has several groups."""
+    model, problems = spec.config, list[Problem]()
+    if not has_mamba(spec):
+        return problems
+    if model.mamba_num_heads * model.mamba_head_dim % model.hidden_size:
+        allowed = "heads that are a multiple of the width"
+        problems.append(unsupported_setting("mamba_num_heads", model.mamba_num_heads, family, allowed))
+    if model.mamba_norm_groups != 1:
+        problems.append(unsupported_setting("mamba_norm_groups", model.mamba_norm_groups, family, "one"))
+    return problems

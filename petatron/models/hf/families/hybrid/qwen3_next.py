@@ -1,0 +1,118 @@
+"""Qwen3-Next: three layers of gated delta nets before each one of gated attention, experts with a gated shared one in every layer.
+
+Norms multiply by one plus their weight, except that of the delta net. The projections of a delta net are two matrices there, with the
+rows of one key head adjacent: its query, its key, the values and gates of its value heads; and b and a of these. A query head's gate
+follows its query.
+
+Published folders have a depth of multi-token prediction under `mtp.`, which transformers does not load, nor do we.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from petatron.base.errors import Problem
+from petatron.base.untrusted_files import is_count
+from petatron.config.schema.layer_patterns import format_layers, linear_layers
+from petatron.models.hf.families.llama import like_llama
+from petatron.models.hf.families.qwen import QWEN2_MOE, QWEN3_MOE
+from petatron.models.hf.family import ModuleMapping
+from petatron.models.hf.shared_tables import LLAMA_FIXED, LLAMA_KEYS
+from petatron.models.hf.window_config_json import FULL
+from petatron.models.model_spec import ModelSpec
+
+LINEAR = "linear_attention"
+_NET, _HF_NET = "layers.*.delta", "model.layers.*.linear_attn"
+_SIZES = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+_NET_MAPPINGS = (
+    ModuleMapping(("layers.*.delta_norm",), "model.layers.*.input_layernorm"),
+    ModuleMapping(
+        (f"{_NET}.in_q", f"{_NET}.in_k", f"{_NET}.in_v", f"{_NET}.in_z"),
+        f"{_HF_NET}.in_proj_qkvz",
+        fused_by_head=True,
+        heads="linear_num_key_heads",
+    ),
+    ModuleMapping(
+        (f"{_NET}.in_b", f"{_NET}.in_a"), f"{_HF_NET}.in_proj_ba", fused_by_head=True, heads="linear_num_key_heads"
+    ),
+    ModuleMapping((f"{_NET}.conv_q", f"{_NET}.conv_k", f"{_NET}.conv_v"), f"{_HF_NET}.conv1d"),
+    ModuleMapping((_NET,), f"{_HF_NET}.A_log", no_weight_suffix=True, leaf="A_log"),
+    ModuleMapping((_NET,), f"{_HF_NET}.dt_bias", no_weight_suffix=True, leaf="dt_bias"),
+    ModuleMapping((f"{_NET}.norm",), f"{_HF_NET}.norm"),
+    ModuleMapping((f"{_NET}.out_proj",), f"{_HF_NET}.out_proj"),
+    ModuleMapping(
+        ("layers.*.attention.q", "layers.*.attention.gate"), "model.layers.*.self_attn.q_proj", fused_by_head=True
+    ),
+)
+
+
+def _with_net(mappings: tuple[ModuleMapping, ...]) -> tuple[ModuleMapping, ...]:
+    """Returns the mappings of Qwen2-MoE, whose experts are the same, with those of delta nets and gated queries."""
+    return (*(row for row in mappings if row.logical_modules != ("layers.*.attention.q",)), *_NET_MAPPINGS)
+
+
+def _read_layer_types(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """`layer_types` names the kind of every layer; without it every so many-th is attention."""
+    layers, every, kinds = (hf_config[key] for key in ("num_hidden_layers", "full_attention_interval", "layer_types"))
+    if kinds is None:
+        if not is_count(every, 1):
+            rule = "is not a positive whole number"
+            return {}, [Problem("full_attention_interval", f"{every!r:.40}", rule, "Use 4, or name layer_types.")]
+        return {"linear_attention_freq": str(every)}, []
+    if not isinstance(kinds, list) or len(kinds) != layers or {str(kind) for kind in kinds} - {FULL, LINEAR}:
+        rule = f"does not name each of the {layers} layers {FULL} or {LINEAR}"
+        return {}, [Problem("layer_types", "", rule, "Take config.json from the model's own folder.")]
+    return {"linear_attention_freq": format_layers([kind == LINEAR for kind in kinds])}, []
+
+
+def _write_layer_types(spec: ModelSpec) -> dict[str, Any]:
+    return {"layer_types": [LINEAR if linear else FULL for linear in linear_layers(spec.config)]}
+
+
+QWEN3_NEXT = like_llama(
+    name="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    models="Qwen3-Next",
+    what_differs="[gated delta nets](delta.md), gated attention in every fourth layer, a gated shared expert, one-plus norms",
+    mappings=_with_net(QWEN2_MOE.mappings),
+    in_memory_mappings=_with_net(QWEN2_MOE.in_memory_mappings),
+    ignored_tensors=("*rotary_emb.inv_freq", "mtp.*"),
+    keys={**LLAMA_KEYS, **{name: name for name in _SIZES}},
+    defaults={
+        **{key: value for key, value in QWEN3_MOE.defaults.items() if "sliding_window" not in key},
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "layer_types": None,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "norm_topk_prob": True,
+    },
+    fixed={
+        **{name: value for name, value in LLAMA_FIXED.items() if name != "rotary_percent"},
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "qk_layernorm": True,
+        "apply_layernorm_1p": True,
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+    },
+    single_values={"attention_bias": False},
+    read_more=_read_layer_types,
+    write_more=_write_layer_types,
+    more_settings=("linear_attention_freq",),
+    required=("linear_attention_freq",),
+    moe_keys=QWEN2_MOE.moe_keys,
+    moe_fixed=QWEN2_MOE.moe_fixed,
+)

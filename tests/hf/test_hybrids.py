@@ -1,0 +1,159 @@
+"""Hybrids of Mamba-2 in config.json: kinds of layers in every spelling, what is refused, and which family a model of ours is saved as."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from petatron.base.errors import ConfigError
+from petatron.config import load_config
+from petatron.mesh.mesh import ParallelMesh
+from petatron.models.decoder import Decoder
+from petatron.models.hf import build_config_json, from_hf_config, matching_family, to_hf, to_hf_config
+from petatron.models.model_spec import ModelSpec
+from petatron.models.registry import model_spec
+from petatron.sharding.flat_shard import group_tensor_shards
+from petatron.train.build_run import build_model
+from tests.hf.zoo import truth
+
+BASE = (
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 61 --mock-data --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type none --train-iters 1 --lr 1e-3 --mamba-head-dim 8 --mamba-state-dim 6 "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --hybrid-layer-pattern"
+)
+SWIGLU_ROPE = "--swiglu --position-embedding-type rope --rotary-percent 0.5 --mamba-norm-groups 1"
+
+
+def spec_of(flags: str) -> ModelSpec:
+    return model_spec(load_config(f"{BASE} {flags}".split()).config)
+
+
+def changed(name: str, **changes: Any) -> dict[str, Any]:
+    """A model's config.json with some keys changed, or left out if None is given."""
+    content = {**truth(name).config, **changes}
+    return {key: value for key, value in content.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        (changed("granite-hybrid", layer_types=["mamba", "attention"]), "M-*-"),
+        (changed("granite-hybrid", layer_types=None, layers_block_type=["mamba", "mamba"]), "M-M-"),
+        (changed("nemotron-h", layers_block_type=None, hybrid_override_pattern="M*-M"), "M*-M"),
+        (changed("nemotron-h", num_hidden_layers=99), "M-*M"),
+        (changed("bamba", attn_layer_indices=[0]), "*-M-"),
+        (changed("bamba", attn_layer_indices=None), "M-M-"),
+        (changed("mamba2", time_step_limit=[0.0, {"__float__": "Infinity"}]), "MM"),
+        (changed("mamba2", time_step_limit=[0.0, float("inf")]), "MM"),
+        (changed("mamba2", time_step_limit=None), "MM"),
+    ],
+)
+def test_layers_are_read_in_every_spelling(content: dict[str, Any], pattern: str):
+    values, _ = from_hf_config(content)
+    assert values["hybrid_layer_pattern"] == pattern and values["num_layers"] == len(pattern)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            changed("granite-hybrid", layer_types=["mamba", "rwkv"]),
+            "layer_types 'rwkv' is a kind of layer that the decoder",
+        ),
+        (changed("granite-hybrid", layer_types=["mamba", 3]), "layer_types 3 is a kind of layer"),
+        (changed("granite-hybrid", layer_types=["mamba", "moe"]), "layer_types 'moe' is a kind of layer"),
+        (changed("granite-hybrid", layer_types="mamba"), "layer_types is no list of the kinds of layers"),
+        (changed("granite-hybrid", num_hidden_layers=3), "layer_types 2 kinds are not those of 3 layers"),
+        (changed("granite-hybrid", mamba_proj_bias=True), "mamba_proj_bias True is not False"),
+        (changed("nemotron-h", layers_block_type=None), "layers_block_type is no list of the kinds"),
+        (
+            changed("nemotron-h", layers_block_type=None, hybrid_override_pattern="M|M"),
+            "hybrid_override_pattern 'M|M' has letters",
+        ),
+        (changed("nemotron-h-moe", n_shared_experts=0), "n_shared_experts 0 is not a positive whole number"),
+        (changed("bamba", num_hidden_layers=0), "num_hidden_layers 0 is not a positive whole number of layers"),
+        (changed("bamba", attn_layer_indices=[2]), "attn_layer_indices [2] are not some of the 2 layers"),
+        (changed("bamba", mamba_d_head="auto"), "mamba_d_head 'auto' is not a whole number"),
+        (
+            changed("mamba2", num_hidden_layers="two"),
+            "num_hidden_layers 'two' is not a positive whole number of layers",
+        ),
+        (
+            changed("mamba2", time_step_limit=[0.001, float("inf")]),
+            "time_step_limit [0.001, inf] bounds the step sizes",
+        ),
+        (changed("mamba2", time_step_limit=[0.0, 0.5]), "time_step_limit [0.0, 0.5] bounds the step sizes"),
+        (changed("mamba2", conv_kernel=3), "conv_kernel 3 is not 4"),
+    ],
+)
+def test_what_the_decoder_cannot_express_is_named(content: dict[str, Any], message: str):
+    with pytest.raises(ConfigError) as caught:
+        from_hf_config(content)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "family"),
+    [
+        ("MM --mamba-num-groups 2 --mamba-norm-groups 1", "mamba2"),
+        ("MM --mamba-num-groups 2", None),
+        ("M--*M --mamba-num-groups 2 --squared-relu", "nemotron_h"),
+        (f"M-*- --mamba-num-groups 2 {SWIGLU_ROPE}", "bamba"),
+        ("M-*- --mamba-num-groups 1 --swiglu --softmax-scale 0.2", "granitemoehybrid"),
+        ("M*-- --mamba-num-groups 1 --swiglu", None),
+        ("M-*- --mamba-num-groups 1 --swiglu --window-size 5", None),
+        ("*-*- --swiglu --softmax-scale 0.2", "granitemoehybrid"),
+    ],
+)
+def test_a_model_is_saved_as_the_family_that_has_its_details(flags: str, family: str | None):
+    found = matching_family(spec_of(flags))
+    assert (None if found is None else found.name) == family
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("MM --mamba-num-groups 2 --mamba-norm-groups 1 --mamba-num-heads 6", "--mamba-num-heads 6 cannot be written"),
+        ("M--*M --mamba-num-groups 2 --squared-relu --mamba-norm-groups 1", "--mamba-norm-groups 1 cannot be written"),
+        (
+            f"M*-- --mamba-num-groups 2 {SWIGLU_ROPE}",
+            "--rotary-percent 0.5 cannot be written as a Hugging Face nemotron_h model",
+        ),
+        ("MM --mamba-num-groups 2", "--mamba-norm-groups 2 cannot be written as a Hugging Face mamba2 model"),
+        ("M-M --mamba-num-groups 2", "--hybrid-layer-pattern M-M cannot be written"),
+        (f"M-*- --mamba-num-groups 1 --mamba-num-heads 6 {SWIGLU_ROPE}", "--mamba-num-heads 6 cannot be written"),
+    ],
+)
+def test_reasons_why_no_family_has_a_model(flags: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        to_hf_config(spec_of(flags))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags", ["M*-- --mamba-num-heads 6 --mamba-num-groups 3", "*-*- --swiglu --softmax-scale 0.2"]
+)
+def test_transformers_computes_a_model_of_ours(flags: str, tmp_path: Path):
+    """One whose heads are no multiple of the width, and one without Mamba-2."""
+    run = load_config(f"{BASE} {flags}".split()).config
+    model, spec = build_model(run, ParallelMesh.single()), model_spec(run)
+    weights: dict[str, torch.Tensor] = {}
+    for group in model.param_groups:
+        for piece, view in group_tensor_shards(group, group.weights()):
+            weights[piece.name] = view.reshape(piece.logical_shape).clone()
+    content = build_config_json(spec, torch.float32)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    save_file(to_hf(content["model_type"], weights, spec), tmp_path / "model.safetensors", {"format": "pt"})
+    theirs, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values()), found
+    tokens = torch.arange(20)[None] % 61
+    assert isinstance(model.module, Decoder)
+    with torch.no_grad():
+        ours = model.module.eval().logits(tokens)
+        torch.testing.assert_close(ours, theirs.eval()(tokens).logits, rtol=0, atol=1e-5)

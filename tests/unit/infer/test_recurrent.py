@@ -1,0 +1,213 @@
+"""Generation with recurrent layers: a sequence has a slot for its states, and every token is that of the whole sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from petatron.base.errors import ConfigError
+from petatron.infer.engine import Engine
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.pages import SCRATCH_SLOT, SlotPool
+from petatron.infer.sampling_params import SamplingParams
+from petatron.infer.step.layer_states import layer_states, page_bytes, slot_bytes
+from petatron.layers.spec.generation_state import PagedState, RecurrentState, StateTensor
+from tests.dist import RankPool
+from tests.longform import later
+from tests.unit.infer.test_engine import GREEDY, check_by_hand, exact_model
+from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
+
+PROMPTS = [[5, 17, 90, 3, 3], [1], [2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4, 5, 6, 50]]
+MAMBA = (
+    "--hybrid-layer-pattern MM --num-layers 2 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 6 "
+    "--mamba-chunk-size 4"
+)
+HYBRID = MAMBA.replace("MM --num-layers 2", "M-*M --num-layers 4")
+LATENT_HYBRID = f"{HYBRID} {LATENT}"
+EXPERTS = HYBRID.replace("M-*M", "ME*M") + " --num-experts 4 --moe-router-topk 2"
+DELTA = (
+    "--hybrid-layer-pattern GG --num-layers 2 --linear-key-head-dim 6 --linear-value-head-dim 5 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-chunk-size 4"
+)
+SIZES = DELTA.partition("--num-layers 2")[2]
+GATED = (
+    "--num-layers 4 --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --attention-output-gate "
+    f"--qk-layernorm {SIZES}"
+)
+NEXT = f"{GATED} --num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
+ONE_NORM = f"{HYBRID} --mamba-norm-groups 1"
+
+
+@pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, NEXT])
+@pytest.mark.parametrize(
+    "options",
+    [
+        EngineOptions(page_size=3, max_step_tokens=4),
+        EngineOptions(page_size=1, max_step_tokens=64, max_sequences=2),
+        EngineOptions(page_size=2, num_pages=13),
+    ],
+)
+def test_chunks_slots_and_preemption_change_no_token(kind: str, options: EngineOptions):
+    flags = f"--fp64 {kind}"
+    engine = Engine(exact_model(flags), options=options)
+    first = [answer for [answer] in engine.complete(PROMPTS, GREEDY)]
+    for answer in first:
+        check_by_hand(answer, flags)
+    again = [answer for [answer] in engine.complete(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))]
+    assert [answer.ids for answer in again] == [answer.ids for answer in first], "slots are used a second time"
+    assert not any(answer.cached_tokens for answer in again), "a page says nothing of a state"
+    assert engine.stats.pages_used == 0 and free_slots(engine) == options.max_sequences
+    assert (engine.stats.preemptions > 0) == (options.num_pages is not None and kind in (HYBRID, NEXT))
+
+
+def free_slots(engine: Engine) -> int:
+    [scheduler] = engine._schedulers
+    return scheduler.slots.num_free
+
+
+prompts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=15), min_size=1, max_size=6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    prompts=prompts,
+    page_size=st.sampled_from([1, 3, 16]),
+    max_step_tokens=st.integers(1, 20),
+    max_sequences=st.integers(1, 6),
+    spare_pages=st.integers(0, 6),
+    kind=st.sampled_from([MAMBA, HYBRID, LATENT_HYBRID, DELTA, NEXT]),
+)
+def test_nothing_but_the_request_decides_its_tokens(
+    prompts: list[list[int]], page_size: int, max_step_tokens: int, max_sequences: int, spare_pages: int, kind: str
+):
+    options = EngineOptions(
+        page_size=page_size,
+        num_pages=-(-(POSITIONS + 1) // page_size) + spare_pages,
+        max_step_tokens=max_step_tokens,
+        max_sequences=max_sequences,
+    )
+    engine = Engine(exact_model(f"--fp64 {kind}"), options=options)
+    for [answer] in engine.complete(prompts, GREEDY):
+        check_by_hand(answer, f"--fp64 {kind}")
+    assert engine.stats.pages_used == 0 and free_slots(engine) == max_sequences
+
+
+@pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, GATED])
+def test_decode_steps_are_recorded(kind: str):
+    flags = f"--fp64 {kind}"
+    engine = Engine(exact_model(flags), options=EngineOptions(page_size=4))
+    params = SamplingParams(max_new_tokens=14, temperature=0.0, logprobs=2, prompt_logprobs=1)
+    for [answer] in engine.complete(PROMPTS, params):
+        check_by_hand(answer, flags)
+    recorded = engine._steps._recorded
+    assert recorded is not None and recorded._recorded and recorded._recordable
+
+
+def test_a_cancelled_sequence_gives_its_slot_back():
+    engine = Engine(exact_model(f"--fp64 {HYBRID}"), options=EngineOptions(page_size=2, max_sequences=2))
+    requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
+    engine.step()
+    engine.step()
+    assert free_slots(engine) == 0
+    for request in requests[:2]:
+        engine.cancel(request)
+    while engine.has_work:
+        engine.step()
+    assert free_slots(engine) == 2
+    for request in requests[2:]:
+        check_by_hand(engine.take(request), f"--fp64 {HYBRID}")
+
+
+def test_half_precision_follows_float32():
+    narrow, wide = (Engine(model_in(f"{precision} {HYBRID} --init-method-std 0.1")) for precision in ("--bf16", ""))
+    params = SamplingParams(max_new_tokens=3, temperature=0.0, prompt_logprobs=0)
+    for one, other in zip(narrow.complete(PROMPTS, params), wide.complete(PROMPTS, params), strict=True):
+        found, wanted = ([each.logprob for each in row[0].prompt_logprobs] for row in (one, other))
+        assert found == pytest.approx(wanted, abs=0.05)
+
+
+def answers(flags: str, world_size: int) -> list[tuple[list[int], list[float]]]:
+    """Runs on every rank."""
+    torch.set_num_threads(1)
+    assert world_size == 1 or dist.get_world_size() >= world_size
+    engine = Engine(model_in(flags, world_size=world_size), options=EngineOptions(page_size=4, max_step_tokens=7))
+    found = engine.complete_on_all_ranks(PROMPTS, GREEDY)
+    engine.release()
+    return [(answer.ids, [each.logprob for each in answer.logprobs]) for [answer] in found]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "model"),
+    [
+        ("--tp 2 --sequence-parallel", 2, HYBRID),
+        ("--tp 2 --pp 2", 4, ONE_NORM),
+        later("--tp 2", 2, MAMBA),
+        later("--pp 2", 2, MAMBA),
+        later("--tp 4", 4, MAMBA),
+        later("--dp 2", 2, HYBRID),
+        later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, HYBRID),
+        ("--dp 2 --ep 2", 2, EXPERTS),
+        ("--tp 2 --sequence-parallel", 2, NEXT),
+        later("--tp 2 --pp 2", 4, NEXT),
+        later("--tp 4", 4, DELTA),
+        later("--dp 2 --ep 2", 2, NEXT),
+    ],
+)
+def test_every_layout_continues_alike(ranks: RankPool, layout: str, world_size: int, model: str):
+    alone = answers(f"--fp64 {model}", 1)
+    flags = f"--fp64 --micro-batch-size 1 {model} {layout}"
+    for found in ranks.run(answers, world_size, flags, world_size):
+        for (ids, logprobs), (wanted_ids, wanted) in zip(found, alone, strict=True):
+            assert ids == wanted_ids and logprobs == pytest.approx(wanted, abs=1e-10)
+
+
+def test_slots_hold_the_window_and_the_state():
+    model = exact_model(f"--fp64 {HYBRID}")
+    states = layer_states(model, RecurrentState)
+    window, state = StateTensor("conv", (3, 64 + 2 * 2 * 6)), StateTensor("ssm", (8, 8, 6), wide=True)
+    assert states == {0: RecurrentState((window, state)), 3: RecurrentState((window, state))}
+    assert set(layer_states(model, PagedState)) == {2}
+    assert slot_bytes(model) == 2 * 8 * (3 * 88 + 8 * 8 * 6)
+
+
+def test_slots_of_a_delta_net_hold_the_window_and_the_state():
+    window, state = StateTensor("conv", (3, 2 * 2 * 6 + 4 * 5)), StateTensor("delta", (4, 6, 5), wide=True)
+    states = layer_states(exact_model(f"--fp64 {NEXT}"), RecurrentState)
+    assert states == {0: RecurrentState((window, state)), 2: RecurrentState((window, state))}
+
+
+def test_memory_decides_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch):
+    model = exact_model(f"--fp64 {HYBRID}")
+    room = 8 * slot_bytes(model)
+    monkeypatch.setattr("petatron.infer.cache_size._free_bytes", lambda model: float(room))
+    engine = Engine(model, options=EngineOptions(page_size=1))
+    assert free_slots(engine) == 3, "half of the memory, and one slot is for padding"
+    assert engine.stats.pages_total == room // 2 // page_bytes(model, 1)
+    for [answer] in engine.complete(PROMPTS, GREEDY):
+        check_by_hand(answer, f"--fp64 {HYBRID}")
+    room = slot_bytes(model)
+    with pytest.raises(ConfigError, match="--max-batch-size 64 sequences have recurrent states of"):
+        Engine(model)
+
+
+def test_a_model_without_attention_has_one_empty_page_a_sequence():
+    engine = Engine(model_in(f"--fp64 {MAMBA} --max-position-embeddings 1000000"), options=EngineOptions(page_size=2))
+    assert engine.stats.pages_total == engine.options.max_sequences == 64
+    params = SamplingParams(max_new_tokens=40, temperature=0.0)
+    [[answer]] = engine.complete([[3]], params)
+    assert len(answer.ids) == 40 and engine.stats.preemptions == 0
+    recorded = engine._steps._recorded
+    assert recorded is not None and recorded._recorded
+
+
+def test_slots_are_handed_out_once():
+    pool = SlotPool(3)
+    slots = [pool.allocate(), pool.allocate()]
+    assert sorted(slots) == [1, 2] and SCRATCH_SLOT not in slots and pool.num_free == 0
+    pool.release(slots[0])
+    with pytest.raises(AssertionError, match="given back twice"):
+        pool.release(slots[0])
+    assert pool.allocate() == slots[0]
