@@ -97,6 +97,11 @@ class AttentionSpec(BranchSpec):
     def decodes_in_fused_kernels(self) -> bool:
         return self.softcap is None and self.sinks is None and self.chunk is None and not self.alibi
 
+    @property
+    def needs_positions(self) -> bool:
+        """Whether it needs the positions of tokens besides rope's cos and sin."""
+        return self.alibi or self.temperature is not None
+
     def generation_state(self, tp: int) -> PagedState | None:
         heads = self.kv_dim(tp) // self.head_dim
         key_width = self.head_dim + (ALIBI_CHANNELS if self.alibi else 0)

@@ -67,6 +67,12 @@ class DecoderSpec(ModelSpec):
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property
+    def layers_need_positions(self) -> bool:
+        """Whether attention needs the positions of tokens besides rope's cos and sin."""
+        mixers = (layer.mixer for layer in dict.fromkeys(self.layers))
+        return any(isinstance(mixer, AttentionSpec) and mixer.needs_positions for mixer in mixers)
+
+    @property
     def embedding_scale(self) -> float | None:
         """The factor on embeddings; None: 1."""
         if self.config.scale_embeddings:
@@ -137,6 +143,7 @@ class DecoderSpec(ModelSpec):
         """Returns the bytes of positions, embedding, last norm and loss."""
         config = self.config
         saved = sum(2 * shape.sequence * rope.rotary_dim * shape.element_bytes for rope in self.ropes)
+        saved += 8 * shape.sequence if self.layers_need_positions else 0
         if stage.has_embedding:
             saved += shape.dropout_mask_bytes(config.hidden_size, config.hidden_dropout)
             saved += 8 * shape.sequence if self.has_position_table else 0

@@ -246,7 +246,7 @@ class MoEKernels:
     permute_rows: Callable[[Tensor, Permutation], Tensor]
     unpermute_rows: Callable[..., Tensor]
     unpermute_backward: Callable[[Tensor, Tensor, Tensor, Permutation], tuple[Tensor, Tensor]]
-    weighted_activation: Callable[[Tensor, Tensor, str, GluBounds | None], Tensor]
+    weighted_activation: Callable[..., Tensor]
     weighted_activation_backward: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
 
