@@ -84,8 +84,4 @@ def load_initial_weights(model: nn.Module, spec: ModelSpec, *, family: str, devi
     parameters = dict(model.named_parameters())
     for entry in family_entries(table, table.in_memory_mappings or table.mappings, spec):
         for region in entry.regions:
-            values = initial_weights[region.name][region.logical_slices()]
-            values = values.transpose(-2, -1) if region.transposed else values
-            parameters[entry.name][region.entry_slices()] = values.reshape(region.shape_in_entry).to(
-                parameters[entry.name].dtype
-            )
+            region.view_in(parameters[entry.name]).copy_(initial_weights[region.name][region.logical_slices()])
