@@ -82,7 +82,7 @@ def test_layers_are_read_in_every_spelling(content: dict[str, Any], pattern: str
         (changed("bamba", num_hidden_layers=0), "num_hidden_layers 0 is not a positive whole number of layers"),
         (changed("bamba", attn_layer_indices=[2]), "attn_layer_indices [2] are not some of the 2 layers"),
         (changed("bamba", mamba_n_heads=0), "mamba_n_heads 0 is not a positive whole number"),
-        (changed("bamba", mamba_d_head="auto"), "mamba_d_head 'auto' is not a whole number"),
+        (changed("bamba", mamba_d_head="auto"), "mamba_d_head 'auto' is not a positive whole number"),
         (
             changed("mamba2", num_hidden_layers="two"),
             "num_hidden_layers 'two' is not a positive whole number of layers",
