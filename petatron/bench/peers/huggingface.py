@@ -71,8 +71,9 @@ def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> 
     content = config_json(run)
     content.pop("architectures")
     config = AutoConfig.for_model(content.pop("model_type"), **content)
+    attention = "sdpa" if run.model.num_attention_heads else "eager"  # a model without attention refuses the former
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     load_initial_weights(model, model_spec(run), family=str(config.model_type), device=device)
     return model
 
