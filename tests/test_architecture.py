@@ -32,7 +32,7 @@ ROWS = (
     ("train",),
     ("serve",),
     ("verify",),
-    ("bench", "quickstart", "dashboard", "harness"),
+    ("bench", "quickstart", "dashboard", "harness", "hf"),
     ("cli",),
 )
 ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
@@ -40,6 +40,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
 CORE = ("torch", "numpy", "safetensors", "yaml", "tokenizers")
 TRITON = PACKAGE / "kernels" / "triton"  # loaded by name, and only where Triton is there
 HTTP = PACKAGE / "serve" / "http"  # imported by `cli/serve` alone, and only where the extra is there
+TRANSFORMERS = PACKAGE / "hf"  # imported by users alone
 LM_EVAL = PACKAGE / "harness" / "lm_eval_model.py"  # imported by its starter alone, and only where the extra is there
 
 
@@ -154,6 +155,18 @@ def test_lm_eval_stays_in_its_file():
     assert not found, "\n".join(found)
 
 
+def test_models_of_transformers_are_imported_by_users_alone():
+    """They are subclasses, so they import it at the top; and importing them registers them."""
+    found = [
+        f"{path}:{line} imports {name}"
+        for path in SOURCES
+        if not path.is_relative_to(TRANSFORMERS)
+        for line, name in _imports(_nodes(path))
+        if name.split(".")[:2] == ["petatron", "hf"]
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_no_file_outgrows_a_screenful():
     long = {str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > 450}
     assert not long, f"what are these really two of? {long}"
@@ -200,7 +213,8 @@ def test_every_module_imports_with_the_core_alone():
     sources = [
         path
         for path in SOURCES
-        if path.name != "__main__.py" and not any(path.is_relative_to(extra) for extra in (TRITON, HTTP, LM_EVAL))
+        if path.name != "__main__.py"
+        and not any(path.is_relative_to(extra) for extra in (TRITON, HTTP, LM_EVAL, TRANSFORMERS))
     ]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
     program = f"""

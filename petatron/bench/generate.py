@@ -8,6 +8,8 @@ instructions for bf16 compare with `--no-bf16`: transformers' GEMMs are emulated
 
 `--fp8-weights` quantises the layers' weights of our side; against `bf16` it is compared with itself without. Against `forward` only the
 prompt counts: the engine's prefill and the forward pass of training over the same tokens, both without the output head's GEMM.
+`--speculative-tokens` drafts with the depths of `--mtp-num-layers`, and `plain` is the engine without it. Weights are random, so hardly
+a draft is accepted: the ratio is what drafting costs, and a trained model's tokens per step are to be multiplied with it.
 
 The limit is what reading takes: every weight but the embedding table once a step, and the keys and values of every sequence, at the
 bandwidth that copying a large tensor reaches on the same device in the same run.
@@ -55,8 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fp8-weights", action="store_true", help="our weights are quantised to FP8")
     parser.add_argument(
         "--against",
-        choices=("hf", "hf-compiled", "bf16", "forward"),
-        help="transformers, or with its static cache and torch.compile; our engine without --fp8-weights; training's forward pass",
+        choices=("hf", "hf-compiled", "bf16", "plain", "forward"),
+        help="transformers, or with its static cache and torch.compile; our engine without --fp8-weights, or without "
+        "--speculative-tokens; training's forward pass",
+    )
+    parser.add_argument(
+        "--speculative-tokens", type=int, default=0, metavar="N", help="our side drafts so many tokens (default: none)"
     )
 
 
@@ -71,12 +77,11 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     _log.info("building %s", OURS)
     if args.against == "forward":
         return _prefill_and_forward(args, spec)
-    sides: dict[str, GenerateFn] = {OURS: _ours(args, spec, fp8_weights=args.fp8_weights)}
+    _, engine = _build_engine(args, spec, fp8_weights=args.fp8_weights, speculative_tokens=args.speculative_tokens)
+    sides: dict[str, GenerateFn] = {OURS: _ours(args, spec, engine)}
     if args.against:
         _log.info("building %s", args.against)
-        sides[args.against] = (
-            _ours(args, spec, fp8_weights=False) if args.against == "bf16" else _transformers(args, spec)
-        )
+        sides[args.against] = _peer(args, spec)
     texts = {name: list(side(args.new_tokens)) for name, side in sides.items()}  # also warms up
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     rounds, news = list(alternating_orders(list(sides), rounds=args.repeat)), ProgressLog()
@@ -106,6 +111,11 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     values["first_token_s"] = {name: first for name, (first, _) in medians.items()}
     values["tokens_per_s"] = {name: args.batch / each for name, (_, each) in medians.items()}
     values |= {"limit_tokens_per_s": limit, "share_of_limit": share}
+    if args.speculative_tokens:
+        stats = engine.stats
+        shares = f"{stats.tokens_per_decode:.2f} tokens per step, {stats.acceptance_rate:.1%} of drafts accepted"
+        rows.append(("speculative", f"{args.speculative_tokens} drafts; {shares}"))
+        values |= {"tokens_per_step": stats.tokens_per_decode, "acceptance_rate": stats.acceptance_rate}
     if args.against:
         peer = args.against
         ratio, same = medians[peer][1] / medians[OURS][1], _common_prefix_length(texts[OURS], texts[peer])
@@ -127,6 +137,7 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
         "--new-tokens": (args.new_tokens, 2),
         "--repeat": (args.repeat, 1),
         "--batch": (args.batch, 1),
+        "--speculative-tokens": (args.speculative_tokens, 0),
     }
     found = [*minimum_problems(least), *(problems("hf", spec) if args.against in ("hf", "hf-compiled") else ())]
     if args.fp8_weights != (args.against == "bf16") and args.against in ("bf16", "forward"):
@@ -134,6 +145,9 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
         if args.against == "forward":
             rule, fix = "compares the same weights", "Leave out --fp8-weights."
         found.append(Problem("--against", args.against, rule, fix))
+    if args.against == "plain" and not args.speculative_tokens:
+        rule = "compares the engine with and without drafts"
+        found.append(Problem("--against", args.against, rule, "Give --speculative-tokens too."))
     if args.against == "forward" and args.ragged:
         found.append(Problem("--ragged", "", "has no equal in a batch of training", "Leave it out."))
     if found:
@@ -181,7 +195,7 @@ def _prefill_and_forward(args: argparse.Namespace, spec: BenchSpec) -> BenchResu
     from petatron.infer.sampling_params import SamplingParams
     from petatron.models.batch import Batch
 
-    model, engine = _build_engine(args, spec, fp8_weights=False)
+    model, engine = _build_engine(args, spec)
     prompts, first = _prompts(args, spec), SamplingParams(max_new_tokens=1, temperature=0.0)
     batch = Batch(torch.tensor(prompts, device=spec.device))
 
@@ -207,7 +221,9 @@ def _prefill_and_forward(args: argparse.Namespace, spec: BenchSpec) -> BenchResu
     return BenchResult(tuple(rows), {"seconds": times, "tokens_per_s": speeds, "ratio": ratio})
 
 
-def _build_engine(args: argparse.Namespace, spec: BenchSpec, *, fp8_weights: bool) -> tuple[ParallelModel, Engine]:
+def _build_engine(
+    args: argparse.Namespace, spec: BenchSpec, *, fp8_weights: bool = False, speculative_tokens: int = 0
+) -> tuple[ParallelModel, Engine]:
     from petatron.bench.peers.ours import load_initial_weights
     from petatron.infer.engine import Engine
     from petatron.infer.engine_options import EngineOptions
@@ -221,14 +237,20 @@ def _build_engine(args: argparse.Namespace, spec: BenchSpec, *, fp8_weights: boo
         max_step_tokens=max(_STEP_TOKENS, args.batch * args.prompt_tokens),  # prompts are one step, as the peers'
         prefix_caching=False,
         fp8_weights=fp8_weights,
+        speculative_tokens=speculative_tokens,
     )
     return model, Engine(model, options=options)
 
 
-def _ours(args: argparse.Namespace, spec: BenchSpec, *, fp8_weights: bool) -> GenerateFn:
+def _peer(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
+    if args.against not in ("bf16", "plain"):
+        return _transformers(args, spec)
+    return _ours(args, spec, _build_engine(args, spec, fp8_weights=args.fp8_weights and args.against == "plain")[1])
+
+
+def _ours(args: argparse.Namespace, spec: BenchSpec, engine: Engine) -> GenerateFn:
     from petatron.infer.sampling_params import SamplingParams
 
-    _, engine = _build_engine(args, spec, fp8_weights=fp8_weights)
     prompts = _prompts(args, spec)
 
     def more(count: int) -> list[int]:

@@ -28,7 +28,8 @@ def choose_cache_size(model: ParallelModel, options: EngineOptions, *, max_lengt
     Every sequence that runs has a slot, so where memory allows fewer slots than `max_sequences`, fewer run at once.
     """
     longest = -(-max_length // options.page_size)
-    of_page, of_slot = page_bytes(model, options.page_size), slot_bytes(model)
+    of_slot = slot_bytes(model)
+    of_page = page_bytes(model, options.page_size, depths=options.speculative_tokens)
     room = _free_bytes(model) / _ranks_per_device(model)
     num_slots = 1 + options.max_sequences
     if of_slot:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.infer.draft.drafter import num_depths
 from petatron.infer.engine_options import EngineOptions
+from petatron.layers.spec.generation_state import PagedState
 from petatron.parallel.parallel_model import ParallelModel
 
 
@@ -20,6 +24,7 @@ def check_model(model: ParallelModel, options: EngineOptions) -> None:
     if options.fp8_weights and model.fully_sharded:
         rule = "quantises whole weights, and this model's are sharded over data-parallel ranks"
         problems.append(Problem("--fp8-weights", "", rule, "Load it without a --data-parallel-sharding-strategy."))
+    problems += _speculation_problems(model, options.speculative_tokens)
     if problems:
         raise ConfigError(problems)
     mixed = sorted(
@@ -29,3 +34,21 @@ def check_model(model: ParallelModel, options: EngineOptions) -> None:
         raise DataError(
             f"This model does not continue text: its {', '.join(mixed)} layers have no state to generate with."
         )
+
+
+def _speculation_problems(model: ParallelModel, count: int) -> Iterator[Problem]:
+    if count == 0:
+        return
+    flag, value = "--speculative-tokens", str(count)
+    if count < 0:
+        yield Problem(flag, value, "is below 0", "Leave it out for no drafts.")
+    states = [b.generation_state(model.mesh.tp.size) for layer in set(model.spec.layers) for b in layer.branches]
+    if any(state is not None and not isinstance(state, PagedState) for state in states):
+        rule = "takes rejected tokens back, and this model's recurrent layers cannot: their state has no token apart"
+        yield Problem(flag, value, rule, "Leave it out.")
+    elif num_depths(model) == 0:
+        rule = "drafts with multi-token prediction, and this model was trained without --mtp-num-layers"
+        yield Problem(flag, value, rule, "Leave it out, or use a model that has depths.")
+    if model.mesh.pp.size > 1:
+        rule = f"needs embedding and output head on one stage, and --pipeline-model-parallel-size {model.mesh.pp.size} separates them"
+        yield Problem(flag, value, rule, "Load the model with --pp 1, perhaps with more --tp.")

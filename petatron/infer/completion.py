@@ -1,4 +1,4 @@
-"""What the engine reports of a request: events while it runs, and the completion at its end."""
+"""What the engine reports: of a request, events while it runs and the completion at its end; of all requests, counts."""
 
 from __future__ import annotations
 
@@ -50,3 +50,39 @@ class Completion:
     stop: str | int | None = None
     cached_tokens: int = 0
     pooled: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts since the start, and the present state, of all replicas.
+
+    With speculative decoding: drafted_tokens were verified, accepted_tokens of them are in answers, and a sequence's decode steps are
+    counted in speculative_decodes.
+    """
+
+    waiting: int
+    running: int
+    pages_used: int
+    pages_total: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    speculative_decodes: int = 0
+
+    @property
+    def tokens_per_decode(self) -> float:
+        """New tokens of a sequence in one step.
+
+        >>> stats = EngineStats(0, 0, 0, 0, 0, 0, 0, 0, drafted_tokens=10, accepted_tokens=6, speculative_decodes=10)
+        >>> stats.tokens_per_decode
+        1.6
+        """
+        return 1 + self.accepted_tokens / max(1, self.speculative_decodes)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of drafts that were accepted."""
+        return self.accepted_tokens / max(1, self.drafted_tokens)

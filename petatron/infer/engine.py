@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.infer.cache_size import choose_cache_size
 from petatron.infer.check_model import check_model
 from petatron.infer.check_request import check_request
-from petatron.infer.completion import Completion, FinishReason, TokenEvent, TokenLogprob
+from petatron.infer.completion import Completion, EngineStats, FinishReason, TokenEvent, TokenLogprob
 from petatron.infer.constraint import ConstraintCompiler
+from petatron.infer.draft.drafter import Drafter
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import Scheduler
@@ -46,20 +48,6 @@ from petatron.infer.text_stream import TextStream
 from petatron.layers.spec.generation_state import PagedState, RecurrentState
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counts since the start, and the present state, of all replicas."""
-
-    waiting: int
-    running: int
-    pages_used: int
-    pages_total: int
-    prompt_tokens: int
-    cached_prompt_tokens: int
-    generated_tokens: int
-    preemptions: int
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +86,7 @@ class Engine:
         self._weights = GenerationWeights(model, fp8=self.options.fp8_weights, copies=self.options.copied_weights)
         cache = choose_cache_size(model, self.options, max_length=self.max_length)
         self._steps = ModelSteps(model, self.options, cache, max_length=self.max_length)
+        self._drafter = Drafter(model, self._steps, self.options) if self.options.speculative_tokens else None
         # A page says nothing of the recurrent state after its tokens.
         caching = self.options.prefix_caching and not any_layer_has(model, RecurrentState)
         replicas = range(model.mesh.dp.size)
@@ -110,6 +99,7 @@ class Engine:
         self._sequences: dict[int, RunningSequence] = {}
         self._next_request = 0
         self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
+        self._counts |= {"drafted_tokens": 0, "accepted_tokens": 0, "speculative_decodes": 0}
         self._closed = False
         self._in_flight: _InFlightStep | None = None
 
@@ -247,7 +237,7 @@ class Engine:
             outputs = self._steps.run(packed)
         step = _InFlightStep(layouts, outputs)
         rows = own.sampled_rows(self._steps.device)
-        alone = self._mesh.pp.size == 1 and self._mesh.dp.size == 1
+        alone = self._mesh.pp.size == 1 and self._mesh.dp.size == 1 and self._drafter is None
         if alone and self._steps.runs_as_graph(packed) and not any(map(needs_host, rows)):
             self._draw(step, pending=0)
         return step
@@ -261,7 +251,7 @@ class Engine:
         if found is None:
             return None
         ahead, sources = found
-        next_layout = StepLayout(ahead, [[0]] * len(ahead), [True] * len(ahead), self._hidden_size)
+        next_layout = StepLayout(ahead, [[0]] * len(ahead), [1] * len(ahead), self._hidden_size)
         positions = np.array([work.start for work in ahead])
         rows = SequenceRows([work.sequence.pages for work in ahead], [work.sequence.slot for work in ahead])
         started = _InFlightStep([next_layout], self._steps.run_graph(sources, positions, rows, sources))
@@ -291,8 +281,11 @@ class Engine:
         for scheduler, results in zip(self._schedulers, exchange_results(self._mesh, step.layouts, result)):
             for result in results:
                 if result.work.sequence.completion.finish_reason is None:
-                    scheduler.advance(result.work)
+                    scheduler.advance(result.work, result.num_accepted)
                     events += self._apply(scheduler, result)
+        if self._drafter is not None:
+            with self._weights.host_gemms.step():
+                self._drafter.draft(step.layouts, self._schedulers, step.outputs)
         return events
 
     def _exchange_inbox(self) -> list[TokenEvent]:
@@ -347,10 +340,19 @@ class Engine:
             sequence.add_pooled(result.pooled)
         if not result.work.reaches_end:
             return []
-        if result.token is None or result.token == NO_TOKEN:
+        if not result.tokens or result.tokens[0] == NO_TOKEN:
             scheduler.remove(sequence)
             return [self._finish(sequence, None, sequence.stream.finish(), None, "length")]
-        return [self._add_token(scheduler, sequence, result.token, result.logprob)]
+        events: list[TokenEvent] = []
+        for token, logprob in zip(result.tokens, result.logprobs or repeat(None)):
+            events.append(self._add_token(scheduler, sequence, token, logprob))
+            if events[-1].finish_reason is not None:
+                break  # what was accepted after the end is not in the answer
+        if self._drafter is not None and result.work.decodes:
+            self._counts["drafted_tokens"] += len(result.work.drafts)
+            self._counts["accepted_tokens"] += len(events) - 1
+            self._counts["speculative_decodes"] += 1
+        return events
 
     def _add_token(
         self, scheduler: Scheduler, sequence: RunningSequence, token: int, logprob: TokenLogprob | None

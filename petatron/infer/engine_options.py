@@ -15,6 +15,7 @@ class EngineOptions:
     of equal beginnings are computed once. cuda_graphs: decode steps are replayed on GPUs. recorded_steps: and repeated on CPUs.
     copied_weights: a CPU may hold weights a second time, in float32 or packed, where that makes steps faster.
     fp8_weights: the weights of layers are quantised to FP8 (e4m3, a scale per row); activations are not.
+    speculative_tokens: so many next tokens are drafted by multi-token prediction, and verified in one step; 0: none.
     """
 
     page_size: int = 16
@@ -27,3 +28,4 @@ class EngineOptions:
     recorded_steps: bool = True
     copied_weights: bool = True
     fp8_weights: bool = False
+    speculative_tokens: int = 0

@@ -18,21 +18,22 @@ from petatron.infer.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """`count` tokens of a sequence, from `start` on, are computed in a step."""
+    """`count` tokens of a sequence, from `start` on, are computed in a step; the last of them are `drafts`, if there are any."""
 
     sequence: Sequence
     start: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    drafts: tuple[int, ...] = ()
 
     @property
     def decodes(self) -> bool:
-        """Whether it is one token after others."""
-        return self.count == 1 and self.start > 0
+        """Whether it is one token after others, and perhaps its drafts."""
+        return self.count - len(self.drafts) == 1 and self.start > 0
 
     @property
     def reaches_end(self) -> bool:
         """Whether the step computes the last token known, and so what comes after it."""
-        return self.start + self.count == len(self.sequence.tokens)
+        return self.start + self.count - len(self.drafts) == len(self.sequence.tokens)
 
 
 class Scheduler:
@@ -72,8 +73,9 @@ class Scheduler:
                 continue
             count = min(sequence.uncomputed, budget)
             if self._reserve(sequence, sequence.computed + count):
-                scheduled.append(ScheduledSequence(sequence, sequence.computed, count))
-                budget -= count
+                drafts = tuple(sequence.drafts[: budget - count])
+                scheduled.append(ScheduledSequence(sequence, sequence.computed, count + len(drafts), drafts))
+                budget -= count + len(drafts)
         if self.num_preemptions > preemptions:
             scheduled = [work for work in scheduled if work.sequence in self.running]
         while self.waiting and budget and self.slots.num_free:
@@ -118,12 +120,23 @@ class Scheduler:
             self._reserve(sequence, len(sequence.pages) * page_size + 1)
         return ahead, rows
 
-    def advance(self, work: ScheduledSequence) -> None:
-        """Notes that the step has run."""
+    def advance(self, work: ScheduledSequence, accepted: int = 0) -> None:
+        """Notes that the step has run, and that so many of its drafts are the sequence's next tokens."""
         sequence = work.sequence
-        sequence.computed = work.start + work.count
+        sequence.computed = work.start + work.count - len(work.drafts) + accepted
         if sequence.computed // self.pool.page_size > work.start // self.pool.page_size:  # a page is full now
-            self.pool.add_prefix(sequence.pages, sequence.tokens, computed=sequence.computed)
+            tokens = [*sequence.tokens, *work.drafts[:accepted]] if accepted else sequence.tokens
+            self.pool.add_prefix(sequence.pages, tokens, computed=sequence.computed)
+
+    def reserve_drafts(self, sequence: Sequence, wanted: int) -> int:
+        """Makes room for drafts after the tokens of a running sequence; returns for how many.
+
+        They preempt nobody: a page for the next token of every running sequence is left.
+        """
+        missing = self._pages_for(len(sequence.tokens) + wanted) - len(sequence.pages)
+        if missing > 0 and self.pool.num_free - missing >= len(self.running):
+            sequence.pages += self.pool.allocate(missing) or []
+        return max(0, min(wanted, len(sequence.pages) * self.pool.page_size - len(sequence.tokens)))
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Gives a waiting sequence its first pages; another one's prefix if there is one."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from petatron.infer.completion import Completion
 from petatron.infer.constraint import ConstraintState
 from petatron.infer.pages import SCRATCH_SLOT
@@ -17,6 +19,7 @@ class Sequence:
 
     tokens: of both. computed: so many first tokens have their rows in pages. max_length: tokens at which it ends.
     slot: of its recurrent states, while it runs.
+    drafts: guesses of the tokens after the last (`draft/drafter.py`). draft_inputs: hidden states that the next drafts need again.
     """
 
     request: int
@@ -30,11 +33,14 @@ class Sequence:
     slot: int = SCRATCH_SLOT
     computed: int = 0
     cancelled: bool = False
+    drafts: list[int] = field(default_factory=list)
+    draft_inputs: Tensor | None = None
 
     def start_again(self) -> None:
         """Forgets what is computed anew, and so reported anew: pages, and what is known of the prompt; its tokens stay, and
         with them the state of its constraint."""
         self.pages, self.computed = [], 0
+        self.drafts, self.draft_inputs = [], None
         self.completion.prompt_logprobs.clear()
         self.completion.pooled = None
 

@@ -107,10 +107,13 @@ class Decoder(StageModule):
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns logits [B, S, vocabulary], whole on every rank; needs embedding and head on one stage."""
-        assert self.embedding is not None and self.head is not None and self.norm is not None
-        batch = Batch(tokens_BS, positions=positions)
-        x_SBD = self._embed(tokens_BS, self._positions(batch))
-        return self._logits(self.norm(self.run_layers(self._main_layers(), x_SBD, self._context(batch, x_SBD))))
+        return self._logits(self.hidden_states(Batch(tokens_BS, positions=positions)))
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """Returns the output head's input [S, B, hidden], this rank's part of it; needs embedding and head on one stage."""
+        assert self.embedding is not None and self.norm is not None
+        x_SBD = self._embed(batch.tokens, self._positions(batch))
+        return self.norm(self.run_layers(self._main_layers(), x_SBD, self._context(batch, x_SBD)))
 
     def generation_step(
         self, tokens_T: Tensor, positions_T: Tensor, x_SBD: Tensor | None, step: GenerationStep, rows_R: Tensor
@@ -125,6 +128,28 @@ class Decoder(StageModule):
         if self.head is None or self.norm is None:
             return x_SBD
         x_TD = self.head.gathered_input(self.norm(x_SBD))
+        return self.head.logits_of_rows(x_TD.index_select(0, rows_R), self._embedding_weight()), x_TD
+
+    def draft_step(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        hidden_TD: Tensor,
+        step: GenerationStep,
+        rows_R: Tensor,
+        *,
+        depth: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs one depth of multi-token prediction on packed rows: a position's hidden state of the depth before, and a token ahead.
+
+        Returns logits of some rows and the depth's hidden states of all, as `generation_step` does; needs all on one stage.
+        """
+        assert self.embedding is not None and self.head is not None
+        ahead = {embedding_name(depth): self._embed(tokens_T.unsqueeze(0), positions_T).squeeze(1)}
+        context = self._context(
+            Batch(tokens_T.unsqueeze(0), positions=positions_T), hidden_TD, ahead, None, {}, generation=step
+        )
+        x_TD = self.head.gathered_input(self.run_layers([self._mtp_layers()[depth - 1]], hidden_TD, context))
         return self.head.logits_of_rows(x_TD.index_select(0, rows_R), self._embedding_weight()), x_TD
 
     def _logits(self, x_SBD: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from petatron.base.errors import CheckpointError, PetatronError
 from petatron.base.log import get_logger
 from petatron.checkpoint.files import step_list
 from petatron.data.tokenizer import Tokenizer
-from petatron.infer.completion import Completion, TokenEvent
-from petatron.infer.engine import Engine, EngineStats
+from petatron.infer.completion import Completion, EngineStats, TokenEvent
+from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.object_collectives import broadcast_object

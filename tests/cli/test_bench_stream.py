@@ -85,6 +85,14 @@ def test_rounded_weights_against_themselves(tmp_path: Path):
     assert values["limit_tokens_per_s"] > 2 * plain["limit_tokens_per_s"], "fewer bytes are read"
 
 
+def test_drafts_against_the_engine_without(tmp_path: Path, capsys):
+    words = "--mtp-num-layers 1 --speculative-tokens 2 --against plain".split()
+    values = found(tmp_path, "generate", *SHORT, *words)
+    assert set(values["tokens_per_s"]) == {"petatron", "plain"} and values["same_tokens"] == 3
+    assert values["tokens_per_step"] >= 1 and 0 <= values["acceptance_rate"] <= 1
+    assert "tokens per step" in capsys.readouterr().out
+
+
 def test_prefill_against_the_forward_pass_of_training(tmp_path: Path, capsys):
     values = found(tmp_path, "generate", *SHORT, "--against", "forward")
     assert values["ratio"] == pytest.approx(values["tokens_per_s"]["petatron"] / values["tokens_per_s"]["forward"])
@@ -94,6 +102,10 @@ def test_prefill_against_the_forward_pass_of_training(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (
+            "--against plain",
+            ["--against plain compares the engine with and without drafts. Give --speculative-tokens too."],
+        ),
         ("--against bf16", ["--against bf16 compares the engine with quantised weights. Give --fp8-weights too."]),
         (
             "--against forward --fp8-weights --ragged",

@@ -323,6 +323,28 @@ def test_fp8_weights_of_a_checkpoint(run: Path, capsys: Captured):
     assert generate(capsys, *words) == generate(capsys, *words)
 
 
+def test_drafts_of_a_checkpoint(tmp_path: Path, capsys: Captured):
+    train_text_model(tmp_path / "run", "--mtp-num-layers", "1")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Once"}) + "\n")
+    one = (tmp_path / "run", "--temperature", 0, "--max-tokens", 8)
+    plain = generate(capsys, *one, "--prompt", "Once")
+    for words in (("--prompt", "Once"), ("--prompts", prompts, "--out", tmp_path / "out.jsonl")):
+        assert main(["generate", *map(str, one), *map(str, words), "--speculative-tokens", "2"]) == 0
+        said = capsys.readouterr()
+        assert re.search(
+            r"speculative decoding: \d\.\d\d tokens per step; \d+ of \d+ drafts accepted \(\d+%\)", said.err
+        )
+        assert said.out == (plain if "--prompt" in words else "")
+    assert read_answers(tmp_path / "out.jsonl")[1]["text"] == plain.rstrip("\n")
+
+
+def test_drafts_need_a_depth(run: Path, capsys: Captured):
+    said = refused(capsys, run, "--prompt", "Once", "--speculative-tokens", 2)
+    assert "--speculative-tokens 2 drafts with multi-token prediction" in said
+    assert "--speculative-tokens 0 is below 1" in refused(capsys, run, "--prompt", "Once", "--speculative-tokens", 0)
+
+
 def test_a_file_of_prompts_that_is_not_there(run: Path, capsys: Captured, tmp_path: Path):
     said = refused(capsys, run, "--prompts", tmp_path / "nope.jsonl", "--out", tmp_path / "out.jsonl")
     assert f"{tmp_path / 'nope.jsonl'} does not exist" in said

@@ -13,7 +13,7 @@ MODEL = (
 ).split()
 
 
-def train_text_model(folder: Path) -> Path:
+def train_text_model(folder: Path, *flags: str) -> Path:
     """Trains one step and returns the run's folder."""
-    assert main(["train", *MODEL, "--save", str(folder)]) == 0
+    assert main(["train", *MODEL, *flags, "--save", str(folder)]) == 0
     return folder

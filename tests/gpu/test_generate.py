@@ -72,6 +72,26 @@ def test_graphs_and_run_ahead_change_no_draw(params: SamplingParams, flags: str)
         assert [(each.ids, each.finish_reason) for each in others] == [(each.ids, each.finish_reason) for each in plain]
 
 
+@pytest.mark.parametrize("flags", ["", "--window-size 5", "--fp64"])
+@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_new_tokens=9, temperature=0.0),
+        SamplingParams(max_new_tokens=9, temperature=0.9, top_k=2, seed=1),
+    ],
+    ids=["greedy", "drawn"],
+)
+def test_drafts_change_no_token(flags: str, drafts: int, params: SamplingParams):
+    """Rows of one sequence are in one graph: all are stored before one attends."""
+    depths = f"--mtp-num-layers 1 {flags}"
+    plain, graphed, eager = (
+        [each.ids for each in answers(params, depths, **options)]
+        for options in ({}, {"speculative_tokens": drafts}, {"speculative_tokens": drafts, "cuda_graphs": False})
+    )
+    assert graphed == plain and eager == plain
+
+
 def test_graphs_may_be_captured_beforehand():
     params = SamplingParams(max_new_tokens=9, temperature=0.0)
     engine = Engine(model(), options=EngineOptions(page_size=4, max_sequences=3))

@@ -126,3 +126,19 @@ def test_rows_are_stored(strided: bool):
     paged.store_key_value(*found, k, v, slots)
     plain.store_key_value(*true, k, v, slots)
     assert all(torch.equal(a, b) for a, b in zip(found, true)) and bool(true[0].any())
+
+
+def test_rows_of_one_sequence_see_each_other():
+    """Drafts: three tokens of one sequence, the last first, so that none is stored before a later one attends unless all are."""
+    q, k, v, batch = batch_of(Case((40,)), torch.float32)
+    table, lengths = batch.page_table_NP.repeat(3, 1), torch.tensor([40, 39, 38], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([int(table[0, (n - 1) // 16]) * 16 + (n - 1) % 16 for n in lengths.tolist()], device=DEVICE)
+    queries = torch.cat((q, 2 * q, -q))
+    new = [pages.flatten(0, 1)[slots] for pages in (k, v)]
+    rows = replace(batch, slots_T=slots, page_table_NP=table, lengths_N=lengths, num_decodes=3, computed={})
+    true = plain.decode_attention(queries, k, v, rows, window=None)
+    for pages in (k, v):
+        pages.flatten(0, 1)[slots] = float("nan")
+    rows = replace(rows, shares_pages=True, computed={})
+    found = plain.paged_attention(queries, *new, k, v, rows, window=None, kernels=paged)
+    assert float((found - true).norm() / true.norm()) < BOUNDS[torch.float32]

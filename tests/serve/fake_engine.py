@@ -26,6 +26,9 @@ class FakeStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    speculative_decodes: int = 0
 
 
 @dataclass

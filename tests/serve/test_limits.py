@@ -144,7 +144,14 @@ def test_metrics_count_requests_and_measure_tokens(server: LiveServer):
     assert float(values["petatron_time_to_first_token_seconds_count"]) >= 1
     assert float(values["petatron_time_per_output_token_seconds_count"]) >= 1
     assert float(values["petatron_generated_tokens_total"]) >= 5 and float(values["petatron_prompt_tokens_total"]) >= 3
-    for name in ("queue_length", "running_sequences", "cache_use_ratio", "cache_pages", "preemptions_total"):
+    for name in (
+        "queue_length",
+        "running_sequences",
+        "cache_use_ratio",
+        "cache_pages",
+        "preemptions_total",
+        "accepted_tokens_total",
+    ):
         assert f"petatron_{name}" in values
     assert "abc" not in found.text
 

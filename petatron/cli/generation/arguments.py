@@ -23,6 +23,7 @@ _PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
 _SAMPLING = SamplingParams()
 _ENGINE = EngineOptions()
 FP8_WEIGHTS_HELP = "quantise the weights of layers to FP8: half the bytes to read, and less memory"
+SPECULATIVE_HELP = "tokens drafted by multi-token prediction and verified in one step; answers stay the same"
 OTHER_FLAGS = (
     "All other words are flags of `petatron train`, mostly a layout: --tp 2, --pp 2, --ep 2, --dp 2 start as many ranks, and "
     "torchrun and srun work as there. The layout in which the checkpoint was trained does not matter."
@@ -56,6 +57,7 @@ def add_engine_arguments(root: argparse.ArgumentParser) -> None:
     add("--max-length", type=int, metavar="N", help="tokens of prompt and answer together (the model's positions)")
     add("--no-prefix-caching", action="store_true", help="compute equal beginnings of prompts again")
     add("--fp8-weights", action="store_true", help=FP8_WEIGHTS_HELP)
+    add("--speculative-tokens", type=int, metavar="N", help=f"{SPECULATIVE_HELP} (none)")
     add("--fp32", action="store_true", help="compute in float32, whatever the weights are stored in")
 
 
@@ -67,6 +69,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         "max_sequences": "--max-batch-size",
         "max_step_tokens": "--max-batch-tokens",
         "max_length": "--max-length",
+        "speculative_tokens": "--speculative-tokens",
     }
     values = {name: getattr(options, flag[2:].replace("-", "_")) for name, flag in flags.items()}
     problems = [

@@ -128,6 +128,7 @@ class _TextWork:
         while opened.engine.has_work:
             for event in opened.engine.step():
                 printer.take(event, opened.engine, tokenizer)
+        _report_drafts(opened.engine)
 
 
 def _read_prompt(text: str) -> str:
@@ -232,6 +233,7 @@ class _BatchWork:
         finally:
             answers.close()
         _say(f"{self._total} answers in {answers.path}")
+        _report_drafts(opened.engine)
 
 
 def _file_digest(path: Path) -> str:
@@ -244,6 +246,16 @@ def _file_digest(path: Path) -> str:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _report_drafts(engine: Engine) -> None:
+    """Says how well drafts were guessed, where some were asked for."""
+    stats = engine.stats
+    if engine.options.speculative_tokens:
+        _say(
+            f"speculative decoding: {stats.tokens_per_decode:.2f} tokens per step; {stats.accepted_tokens} of "
+            f"{stats.drafted_tokens} drafts accepted ({stats.acceptance_rate:.0%})"
+        )
 
 
 class _Progress:

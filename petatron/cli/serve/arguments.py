@@ -8,7 +8,7 @@ from pathlib import Path
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.untrusted_files import read_limited_bytes
-from petatron.cli.generation.arguments import FP8_WEIGHTS_HELP
+from petatron.cli.generation.arguments import FP8_WEIGHTS_HELP, SPECULATIVE_HELP
 from petatron.infer.engine_options import EngineOptions
 from petatron.mesh.launch.environment import api_key_from_env
 from petatron.serve.serve_options import ServeLimits, ServeOptions, flag_of
@@ -30,6 +30,7 @@ _ENGINE = {
     "max_step_tokens": "tokens of one step; longer prompts are cut into chunks",
     "max_length": "tokens of prompt and answer together",
     "num_pages": "pages of the key/value cache",
+    "speculative_tokens": SPECULATIVE_HELP,
 }
 # Flags of Megatron's server for what its engine needs to know beforehand, with their values; here requests say it, or memory decides.
 MEGATRON_FLAGS = (

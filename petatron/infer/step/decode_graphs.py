@@ -124,7 +124,10 @@ class DecodeGraphs:
         multiple: int,
         page_size: int,
         max_length: int,
+        shares_pages: bool = False,
     ) -> None:
+        """`shares_pages`: several rows may be tokens of one sequence."""
+        self._shares_pages = shares_pages
         self._run, self._device, self._max_length = run, device, max_length
         self._page_size, self._pages = page_size, -(-max_length // page_size)
         self._sizes = captured_sizes(most, multiple)
@@ -192,7 +195,15 @@ class DecodeGraphs:
         typed, sources, positions, slots, lengths, state_slots = inputs[:_NUM_COLUMNS]
         tokens = torch.where(sources < 0, typed, self.ids[sources.clamp(min=0).long()])
         table = inputs[_NUM_COLUMNS:].view(size, -1)
-        batch = PagedBatch(slots, table, lengths, self._max_length, size, state_slots_N=state_slots)
+        batch = PagedBatch(
+            slots,
+            table,
+            lengths,
+            self._max_length,
+            size,
+            shares_pages=self._shares_pages,
+            state_slots_N=state_slots,
+        )
         logits, hidden = self._run((tokens, positions, batch, torch.arange(size, device=self._device)))
         self.ids[:size] = self._kernels.most_likely(logits)
         return logits, hidden

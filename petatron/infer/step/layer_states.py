@@ -14,14 +14,15 @@ from petatron.parallel.parallel_model import ParallelModel
 State = TypeVar("State", bound=GenerationState)
 
 
-def layer_states(model: ParallelModel, kind: type[State]) -> dict[int, State]:
-    """Returns what this rank's layers keep of one kind, by the index of the layer."""
+def layer_states(model: ParallelModel, kind: type[State], *, depths: int = 0) -> dict[int, State]:
+    """Returns what this rank's layers keep of one kind, by the index of the layer; with so many depths of multi-token prediction."""
     found: dict[int, State] = {}
     for stage in model.stages.values():
         for name in stage.layers:
-            if isinstance(model.spec.layers[int(name)], MtpLayerSpec):
-                continue  # it predicts what training wants to know, and generation does not run it
-            for branch in model.spec.layers[int(name)].branches:
+            layer = model.spec.layers[int(name)]
+            if isinstance(layer, MtpLayerSpec) and layer.depth > depths:
+                continue  # generation does not run it
+            for branch in layer.branches:
                 state = branch.generation_state(model.mesh.tp.size)
                 if isinstance(state, kind):
                     assert int(name) not in found, "a layer has one branch with a state of a kind"
@@ -35,9 +36,9 @@ def any_layer_has(model: ParallelModel, kind: type[GenerationState]) -> bool:
     return any(isinstance(branch.generation_state(1), kind) for branch in branches)
 
 
-def page_bytes(model: ParallelModel, page_size: int) -> int:
-    """Returns the bytes of one page in all layers of this rank."""
-    elements = sum(state.elements_per_token for state in layer_states(model, PagedState).values())
+def page_bytes(model: ParallelModel, page_size: int, *, depths: int = 0) -> int:
+    """Returns the bytes of one page in all layers of this rank, and in so many depths of multi-token prediction."""
+    elements = sum(state.elements_per_token for state in layer_states(model, PagedState, depths=depths).values())
     return elements * page_size * model.dtype.itemsize
 
 
@@ -46,10 +47,10 @@ def slot_bytes(model: ParallelModel) -> int:
     return sum(state.bytes_per_sequence(model.dtype) for state in layer_states(model, RecurrentState).values())
 
 
-def allocate_pages(model: ParallelModel, num_pages: int, page_size: int) -> dict[int, Pages]:
+def allocate_pages(model: ParallelModel, num_pages: int, page_size: int, *, depths: int = 0) -> dict[int, Pages]:
     return {
         index: {name: _zeros(model, (num_pages, page_size, *shape), model.dtype) for name, shape in state.rows}
-        for index, state in layer_states(model, PagedState).items()
+        for index, state in layer_states(model, PagedState, depths=depths).items()
     }
 
 

@@ -9,29 +9,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import SCRATCH_PAGE, CacheSize
+from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT, CacheSize
 from petatron.infer.scheduler import ScheduledSequence
 from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow, SequenceRows, StepInputs, StepOutputs
 from petatron.infer.step.layer_states import allocate_pages, allocate_states
+from petatron.infer.step.recorded_depths import RecordedDepths
 from petatron.infer.step.recorded_steps import RecordedSteps
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
 from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.spec.sequence_group import sequence_groups
 from petatron.mesh import collectives
-from petatron.models.decoder import HIDDEN
+from petatron.models.decoder import HIDDEN, Decoder
 from petatron.parallel.parallel_model import ParallelModel
+
+
+class RowsOfSequence(NamedTuple):
+    """Tokens of a sequence at positions from `start` on. decodes: each is a row by itself, which attends through pages; else a chunk.
+
+    slot: of its recurrent states.
+    """
+
+    tokens: Many[int]
+    start: int
+    pages: list[int]
+    decodes: bool
+    slot: int = SCRATCH_SLOT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedStep:
-    """The host's side of a step: ids, positions and slots of all rows, and the rows whose logits are wanted."""
+    """The host's side of a step: ids, positions and slots of all rows, and the rows whose logits are wanted.
+
+    sequences, lengths: of every row that decodes, and then of every chunk. shares_pages: several rows are of one sequence.
+    """
 
     rows_3T: np.ndarray
     sequences: SequenceRows
@@ -39,6 +57,7 @@ class PackedStep:
     num_decodes: int
     chunks: tuple[PromptChunk, ...]
     logit_rows: list[int]
+    shares_pages: bool = False
 
     @property
     def first_page(self) -> int | None:
@@ -61,26 +80,55 @@ def pack_step(
 
     `logit_rows` count from each sequence's first row.
     """
+    rows = [
+        RowsOfSequence(
+            [*work.sequence.tokens[work.start : work.start + work.count - len(work.drafts)], *work.drafts],
+            work.start,
+            work.sequence.pages,
+            work.decodes,
+            work.sequence.slot,
+        )
+        for work in scheduled
+    ]
+    return pack_rows(rows, logit_rows, page_size=page_size, multiple=multiple, least=least)
+
+
+def pack_rows(
+    sequences: Many[RowsOfSequence],
+    logit_rows: Many[Many[int]],
+    *,
+    page_size: int,
+    multiple: int = 1,
+    least: int = 1,
+) -> PackedStep:
+    """Packs rows of sequences as `pack_step` does."""
     decodes: tuple[list[int], list[int], list[int]] = ([], [], [])
     parts: list[np.ndarray] = []
     chunks: list[PromptChunk] = []
+    page_tables: list[list[int]] = []
+    slots_of_states: list[int] = []
+    lengths: list[int] = []
     wanted: list[int] = []
     begin = 0
-    for number, (work, rows) in enumerate(zip(scheduled, logit_rows)):
-        sequence, end = work.sequence, begin + work.count
+    for (tokens, start, pages, decoded, state_slot), rows in zip(sequences, logit_rows):
+        end = begin + len(tokens)
+        slots_of_states += [state_slot] * (len(tokens) if decoded else 1)
         wanted += [begin + row for row in rows]
-        if work.decodes:
+        if decoded:
             assert not chunks, "decodes come first"
-            at = work.start
-            known = sequence.tokens[at : at + 1] or [0]  # not known yet: it is on the device
-            slot = sequence.pages[at // page_size] * page_size + at % page_size
-            for column, value in zip(decodes, (known[0], at, slot)):
-                column.append(value)
+            for at, token in enumerate(tokens, start):
+                slot = pages[at // page_size] * page_size + at % page_size
+                for column, value in zip(decodes, (token, at, slot)):
+                    column.append(value)
+                page_tables.append(pages)
+                lengths.append(at + 1)
         else:
-            positions = np.arange(work.start, work.start + work.count)
-            slots = np.array(sequence.pages)[positions // page_size] * page_size + positions % page_size
-            parts.append(np.stack([np.array(sequence.tokens[work.start : work.start + work.count]), positions, slots]))
-            chunks.append(PromptChunk(begin, end, number, work.start))
+            positions = np.arange(start, start + len(tokens))
+            slots = np.array(pages)[positions // page_size] * page_size + positions % page_size
+            parts.append(np.stack([np.array(tokens), positions, slots]))
+            chunks.append(PromptChunk(begin, end, len(page_tables), start))
+            page_tables.append(pages)
+            lengths.append(start + len(tokens))
         begin = end
     count = max(begin, least)
     padding = count + -count % multiple - begin
@@ -88,11 +136,12 @@ def pack_step(
         parts.append(np.array([[0] * padding, [0] * padding, [SCRATCH_PAGE * page_size] * padding]))
     return PackedStep(
         np.concatenate([np.array(decodes, dtype=np.int64), *parts], axis=1),
-        SequenceRows([work.sequence.pages for work in scheduled], [work.sequence.slot for work in scheduled]),
-        [work.start + work.count for work in scheduled],
+        SequenceRows(page_tables, slots_of_states),
+        lengths,
         len(decodes[0]),
         tuple(chunks),
         wanted,
+        shares_pages=any(each.decodes and len(each.tokens) > 1 for each in sequences),
     )
 
 
@@ -104,23 +153,32 @@ class ModelSteps:
         page_size = options.page_size
         self._stages = [model.stages[number] for number in sorted(model.stages)]
         self.device = model.mesh.device
-        self._pages = allocate_pages(model, cache.num_pages, page_size)
+        self._pages = allocate_pages(model, cache.num_pages, page_size, depths=options.speculative_tokens)
         self._states = allocate_states(model, cache.num_slots)
         taken = model.io.boundaries[1] if len(model.io.boundaries) > 1 else ()
         boundary = next((tensor for tensor in taken if tensor.name == HIDDEN), None)
         self._width = None if boundary is None else boundary.width
         self._shards = model.mesh.tp.size if model.sequence_parallel else 1
         self._without_gradients = torch.inference_mode if can_use_inference_mode(model) else torch.no_grad
-        self._recorded = None
+        self._recorded = self._recorded_depths = None
         if options.recorded_steps and can_record(model):
             self._recorded = RecordedSteps(self._run_last, page_size=page_size if self._pages else 0)
+        if options.recorded_steps and can_record(model) and options.speculative_tokens:
+            self._recorded_depths = RecordedDepths(
+                self._run_depth,
+                most_rows=options.max_sequences * (1 + options.speculative_tokens),
+                width=model.spec.config.hidden_size,
+                dtype=model.dtype,
+                page_size=page_size,
+            )
         self.graphs = None
         if options.cuda_graphs and can_capture(model):
             self.graphs = DecodeGraphs(
                 self._run_last,
                 self.device,
                 model.dtype,
-                most=options.max_sequences,
+                most=options.max_sequences * (1 + options.speculative_tokens),
+                shares_pages=options.speculative_tokens > 0,
                 multiple=self._shards,
                 page_size=page_size,
                 max_length=max_length,
@@ -163,16 +221,37 @@ class ModelSteps:
         sent[0].wait()
         return None
 
+    def run_depth(self, depth: int, packed: PackedStep, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs a depth of multi-token prediction on rows with hidden states of the depth before; returns what `run` does.
+
+        The token of a row is that of `depth` positions ahead. The hidden states are whole on every rank, padding included.
+        """
+        with self._without_gradients():
+            if self._recorded_depths is not None and packed.num_decodes == packed.rows_3T.shape[1]:
+                rows, lengths, sequences = packed.rows_3T, packed.lengths, packed.sequences
+                found = self._recorded_depths.run(depth, rows, lengths, sequences, hidden_TD)
+                if found is not None:
+                    return found[0][packed.logit_rows], found[1]
+            return self._run_depth(depth, self._to_device(packed), hidden_TD)
+
+    def _run_depth(self, depth: int, inputs: StepInputs, hidden_TD: Tensor) -> StepOutputs:
+        tokens, positions, batch, rows = inputs
+        [stage] = self._stages
+        assert isinstance(stage, Decoder), "another model has no depths"
+        part_TD = hidden_TD.chunk(self._shards)[self._model.mesh.tp.rank if self._shards > 1 else 0]
+        return stage.draft_step(tokens, positions, part_TD, GenerationStep(batch, self._pages), rows, depth=depth)
+
     def forget_recordings(self) -> None:
         """Forgets recorded steps, which read copies of weights."""
-        if self._recorded is not None:
-            self._recorded.forget()
+        for recorded in (self._recorded, self._recorded_depths):
+            if recorded is not None:
+                recorded.forget()
 
     def release(self) -> None:
         """Frees pages, states and graphs; no step can be run after it."""
         self._pages.clear()
         self._states.clear()
-        self._recorded = None
+        self._recorded = self._recorded_depths = None
         if self.graphs is not None:
             self.graphs.release()
 
@@ -232,6 +311,7 @@ class ModelSteps:
             packed.chunks,
             self._documents(packed.chunks),
             packed.first_page,
+            packed.shares_pages,
             torch.tensor(state_slots, dtype=torch.int64, device=self.device) if self._states else None,
         )
         wanted = torch.tensor(packed.logit_rows, dtype=torch.int64, device=self.device)

@@ -15,7 +15,6 @@ from torch import Tensor
 from petatron.infer.completion import TokenLogprob
 from petatron.infer.sampling import SampledRow, sample_tokens, token_logprobs
 from petatron.infer.scheduler import ScheduledSequence
-from petatron.infer.sequence import Sequence as RunningSequence
 
 NO_TOKEN = -1
 """In place of a token, where the constraint of a sequence allows none."""
@@ -23,32 +22,52 @@ NO_TOKEN = -1
 
 @dataclass(slots=True, eq=False)
 class SequenceResult:
-    """Of one sequence. token: None if none was asked for. pooled: the sum of hidden states of the step's tokens, or the last one's."""
+    """Of one sequence.
+
+    tokens: the accepted drafts, and one more; none if none was asked for. logprobs: of each, if asked for. pooled: the sum of
+    hidden states of the step's tokens, or the last one's.
+    """
 
     work: ScheduledSequence
-    token: int | None = None
-    logprob: TokenLogprob | None = None
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob] = ()
     prompt_logprobs: Sequence[TokenLogprob] = ()
     pooled: list[float] | None = None
 
+    @property
+    def num_accepted(self) -> int:
+        return max(0, len(self.tokens) - 1)
+
     def pack(self) -> Iterator[float]:
-        if self.token is not None:
-            yield self.token
-        for logprob in (*([self.logprob] if self.logprob is not None else []), *self.prompt_logprobs):
+        """Yields as many numbers as if all drafts had been accepted."""
+        rejected = len(self.work.drafts) - self.num_accepted if self.tokens else 0
+        yield from (*self.tokens, *[NO_TOKEN] * rejected)
+        for logprob in (*self.logprobs, *list(self.logprobs[:1]) * rejected, *self.prompt_logprobs):
             yield from (logprob.token, logprob.logprob, *(number for pair in logprob.top for number in pair))
         yield from self.pooled or ()
+
+
+def accept_drafts(drafts: Sequence[int], drawn: Sequence[int]) -> list[int]:
+    """Returns the tokens that are the sequence's next: those drawn after drafts that were all drawn too.
+
+    >>> accept_drafts([4, 5, 6], [4, 5, 7, 8]), accept_drafts([], [3])
+    ([4, 5, 7], [3])
+    """
+    wrong = (number for number, (draft, token) in enumerate(zip(drafts, drawn)) if draft != token)
+    return list(drawn[: next(wrong, len(drafts)) + 1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLayout:
     """A replica's step: the scheduled sequences, and for each the rows whose logits are needed, counted from its first.
 
-    The last of a sequence's rows is sampled if `samples` says so; those before have prompt tokens as targets.
+    `samples` says how many of a sequence's last rows are sampled: one, and one for each draft, or none; those before have prompt
+    tokens as targets.
     """
 
     scheduled: Sequence[ScheduledSequence]
     logit_rows: list[list[int]]
-    samples: list[bool]
+    samples: list[int]
     hidden_size: int
 
     @classmethod
@@ -63,16 +82,17 @@ class StepLayout:
                 else ()
             )
             sampled = work.reaches_end and params.max_new_tokens > 0 and params.pooling is None
-            rows.append([position - work.start for position in reported] + [work.count - 1] * sampled)
-            samples.append(sampled)
+            samples.append((1 + len(work.drafts)) * sampled)
+            sampled_rows = range(work.count - samples[-1], work.count)
+            rows.append([*(position - work.start for position in reported), *sampled_rows])
         return cls(scheduled, rows, samples, hidden_size)
 
     def sampled_rows(self, device: torch.device, *, pending: int = 0) -> list[SampledRow]:
         """Returns what the draws depend on; `pending` tokens before each are not known yet."""
         return [
-            _sampled_row(work.sequence, device, pending)
+            _sampled_row(work, device, pending, drafted)
             for work, samples in zip(self.scheduled, self.samples)
-            if samples
+            for drafted in range(samples)
         ]
 
     @property
@@ -90,10 +110,15 @@ class StepLayout:
             size, num_top, prompt_top = self._sizes(number)
             own, position = list(values[position : position + size]), position + size
             result = SequenceResult(work)
-            if self.samples[number]:
-                result.token = int(own.pop(0))
+            if samples := self.samples[number]:
+                drawn, own = [int(token) for token in own[:samples]], own[samples:]
+                result.tokens = drawn[:1] + [token for token in drawn[1:] if token != NO_TOKEN]
                 if num_top is not None:
-                    result.logprob, own = _read_logprob(own, num_top)
+                    found = []
+                    for _ in range(samples):
+                        logprob, own = _read_logprob(own, num_top)
+                        found.append(logprob)
+                    result.logprobs = found[: len(result.tokens)]
             prompt_logprobs = []
             for _ in range(len(self.logit_rows[number]) - self.samples[number]):
                 logprob, own = _read_logprob(own, prompt_top or 0)
@@ -108,7 +133,7 @@ class StepLayout:
         params, sampled = self.scheduled[number].sequence.params, self.samples[number]
         size = 0
         if sampled:
-            size = 1 + (0 if params.logprobs is None else 2 + 2 * params.logprobs)
+            size = sampled * (1 + (0 if params.logprobs is None else 2 + 2 * params.logprobs))
         reported = len(self.logit_rows[number]) - sampled
         if reported:
             assert params.prompt_logprobs is not None
@@ -141,9 +166,8 @@ def compute_result(layout: StepLayout, logits_RV: Tensor, hidden_TD: Tensor) -> 
             target = sequence.tokens[start + offset + 1]
             reported.append((result, row, target, sequence.params.prompt_logprobs or 0))
             row += 1
-        if samples:
-            sampled_rows.append(row)
-            row += 1
+        sampled_rows += range(row, row + samples)
+        row += samples
     _sample(layout, results, logits_RV, sampled_rows)
     if reported:
         found = token_logprobs(
@@ -159,23 +183,30 @@ def _sample(layout: StepLayout, results: Sequence[SequenceResult], logits_RV: Te
     if not rows:
         return
     logits = logits_RV if len(rows) == logits_RV.shape[0] else logits_RV[list(rows)]
-    chosen = [result for result, samples in zip(results, layout.samples) if samples]
     inputs = layout.sampled_rows(logits.device)
-    for result, row, token in zip(chosen, inputs, sample_tokens(logits, inputs).tolist()):
-        stuck = result.work.sequence.constraint is not None and row.allowed_V is None
-        result.token = NO_TOKEN if stuck else token
-    wanting = [number for number, each in enumerate(inputs) if each.params.logprobs is not None]
+    drawn: list[int] = sample_tokens(logits, inputs).tolist()
+    begin, wanting = 0, []
+    for result, samples in zip(results, layout.samples):
+        if samples:
+            stuck = result.work.sequence.constraint is not None and inputs[begin].allowed_V is None
+            result.tokens = [NO_TOKEN] if stuck else accept_drafts(result.work.drafts, drawn[begin : begin + samples])
+            if result.work.sequence.params.logprobs is not None:
+                wanting += [(result, begin + number, max(token, 0)) for number, token in enumerate(result.tokens)]
+            begin += samples
     if wanting:
-        tokens = [max(chosen[number].token or 0, 0) for number in wanting]
-        found = token_logprobs(logits[wanting], tokens, [inputs[number].params.logprobs or 0 for number in wanting])
-        for number, logprob in zip(wanting, found):
-            chosen[number].logprob = logprob
+        numbers, tokens = [each[1] for each in wanting], [each[2] for each in wanting]
+        found = token_logprobs(logits[numbers], tokens, [inputs[number].params.logprobs or 0 for number in numbers])
+        for (result, *_), logprob in zip(wanting, found):
+            result.logprobs = [*result.logprobs, logprob]
 
 
-def _sampled_row(sequence: RunningSequence, device: torch.device, pending: int) -> SampledRow:
+def _sampled_row(work: ScheduledSequence, device: torch.device, pending: int, drafted: int) -> SampledRow:
+    """Of the token after the first so many drafts."""
+    sequence = work.sequence
     allowed = None if sequence.constraint is None else sequence.constraint.allowed_tokens()
     mask = None if allowed is None else allowed.to(device)
-    return SampledRow(sequence.params, sequence.tokens, sequence.num_prompt, mask, pending)
+    tokens = [*sequence.tokens, *work.drafts[:drafted]] if drafted else sequence.tokens
+    return SampledRow(sequence.params, tokens, sequence.num_prompt, mask, pending)
 
 
 def _pool(layout: StepLayout, results: Sequence[SequenceResult], hidden_TD: Tensor) -> None:

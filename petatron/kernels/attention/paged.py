@@ -51,7 +51,8 @@ class PagedBatch:
     slots_T: where each token's rows are stored: page x page size + offset. Padding is stored in page 0, which no sequence has.
     page_table_NP: the pages of each sequence, those that decode first; page 0 after its last. int32.
     lengths_N: its tokens, this step's included; int32. max_length: the longest that decodes.
-    num_decodes: so many first rows are one token of a sequence each.
+    num_decodes: so many first rows are one token of a sequence each, or consecutive tokens of one, each with a row of the page table.
+    shares_pages: they may be tokens of one sequence, so all are stored before one attends.
     chunks: of prompts, fresh ones first. documents: the boundaries of the fresh ones, where there are several.
     first_page: of the only sequence that decodes, where its pages follow each other in memory.
     state_slots_N: where each sequence has its recurrent states; None: the model has none. Padding of decodes has slot 0.
@@ -65,6 +66,7 @@ class PagedBatch:
     chunks: tuple[PromptChunk, ...] = ()
     documents: Documents | None = None
     first_page: int | None = None
+    shares_pages: bool = False
     state_slots_N: Tensor | None = None
     computed: dict[str, Tensor] = field(default_factory=dict)
     """What the reference computes once for all layers."""
@@ -110,7 +112,7 @@ def paged_attention(
 
     With rules of scores, decoding is in plain PyTorch, whichever kernels there are.
     """
-    if not batch.chunks and batch.num_decodes == q_THE.shape[0] and rules is None:
+    if not batch.chunks and batch.num_decodes == q_THE.shape[0] and rules is None and not batch.shares_pages:
         return kernels.store_and_decode(q_THE, k_TKE, v_TKE, k_pages, v_pages, batch, window=window)
     kernels.store_key_value(k_pages, v_pages, k_TKE, v_TKE, batch.slots_T)
     out = torch.zeros((*q_THE.shape[:2], v_TKE.shape[-1]), dtype=q_THE.dtype, device=q_THE.device)

@@ -33,15 +33,23 @@ def build_config_json(spec: ModelSpec, dtype: torch.dtype | str) -> dict[str, An
     >>> build_config_json(spec_from_config(without_positions), "bfloat16")["model_type"]
     'petatron'
     """
-    name = str(dtype).removeprefix("torch.")
-    stored = {"dtype": name, "torch_dtype": name}  # the second is the key of readers older than transformers 5
-    if matching_family(spec) is not None:
-        return to_hf_config(spec) | stored
-    content: dict[str, Any] = {"model_type": OWN_MODEL_TYPE, "architectures": [_OWN_ARCHITECTURE], **stored}
+    return (
+        to_hf_config(spec) | _stored_dtype(dtype) if matching_family(spec) is not None else own_config_json(spec, dtype)
+    )
+
+
+def own_config_json(spec: ModelSpec, dtype: torch.dtype | str) -> dict[str, Any]:
+    """Returns the content of our own config.json, also for a model that a family can express."""
+    content = {"model_type": OWN_MODEL_TYPE, "architectures": [_OWN_ARCHITECTURE], **_stored_dtype(dtype)}
     content["model"] = _without_run_choices(asdict(spec.config))
     if spec.moe is not None:
         content["moe"] = _without_run_choices(asdict(spec.moe)) | {"moe_layer_freq": format_moe_layer_freq(spec)}
     return content
+
+
+def _stored_dtype(dtype: torch.dtype | str) -> dict[str, Any]:
+    name = str(dtype).removeprefix("torch.")
+    return {"dtype": name, "torch_dtype": name}  # the second is the key of readers older than transformers 5
 
 
 def parse_config_json(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

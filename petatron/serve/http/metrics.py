@@ -80,6 +80,9 @@ class _EngineCollector(Collector):
             ("cached_prompt_tokens", "Tokens of prompts found in the prefix cache"),
             ("generated_tokens", "New tokens"),
             ("preemptions", "Sequences that lost their pages and were recomputed"),
+            ("drafted_tokens", "Drafts of speculative decoding that were verified"),
+            ("accepted_tokens", "Drafts of speculative decoding that were accepted"),
+            ("speculative_decodes", "Decode steps of sequences with speculative decoding"),
         ):
             yield CounterMetricFamily(f"petatron_{name}", help_text, self._total(name, getattr(stats, name)))
 

@@ -39,7 +39,7 @@ class Model(ParallelModel):
         The folder appears when it is complete, and must not exist before, or be empty. It also gets the tokenizer's files,
         generation_config.json and token ids that came with the model, if `from_pretrained` loaded it; `tokenizer`, one of ours or
         the path of a tokenizer.json or its folder, replaces them. A model that no Hugging Face family can express is written
-        with the `model_type` petatron, which `from_pretrained` opens and transformers does not.
+        with the `model_type` petatron, which `from_pretrained` opens, and transformers after `import petatron.hf`.
 
         >>> import petatron, tempfile
         >>> from pathlib import Path

@@ -1,0 +1,182 @@
+"""Speculative decoding: the depths of multi-token prediction guess the next tokens, and the model verifies them in one step.
+
+After a step the model's hidden states h of some positions are known, and the token after the last of them. Depth k of position i makes a
+hidden state h^k of that of depth k - 1 and the token k ahead (`layers/mtp.py`), so with m the last position of a sequence
+
+    depth 1 at m    takes h_m    and token m + 1, which was just drawn    and predicts token m + 2: the first draft
+    depth 2 at m    takes h^1_m  and the first draft                      and predicts token m + 3: the second draft
+
+and so on. Where more drafts are wanted than there are depths, the last one goes on by itself: at position m + 1 it takes its own hidden
+state of m, which stands for what the depth before would have there, and the last draft. A depth attends to the positions before in pages
+of its own, so every step's positions, those of prompts too, pass through all depths. What a depth computed of a draft is computed once
+more when the true token is known: the hidden states of a sequence's last positions are kept for that.
+
+The model's next step computes the last token and the drafts after it, as rows of one sequence. Each row draws its token just as without
+drafts (`infer/sampling.py`: a draw is a function of seed, sample and position), and those drawn after drafts that were drawn themselves
+are the answer. So no draft changes a token; it only decides how many come at once. Rows of rejected drafts stay in pages behind the end of
+the sequence, where nothing attends to them, until true ones are stored in their place. A draft is drawn as its token will be, with the
+depth's logits and the same number, so that drafts of sampled answers are right as often as those of greedy ones.
+
+The last position of a page depends on the token after it, and a shared prefix may have had another one: a draft may be worse for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.sampling import SampledRow, sample_tokens
+from petatron.infer.scheduler import Scheduler
+from petatron.infer.sequence import Sequence as RunningSequence
+from petatron.infer.step.model_steps import ModelSteps, PackedStep, RowsOfSequence, pack_rows
+from petatron.infer.step.step_result import StepLayout
+from petatron.parallel.parallel_model import ParallelModel
+
+
+@dataclass(slots=True, eq=False)
+class _DraftedSequence:
+    """A sequence of the step before, which goes on.
+
+    start: the first position that passes through the depths. count: how many do, and those of rejected drafts after them, which the
+    next step stores anew: so steps have as many rows each. rows: of the step's hidden states. decodes: as in the step. wanted: the
+    number of drafts.
+    """
+
+    sequence: RunningSequence
+    start: int
+    count: int
+    rows: slice
+    decodes: bool
+    wanted: int
+
+    @property
+    def last(self) -> int:
+        """The row of the sequence's last position."""
+        return self.sequence.computed - self.start - 1
+
+    def rows_of_depth(self, depth: int) -> RowsOfSequence:
+        """The positions of the step, each with the token so many ahead, or its draft."""
+        known = [*self.sequence.tokens, *self.sequence.drafts]
+        begin, end = self.start + depth, self.start + self.count + depth
+        tokens = [*known[begin:end], *[0] * (end - max(begin, len(known)))]
+        return RowsOfSequence(tokens, self.start, self.sequence.pages, self.decodes)
+
+    def next_row(self, ahead: int) -> RowsOfSequence:
+        """The position so many after the last of the step, with the last draft."""
+        position = self.sequence.computed - 1 + ahead
+        return RowsOfSequence(self.sequence.drafts[-1:], position, self.sequence.pages, True)
+
+
+class Drafter:
+    """Drafts the next tokens of all sequences of a step, on every rank alike."""
+
+    def __init__(self, model: ParallelModel, steps: ModelSteps, options: EngineOptions) -> None:
+        self._steps = steps
+        self._num_drafts = options.speculative_tokens
+        self._num_depths = min(num_depths(model), self._num_drafts)
+        self._page_size = options.page_size
+        self._row_multiple = model.mesh.tp.size if model.sequence_parallel else 1
+        self._replica = model.mesh.dp.rank
+        self._shares_experts = model.spec.moe is not None
+
+    def draft(
+        self, layouts: Sequence[StepLayout], schedulers: Sequence[Scheduler], outputs: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Sets the drafts of every sequence of a step that has run and is applied; those of other replicas are no more than counted."""
+        assert outputs is not None, "the depths are on the only stage"
+        replicas = [self._find_sequences(*each) for each in zip(layouts, schedulers)]
+        if not any(replicas):
+            return
+        own = replicas[self._replica]
+        hidden_TD = self._gather_inputs(own, outputs[1])
+        least = 1
+        if self._shares_experts:  # ranks that share experts exchange as many rows each
+            kept = self._num_depths - 1
+            least = max(layout.num_tokens + kept * len(layout.scheduled) for layout in layouts)
+        for depth in range(1, self._num_depths + 1):
+            drafting = [each for each in own if each.wanted >= depth]
+            rows = [each.rows_of_depth(depth) for each in own]
+            last = [[each.last] if each.wanted >= depth else [] for each in own]
+            hidden_TD = self._run_depth(depth, self._pack(rows, last, least), hidden_TD, drafting)
+        self._continue_last_depth(replicas, hidden_TD, max(1, *(len(layout.scheduled) for layout in layouts)))
+        for number, drafted in enumerate(replicas):
+            for each in drafted if number != self._replica else ():
+                each.sequence.drafts = [0] * each.wanted
+
+    def _find_sequences(self, layout: StepLayout, scheduler: Scheduler) -> list[_DraftedSequence]:
+        found: list[_DraftedSequence] = []
+        begin = 0
+        for work in layout.scheduled:
+            sequence, first = work.sequence, begin
+            begin += work.count
+            if sequence.completion.finish_reason is not None:
+                continue
+            sequence.drafts = []
+            at_end = len(sequence.tokens) == sequence.computed + 1
+            most = sequence.max_length - len(sequence.tokens) - 1
+            wanted = 0
+            if at_end and sequence.constraint is None:  # what a constraint allows is known token by token
+                wanted = scheduler.reserve_drafts(sequence, max(0, min(self._num_drafts, most)))
+            kept = 0 if sequence.draft_inputs is None else sequence.draft_inputs.shape[0]
+            rows = slice(first, first + work.count)
+            found.append(_DraftedSequence(sequence, work.start - kept, kept + work.count, rows, work.decodes, wanted))
+        return sorted(found, key=lambda each: (not each.decodes, each.start > 0))
+
+    def _gather_inputs(self, own: Sequence[_DraftedSequence], hidden_TD: Tensor) -> Tensor:
+        """Returns the hidden states of all positions that pass through the depths, and keeps those that will once more."""
+        parts = [hidden_TD[:0]]
+        for each in own:
+            sequence, rows_RD = each.sequence, hidden_TD[each.rows]
+            if sequence.draft_inputs is not None:
+                rows_RD = torch.cat((sequence.draft_inputs, rows_RD))
+            if self._num_depths > 1:
+                sequence.draft_inputs = rows_RD[: each.last + 1][1 - self._num_depths :].clone()
+            parts.append(rows_RD)
+        return torch.cat(parts)
+
+    def _continue_last_depth(
+        self, replicas: Sequence[Sequence[_DraftedSequence]], hidden_TD: Tensor, most_sequences: int
+    ) -> None:
+        own = replicas[self._replica]
+        counts = torch.tensor([each.count for each in own], dtype=torch.int64)
+        last_N = counts.cumsum(0) - counts + torch.tensor([each.last for each in own], dtype=torch.int64)
+        last_ND = hidden_TD[last_N.to(hidden_TD.device)]
+        numbers = list(range(len(own)))
+        most_wanted = max(each.wanted for drafted in replicas for each in drafted)
+        for ahead in range(1, most_wanted - self._num_depths + 1):
+            kept = [at for at, number in enumerate(numbers) if own[number].wanted >= self._num_depths + ahead]
+            numbers = [numbers[at] for at in kept]
+            drafting = [own[number] for number in numbers]
+            rows = [each.next_row(ahead) for each in drafting]
+            packed = self._pack(rows, [[0]] * len(rows), most_sequences if self._shares_experts else 1)
+            last_ND = self._run_depth(self._num_depths, packed, last_ND[kept], drafting)
+
+    def _pack(self, rows: Sequence[RowsOfSequence], logit_rows: Sequence[Sequence[int]], least: int) -> PackedStep:
+        return pack_rows(rows, logit_rows, page_size=self._page_size, multiple=self._row_multiple, least=least)
+
+    def _run_depth(
+        self, depth: int, packed: PackedStep, hidden_TD: Tensor, drafting: Sequence[_DraftedSequence]
+    ) -> Tensor:
+        """Runs a depth, and adds a draft to some sequences; returns the hidden states of its rows."""
+        padding = packed.rows_3T.shape[1] - hidden_TD.shape[0]
+        logits_RV, found_TD = self._steps.run_depth(depth, packed, F.pad(hidden_TD, (0, 0, 0, padding)))
+        inputs = [
+            SampledRow(
+                each.sequence.params, [*each.sequence.tokens, *each.sequence.drafts], each.sequence.num_prompt, None
+            )
+            for each in drafting
+        ]
+        if inputs:
+            for each, token in zip(drafting, sample_tokens(logits_RV, inputs).tolist(), strict=True):
+                each.sequence.drafts.append(token)
+        return found_TD[: hidden_TD.shape[0]]
+
+
+def num_depths(model: ParallelModel) -> int:
+    """Returns the depths of multi-token prediction of a model."""
+    return model.spec.config.mtp_num_layers or 0
