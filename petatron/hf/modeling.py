@@ -25,7 +25,7 @@ from petatron.hf.packed_inputs import IGNORED, PackedInputs
 from petatron.hf.weights import draw_weights, folder_tensors, read_weights
 from petatron.kernels.registry import KernelContext
 from petatron.layers.mtp import MtpLayerSpec
-from petatron.layers.spec.generation_state import PagedState
+from petatron.layers.spec.generation_state import GenerationState
 from petatron.layers.vocabulary.embedding import TokenEmbedding
 from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
@@ -56,7 +56,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         self.spec: DecoderSpec = config.spec()
         self.decoder: Decoder = self.spec.build_stage(self.spec.whole)
         self._kernels_for: tuple[torch.device, torch.dtype] | None = None
-        if self.paged_states is None:
+        if self.generation_states is None:
             self.generation_config.use_cache = False
         self.eval()
 
@@ -81,7 +81,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         if (folder / "generation_config.json").is_file():
             use_cache = model.generation_config.use_cache
             model.generation_config = GenerationConfig.from_pretrained(folder)
-            if model.paged_states is None:
+            if model.generation_states is None:
                 model.generation_config.use_cache = use_cache
         return (model, {}) if kwargs.get("output_loading_info") else model  # pyright: ignore[reportReturnType]
 
@@ -116,17 +116,14 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         super().save_pretrained(save_directory, state_dict=folder_tensors(self.spec, own), **kwargs)
 
     @property
-    def paged_states(self) -> dict[int, PagedState] | None:
-        """What each layer keeps of a token while text is generated; None if a layer keeps something else, or cannot generate."""
-        found: dict[int, PagedState] = {}
-        for index, layer in enumerate(self.spec.layers):
-            for branch in () if isinstance(layer, MtpLayerSpec) else layer.branches:
-                state = branch.generation_state(1)
-                if not branch.can_generate or not isinstance(state, PagedState | None):
-                    return None
-                if state is not None:
-                    found[index] = state
-        return found
+    def generation_states(self) -> list[tuple[int, GenerationState]] | None:
+        """What layers keep while text is generated, each with the layer's index; None if one cannot generate step by step."""
+        layers = [each for each in enumerate(self.spec.layers) if not isinstance(each[1], MtpLayerSpec)]
+        branches = [(index, branch) for index, layer in layers for branch in layer.branches]
+        if not all(branch.can_generate for _, branch in branches):
+            return None
+        states = [(index, branch.generation_state(1)) for index, branch in branches]
+        return [(index, state) for index, state in states if state is not None]
 
     def get_input_embeddings(self) -> nn.Module:
         assert isinstance(self.decoder.embedding, TokenEmbedding)
@@ -139,10 +136,10 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         raise NotImplementedError("The vocabulary of this model is fixed. Train one with --vocab-size instead.")
 
     def new_cache(self) -> PetatronCache:
-        """Returns an empty cache for a batch of any size; `ValueError` if a layer has something else to keep than rows of tokens."""
-        states = self.paged_states
+        """Returns an empty cache for a batch of any size; `ValueError` if a layer cannot generate step by step."""
+        states = self.generation_states
         if states is None:
-            raise ValueError("This model's layers have no cache here. Use use_cache=False, or `petatron generate`.")
+            raise ValueError("This model's layers have no cache. Use use_cache=False.")
         return PetatronCache(states, dtype=self.dtype, device=self.device)
 
     def _prepare_cache_for_generation(

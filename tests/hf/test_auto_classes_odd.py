@@ -18,7 +18,7 @@ import petatron.hf
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.hf.packed_inputs import PackedInputs
 from petatron.layers.attention import AttentionSpec
-from tests.hf.own_models import IDS, ROWS, opened, padded
+from tests.hf.own_models import IDS, ROWS, opened, own_model, padded
 from tests.unit.infer.test_sample import VOCAB
 
 
@@ -81,6 +81,23 @@ def test_a_cache_goes_on_is_cropped_and_reset(plain: Path):
         torch.testing.assert_close(found, whole[:1], rtol=0, atol=1e-12)
 
 
+def test_recurrent_layers_forget_nothing(tmp_path: Path):
+    own_model("recurrent").save_pretrained(tmp_path / "model")
+    model = opened(tmp_path / "model")
+    whole, cache = model(input_ids=IDS).logits, model.new_cache()
+    with torch.no_grad():
+        model(input_ids=IDS[:, :4], past_key_values=cache)
+        assert not cache.is_croppable
+        cache.crop(0)
+        with pytest.raises(ValueError, match="Recurrent layers cannot forget"):
+            cache.crop(-1)
+        cache.batch_select_indices(torch.tensor([1]))
+        found = model(input_ids=IDS[1:, 4:], past_key_values=cache).logits
+        torch.testing.assert_close(found, whole[1:, 4:], rtol=0, atol=1e-12)
+        cache.reset()
+        torch.testing.assert_close(model(input_ids=IDS, past_key_values=cache).logits, whole, rtol=0, atol=1e-12)
+
+
 def test_columns_of_padding_alone_are_counted(plain: Path):
     model, cache = opened(plain), opened(plain).new_cache()
     blank = torch.zeros((2, 4), dtype=torch.int64)
@@ -102,12 +119,12 @@ def test_sequences_run_alone_where_layers_mix_documents(plain: Path, monkeypatch
 
 def test_without_pages_generation_is_uncached(plain: Path, monkeypatch: pytest.MonkeyPatch):
     wanted = opened(plain).generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
-    monkeypatch.setattr(AttentionSpec, "generation_state", lambda self, tp: object())
+    monkeypatch.setattr(AttentionSpec, "can_generate", False)
     model = opened(plain)
     assert model.generation_config.use_cache is False
     found = model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
     assert found.tolist() == wanted.tolist()
-    with pytest.raises(ValueError, match="have no cache here"):
+    with pytest.raises(ValueError, match="have no cache"):
         model.generate(IDS, max_new_tokens=5, use_cache=True)
 
 
