@@ -18,6 +18,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.terminal_escape import printable
 from petatron.checkpoint.convert.open_model import ModelSource, open_model_source
 from petatron.hf.configuration import PetatronConfig
 from petatron.hf.generation_cache import PetatronCache
@@ -35,6 +36,7 @@ from petatron.parallel.select_kernels import select_kernels
 
 _ONE_DEVICE = 'Use device_map={"": device}, or leave it out; `petatron generate --tp 2` and the like split a model.'
 _MAX_SEED = 2**31
+_GENERATION_FILE = "generation_config.json"
 
 
 class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
@@ -78,11 +80,10 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         source = open_model_source(folder, model_format="huggingface")
         wanted = dtype if dtype is not None else kwargs.get("torch_dtype")
         model = cls._open(source, config, dtype=wanted, device=_only_device(device_map))
-        if (folder / "generation_config.json").is_file():
-            use_cache = model.generation_config.use_cache
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+        if (folder / _GENERATION_FILE).is_file():
+            model.generation_config = _read_generation_config(folder)
             if model.generation_states is None:
-                model.generation_config.use_cache = use_cache
+                model.generation_config.use_cache = False
         return (model, {}) if kwargs.get("output_loading_info") else model  # pyright: ignore[reportReturnType]
 
     @classmethod
@@ -270,6 +271,14 @@ def _causal_loss(logits_BCV: Tensor, targets_BC: Tensor, num_items: Tensor | int
     total = F.cross_entropy(wide, targets_BC.flatten().to(wide.device), ignore_index=IGNORED, reduction="sum")
     count = (targets_BC != IGNORED).sum().clamp(min=1).to(wide.device) if num_items is None else num_items
     return total / count
+
+
+def _read_generation_config(folder: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        why = f"{folder / _GENERATION_FILE} is not what transformers writes"
+        raise CheckpointError(f"{why}: {printable(str(error))}. Copy it again, or remove it.") from error
 
 
 def _kept_columns(count: int, logits_to_keep: int | Tensor) -> slice | Tensor:

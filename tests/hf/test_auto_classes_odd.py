@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,15 @@ def test_another_config_and_another_place_are_refused(plain: Path, tmp_path: Pat
     for content in ({}, {"model": [1]}, {"model": {"number_of_layers": 2}}):
         with pytest.raises(ConfigError):
             petatron.hf.PetatronForCausalLM(petatron.hf.PetatronConfig(**content))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x1b[2J"])
+def test_a_broken_generation_config_is_named(plain: Path, tmp_path: Path, content: str):
+    shutil.copytree(plain, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json is not what transformers writes") as caught:
+        opened(tmp_path / "model")
+    assert "\x1b" not in str(caught.value)
 
 
 def test_without_the_import_transformers_says_what_it_misses(plain: Path):
