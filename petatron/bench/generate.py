@@ -169,7 +169,7 @@ def _prompts(args: argparse.Namespace, spec: BenchSpec) -> list[list[int]]:
 def _limit(args: argparse.Namespace, spec: BenchSpec, prompt_tokens: int) -> float:
     """Returns the tokens per second at which weights and cache are read at the speed of copying."""
     from petatron.bench.measure.timing import copy_bandwidth
-    from petatron.layers.spec.generation_state import PagedState, RecurrentState
+    from petatron.estimate.generation_bytes import GenerationBytes
     from petatron.models.registry import model_spec
     from petatron.optim.loss_scaler import compute_dtype
 
@@ -180,12 +180,10 @@ def _limit(args: argparse.Namespace, spec: BenchSpec, prompt_tokens: int) -> flo
     layers = sum(param.num_active_elements for param in params.values()) - sum(tables)
     # Of the vocabulary's tables only the head's is read; quantised weights have one byte.
     read = layers / (bytes_each if args.fp8_weights else 1) + max(tables, default=0)
-    states = [branch.generation_state(1) for layer in model.layers for branch in layer.branches]
-    per_token = sum(state.elements_per_token for state in states if isinstance(state, PagedState))
-    cached = per_token * (prompt_tokens + args.batch * args.new_tokens / 2)
-    recurrent = [state.bytes_per_sequence(dtype) for state in states if isinstance(state, RecurrentState)]
-    moved = 2 * args.batch * sum(recurrent)  # read and written
-    return args.batch * copy_bandwidth(spec.device) / ((read + cached) * bytes_each + moved)
+    kept = GenerationBytes.of(model, dtype)
+    cached = kept.per_token * (prompt_tokens + args.batch * args.new_tokens / 2)
+    states = 2 * args.batch * kept.per_sequence  # read and written
+    return args.batch * copy_bandwidth(spec.device) / (read * bytes_each + cached + states)
 
 
 def _prefill_and_forward(args: argparse.Namespace, spec: BenchSpec) -> BenchResult:

@@ -1,7 +1,7 @@
 """`petatron plan`: predicts what a layout will cost, before it is started.
 
 `plan schedule` simulates a pipeline schedule and draws it, compares all schedules, or draws what a run has measured.
-`plan memory` predicts the memory of every rank, in `plan_memory.py`.
+`plan memory` predicts the memory of every rank, in `plan_memory.py`, and `plan cache` what generation keeps, in `plan_cache.py`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def parser() -> argparse.ArgumentParser:
         description="What a layout will cost, before it is started: `plan schedule` simulates a pipeline schedule with given costs, draws "
         "it, "
         "compares all schedules or draws what a run has measured (--pipeline-timeline); `plan memory` predicts what every rank will hold, "
-        "says whether it fits a device, and which changes would make it fit.",
-        epilog="petatron plan schedule --help and petatron plan memory --help tell more.",
+        "says whether it fits a device, and which changes would make it fit; `plan cache` says what is kept of a sequence while it is "
+        "generated.",
+        epilog="petatron plan schedule --help, petatron plan memory --help and petatron plan cache --help tell more.",
     )
     verbs = root.add_subparsers(dest="what", required=True, metavar="WHAT")
     one = verbs.add_parser(
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "--measured", metavar="FILE.json", type=Path, help="draw the timeline a run wrote, not a simulated one"
     )
     verbs.add_parser("memory", help="predict what every rank will hold, and what would make it fit", add_help=False)
+    verbs.add_parser("cache", help="say what is kept of a sequence while it is generated", add_help=False)
     return root
 
 
@@ -69,6 +71,10 @@ def main(argv: Sequence[str]) -> int:
         from petatron.cli.subcommands.plan_memory import main as plan_memory
 
         return plan_memory(argv[1:])
+    if argv[:1] == ["cache"]:
+        from petatron.cli.subcommands.plan_cache import main as plan_cache
+
+        return plan_cache(argv[1:])
     options = parser().parse_args(argv)
     if options.measured is not None:
         return _measured(options)

@@ -4,15 +4,18 @@ Python runs one thread of a process at a time, and an engine's thread gives way 
 with it, whatever the event loop does for a token (an event, its JSON, a write to a socket) makes a step longer by as much. So the server
 keeps the event loop, and the engine steps elsewhere.
 
-The pipe carries JSON, one message each way for a step: requests and cancellations go with the order to step, and events, finished
-answers and counts come back. The engine waits for the next order meanwhile, so that a request never misses a step that begins after it
-came. What a model cannot serve is found here, where it was asked.
+The pipe carries JSON: requests and cancellations go there, and of every step events, finished answers and counts come back. The engine
+steps on while it has work, and takes what has come between two steps: a request never misses a step that begins after it came, and a
+server that is late with its answers holds up nothing until they fill the pipe. A thread empties the pipe on the engine's side, so that the
+two never wait for each other to read. What a model cannot serve is found here, where it was asked.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import signal
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -82,9 +85,13 @@ class EngineProcess:
         self._outbox.append({"request": request})
 
     def step(self) -> list[TokenEvent]:
-        outbox, self._outbox = self._outbox, []
-        answer = self._ask({"step": outbox})
-        self._works, self.stats = answer["works"], EngineStats(**answer["stats"])
+        if self._outbox or not self._works:
+            outbox, self._outbox = self._outbox, []
+            self._send({"step": outbox})
+            self._orders += 1
+        answer = self._receive()
+        self._works = answer["works"] or answer["orders"] < self._orders
+        self.stats = EngineStats(**answer["stats"])
         events = [_read_event(one) for one in answer["events"]]
         for request, completion in answer["completions"]:
             self._finished[request] = _read_completion(completion, self._prompts.pop(request))
@@ -95,7 +102,8 @@ class EngineProcess:
 
     def reload(self, step: Path) -> EngineProcess:
         """Loads another step on all ranks, while nothing runs; `step_number` then tells which one it is."""
-        self._learn(self._ask({"reload": str(step)}))
+        self._send({"reload": str(step)})
+        self._learn(self._receive())
         return self
 
     def check_alive(self) -> None:
@@ -106,7 +114,9 @@ class EngineProcess:
         """Ends the engines of all ranks, and the process."""
         if self._process.is_alive():
             with suppress(LaunchError):  # it may end by itself meanwhile
-                self._ask({"close": True})
+                self._send({"close": True})
+                while "closed" not in self._receive():
+                    pass
         # The answer is the last that it does, and an interpreter with torch takes a second to end by itself.
         self._kill()
         self._process.join(_END_TIMEOUT_S)
@@ -118,17 +128,16 @@ class EngineProcess:
         self.stop_ids: tuple[int, ...] = tuple(facts["stop_ids"])
         self.max_length: int = facts["max_length"]
         self.stats = EngineStats(**facts["stats"])
-        self._works, self._next_request = False, 0
+        self._works, self._orders, self._next_request = False, facts["orders"], 0
         self._outbox: list[dict[str, Any]] = []
         self._prompts: dict[int, list[int]] = {}
         self._finished: dict[int, Completion] = {}
 
-    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _send(self, message: Mapping[str, Any]) -> None:
         try:
             _send(self._pipe, message)
         except OSError as error:
             raise self._gone() from error
-        return self._receive()
 
     def _receive(self) -> dict[str, Any]:
         try:
@@ -157,38 +166,64 @@ def _run_engine(pipe: Connection, checkpoint: str, flags: Sequence[str], options
         _send(pipe, {"error": _error_content(error)})
         return
     try:
-        _send(pipe, _facts(engine))
+        _send(pipe, _facts(engine, orders=0))
         _obey(pipe, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the server was killed
 
 
 def _obey(pipe: Connection, engine: CheckpointEngine) -> None:
+    """Steps while there is work. An answer tells how many orders had been taken before its step."""
+    messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_messages, args=(pipe, messages), daemon=True).start()
+    orders = 0
     while True:
-        message = json.loads(pipe.recv_bytes())
-        if "step" in message:
-            _send(pipe, _step(engine, message["step"]))
-        elif "reload" in message:
-            try:
-                engine.reload(Path(message["reload"]))
-            except PetatronError as error:
-                _send(pipe, {"error": _error_content(error)})
-            else:
-                _send(pipe, _facts(engine))
-        else:
-            engine.close()
-            stop_process_group()
-            _send(pipe, {})
-            return
+        while not messages.empty() or not engine.has_work:
+            message = messages.get()
+            if message is None:
+                return  # the server was killed
+            if "close" in message:
+                engine.close()
+                stop_process_group()
+                _send(pipe, {"closed": True})
+                return
+            if "reload" in message:
+                _reload(pipe, engine, Path(message["reload"]), orders)
+                continue
+            orders += 1
+            _take_commands(engine, message["step"])
+            if messages.empty():
+                break
+        _send(pipe, _step(engine) | {"orders": orders})
 
 
-def _step(engine: CheckpointEngine, commands: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _read_messages(pipe: Connection, messages: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    try:
+        while True:
+            messages.put(json.loads(pipe.recv_bytes()))
+    except (EOFError, OSError):
+        messages.put(None)
+
+
+def _reload(pipe: Connection, engine: CheckpointEngine, step: Path, orders: int) -> None:
+    try:
+        engine.reload(step)
+    except PetatronError as error:
+        _send(pipe, {"error": _error_content(error)})
+    else:
+        _send(pipe, _facts(engine, orders=orders))
+
+
+def _take_commands(engine: CheckpointEngine, commands: Sequence[Mapping[str, Any]]) -> None:
     for command in commands:
         if "prompt" in command:
             number = engine.submit(command["prompt"], SamplingParams.from_json(command["params"]))
             assert number == command["request"], "both sides count requests alike"
         else:
             engine.cancel(command["request"])
+
+
+def _step(engine: CheckpointEngine) -> dict[str, Any]:
     events = engine.step()
     ended = [event.request for event in events if event.finish_reason is not None]
     return {
@@ -201,8 +236,9 @@ def _step(engine: CheckpointEngine, commands: Sequence[Mapping[str, Any]]) -> di
     }
 
 
-def _facts(engine: CheckpointEngine) -> dict[str, Any]:
+def _facts(engine: CheckpointEngine, *, orders: int) -> dict[str, Any]:
     return {
+        "orders": orders,
         "step_number": engine.step_number,
         "stop_ids": engine.stop_ids,
         "max_length": engine.max_length,

@@ -12,6 +12,7 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.models.decoder import Decoder
+from tests.unit.infer.test_recurrent import HYBRID, MAMBA
 from tests.unit.infer.test_sample import POSITIONS, VOCAB, model_in
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -31,7 +32,11 @@ def answers(params: SamplingParams, flags: str = "", **options: int | bool) -> l
     return found
 
 
-@pytest.mark.parametrize("flags", ["", "--window-size 5", "--num-query-groups 2 --group-query-attention", "--fp64"])
+KINDS = ["", "--window-size 5", "--num-query-groups 2 --group-query-attention", "--fp64"]
+RECURRENT = [f"--fp64 {MAMBA}", f"--fp64 {HYBRID}", f"--no-compile {HYBRID}"]
+
+
+@pytest.mark.parametrize("flags", [*KINDS, *RECURRENT])
 def test_graphs_find_the_tokens_of_the_whole_pass(flags: str):
     for answer in answers(SamplingParams(max_new_tokens=9, temperature=0.0), flags, max_sequences=4):
         ids = [*answer.prompt_ids, *answer.ids]
@@ -52,9 +57,10 @@ def test_graphs_find_the_tokens_of_the_whole_pass(flags: str):
         SamplingParams(max_new_tokens=9, temperature=0.0, logprobs=2),
     ],
 )
-def test_graphs_and_run_ahead_change_no_draw(params: SamplingParams):
+@pytest.mark.parametrize("flags", ["", f"--fp64 {HYBRID}"])
+def test_graphs_and_run_ahead_change_no_draw(params: SamplingParams, flags: str):
     plain, graphed, alone, few = (
-        answers(params, **options)
+        answers(params, flags, **options)
         for options in (
             {"cuda_graphs": False},
             {},
@@ -97,10 +103,11 @@ def test_graphs_may_be_captured_beforehand():
         assert engine.complete([list(prompt)], params)[0][0].ids == ids
 
 
-def test_requests_that_come_and_go_while_a_step_is_ahead():
+@pytest.mark.parametrize("flags", ["", f"--fp64 {HYBRID}"])
+def test_requests_that_come_and_go_while_a_step_is_ahead(flags: str):
     params = SamplingParams(max_new_tokens=9, temperature=0.0)
-    wanted = {tuple(each.prompt_ids): each.ids for each in answers(params)}
-    engine = Engine(model(), options=EngineOptions(page_size=4, max_sequences=3))
+    wanted = {tuple(each.prompt_ids): each.ids for each in answers(params, flags)}
+    engine = Engine(model(flags), options=EngineOptions(page_size=4, max_sequences=3))
     numbers = [engine.submit(PROMPTS[0], params)]
     for step in range(60):
         if step in (2, 3, 5, 8, 9):

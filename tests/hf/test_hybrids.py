@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from petatron.base.errors import ConfigError
 from petatron.config import load_config
+from petatron.estimate.flops import parameter_count
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.decoder import Decoder
 from petatron.models.hf import build_config_json, from_hf_config, matching_family, to_hf, to_hf_config
@@ -21,6 +22,7 @@ from petatron.models.registry import model_spec
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_model
 from tests.hf.zoo import truth
+from tests.longform import later
 
 BASE = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 61 --mock-data --normalization RMSNorm "
@@ -74,11 +76,12 @@ def test_layers_are_read_in_every_spelling(content: dict[str, Any], pattern: str
         (changed("nemotron-h", layers_block_type=None), "layers_block_type is no list of the kinds"),
         (
             changed("nemotron-h", layers_block_type=None, hybrid_override_pattern="M|M"),
-            "hybrid_override_pattern 'M|M' has letters",
+            "hybrid_override_pattern 'M|M' is no pattern of the letters",
         ),
         (changed("nemotron-h-moe", n_shared_experts=0), "n_shared_experts 0 is not a positive whole number"),
         (changed("bamba", num_hidden_layers=0), "num_hidden_layers 0 is not a positive whole number of layers"),
         (changed("bamba", attn_layer_indices=[2]), "attn_layer_indices [2] are not some of the 2 layers"),
+        (changed("bamba", mamba_n_heads=0), "mamba_n_heads 0 is not a positive whole number"),
         (changed("bamba", mamba_d_head="auto"), "mamba_d_head 'auto' is not a whole number"),
         (
             changed("mamba2", num_hidden_layers="two"),
@@ -134,6 +137,21 @@ def test_reasons_why_no_family_has_a_model(flags: str, message: str):
     with pytest.raises(ConfigError) as caught:
         to_hf_config(spec_of(flags))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        *("mamba2-130m", "nemotron-h-8b", "bamba-9b"),
+        *map(later, ("mamba2-370m", "mamba2-780m", "mamba2-1.3b", "mamba2-2.7b")),
+    ],
+)
+def test_transformers_counts_the_parameters_of_a_preset(preset: str):
+    spec = model_spec(load_config([], preset=preset, require_training=False).config)
+    config = AutoConfig.for_model(**to_hf_config(spec))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(param.numel() for param in model.parameters()) == parameter_count(spec)
 
 
 @pytest.mark.parametrize(

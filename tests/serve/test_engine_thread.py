@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -11,8 +12,12 @@ import httpx
 import pytest
 
 from petatron.base.errors import LaunchError
+from petatron.infer.completion import TokenEvent, TokenLogprob
+from petatron.infer.sampling_params import SamplingParams
+from petatron.serve.generation import Generation
 from petatron.serve.http import follow_run as follow_run_module
 from petatron.serve.http.follow_run import follow_run
+from petatron.serve.http.run_generations import joined_texts
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.model_card import ModelCard
 from tests.serve.fake_engine import FakeEngine
@@ -232,3 +237,25 @@ def test_64_clients_get_what_each_would_get_alone():
         assert [found[number] for number in range(64)] == expected
         server.wait_until(server.is_idle)
         assert not engine.finished
+
+
+def test_events_that_wait_are_joined():
+    async def sequences() -> tuple[Generation, ...]:
+        return tuple(Generation([1], SamplingParams(), index=index) for index in range(2))
+
+    one, other = asyncio.run(sequences())
+    logprob = TokenLogprob(7, -0.5, ())
+    ready = [
+        (one, TokenEvent(0, 5, "a")),
+        (other, TokenEvent(1, 5, "x")),
+        (one, TokenEvent(0, 6, "b")),
+        (other, TokenEvent(1, 7, "y", logprob)),
+        (one, TokenEvent(0, 7, "", None, "length")),
+        (other, TokenEvent(1, 8, "z")),
+    ]
+    assert joined_texts(ready) == [
+        (one, TokenEvent(0, 7, "ab", None, "length")),
+        (other, TokenEvent(1, 5, "x")),
+        (other, TokenEvent(1, 7, "y", logprob)),
+        (other, TokenEvent(1, 8, "z")),
+    ]

@@ -34,6 +34,7 @@ from petatron.models.model_spec import ModelSpec
 _COUNTS = (
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
     "v_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim",
 )  # fmt: skip
 _MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS, "linear_num_key_heads": MAX_HEADS}
 _TRAINING_ONLY = ("hidden_dropout",)

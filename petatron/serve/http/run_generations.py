@@ -139,7 +139,7 @@ class TokenStream(Response):
             while not self._inbox.empty():
                 ready.append(await self._next())
             unfinished -= sum(event.finish_reason is not None for _, event in ready)
-            yield [chunk for one in ready if (chunk := self._chunk(*one)) is not None]
+            yield [chunk for one in joined_texts(ready) if (chunk := self._chunk(*one)) is not None]
             if not unfinished:
                 return
             ready = [await self._next()]
@@ -150,6 +150,26 @@ class TokenStream(Response):
         if isinstance(event, Exception):
             raise event
         return generation, event
+
+
+def joined_texts(ready: Sequence[tuple[Generation, TokenEvent]]) -> list[tuple[Generation, TokenEvent]]:
+    """Joins the events of a sequence that wait already into one, with all their text; those with log-probabilities stay apart.
+
+    A server that keeps up sends every token by itself. One that is late has less to write, and catches up.
+    """
+    joined: dict[Generation, int] = {}
+    events: list[tuple[Generation, TokenEvent]] = []
+    for generation, event in ready:
+        place = joined.get(generation)
+        if place is not None and event.logprob is None:
+            events[place] = generation, event._replace(text=events[place][1].text + event.text)
+            continue
+        if event.logprob is None:
+            joined[generation] = len(events)
+        else:
+            joined.pop(generation, None)
+        events.append((generation, event))
+    return events
 
 
 async def _send_data(send: Send, chunks: Sequence[dict[str, Any]], *, last: bool = False) -> None:

@@ -10,7 +10,9 @@ import shlex
 from collections.abc import Collection
 from pathlib import Path
 
-from petatron.config import ModelConfig, RunConfig
+from petatron.config import RunConfig
+from petatron.models.hf import matching_family
+from petatron.models.registry import model_spec
 
 
 def next_commands(
@@ -37,7 +39,7 @@ def next_commands(
             *_generation_commands(run, folder),
             (f"checkpoint verify {shlex.quote(folder)}", "check every byte of the checkpoint"),
         ]
-    if saved and folder is not None and has_hf_family(run.model):
+    if saved and folder is not None and has_hf_family(run):
         exported = str(Path(folder).with_name(f"{Path(folder).name}-huggingface"))
         words = f"checkpoint convert {shlex.quote(folder)} {shlex.quote(exported)} --to huggingface"
         found.append((words, "export the model for transformers and others"))
@@ -48,9 +50,9 @@ def next_commands(
     return [(f"petatron {words}", purpose) for words, purpose in found if words.split()[0] in verbs]
 
 
-def has_hf_family(model: ModelConfig) -> bool:
+def has_hf_family(run: RunConfig) -> bool:
     """Whether some family of `transformers` has models with such layers, and a name map here."""
-    return not model.multi_latent_attention and model.hybrid_layer_pattern is None
+    return matching_family(model_spec(run)) is not None
 
 
 def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:

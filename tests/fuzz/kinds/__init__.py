@@ -11,6 +11,8 @@ KINDS = {
     "checkpoint": "checkpoint",
     "huggingface": "huggingface",
     "huggingface-moe": "huggingface",
+    "huggingface-hybrid": "huggingface",
+    "huggingface-hybrid-moe": "huggingface",
     "megatron-legacy": "megatron",
     "megatron-dist": "megatron",
     "dataset": "dataset",

@@ -19,10 +19,17 @@ from tests.fuzz.kinds import models
 from tests.fuzz.kinds.files import files_of
 
 INDEX = "model.safetensors.index.json"
+_MAMBA = "--mamba-head-dim 4 --mamba-state-dim 4 --mamba-num-groups 2 --hybrid-layer-pattern"
+# A Nemotron-H, and a Granite 4 with experts.
+_FLAGS = {
+    "huggingface-hybrid": f"{_MAMBA} M-*- --num-layers 4 --squared-relu --position-embedding-type none",
+    "huggingface-hybrid-moe": f"{_MAMBA} ME*E --num-layers 4 --mamba-norm-groups 1 --softmax-scale 0.3 "
+    "--moe-shared-expert-intermediate-size 12",
+}
 
 
 def make(name: str) -> Kind:
-    _, model = models.tiny(moe=name.endswith("moe"))
+    _, model = models.tiny(*_FLAGS.get(name, "").split(), moe=name.endswith("moe"))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder) / "model")
         train_bpe(["some text, more text"], 280, Path(folder) / "model" / "tokenizer.json")

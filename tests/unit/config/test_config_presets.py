@@ -33,7 +33,8 @@ PUBLISHED_BILLIONS = {
 
 # Exact, as transformers counts its own models of these shapes.
 HYBRID_PARAMETERS = {
-    "mamba2-130m": 128_989_632, "mamba2-2.7b": 2_702_599_680, "nemotron-h-8b": 8_100_852_736, "bamba-9b": 9_780_235_392,
+    "mamba2-130m": 128_989_632, "mamba2-370m": 368_346_624, "mamba2-780m": 780_161_280, "mamba2-1.3b": 1_343_757_312,
+    "mamba2-2.7b": 2_702_599_680, "nemotron-h-8b": 8_100_852_736, "bamba-9b": 9_780_235_392,
 }  # fmt: skip
 
 

@@ -34,7 +34,8 @@ def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
         return count
     if not isinstance(chosen, list) or not all(is_count(index) and index < count for index in chosen):
         return Problem("attn_layer_indices", f"{chosen!r:.40}", f"are not some of the {count} layers", FIX)
-    return "".join((ATTENTION if index in chosen else MAMBA) + MLP for index in range(count))
+    attention = set(chosen)
+    return "".join((ATTENTION if index in attention else MAMBA) + MLP for index in range(count))
 
 
 def _write_layers(pattern: str) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.config.schema.hybrid_pattern import SYMBOLS
+from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.families.hybrid.mamba_tables import (
     FIX,
     HYBRID_FIXED,
@@ -67,8 +68,8 @@ def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
     pattern = hf_config.get("hybrid_override_pattern")
     if hf_config.get("layers_block_type") is not None or pattern is None:
         return read_layer_types("layers_block_type", hf_config.get("layers_block_type"), SYMBOLS)
-    if not isinstance(pattern, str) or not pattern or set(pattern) - set(SYMBOLS):
-        return Problem("hybrid_override_pattern", f"{pattern!r:.40}", f"has letters other than {SYMBOLS}", FIX)
+    if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(SYMBOLS):
+        return Problem("hybrid_override_pattern", f"{pattern!r:.40}", f"is no pattern of the letters {SYMBOLS}", FIX)
     return pattern
 
 

@@ -1,0 +1,43 @@
+"""`petatron plan cache`: the bytes that a model keeps of a sequence while it generates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from petatron.cli.train import read_checkpoint, with_preset
+from petatron.config import LoadedConfig, resolve_config, without_problems
+
+USAGE = """usage: petatron plan cache [PRESET] [--config FILE] [flags of petatron train]
+
+Says what one rank keeps of a sequence while it generates, in all layers together: of each token, where layers attend, and of the
+sequence, however long it is, where they are recurrent. --tp shares heads out; --bf16 halves what is not in float32 anyway.
+
+For example: petatron plan cache nemotron-h-8b --bf16
+"""
+_LENGTHS = (1_024, 8_192, 65_536, 1_048_576)
+
+
+def main(argv: Sequence[str]) -> int:
+    if any(word in ("-h", "--help") for word in argv):
+        print(USAGE)
+        return 0
+    loaded, problems = resolve_config(with_preset(list(argv)), require_training=False, read_checkpoint=read_checkpoint)
+    for line in _report(without_problems(loaded, problems)):
+        print(line)
+    return 0
+
+
+def _report(loaded: LoadedConfig) -> list[str]:
+    from petatron.estimate.generation_bytes import GenerationBytes
+    from petatron.models.registry import model_spec
+    from petatron.optim.loss_scaler import compute_dtype
+
+    run = loaded.config
+    dtype, tp = compute_dtype(run.precision), run.parallel.tensor_model_parallel_size
+    found = GenerationBytes.of(model_spec(run), dtype, tp=tp)
+    lines = [
+        f"bytes on one of {tp} tensor-parallel ranks, {str(dtype).removeprefix('torch.')}",
+        f"{'of each token':<32}{found.per_token:>16,}   in {found.paged_layers} layers",
+        f"{'of each sequence':<32}{found.per_sequence:>16,}   in {found.recurrent_layers} layers",
+    ]
+    return lines + [f"{f'a sequence of {tokens:,} tokens':<32}{found.of_sequence(tokens):>16,}" for tokens in _LENGTHS]
