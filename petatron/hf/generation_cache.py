@@ -1,4 +1,5 @@
-"""What generation keeps of a batch of sequences inside transformers: pages of keys and values, or of latents, as the engine has them.
+"""What generation keeps of a batch of sequences inside transformers, as the engine has it: pages of keys and values, or of latents, and
+the states of recurrent layers.
 
 Every sequence has as many pages, one after the other, and more when one of them needs more. Padding is not stored.
 
@@ -7,7 +8,7 @@ B sequences, S columns of a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,22 +18,34 @@ from transformers import Cache
 from petatron.hf.packed_inputs import PackedInputs
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
-from petatron.layers.spec.generation_state import GenerationStep, PagedState
+from petatron.layers.spec.generation_state import GenerationState, GenerationStep, PagedState, RecurrentState
+from petatron.layers.spec.sequence_group import sequence_groups
 
 PAGE_SIZE = 16
 
 
 class PetatronCache(Cache):
-    """The pages of all layers, and which columns of the batch were tokens."""
+    """The pages and states of all layers, and which columns of the batch were tokens."""
 
-    def __init__(self, states: Mapping[int, PagedState], *, dtype: torch.dtype, device: torch.device) -> None:
-        """`states`: what each layer keeps of a token, by its index. The first step says how many sequences there are."""
+    def __init__(
+        self, states: Sequence[tuple[int, GenerationState]], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`states`: what layers keep, each with the layer's index. The first step says how many sequences there are."""
         super().__init__(layers=[])
         self._is_token_BS = np.zeros((0, 0), dtype=np.bool_)
         self._pages_each = 0
         self._pages: dict[int, dict[str, Tensor]] = {
             index: {name: torch.zeros((0, PAGE_SIZE, *shape), dtype=dtype, device=device) for name, shape in state.rows}
-            for index, state in states.items()
+            for index, state in states
+            if isinstance(state, PagedState)
+        }
+        self._states: dict[int, dict[str, Tensor]] = {
+            index: {
+                each.name: torch.zeros((0, *each.shape), dtype=each.dtype(dtype), device=device)
+                for each in state.tensors
+            }
+            for index, state in states
+            if isinstance(state, RecurrentState)
         }
 
     @property
@@ -55,6 +68,11 @@ class PetatronCache(Cache):
     def is_compileable(self) -> bool:
         return False
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether columns can be forgotten: a recurrent state has no token apart."""
+        return not self._states
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
@@ -68,11 +86,17 @@ class PetatronCache(Cache):
             for name, values in pages.items():
                 by_sequence = values.unflatten(0, (count, self._pages_each))
                 pages[name] = by_sequence[indices.to(values.device)].flatten(0, 1)
+        for tensors in self._states.values():
+            tensors.update({name: values[indices.to(values.device)] for name, values in tensors.items()})
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last columns, so many as a negative number says; a positive one says how many stay."""
         columns = self.get_seq_length()
         kept = tokens_to_remove if tokens_to_remove > 0 else columns + tokens_to_remove
+        if self._states and kept < columns:
+            raise ValueError(
+                "Recurrent layers cannot forget tokens. Generate without an assistant and without prompt lookup."
+            )
         self._is_token_BS = self._is_token_BS[:, : max(0, kept)]
 
     def reset(self) -> None:
@@ -106,8 +130,9 @@ class PetatronCache(Cache):
             num_decodes,
             tuple(chunks),
             _documents(chunks, device),
+            state_slots_N=torch.tensor(order, dtype=torch.int64, device=device) if self._states else None,
         )
-        return GenerationStep(batch, self._pages), rows
+        return GenerationStep(batch, self._pages, self._states, sequence_groups(batch) if self._states else ()), rows
 
     def add_padding(self, inputs: PackedInputs) -> None:
         """Notes columns without a token."""
@@ -120,6 +145,9 @@ class PetatronCache(Cache):
             self._is_token_BS, self._pages_each = inputs.is_token_BS[:, :0], 0
             for pages in self._pages.values():
                 pages.update({name: values[:0] for name, values in pages.items()})
+            for tensors in self._states.values():
+                count = inputs.is_token_BS.shape[0]
+                tensors.update({name: values.new_zeros((count, *values.shape[1:])) for name, values in tensors.items()})
         before_B = self._is_token_BS.sum(axis=1)
         self._is_token_BS = np.concatenate((self._is_token_BS, inputs.is_token_BS), axis=1)
         return before_B

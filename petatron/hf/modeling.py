@@ -18,6 +18,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.terminal_escape import printable
 from petatron.checkpoint.convert.open_model import ModelSource, open_model_source
 from petatron.hf.configuration import PetatronConfig
 from petatron.hf.generation_cache import PetatronCache
@@ -25,7 +26,7 @@ from petatron.hf.packed_inputs import IGNORED, PackedInputs
 from petatron.hf.weights import draw_weights, folder_tensors, read_weights
 from petatron.kernels.registry import KernelContext
 from petatron.layers.mtp import MtpLayerSpec
-from petatron.layers.spec.generation_state import PagedState
+from petatron.layers.spec.generation_state import GenerationState
 from petatron.layers.vocabulary.embedding import TokenEmbedding
 from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
@@ -35,6 +36,7 @@ from petatron.parallel.select_kernels import select_kernels
 
 _ONE_DEVICE = 'Use device_map={"": device}, or leave it out; `petatron generate --tp 2` and the like split a model.'
 _MAX_SEED = 2**31
+_GENERATION_FILE = "generation_config.json"
 
 
 class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
@@ -56,7 +58,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         self.spec: DecoderSpec = config.spec()
         self.decoder: Decoder = self.spec.build_stage(self.spec.whole)
         self._kernels_for: tuple[torch.device, torch.dtype] | None = None
-        if self.paged_states is None:
+        if self.generation_states is None:
             self.generation_config.use_cache = False
         self.eval()
 
@@ -78,11 +80,10 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         source = open_model_source(folder, model_format="huggingface")
         wanted = dtype if dtype is not None else kwargs.get("torch_dtype")
         model = cls._open(source, config, dtype=wanted, device=_only_device(device_map))
-        if (folder / "generation_config.json").is_file():
-            use_cache = model.generation_config.use_cache
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-            if model.paged_states is None:
-                model.generation_config.use_cache = use_cache
+        if (folder / _GENERATION_FILE).is_file():
+            model.generation_config = _read_generation_config(folder)
+            if model.generation_states is None:
+                model.generation_config.use_cache = False
         return (model, {}) if kwargs.get("output_loading_info") else model  # pyright: ignore[reportReturnType]
 
     @classmethod
@@ -116,17 +117,14 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         super().save_pretrained(save_directory, state_dict=folder_tensors(self.spec, own), **kwargs)
 
     @property
-    def paged_states(self) -> dict[int, PagedState] | None:
-        """What each layer keeps of a token while text is generated; None if a layer keeps something else, or cannot generate."""
-        found: dict[int, PagedState] = {}
-        for index, layer in enumerate(self.spec.layers):
-            for branch in () if isinstance(layer, MtpLayerSpec) else layer.branches:
-                state = branch.generation_state(1)
-                if not branch.can_generate or not isinstance(state, PagedState | None):
-                    return None
-                if state is not None:
-                    found[index] = state
-        return found
+    def generation_states(self) -> list[tuple[int, GenerationState]] | None:
+        """What layers keep while text is generated, each with the layer's index; None if one cannot generate step by step."""
+        layers = [each for each in enumerate(self.spec.layers) if not isinstance(each[1], MtpLayerSpec)]
+        branches = [(index, branch) for index, layer in layers for branch in layer.branches]
+        if not all(branch.can_generate for _, branch in branches):
+            return None
+        states = [(index, branch.generation_state(1)) for index, branch in branches]
+        return [(index, state) for index, state in states if state is not None]
 
     def get_input_embeddings(self) -> nn.Module:
         assert isinstance(self.decoder.embedding, TokenEmbedding)
@@ -139,10 +137,10 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         raise NotImplementedError("The vocabulary of this model is fixed. Train one with --vocab-size instead.")
 
     def new_cache(self) -> PetatronCache:
-        """Returns an empty cache for a batch of any size; `ValueError` if a layer has something else to keep than rows of tokens."""
-        states = self.paged_states
+        """Returns an empty cache for a batch of any size; `ValueError` if a layer cannot generate step by step."""
+        states = self.generation_states
         if states is None:
-            raise ValueError("This model's layers have no cache here. Use use_cache=False, or `petatron generate`.")
+            raise ValueError("This model's layers have no cache. Use use_cache=False.")
         return PetatronCache(states, dtype=self.dtype, device=self.device)
 
     def _prepare_cache_for_generation(
@@ -273,6 +271,14 @@ def _causal_loss(logits_BCV: Tensor, targets_BC: Tensor, num_items: Tensor | int
     total = F.cross_entropy(wide, targets_BC.flatten().to(wide.device), ignore_index=IGNORED, reduction="sum")
     count = (targets_BC != IGNORED).sum().clamp(min=1).to(wide.device) if num_items is None else num_items
     return total / count
+
+
+def _read_generation_config(folder: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        why = f"{folder / _GENERATION_FILE} is not what transformers writes"
+        raise CheckpointError(f"{why}: {printable(str(error))}. Copy it again, or remove it.") from error
 
 
 def _kept_columns(count: int, logits_to_keep: int | Tensor) -> slice | Tensor:

@@ -14,7 +14,9 @@ from tests.hf.own_models import own_model
 from tests.longform import later
 
 
-@pytest.fixture(scope="module", params=["latent", "experts", later("activation"), later("learned positions")])
+@pytest.fixture(
+    scope="module", params=["latent", "experts", "recurrent", later("activation"), later("learned positions")]
+)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     model, folder = own_model(request.param), tmp_path_factory.mktemp("saved") / "model"
     model.save_pretrained(folder, tokenizer=ByteTokenizer())

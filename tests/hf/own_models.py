@@ -22,6 +22,9 @@ KINDS = {  # of models that no family has
     "activation": "--activation squared_relu --num-query-groups 2 --group-query-attention",
     "latent": f"--normalization LayerNorm {LATENT} --window-size 5",
     "learned positions": "--position-embedding-type learned_absolute --swiglu --no-untie-embeddings-and-output-weights",
+    "recurrent": "--hybrid-layer-pattern M-*G --num-layers 4 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 6 "
+    "--mamba-chunk-size 4 --linear-key-head-dim 6 --linear-value-head-dim 5 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-chunk-size 4 --activation squared_relu",
     "experts": f"{EXPERTS} --mtp-num-layers 1 --mtp-loss-scaling-factor 0 --normalization LayerNorm",
 }
 IDS = torch.tensor([[5, 17, 90, 3, 3, 7, 80], [1, 2, 3, 4, 5, 6, 99]])

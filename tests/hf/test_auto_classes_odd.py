@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ import petatron.hf
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.hf.packed_inputs import PackedInputs
 from petatron.layers.attention import AttentionSpec
-from tests.hf.own_models import IDS, ROWS, opened, padded
+from tests.hf.own_models import IDS, ROWS, opened, own_model, padded
 from tests.unit.infer.test_sample import VOCAB
 
 
@@ -81,6 +82,23 @@ def test_a_cache_goes_on_is_cropped_and_reset(plain: Path):
         torch.testing.assert_close(found, whole[:1], rtol=0, atol=1e-12)
 
 
+def test_recurrent_layers_forget_nothing(tmp_path: Path):
+    own_model("recurrent").save_pretrained(tmp_path / "model")
+    model = opened(tmp_path / "model")
+    whole, cache = model(input_ids=IDS).logits, model.new_cache()
+    with torch.no_grad():
+        model(input_ids=IDS[:, :4], past_key_values=cache)
+        assert not cache.is_croppable
+        cache.crop(0)
+        with pytest.raises(ValueError, match="Recurrent layers cannot forget"):
+            cache.crop(-1)
+        cache.batch_select_indices(torch.tensor([1]))
+        found = model(input_ids=IDS[1:, 4:], past_key_values=cache).logits
+        torch.testing.assert_close(found, whole[1:, 4:], rtol=0, atol=1e-12)
+        cache.reset()
+        torch.testing.assert_close(model(input_ids=IDS, past_key_values=cache).logits, whole, rtol=0, atol=1e-12)
+
+
 def test_columns_of_padding_alone_are_counted(plain: Path):
     model, cache = opened(plain), opened(plain).new_cache()
     blank = torch.zeros((2, 4), dtype=torch.int64)
@@ -102,12 +120,12 @@ def test_sequences_run_alone_where_layers_mix_documents(plain: Path, monkeypatch
 
 def test_without_pages_generation_is_uncached(plain: Path, monkeypatch: pytest.MonkeyPatch):
     wanted = opened(plain).generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
-    monkeypatch.setattr(AttentionSpec, "generation_state", lambda self, tp: object())
+    monkeypatch.setattr(AttentionSpec, "can_generate", False)
     model = opened(plain)
     assert model.generation_config.use_cache is False
     found = model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
     assert found.tolist() == wanted.tolist()
-    with pytest.raises(ValueError, match="have no cache here"):
+    with pytest.raises(ValueError, match="have no cache"):
         model.generate(IDS, max_new_tokens=5, use_cache=True)
 
 
@@ -157,6 +175,15 @@ def test_another_config_and_another_place_are_refused(plain: Path, tmp_path: Pat
     for content in ({}, {"model": [1]}, {"model": {"number_of_layers": 2}}):
         with pytest.raises(ConfigError):
             petatron.hf.PetatronForCausalLM(petatron.hf.PetatronConfig(**content))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x1b[2J"])
+def test_a_broken_generation_config_is_named(plain: Path, tmp_path: Path, content: str):
+    shutil.copytree(plain, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json is not what transformers writes") as caught:
+        opened(tmp_path / "model")
+    assert "\x1b" not in str(caught.value)
 
 
 def test_without_the_import_transformers_says_what_it_misses(plain: Path):
