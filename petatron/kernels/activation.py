@@ -78,7 +78,7 @@ def activation_backward(
 
 def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None) -> Tensor:
     gate, up = map(to_compute_dtype, gate_up_RG.chunk(2, dim=-1))
-    gate, up = _bounded(gate, up, bounds)
+    gate, up = (gate, up) if bounds is None else _bounded(gate, up, bounds)
     output = ACTIVATIONS[GATE_ACTIVATIONS[name]](gate) * up
     return output if output.dtype == gate_up_RG.dtype else output.to(gate_up_RG.dtype)
 
@@ -88,7 +88,7 @@ def gated_activation_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient of gate and up concatenated, and the activation's output if `recompute_output`."""
     gate_in, up_in = (to_compute_dtype(part) for part in gate_up_RG.chunk(2, dim=-1))
-    gate, up = _bounded(gate_in, up_in, bounds)
+    gate, up = (gate_in, up_in) if bounds is None else _bounded(gate_in, up_in, bounds)
     grad, active = grad_RF.to(gate.dtype), ACTIVATIONS[GATE_ACTIVATIONS[name]](gate)
     output = (active * up).to(gate_up_RG.dtype) if recompute_output else None
     grad_gate, grad_up = _ACTIVATION_GRADS[GATE_ACTIVATIONS[name]](grad * up, gate), grad * active
@@ -97,9 +97,7 @@ def gated_activation_backward(
     return torch.cat((grad_gate, grad_up), dim=-1).to(gate_up_RG.dtype), output
 
 
-def _bounded(gate: Tensor, up: Tensor, bounds: GluBounds | None) -> tuple[Tensor, Tensor]:
-    if bounds is None:
-        return gate, up
+def _bounded(gate: Tensor, up: Tensor, bounds: GluBounds) -> tuple[Tensor, Tensor]:
     if bounds.clamp is not None:
         gate, up = gate.clamp(max=bounds.clamp), up.clamp(-bounds.clamp, bounds.clamp)
     return gate, up + bounds.offset

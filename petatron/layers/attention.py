@@ -45,7 +45,7 @@ class AttentionSpec(BranchSpec):
     rope_interleaved: pairs of channels that rope rotates are neighbours instead of half a head apart.
     window: the number of tokens that one attends to, itself included; None: all.
     chunk: the number of tokens that a document is cut into, which attend to nothing outside; None: it is not cut.
-    alibi, temperature: see `attention_positions.py`. qk_l2_norm: the epsilon of a norm of heads without weights; None: no such norm.
+    alibi, temperature: see `attention_positions.py`. qk_l2_norm: the epsilon of a norm of heads without weights.
     softmax_scale: the factor on scores; None: 1 / sqrt(head dim).
     softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.
     sinks: whether every head may attend to nothing, with a learned score or with the score 0.
@@ -173,14 +173,26 @@ class AttentionSpec(BranchSpec):
             fused = self.qk_norm.kind == "RMSNorm" and self.rope is not None and per_head
             heads = rows * (q_dim + kv_dim) // self.head_dim if per_head else 2 * rows
             saved += 0 if fused else self.qk_norm.statistics_bytes(shape, heads)
-        if self.qk_l2_norm is not None:
-            saved += shape.activation_bytes(rows, q_dim + kv_dim)
-        if self.alibi:
-            saved += shape.activation_bytes(rows, (q_dim + kv_dim) // self.head_dim * ALIBI_CHANNELS)
+        saved += self._saved_variant_bytes(shape)
         saved += shape.activation_bytes(rows, q_dim) + shape.fp8_input_bytes(self.hidden_size, q_dim)
         saved += shape.activation_bytes(rows, self._saved_gates() * self.gate_dim(shape.tp))
         log_sum_exp = rows * q_dim // self.head_dim * shape.compute_bytes
         return saved + (0 if "core_attn" in recomputed else log_sum_exp)
+
+    def _saved_variant_bytes(self, shape: ActivationShape) -> int:
+        """Queries and keys that are tensors of their own, where values are still a view of the first GEMM's output."""
+        rows, q_dim, both = shape.gathered_tokens, self.q_dim(shape.tp), self.q_dim(shape.tp) + self.kv_dim(shape.tp)
+        heads = both // self.head_dim
+        copied = self.rope is not None and self.rope_interleaved and self.qk_norm is None
+        saved = shape.activation_bytes(rows, both) if copied else 0
+        if self.qk_l2_norm is not None:
+            widened = both if shape.compute_bytes > shape.element_bytes else 0
+            saved += shape.activation_bytes(rows, both) + rows * (heads + widened) * shape.compute_bytes
+        if self.temperature is not None:
+            saved += shape.activation_bytes(rows, q_dim) + shape.sequence * shape.compute_bytes
+        if self.alibi:
+            saved += shape.activation_bytes(rows, both + heads * ALIBI_CHANNELS)
+        return saved
 
     def _saved_gates(self) -> int:
         """Sigmoids, the gated output, and the gates themselves where the first GEMM's output is saved."""
@@ -337,8 +349,7 @@ class Attention(BranchModule):
         if not self.spec.decodes_in_fused_kernels:
             assert isinstance(self.core, CoreAttention), "only causal attention generates"
             rules = self.core.score_rules(None if self.spec.sinks is None else self._sinks_H(q))
-            if rules is None and self.spec.alibi:  # keys are wider than values, which fused kernels need not take
-                rules = ScoreRules()
+            rules = rules or (ScoreRules() if self.spec.alibi else None)  # fused kernels take no keys wider than values
         return paged.paged_attention(
             q.squeeze(1),
             k.squeeze(1),

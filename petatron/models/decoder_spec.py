@@ -143,7 +143,6 @@ class DecoderSpec(ModelSpec):
         """Returns the bytes of positions, embedding, last norm and loss."""
         config = self.config
         saved = sum(2 * shape.sequence * rope.rotary_dim * shape.element_bytes for rope in self.ropes)
-        saved += 8 * shape.sequence if self.layers_need_positions else 0
         if stage.has_embedding:
             saved += shape.dropout_mask_bytes(config.hidden_size, config.hidden_dropout)
             saved += 8 * shape.sequence if self.has_position_table else 0

@@ -59,6 +59,9 @@ MODELS = {
     "no-positions": f"{LLAMA} --position-embedding-type none --qk-layernorm --activation quick_gelu",
     "gpt-qk-norm": f"{BASE} --qk-layernorm --activation squared_relu",
     "relu": f"{BASE} --activation relu",
+    "norm-without-weights": f"{LLAMA} --qk-l2-norm --num-query-groups 2",
+    "neighbouring-pairs": f"{LLAMA} --rotary-interleaved",
+    "bounded-gates": f"{LLAMA} --activation quick_geglu --glu-linear-offset 1.0 --activation-func-clamp-value 0.5",
     "mla": f"{LLAMA} {MLA} --q-lora-rank 12 --qk-layernorm",
     "mla-hidden-queries": f"{LLAMA} {MLA} --micro-batch-size 1",
 }
@@ -174,6 +177,22 @@ def _compare(found: dict[str, tuple[int, int]], *, without_effect: str | None) -
 @pytest.mark.parametrize("kind", MODELS)
 def test_kept_bytes_are_those_of_the_formula(kind: str):
     check(run_of(MODELS[kind]))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--position-embedding-type alibi --num-query-groups 2",
+        "--no-rope-freq [0,1,0] --attention-temperature-scale 0.3",
+    ],
+)
+@pytest.mark.parametrize("memory", ["nothing", "attention", "uniform-1"])
+def test_attention_that_needs_positions(flags: str, memory: str):
+    """What is recomputed keeps these too: one number of eight bytes for each of 16."""
+    run = run_of(f"{LLAMA} {flags}")
+    model, streams = build(run)
+    plan = recompute(run, model, RECOMPUTE[memory], streams)
+    assert measured(model, batch_of(run)) - plan.saved_bytes == (0 if memory == "nothing" else 8 * 16)
 
 
 @pytest.mark.parametrize("flag", ["bf16", "fp64"])
