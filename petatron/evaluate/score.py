@@ -55,7 +55,7 @@ class MicroBatchPlan:
 def max_scored_tokens(model: ParallelModel) -> int:
     """Returns the longest sequence that can be scored: every position is an input once, and the last token is none."""
     multiple = _sequence_multiple(model)
-    return model.spec.config.max_position_embeddings // multiple * multiple + 1
+    return model.spec.max_positions // multiple * multiple + 1
 
 
 def default_window(model: ParallelModel) -> int:
@@ -134,7 +134,7 @@ def _check_sequences(model: ParallelModel, sequences: Sequence[Sequence[int]]) -
     longest, most = max(map(len, sequences), default=0), max_scored_tokens(model)
     if longest > most:
         raise DataError(
-            f"A sequence has {longest:,} tokens, but the model has {model.spec.config.max_position_embeddings:,} positions and "
+            f"A sequence has {longest:,} tokens, but the model has {model.spec.max_positions:,} positions and "
             f"scores at most {most:,} in this layout. Cut it, or score it in windows."
         )
     vocab_size = known_vocab_size(model.spec.config)

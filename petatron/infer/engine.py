@@ -77,7 +77,7 @@ class Engine:
         check_model(model, self.options)
         self.tokenizer = tokenizer
         self.vocab_size = known_vocab_size(model.spec.config)
-        positions = model.spec.config.max_position_embeddings
+        positions = model.spec.max_positions
         self.max_length = min(self.options.max_length or positions + 1, positions + 1)
         """The last new token is never an input, so it needs no position."""
         if not any_layer_has(model, PagedState):  # pages hold nothing then, and one is enough for a sequence

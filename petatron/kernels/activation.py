@@ -3,11 +3,14 @@
 A gated MLP's first GEMM computes gate and up concatenated, [R, 2F], and the activation is act(gate) x up. The backward functions
 recompute the activation's output on request: they have read its inputs, and the next GEMM need not save it. All in at least
 float32, rounded once.
+
+With `GluBounds` (gpt-oss) it is act(min(gate, c)) x (clamp(up, -c, c) + offset); no gradient passes a number that was clamped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +41,26 @@ _ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": torch.ops.aten.silu_backward,
 }
 
-GATE_ACTIVATIONS: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+GATE_ACTIVATIONS: dict[str, str] = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "quick_geglu": "quick_gelu",
+    "reglu": "relu",
+}
 """The activation of the gate, by name of a gated activation."""
+
+
+@dataclass(frozen=True, slots=True)
+class GluBounds:
+    """How a gated activation departs from act(gate) x up.
+
+    clamp: the bound of the gate from above, and of up on both sides; None: they have none.
+    offset: added to up after that.
+    """
+
+    clamp: float | None = None
+    offset: float = 0.0
 
 
 def activation(x_RF: Tensor, name: str) -> Tensor:
@@ -55,19 +76,30 @@ def activation_backward(
     return _ACTIVATION_GRADS[name](grad_RF.to(x.dtype), x).to(x_RF.dtype), output
 
 
-def gated_activation(gate_up_RG: Tensor, name: str) -> Tensor:
+def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None) -> Tensor:
     gate, up = map(to_compute_dtype, gate_up_RG.chunk(2, dim=-1))
+    gate, up = _bounded(gate, up, bounds)
     output = ACTIVATIONS[GATE_ACTIVATIONS[name]](gate) * up
     return output if output.dtype == gate_up_RG.dtype else output.to(gate_up_RG.dtype)
 
 
 def gated_activation_backward(
-    grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, recompute_output: bool
+    grad_RF: Tensor, gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None, *, recompute_output: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient of gate and up concatenated, and the activation's output if `recompute_output`."""
-    gate, up = (to_compute_dtype(part) for part in gate_up_RG.chunk(2, dim=-1))
+    gate_in, up_in = (to_compute_dtype(part) for part in gate_up_RG.chunk(2, dim=-1))
+    gate, up = _bounded(gate_in, up_in, bounds)
     grad, active = grad_RF.to(gate.dtype), ACTIVATIONS[GATE_ACTIVATIONS[name]](gate)
     output = (active * up).to(gate_up_RG.dtype) if recompute_output else None
-    return torch.cat((_ACTIVATION_GRADS[GATE_ACTIVATIONS[name]](grad * up, gate), grad * active), dim=-1).to(
-        gate_up_RG.dtype
-    ), output
+    grad_gate, grad_up = _ACTIVATION_GRADS[GATE_ACTIVATIONS[name]](grad * up, gate), grad * active
+    if bounds is not None and bounds.clamp is not None:
+        grad_gate, grad_up = grad_gate * (gate_in <= bounds.clamp), grad_up * (up_in.abs() <= bounds.clamp)
+    return torch.cat((grad_gate, grad_up), dim=-1).to(gate_up_RG.dtype), output
+
+
+def _bounded(gate: Tensor, up: Tensor, bounds: GluBounds | None) -> tuple[Tensor, Tensor]:
+    if bounds is None:
+        return gate, up
+    if bounds.clamp is not None:
+        gate, up = gate.clamp(max=bounds.clamp), up.clamp(-bounds.clamp, bounds.clamp)
+    return gate, up + bounds.offset

@@ -170,6 +170,10 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
         KernelImplementation("reference", _module("norm"), _always_supported),
     ),
     "gated activation": _triton_and_reference("activation"),
+    "bounded gated activation": (
+        _compiled("activation", "gated_activation", "gated_activation_backward"),
+        KernelImplementation("reference", _module("activation"), _always_supported),
+    ),
     "plain activation": (
         _compiled("activation", "activation", "activation_backward"),
         KernelImplementation("reference", _module("activation"), _always_supported),

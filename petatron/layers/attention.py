@@ -20,6 +20,7 @@ from petatron.kernels.attention.padded import PackingKernels
 from petatron.kernels.attention.paged import PagedAttentionKernels
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.rope import apply_rope, split_qkv
+from petatron.layers.attention_positions import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.norm import Norm, NormSpec, RMSNorm
@@ -43,6 +44,8 @@ class AttentionSpec(BranchSpec):
     rope: None for a layer without positions.
     rope_interleaved: pairs of channels that rope rotates are neighbours instead of half a head apart.
     window: the number of tokens that one attends to, itself included; None: all.
+    chunk: the number of tokens that a document is cut into, which attend to nothing outside; None: it is not cut.
+    alibi, temperature: see `attention_positions.py`. qk_l2_norm: the epsilon of a norm of heads without weights; None: no such norm.
     softmax_scale: the factor on scores; None: 1 / sqrt(head dim).
     softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.
     sinks: whether every head may attend to nothing, with a learned score or with the score 0.
@@ -72,6 +75,10 @@ class AttentionSpec(BranchSpec):
     softmax_scale: float | None = None
     softcap: float | None = None
     sinks: Literal["learned", "zero"] | None = None
+    chunk: int | None = None
+    alibi: bool = False
+    temperature: AttentionTemperature | None = None
+    qk_l2_norm: float | None = None
     output_gate: bool = False
 
     @property
@@ -88,11 +95,17 @@ class AttentionSpec(BranchSpec):
 
     @property
     def decodes_in_fused_kernels(self) -> bool:
-        return self.softcap is None and self.sinks is None
+        return self.softcap is None and self.sinks is None and self.chunk is None and not self.alibi
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether it needs the positions of tokens besides rope's cos and sin."""
+        return self.alibi or self.temperature is not None
 
     def generation_state(self, tp: int) -> PagedState | None:
-        row = (self.kv_dim(tp) // self.head_dim, self.head_dim)
-        return PagedState((("key", row), ("value", row)))
+        heads = self.kv_dim(tp) // self.head_dim
+        key_width = self.head_dim + (ALIBI_CHANNELS if self.alibi else 0)
+        return PagedState((("key", (heads, key_width)), ("value", (heads, self.head_dim))))
 
     def build(self, layer_index: int) -> Attention:
         return Attention(self, layer_index)
@@ -142,7 +155,9 @@ class AttentionSpec(BranchSpec):
         return max(self.num_kv_heads // tp, 1) * self.head_dim
 
     def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
-        visible = min(self.window or seq_length, seq_length)
+        visible = min(self.window or seq_length, self.chunk or seq_length, seq_length)
+        if self.chunk is not None and causal and self.mask == "causal":
+            return 6 * self.num_heads * self.head_dim * visible * seq_length
         halved = causal and self.mask == "causal"
         pairs = visible * seq_length - visible * visible / 2 if halved else float(seq_length * seq_length)
         return 12 * self.num_heads * self.head_dim * pairs
@@ -158,6 +173,10 @@ class AttentionSpec(BranchSpec):
             fused = self.qk_norm.kind == "RMSNorm" and self.rope is not None and per_head
             heads = rows * (q_dim + kv_dim) // self.head_dim if per_head else 2 * rows
             saved += 0 if fused else self.qk_norm.statistics_bytes(shape, heads)
+        if self.qk_l2_norm is not None:
+            saved += shape.activation_bytes(rows, q_dim + kv_dim)
+        if self.alibi:
+            saved += shape.activation_bytes(rows, (q_dim + kv_dim) // self.head_dim * ALIBI_CHANNELS)
         saved += shape.activation_bytes(rows, q_dim) + shape.fp8_input_bytes(self.hidden_size, q_dim)
         saved += shape.activation_bytes(rows, self._saved_gates() * self.gate_dim(shape.tp))
         log_sum_exp = rows * q_dim // self.head_dim * shape.compute_bytes
@@ -183,7 +202,7 @@ class AttentionSpec(BranchSpec):
         return self.norm_flops(shape) + qkv + self._core_flops(shape) + self._out_flops(shape)
 
     def _core_flops(self, shape: ActivationShape) -> float:
-        visible = min(self.window or shape.whole_sequence, shape.whole_sequence)
+        visible = min(self.window or self.chunk or shape.whole_sequence, shape.whole_sequence)
         visible *= 1 if self.mask == "causal" else 2
         return 2.0 * shape.gathered_tokens * self.q_dim(shape.tp) * visible
 
@@ -194,9 +213,11 @@ class AttentionSpec(BranchSpec):
 class CoreAttention(nn.Module):
     """Causal softmax attention over whole sequences of this rank's heads; context parallelism replaces this module."""
 
-    def __init__(self, *, window: int | None, dropout: float, softcap: float | None = None) -> None:
+    def __init__(
+        self, *, window: int | None, dropout: float, softcap: float | None = None, chunk: int | None = None
+    ) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.chunk = window, chunk
         self.dropout = dropout
         self.softcap = softcap
         self.packing_kernels: PackingKernels = rows
@@ -225,6 +246,7 @@ class CoreAttention(nn.Module):
             documents=documents,
             packing_kernels=self.packing_kernels,
             rules=self.score_rules(sinks_H),
+            chunk=self.chunk,
         )
 
 
@@ -266,9 +288,10 @@ class Attention(BranchModule):
         scale = spec.softmax_scale
         self.query_factor = None if scale is None else scale * math.sqrt(spec.head_dim)
         if spec.mask == "causal":
-            self.core = CoreAttention(window=spec.window, dropout=spec.dropout, softcap=spec.softcap)
+            self.core = CoreAttention(window=spec.window, dropout=spec.dropout, softcap=spec.softcap, chunk=spec.chunk)
         else:
             self.core = BidirectionalCoreAttention(dropout=spec.dropout)
+        self.alibi = AlibiBias(spec.num_heads) if spec.alibi else None
         self.kernels: RopeKernels = rope
         self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
         self.paged_kernels: PagedAttentionKernels = paged
@@ -314,6 +337,8 @@ class Attention(BranchModule):
         if not self.spec.decodes_in_fused_kernels:
             assert isinstance(self.core, CoreAttention), "only causal attention generates"
             rules = self.core.score_rules(None if self.spec.sinks is None else self._sinks_H(q))
+            if rules is None and self.spec.alibi:  # keys are wider than values, which fused kernels need not take
+                rules = ScoreRules()
         return paged.paged_attention(
             q.squeeze(1),
             k.squeeze(1),
@@ -324,11 +349,19 @@ class Attention(BranchModule):
             window=self.spec.window,
             kernels=self.paged_kernels,
             rules=rules,
+            chunk=self.spec.chunk,
         )
 
     def _queries_keys_values(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._split_qkv(qkv, context)
-        return q if self.query_factor is None else q * self.query_factor, k, v
+        if self.spec.qk_l2_norm is not None:
+            q, k = (l2_norm(x, self.spec.qk_l2_norm) for x in (q, k))
+        if self.spec.temperature is not None:
+            q = self.spec.temperature.apply(q, context.token_positions())
+        q = q if self.query_factor is None else q * self.query_factor
+        if self.alibi is not None:
+            q, k = self.alibi.widen(q, k, context.token_positions())
+        return q, k, v
 
     def _split_qkv(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         q_width, kv_width = self.qkv.sections[:2]

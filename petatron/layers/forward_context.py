@@ -27,6 +27,7 @@ class ForwardContext:
         the same values again.
     generation: the step of generation that this pass is, with what layers keep of the tokens before; None: a whole sequence. The
         activations of a step are rows [T, D], the packed tokens of all sequences, and not [S, B, D].
+    positions: those of this rank's tokens, [S] or [B, S]; None where no layer needs them.
     """
 
     rope_cos_sin: Mapping[RopeSpec, RopeCosSin] = field(default_factory=dict)
@@ -35,3 +36,8 @@ class ForwardContext:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     router_statistics: dict[int, Tensor] = field(default_factory=dict)
     generation: GenerationStep | None = None
+    positions: Tensor | None = None
+
+    def token_positions(self) -> Tensor:
+        assert self.positions is not None, "a model with layers that need positions passes them"
+        return self.positions

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.kernels import activation as reference
+from petatron.kernels.activation import GluBounds
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
@@ -22,7 +23,10 @@ from petatron.sharding.shard_spec import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPSpec(ChannelMixerSpec):
-    """An MLP of inner `width`. std, out_std: of the initial weights of its first and of its last GEMM."""
+    """An MLP of inner `width`. std, out_std: of the initial weights of its first and of its last GEMM.
+
+    glu_bounds: of a gated activation; None: it has none.
+    """
 
     region = "mlp"
 
@@ -32,6 +36,7 @@ class MLPSpec(ChannelMixerSpec):
     bias: bool
     std: float
     out_std: float
+    glu_bounds: GluBounds | None = None
 
     def build(self, layer_index: int) -> MLP:
         return GatedMLP(self) if self.gated else MLP(self)
@@ -76,10 +81,10 @@ class ActivationKernels(Protocol):
         self, grad_RF: Tensor, x_RF: Tensor, name: str, *, recompute_output: bool
     ) -> tuple[Tensor, Tensor | None]: ...
 
-    def gated_activation(self, gate_up_RG: Tensor, name: str) -> Tensor: ...
+    def gated_activation(self, gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None) -> Tensor: ...
 
     def gated_activation_backward(
-        self, grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, recompute_output: bool
+        self, grad_RF: Tensor, gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None, *, recompute_output: bool
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -87,6 +92,7 @@ class ActivationKernels(Protocol):
 class _RecomputableActivation:
     kernels: ActivationKernels
     name: str
+    bounds: GluBounds | None
 
     @property
     def _gated(self) -> bool:
@@ -104,8 +110,14 @@ class _RecomputableActivation:
         assert grad is not None
         batch_first = is_batch_first(x)
         rows, grad_rows = to_rows(x, batch_first=batch_first), to_rows(grad, batch_first=batch_first)
-        back = self.kernels.gated_activation_backward if self._gated else self.kernels.activation_backward
-        x_grad, output = back(grad_rows, rows, self.name, recompute_output=recompute_output)
+        if self._gated:
+            x_grad, output = self.kernels.gated_activation_backward(
+                grad_rows, rows, self.name, self.bounds, recompute_output=recompute_output
+            )
+        else:
+            x_grad, output = self.kernels.activation_backward(
+                grad_rows, rows, self.name, recompute_output=recompute_output
+            )
         value = None if output is None else from_rows(output, x, batch_first=batch_first)
         return (from_rows(x_grad, x, batch_first=batch_first),), value
 
@@ -113,25 +125,27 @@ class _RecomputableActivation:
         (x,) = saved
         batch_first = is_batch_first(x)
         rows = to_rows(x, batch_first=batch_first)
-        output = (
-            self.kernels.gated_activation(rows, self.name) if self._gated else self.kernels.activation(rows, self.name)
-        )
+        if self._gated:
+            output = self.kernels.gated_activation(rows, self.name, self.bounds)
+        else:
+            output = self.kernels.activation(rows, self.name)
         return from_rows(output, x, batch_first=batch_first)
 
 
 class Activation(nn.Module):
     """The activation function of an MLP, by name; a gated one halves the width."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, bounds: GluBounds | None = None) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.bounds = name, bounds
         self.kernels: ActivationKernels = reference
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "gated activation" if self.name in GATED_ACTIVATIONS else "plain activation"}
+        gated = "gated activation" if self.bounds is None else "bounded gated activation"
+        return {"kernels": gated if self.name in GATED_ACTIVATIONS else "plain activation"}
 
     def forward(self, x: Tensor) -> Recomputable:
-        (value,), handle = apply_recomputable(_RecomputableActivation(self.kernels, self.name), x)
+        (value,), handle = apply_recomputable(_RecomputableActivation(self.kernels, self.name, self.bounds), x)
         return Recomputable(value, handle)
 
 
@@ -142,7 +156,7 @@ class MLP(BranchModule):
 
     def __init__(self, spec: MLPSpec) -> None:
         super().__init__()
-        self.act = Activation(spec.activation)
+        self.act = Activation(spec.activation, spec.glu_bounds)
         self.add_first_linear(spec)
         self.down = Linear(spec.width, (spec.hidden_size,), bias=spec.bias)
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., RoFormer), with three context extensions.
+"""Rotary position embedding (Su et al., RoFormer), with four context extensions.
 
 Pair i of a head is rotated by the angle position x f_i with f_i = base^(-2i/n). A context longer than the one trained on has
 angles the model never saw. Linear interpolation divides every frequency by `factor`; the others slow down the low frequencies and
@@ -8,6 +8,9 @@ keep the high ones:
   it is shorter than original / high_freq_factor, and interpolates linearly in between.
 - YaRN (Peng et al.) does the same with a ramp over the pair index, between the pairs that make beta_slow and beta_fast
   rotations over the original context, and scales cos and sin by a temperature 0.1 mscale ln(factor) + 1.
+- LongRoPE (Ding et al.) divides each f_i by a number that was searched for, one list of them for sequences up to the original context
+  and one for longer ones, and scales cos and sin by sqrt(1 + ln(factor) / ln(original)). Which list is a choice of the run, by the
+  longest sequence it is for: keys in a cache cannot change theirs.
 
 Halves are rotated, not neighbours: pair i is (x_i, x_{i + n/2}), the convention of Hugging Face checkpoints.
 """
@@ -27,11 +30,13 @@ class RopeSpec:
     """Rotary embedding of the first `rotary_dim` channels of a head.
 
     scaling: how frequencies are slowed down for contexts longer than `original_context`; None: not at all.
+    round_ramp: whether YaRN's ramp begins and ends at a pair.
+    divisors, attention_factor: what LongRoPE divides each frequency by, and its factor on cos and sin.
     """
 
     rotary_dim: int
     base: float
-    scaling: Literal["linear", "llama3", "yarn"] | None = None
+    scaling: Literal["linear", "llama3", "yarn", "longrope"] | None = None
     scaling_factor: float = 1.0
     original_context: int = 0
     low_freq_factor: float = 1.0
@@ -40,6 +45,9 @@ class RopeSpec:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    round_ramp: bool = True
+    divisors: tuple[float, ...] = ()
+    attention_factor: float | None = None
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
@@ -50,13 +58,15 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
         return _yarn(plain, spec)
     if spec.scaling == "linear":
         return plain / spec.scaling_factor
+    if spec.scaling == "longrope":
+        return plain / torch.tensor(spec.divisors, dtype=torch.float32, device="cpu")
     return _llama3(plain, spec) if spec.scaling == "llama3" else plain
 
 
 def _llama3(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
     rotations = spec.original_context * inv_freq / (2 * math.pi)
     low, high = spec.low_freq_factor, spec.high_freq_factor
-    keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    keep = ((rotations - low) / max(high - low, 1e-9)).clamp(0.0, 1.0)  # Llama 4 has no ramp between the two
     return inv_freq * (keep + (1.0 - keep) / spec.scaling_factor)
 
 
@@ -65,8 +75,10 @@ def _yarn(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
         context = spec.original_context
         return spec.rotary_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(spec.base))
 
-    low = max(math.floor(pair_with(spec.beta_fast)), 0)
-    high = min(math.ceil(pair_with(spec.beta_slow)), spec.rotary_dim - 1)
+    low, high = pair_with(spec.beta_fast), pair_with(spec.beta_slow)
+    if spec.round_ramp:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     index = torch.arange(spec.rotary_dim // 2, dtype=torch.float32, device="cpu")
     keep = 1.0 - ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
     return inv_freq * (keep + (1.0 - keep) / spec.scaling_factor)
@@ -78,6 +90,21 @@ def yarn_attention_scaling(factor: float, *, mscale: float, mscale_all_dim: floa
         return 1.0
     log_scale = 0.1 * math.log(factor)
     return (log_scale * mscale + 1.0) / (log_scale * mscale_all_dim + 1.0)
+
+
+def longrope_attention_scaling(factor: float, original_context: int) -> float:
+    """Returns LongRoPE's factor on cos and sin."""
+    return 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original_context))
+
+
+def attention_scaling(spec: RopeSpec) -> float:
+    """Returns the factor on cos and sin."""
+    if spec.scaling == "yarn":
+        return yarn_attention_scaling(spec.scaling_factor, mscale=spec.mscale, mscale_all_dim=spec.mscale_all_dim)
+    if spec.scaling != "longrope":
+        return 1.0
+    given = spec.attention_factor
+    return longrope_attention_scaling(spec.scaling_factor, spec.original_context) if given is None else given
 
 
 def pairs_apart(x: Tensor, rotary_dim: int) -> Tensor:
@@ -95,10 +122,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
         self.spec = spec
-        factors = {"mscale": spec.mscale, "mscale_all_dim": spec.mscale_all_dim}
-        self.attention_scaling = (
-            yarn_attention_scaling(spec.scaling_factor, **factors) if spec.scaling == "yarn" else 1.0
-        )
+        self.attention_scaling = attention_scaling(spec)
         self.inv_freq = inverse_frequencies(spec)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

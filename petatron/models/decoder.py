@@ -51,6 +51,7 @@ class Decoder(StageModule):
         self.embedding_scale = spec.embedding_scale
         self.embedding_dropout = Dropout(config.hidden_dropout)
         self._rotary_embeddings = [RotaryEmbedding(rope) for rope in spec.ropes]  # no parameters
+        self._layers_need_positions = spec.layers_need_positions
         self.layers = nn.ModuleDict({str(index): spec.layers[index].build(index) for index in stage.layer_indices})
         self.num_depths = len([index for index in stage.layer_indices if index >= config.num_layers])
         self.run_layers = run_layers_sequentially
@@ -230,6 +231,7 @@ class Decoder(StageModule):
             tensors,
             router_statistics={} if router_statistics is None else router_statistics,
             generation=generation,
+            positions=positions if self._layers_need_positions else None,
         )
 
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:

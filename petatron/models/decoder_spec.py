@@ -15,7 +15,9 @@ from petatron.config.schema.layer_patterns import linear_layers, no_rope_layers,
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
+from petatron.kernels.activation import GluBounds
 from petatron.layers.attention import AttentionSpec
+from petatron.layers.attention_positions import AttentionTemperature
 from petatron.layers.mla import MlaSpec
 from petatron.layers.mlp import MLPSpec
 from petatron.layers.moe.moe_layer import MoESpec
@@ -31,6 +33,7 @@ from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, LM_LOSS, TOKEN_LOSSES, Decoder, mtp_loss
 from petatron.models.model_spec import ModelSpec
 from petatron.models.mtp_batch import add_shifted_arrays, mask_name
+from petatron.models.rope_settings import is_longer_than_original, rope_spec
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
@@ -64,11 +67,25 @@ class DecoderSpec(ModelSpec):
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property
+    def layers_need_positions(self) -> bool:
+        """Whether attention needs the positions of tokens besides rope's cos and sin."""
+        mixers = (layer.mixer for layer in dict.fromkeys(self.layers))
+        return any(isinstance(mixer, AttentionSpec) and mixer.needs_positions for mixer in mixers)
+
+    @property
     def embedding_scale(self) -> float | None:
         """The factor on embeddings; None: 1."""
         if self.config.scale_embeddings:
             return math.sqrt(self.config.hidden_size)
         return None if self.config.embedding_multiplier == 1.0 else self.config.embedding_multiplier
+
+    @property
+    def max_positions(self) -> int:
+        """Those of the original context, where LongRoPE's short factors are used."""
+        config = self.config
+        if config.longrope_short_factor is None or is_longer_than_original(config):
+            return config.max_position_embeddings
+        return min(config.max_position_embeddings, config.original_max_position_embeddings)
 
     @property
     def num_predictions(self) -> int:
@@ -126,6 +143,7 @@ class DecoderSpec(ModelSpec):
         """Returns the bytes of positions, embedding, last norm and loss."""
         config = self.config
         saved = sum(2 * shape.sequence * rope.rotary_dim * shape.element_bytes for rope in self.ropes)
+        saved += 8 * shape.sequence if self.layers_need_positions else 0
         if stage.has_embedding:
             saved += shape.dropout_mask_bytes(config.hidden_size, config.hidden_dropout)
             saved += 8 * shape.sequence if self.has_position_table else 0
@@ -224,7 +242,15 @@ def mixer_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
         rope = None if has_no_rope else local_rope if has_window else mixer.rope
         window = config.window_size if has_window else None
         if isinstance(mixer, AttentionSpec):
-            yield replace(mixer, window=window, rope=rope)
+            rotates = rope is not None
+            yield replace(
+                mixer,
+                window=window,
+                rope=rope,
+                chunk=mixer.chunk if rotates else None,
+                temperature=None if rotates else mixer.temperature,
+                qk_l2_norm=mixer.qk_l2_norm if rotates else None,
+            )
         else:
             yield replace(mixer, window=window, rope=rope or mixer.rope)
 
@@ -249,8 +275,17 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         softmax_scale=config.softmax_scale,
         softcap=config.attn_logit_softcapping,
         sinks=_SINKS[config.softmax_type],
+        chunk=config.attention_chunk_size,
+        alibi=config.position_embedding_type == "alibi",
+        temperature=attention_temperature(config),
+        qk_l2_norm=config.norm_epsilon if config.qk_l2_norm else None,
         output_gate=config.attention_output_gate,
     )
+
+
+def attention_temperature(config: ModelConfig) -> AttentionTemperature | None:
+    scale = config.attention_temperature_scale
+    return None if scale is None else AttentionTemperature(scale, config.attention_temperature_floor)
 
 
 def mla_spec(config: ModelConfig) -> MlaSpec:
@@ -309,27 +344,6 @@ def out_std(config: ModelConfig) -> float:
     return residual_std(config.init_method_std, config.num_layers, branches=branches)
 
 
-def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
-    yarn = config.position_embedding_type == "yarn"
-    interpolation = config.rotary_seq_len_interpolation_factor
-    if interpolation is not None and not yarn:
-        rotary_dim = int(head_dim * config.rotary_percent)
-        return RopeSpec(rotary_dim=rotary_dim, base=config.rotary_base, scaling="linear", scaling_factor=interpolation)
-    return RopeSpec(
-        rotary_dim=int(head_dim * config.rotary_percent),
-        base=config.rotary_base,
-        scaling="yarn" if yarn else "llama3" if config.use_rope_scaling else None,
-        scaling_factor=config.rope_scaling_factor,
-        original_context=config.original_max_position_embeddings,
-        low_freq_factor=config.rope_low_freq_factor,
-        high_freq_factor=config.rope_high_freq_factor,
-        beta_fast=config.yarn_beta_fast,
-        beta_slow=config.yarn_beta_slow,
-        mscale=config.yarn_mscale,
-        mscale_all_dim=config.yarn_mscale_all_dim,
-    )
-
-
 def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:
     return MLPSpec(
         hidden_size=config.hidden_size,
@@ -338,7 +352,13 @@ def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:
         bias=config.add_bias_linear,
         std=config.init_method_std,
         out_std=out_std(config),
+        glu_bounds=glu_bounds(config),
     )
+
+
+def glu_bounds(config: ModelConfig) -> GluBounds | None:
+    bounds = GluBounds(config.activation_func_clamp_value, config.glu_linear_offset)
+    return None if bounds == GluBounds() else bounds
 
 
 def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
@@ -355,4 +375,5 @@ def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
         routing=moe,
         std=config.init_method_std,
         out_std=out_std(config),
+        glu_bounds=glu_bounds(config),
     )

@@ -128,6 +128,11 @@ class ModelSpec(ABC):
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.channel_mixer, MoESpec))
 
     @property
+    def max_positions(self) -> int:
+        """The positions that a sequence may have in this run."""
+        return self.config.max_position_embeddings
+
+    @property
     def sequence_sharding(self) -> SequenceSharding:
         """How context parallelism may shard sequences so that every layer can work with it; `whole`: not at all."""
         branches = (branch for layer in set(self.layers) for branch in layer.branches)

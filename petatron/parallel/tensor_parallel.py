@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.gemm import ChunkedGemm, Gemm, Tensors
+from petatron.layers.attention_positions import AlibiBias
 from petatron.layers.comm_slot import CommSlot
 from petatron.layers.dropout import Dropout
 from petatron.layers.linear import Linear
@@ -281,6 +282,8 @@ def apply_tensor_parallel(
         if isinstance(module, Linear):
             tp = params[f"{name}.weight"].shard.tp
             module.linear_op = ReplicatedOp() if tp is None else column_linear if tp == 0 else row_linear
+        elif isinstance(module, AlibiBias):
+            module.select_heads(axis.rank, axis.size)
         elif isinstance(module, ProjectionRMSNorm):
             module.all_reduce, module.num_ranks = partial(collectives.all_reduce, axis=axis), axis.size
         elif isinstance(module, TokenEmbedding):

@@ -107,8 +107,8 @@ def _delta_sizes(random: Random) -> list[str]:
 
 
 def _component_flags(random: Random) -> list[str]:
-    positions = random.choice(("rope", "rope", "learned_absolute", "none"))
-    activation = random.choice(("swiglu", "geglu", "reglu", "gelu", "gelu_tanh", "squared_relu", "silu"))
+    positions = random.choice(("rope", "rope", "rope", "learned_absolute", "none", "alibi"))
+    activation = random.choice(("swiglu", "geglu", "reglu", "quick_geglu", "gelu", "gelu_tanh", "squared_relu", "silu"))
     flags = [
         f"--position-embedding-type {positions} --activation {activation}",
         f"--normalization {random.choice(('LayerNorm', 'RMSNorm'))}",
@@ -124,10 +124,10 @@ def _component_flags(random: Random) -> list[str]:
         ("--eod-mask-loss", 0.3),
     ):
         flags += [flag] * (random.random() < chance)
-    return [*flags, *_variant_flags(random, rotary=positions == "rope")]
+    return [*flags, *_variant_flags(random, rotary=positions == "rope", gated=activation.endswith("glu"))]
 
 
-def _variant_flags(random: Random, *, rotary: bool) -> list[str]:
+def _variant_flags(random: Random, *, rotary: bool, gated: bool) -> list[str]:
     """Draws variants of layers; half of all models have none."""
     if random.random() < 0.5:
         return []
@@ -141,7 +141,11 @@ def _variant_flags(random: Random, *, rotary: bool) -> list[str]:
         ("--final-logit-softcapping 3", 0.3),
         ("--softmax-scale 0.4", 0.3),
         ("--embedding-multiplier 1.5 --residual-multiplier 0.7 --logits-scaling 1.3", 0.3),
+        ("--activation-func-clamp-value 0.5 --glu-linear-offset 0.7", 0.2 * gated),
         ("--no-rope-freq 2", 0.3 * rotary),
+        ("--no-rope-freq 2 --attention-temperature-scale 0.2 --attention-temperature-floor 3", 0.2 * rotary),
+        (f"--attention-chunk-size {random.randint(1, 9)}", 0.3 * rotary),
+        ("--qk-l2-norm", 0.2 * rotary),
         ("--rotary-interleaved", 0.3 * rotary),
     ):
         flags += [flag] * (random.random() < chance)
@@ -170,6 +174,7 @@ def _moe_flags(random: Random) -> list[str]:
     flags += ["--moe-router-pre-softmax"] * (score == "softmax" and random.random() < 0.5)
     flags += ["--moe-router-enable-expert-bias"] * (score == "sigmoid" and random.random() < 0.5)
     flags += ["--moe-z-loss-coeff 1e-3"] * (random.random() < 0.5)
+    flags += ["--moe-router-linear-bias"] * (random.random() < 0.3)
     flags += [f"--moe-shared-expert-intermediate-size {4 * random.randint(2, 6)}"] * (random.random() < 0.5)
     flags += [f"--moe-latent-size {random.choice((8, 14))}"] * (random.random() < 0.3)
     flags += ["--moe-grouped-gemm"] * (random.random() < 0.5)

@@ -369,7 +369,7 @@ def test_generation_takes_turns_in_both_orders_equally_often(tmp_path: Path, mon
     calls: list[str] = []
 
     def side(name: str) -> Any:
-        return lambda args, spec, **_: lambda count: calls.append(name) or [0] * count
+        return lambda *_, **__: lambda count: calls.append(name) or [0] * count
 
     monkeypatch.setattr(bench_generate, "_ours", side("a"))
     monkeypatch.setattr(bench_generate, "_transformers", side("b"))

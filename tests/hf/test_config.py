@@ -160,10 +160,6 @@ UNREADABLE = {
     "rope per layer": ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differs between layers"),
     "partial rope": ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 rotates a part"),
     "llama3 lacks": ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8}}, "lacks one of factor, low_freq"),
-    "yarn bounds": (
-        {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
-        "rope_scaling.truncate false",
-    ),
     "yarn temperature": (
         {**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.2}},
         "rope_scaling.attention_factor 1.2 changes attention",

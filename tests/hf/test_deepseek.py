@@ -111,11 +111,11 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "other quantisation": (
         {**PUBLISHED, "quantization_config": {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}},
-        "only plain ones and FP8 by blocks can be read",
+        "only plain ones, FP8 by blocks and MXFP4 can be read",
     ),
     "no blocks": (
         {**PUBLISHED, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}},
-        "only plain ones and FP8 by blocks can be read",
+        "only plain ones, FP8 by blocks and MXFP4 can be read",
     ),
 }  # fmt: skip
 

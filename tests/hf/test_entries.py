@@ -90,11 +90,11 @@ def assert_covers(entries: tuple[FolderEntry, ...], spec: ModelSpec) -> None:
     assert len({entry.name for entry in entries}) == len(entries)
     held = {name: np.zeros(shape, int) for name, shape in folder_shapes(spec).items()}
     for entry in entries:
-        counts = np.zeros(entry.shape, int)
+        counts = torch.zeros(entry.shape, dtype=torch.int64)
         for region in entry.regions:
-            assert counts[region.entry_slices()].shape == region.shape_in_entry, "a region stands outside of its entry"
+            assert region.view_in(counts).shape == region.shape, "a region stands outside of its entry"
             assert held[region.name][region.logical_slices()].shape == region.shape
-            counts[region.entry_slices()] += 1
+            region.view_in(counts).add_(1)
             held[region.name][region.logical_slices()] += 1
         assert (counts == 1).all(), entry.name
     assert all((counts == 1).all() for counts in held.values())

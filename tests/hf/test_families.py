@@ -70,7 +70,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
         "setting_7 and 2 more besides",
     ),
     "same settings": (
-        {**SHAPE, "model_type": "glm4", "head_dim": 16, "attention_bias": False, "mlp_bias": False},
+        {**SHAPE, "model_type": "cohere", "head_dim": 16, "attention_bias": False, "mlp_bias": False},
         "The nearest is llama; config.json has the same settings, so what differs is in its code.",
     ),
     "text model inside": (

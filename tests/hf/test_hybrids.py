@@ -12,11 +12,21 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from petatron.base.errors import ConfigError
+from petatron.bench.peers.bench_model import bench_spec
+from petatron.bench.peers.huggingface import build_model as build_peer
 from petatron.config import load_config
 from petatron.estimate.flops import parameter_count
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.decoder import Decoder
-from petatron.models.hf import build_config_json, from_hf_config, matching_family, to_hf, to_hf_config
+from petatron.models.hf import (
+    build_config_json,
+    fill_model,
+    from_hf_config,
+    matching_family,
+    to_hf,
+    to_hf_config,
+    to_logical,
+)
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
 from petatron.sharding.flat_shard import group_tensor_shards
@@ -82,7 +92,7 @@ def test_layers_are_read_in_every_spelling(content: dict[str, Any], pattern: str
         (changed("bamba", num_hidden_layers=0), "num_hidden_layers 0 is not a positive whole number of layers"),
         (changed("bamba", attn_layer_indices=[2]), "attn_layer_indices [2] are not some of the 2 layers"),
         (changed("bamba", mamba_n_heads=0), "mamba_n_heads 0 is not a positive whole number"),
-        (changed("bamba", mamba_d_head="auto"), "mamba_d_head 'auto' is not a whole number"),
+        (changed("bamba", mamba_d_head="auto"), "mamba_d_head 'auto' is not a positive whole number"),
         (
             changed("mamba2", num_hidden_layers="two"),
             "num_hidden_layers 'two' is not a positive whole number of layers",
@@ -105,6 +115,8 @@ def test_what_the_decoder_cannot_express_is_named(content: dict[str, Any], messa
     ("flags", "family"),
     [
         ("MM --mamba-num-groups 2 --mamba-norm-groups 1", "mamba2"),
+        ("MM --mamba-num-groups 1 --position-embedding-type rope", "mamba2"),
+        ("MM --mamba-num-groups 1 --position-embedding-type learned_absolute", None),
         ("MM --mamba-num-groups 2", None),
         ("M--*M --mamba-num-groups 2 --squared-relu", "nemotron_h"),
         (f"M-*- --mamba-num-groups 2 {SWIGLU_ROPE}", "bamba"),
@@ -175,3 +187,21 @@ def test_transformers_computes_a_model_of_ours(flags: str, tmp_path: Path):
     with torch.no_grad():
         ours = model.module.eval().logits(tokens)
         torch.testing.assert_close(ours, theirs.eval()(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["MM", "M-*-"])
+def test_bench_compares_with_transformers(pattern: str):
+    """Also a model without attention, which takes no kernel for it."""
+    flags = "--preset tiny-llama --hidden-size 32 --vocab-size 64 --device cpu --no-compile --fp64"
+    flags += "" if pattern == "MM" else " --softmax-scale 0.3"
+    mamba = f"--hybrid-layer-pattern {pattern} --num-layers {len(pattern)} --mamba-head-dim 8 --mamba-num-groups 1"
+    spec = bench_spec(f"{flags} {mamba}".split())
+    theirs = build_peer(spec.run, device=torch.device("cpu"), dtype=torch.float64).eval()
+    model = build_model(spec.run, ParallelMesh.single())
+    weights = {name: value.double() for name, value in theirs.state_dict().items()}
+    fill_model(model.module, model.placements, to_logical(theirs.config.model_type, weights, model_spec(spec.run)))
+    ours = model.module.eval()
+    tokens = torch.arange(10)[None]
+    assert isinstance(ours, Decoder)
+    with torch.no_grad():  # transformers scans in float32
+        torch.testing.assert_close(ours.logits(tokens), theirs(tokens).logits, rtol=0, atol=1e-4, check_dtype=False)

@@ -143,7 +143,7 @@ ONE_EXPERT: dict[str, Callable[[], Any]] = {
 PLAIN = tuple(BUILDERS)
 """The models that every test has in every form; of the variants most forms are later."""
 BUILDERS |= VARIANT_BUILDERS
-MIXED = [name for name in BUILDERS if any(word in name for word in ("moe", "mixtral", "gpt-oss", "deepseek"))]
+MIXED = [name for name in BUILDERS if any(word in name for word in ("moe", "mixtral", "gpt-oss", "deepseek", "llama4"))]
 DENSE = [name for name in BUILDERS if name not in MIXED]
 
 

@@ -19,7 +19,7 @@ from petatron.kernels.rope import apply_rope as rotate
 from petatron.layers.dropout import Dropout
 from petatron.layers.norm import LayerNorm, RMSNorm
 from petatron.layers.rope import RopeSpec, RotaryEmbedding, inverse_frequencies
-from petatron.models.decoder_spec import rope_spec
+from petatron.models.rope_settings import rope_spec
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -165,6 +165,7 @@ def test_activations_are_those_of_transformers():
     for name, activation in ACTIVATIONS.items():
         torch.testing.assert_close(activation(x), ACT2FN[names.get(name, name)](x))
     gates = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh", "reglu": "relu"}
+    gates["quick_geglu"] = "quick_gelu"
     assert gates.keys() == GATE_ACTIVATIONS.keys()
     for name, gate in GATE_ACTIVATIONS.items():
         torch.testing.assert_close(ACTIVATIONS[gate](x), ACT2FN[gates[name]](x))

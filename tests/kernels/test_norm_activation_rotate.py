@@ -190,6 +190,29 @@ def test_gated_activations(name: str):
     assert torch.equal(alone, found) and nothing is None
 
 
+@pytest.mark.parametrize("bounds", [(0.7, 0.0), (None, 1.0), (0.7, 1.0)], ids=str)
+def test_a_bounded_gated_activation_clamps_and_adds(bounds: tuple[float | None, float]):
+    """Numbers beyond the clamp pass no gradient; the compiler takes the bounds as they are."""
+    gate_up, grad = rows(9, 14), rows(9, 7)
+    clamp, offset = bounds
+    assert (gate_up.abs() > 0.7).any() and (gate_up.abs() < 0.7).any()
+
+    def whole_function(both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+        return gate * (1.702 * gate).sigmoid() * (up + offset)
+
+    glu_bounds = activation.GluBounds(clamp, offset)
+    value = activation.gated_activation(gate_up, "quick_geglu", glu_bounds)
+    close(value, whole_function(gate_up))
+    found, made = activation.gated_activation_backward(grad, gate_up, "quick_geglu", glu_bounds, recompute_output=True)
+    close(found, slope_of(whole_function, gate_up, grad))
+    assert made is not None and torch.equal(made, value)
+    compiled = torch.compile(activation.gated_activation, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(gate_up, "quick_geglu", glu_bounds), value)
+
+
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", [*activation.ACTIVATIONS, *activation.GATE_ACTIVATIONS])
 def test_activations_in_half_precision_are_rounded_once(name: str, dtype: torch.dtype):

@@ -26,7 +26,7 @@ CPU = KernelContext("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
-COMPILED = ("layer_norm", "plain activation", "gated norm")
+COMPILED = ("layer_norm", "bounded gated activation", "plain activation", "gated norm")
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -139,6 +139,7 @@ CALLED: dict[str, set[str]] = {
     "rms_norm": {"rms_norm", "rms_norm_backward"},
     "layer_norm": {"layer_norm", "layer_norm_backward"},
     "gated activation": {"gated_activation", "gated_activation_backward"},
+    "bounded gated activation": {"gated_activation", "gated_activation_backward"},
     "plain activation": {"activation", "activation_backward"},
     "rotary embedding": {"split_qkv_rope", "split_qkv_rope_backward"},
     "qk-norm and rotary embedding": {"split_qkv_norm_rope", "split_qkv_norm_rope_backward"},

@@ -81,8 +81,17 @@ def test_strided_rows(columns_apart: bool):
     assert torch.equal(ours, activation.gated_activation_backward(grad, gate_up, "swiglu", recompute_output=False)[0])
 
 
-def test_refuses_other_names():
+def test_bounds_go_the_plain_way_and_other_names_are_refused():
     gate_up, grad = sample(1, 4, torch.float32)
+    bounds = plain.GluBounds(0.5, 1.0)
+    assert torch.equal(
+        activation.gated_activation(gate_up, "swiglu", bounds), plain.gated_activation(gate_up, "swiglu", bounds)
+    )
+    ours, wanted = (
+        kind.gated_activation_backward(grad, gate_up, "swiglu", bounds, recompute_output=True)
+        for kind in (activation, plain)
+    )
+    assert all(torch.equal(mine, true) for mine, true in zip(ours, wanted, strict=True))
     with pytest.raises(AssertionError, match="silu"):
         activation.gated_activation(gate_up, "silu")
     with pytest.raises(AssertionError, match="silu"):

@@ -105,6 +105,8 @@ MODELS = {
     "sequence-aux": "--moe-router-load-balancing-type seq_aux_loss --moe-router-pre-softmax",
     "sinkhorn": "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
     "shared-gate": "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --moe-router-dtype fp32",
+    "weights-at-input": "--moe-router-topk 1 --moe-router-score-function sigmoid --moe-apply-probs-on-input "
+    "--moe-shared-expert-intermediate-size 16",
     "latent-pattern": "--moe-latent-size 8 --moe-layer-freq [0]+[1] --moe-router-topk 3",
     "gpt-biases": "--position-embedding-type learned_absolute --normalization LayerNorm --activation gelu_tanh "
     "--add-bias-linear --no-untie-embeddings-and-output-weights",

@@ -30,6 +30,12 @@ MODELS = {
     "one norm for parallel branches": "--residual-branches parallel_shared_norm --rotary-interleaved --qk-layernorm",
     "learned sinks": "--softmax-type learnable --num-query-groups 2 --window-size 5 --window-attn-skip-freq 2",
     "sinks of zero, capped": "--softmax-type off-by-one --attn-logit-softcapping 0.5 --rotary-interleaved",
+    "chunks, temperature and norms without weights": (
+        "--num-layers 4 --attention-chunk-size 5 --no-rope-freq [0,1,0,0] --attention-temperature-scale 0.3 "
+        "--attention-temperature-floor 3 --qk-l2-norm --rotary-interleaved --num-query-groups 2"
+    ),
+    "linear biases": "--position-embedding-type alibi --num-query-groups 2 --softmax-scale 0.6",
+    "linear biases in a window": "--position-embedding-type alibi --num-attention-heads 6 --kv-channels 8 --window-size 7",
 }
 PLAIN = {
     "windows and positions by layer": "--num-layers 4 --window-size 5",
@@ -39,6 +45,9 @@ PLAIN = {
     "one norm for parallel branches": "--residual-branches parallel_shared_norm --qk-layernorm",
     "learned sinks": "--num-query-groups 2 --window-size 5 --window-attn-skip-freq 2",
     "sinks of zero, capped": "--attn-logit-softcapping 0.5 --rotary-interleaved",
+    "chunks, temperature and norms without weights": "--num-layers 4 --no-rope-freq [0,1,0,0] --rotary-interleaved --num-query-groups 2",
+    "linear biases": "--position-embedding-type none --num-query-groups 2 --softmax-scale 0.6",
+    "linear biases in a window": "--position-embedding-type none --num-attention-heads 6 --kv-channels 8 --window-size 7",
 }
 """The model without its variants, or without one of them."""
 LAYOUTS = {

@@ -1,7 +1,7 @@
 """Times attention, forward and backward, plain and packed, as a layer calls it and against PyTorch's other backends.
 
-FLOPs are those of unmasked scores: 2 n^2 H E forward for a document of n tokens (two GEMMs of n^2 E for every head, half of it
-masked), and 2.5 times as many backward, where one GEMM is recomputed. Padding and permuted rows count as time only. Contenders
+FLOPs are those of unmasked scores: n^2 H (E + V) forward for a document of n tokens (a GEMM of n^2 E and one of n^2 V for every head,
+half of each masked), and n^2 H (3 E + 2 V) backward, where one GEMM is recomputed. Padding and permuted rows count as time only. Contenders
 alternate in one process, in both orders.
 """
 
@@ -36,10 +36,14 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+    """Of values where they are narrower, as in latent attention."""
 
     @property
     def flops(self) -> float:
-        return 3.5 * sum(2.0 * n * n for row in self.document_lengths for n in row) * self.num_heads * self.head_dim
+        values = self.value_dim or self.head_dim
+        pairs = sum(float(n * n) for row in self.document_lengths for n in row)
+        return pairs * self.num_heads * (4 * self.head_dim + 3 * values)
 
 
 def random_lengths(batch: int, sequence: int, *, typical: int, seed: int) -> tuple[tuple[int, ...], ...]:
@@ -57,12 +61,17 @@ def random_lengths(batch: int, sequence: int, *, typical: int, seed: int) -> tup
 SHAPES = (
     AttentionShape("plain, 32/8 heads of 64, S4096 B8", ((4096,),) * 8, 32, 8, 64),
     AttentionShape("plain, 32/8 heads of 128, S8192 B2", ((8192,),) * 2, 32, 8, 128),
+    AttentionShape("latent, 128 heads of 192/128, S4096 B2", ((4096,),) * 2, 128, 128, 192, 128),
     AttentionShape("packed 8 x 2048, 32/8 heads of 128", ((2048,) * 4,) * 2, 32, 8, 128),
     AttentionShape("packed, typically 3000, 32/8 of 128", random_lengths(2, 8192, typical=3000, seed=1), 32, 8, 128),
     AttentionShape("packed, typically 800, 32/8 of 128", random_lengths(2, 8192, typical=800, seed=1), 32, 8, 128),
     AttentionShape("packed, typically 800, 32/8 of 64", random_lengths(8, 4096, typical=800, seed=1), 32, 8, 64),
 )
-SMALL_SHAPES = (AttentionShape("plain", ((64,),) * 2, 4, 2, 8), AttentionShape("packed", ((40, 24), (64,)), 4, 2, 8))
+SMALL_SHAPES = (
+    AttentionShape("plain", ((64,),) * 2, 4, 2, 8),
+    AttentionShape("latent", ((64,),) * 2, 4, 4, 8, 6),
+    AttentionShape("packed", ((40, 24), (64,)), 4, 2, 8),
+)
 
 
 def measure(
@@ -100,11 +109,12 @@ def make_inputs(shape: AttentionShape, device: torch.device) -> tuple[list[Tenso
     rows, sequence = len(shape.document_lengths), sum(shape.document_lengths[0])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    def make(heads: int) -> Tensor:
-        return torch.randn(rows, sequence, heads, shape.head_dim, device=device, dtype=dtype).transpose(0, 1)
+    def make(heads: int, width: int) -> Tensor:
+        return torch.randn(rows, sequence, heads, width, device=device, dtype=dtype).transpose(0, 1)
 
-    inputs = [make(heads).requires_grad_() for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-    return inputs, make(shape.num_heads)
+    keys, values = shape.head_dim, shape.value_dim or shape.head_dim
+    kinds = ((shape.num_heads, keys), (shape.num_kv_heads, keys), (shape.num_kv_heads, values))
+    return [make(*kind).requires_grad_() for kind in kinds], make(shape.num_heads, values)
 
 
 def contenders(shape: AttentionShape, device: torch.device, row_kernels: PackingKernels) -> dict[str, AttentionFn]:

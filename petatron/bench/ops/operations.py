@@ -24,6 +24,7 @@ from torch import Tensor
 
 from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, BenchContext, KernelCase, MicroBatchShape, Outputs
 from petatron.bench.ops.qkv_split import qkv_split_cases
+from petatron.bench.ops.scan import scan_cases
 from petatron.kernels import activation, norm
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, dequantise
 from petatron.kernels.matmul import matmul
@@ -321,5 +322,6 @@ CASES: Mapping[str, Callable[..., Iterator[KernelCase]]] = {
     "embedding": embedding_cases,
     "product": weight_grad_cases,
     "fp8": fp8_cases,
+    "scan": scan_cases,
 }
 """By the name for --only."""

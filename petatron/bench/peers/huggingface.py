@@ -14,6 +14,7 @@ from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.adamw import ClippedAdamW
 from petatron.bench.peers.initial_weights import InitialWeights
 from petatron.config import RunConfig
+from petatron.config.schema.hybrid_pattern import ATTENTION
 from petatron.models.batch import Batch
 from petatron.models.hf import family_entries, get_family, to_hf_config
 from petatron.models.model_spec import ModelSpec
@@ -71,8 +72,12 @@ def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> 
     content = config_json(run)
     content.pop("architectures")
     config = AutoConfig.for_model(content.pop("model_type"), **content)
+    pattern = run.model.hybrid_layer_pattern
+    attention = (
+        "sdpa" if pattern is None or ATTENTION in pattern else "eager"
+    )  # what has no attention refuses the former
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     load_initial_weights(model, model_spec(run), family=str(config.model_type), device=device)
     return model
 
@@ -84,8 +89,4 @@ def load_initial_weights(model: nn.Module, spec: ModelSpec, *, family: str, devi
     parameters = dict(model.named_parameters())
     for entry in family_entries(table, table.in_memory_mappings or table.mappings, spec):
         for region in entry.regions:
-            values = initial_weights[region.name][region.logical_slices()]
-            values = values.transpose(-2, -1) if region.transposed else values
-            parameters[entry.name][region.entry_slices()] = values.reshape(region.shape_in_entry).to(
-                parameters[entry.name].dtype
-            )
+            region.view_in(parameters[entry.name]).copy_(initial_weights[region.name][region.logical_slices()])

@@ -301,11 +301,7 @@ def _weight_specs(
 
 def _region_chunk(region: EntryRegion, values: Tensor, weights: Mapping[str, WeightSpec]) -> Chunk:
     """Views a region of an entry's memory as its box of the logical tensor."""
-    part = values[region.entry_slices()]
-    part = part.transpose(-2, -1) if region.transposed else part
-    while part.dim() < len(region.shape):
-        part = part.unsqueeze(0)
-    return Chunk(folder_tensor_key(region.name), weights[region.name].shape, region.start, part)
+    return Chunk(folder_tensor_key(region.name), weights[region.name].shape, region.start, region.view_in(values))
 
 
 def _may_overflow(before: torch.dtype, after: torch.dtype) -> bool:

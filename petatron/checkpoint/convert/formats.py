@@ -131,10 +131,14 @@ def reject_pickle_weights(folder: Path) -> None:
 
 
 def config_sections(model: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns a model's settings as sections of a config file, with a sequence length that it supports unless one is given."""
-    length = model.get("seq_length") or min(
-        model.get("max_position_embeddings") or _MAX_DEFAULT_SEQ_LENGTH, _MAX_DEFAULT_SEQ_LENGTH
-    )
+    """Returns a model's settings as sections of a config file, with a sequence length that it supports unless one is given.
+
+    With LongRoPE it decides which factors are used: those of the original context unless a longer one is asked for.
+    """
+    longest = model.get("max_position_embeddings") or _MAX_DEFAULT_SEQ_LENGTH
+    if model.get("longrope_short_factor"):
+        longest = min(longest, model.get("original_max_position_embeddings") or longest)
+    length = model.get("seq_length") or min(longest, _MAX_DEFAULT_SEQ_LENGTH)
     return {"model": {**model, "seq_length": length}, **({"moe": dict(moe)} if moe else {})}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.model_companion_files import CONFIG_FILE
 from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
+from petatron.checkpoint.convert.mxfp4_folder import num_stored_elements, split_packed_tensors
 from petatron.checkpoint.files.disk import BLOCK_BYTES
 from petatron.checkpoint.files.manifest import BlockScale, Manifest, StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import MAX_HEADER_BYTES, TensorInfo
@@ -33,6 +34,8 @@ from petatron.models.hf import (
     folder_shapes,
     fp8_block_size,
     get_family,
+    has_mxfp4_weights,
+    has_separate_experts,
     output_head_name,
     parse_config_json,
     stored_names_by_full_name,
@@ -46,7 +49,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 16 << 20
 _SCALE_SUFFIX, _FP8 = "_scale_inv", "F8_E4M3"
 _DEQUANTISED_DTYPE = "BF16"
-"""Of weights that a folder holds in FP8, where they are kept as they are."""
+"""Of weights that a folder holds in FP8 or MXFP4, where they are kept as they are."""
 
 
 def model_folder_error(path: Path, why: str) -> CheckpointError:
@@ -87,7 +90,8 @@ def naming_file(path: Path) -> Iterator[None]:
 
 def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, Any]) -> None:
     """Raises if settings claim more than the folder's files contain, before a model is built from them."""
-    apart = load_config_json(path).get("model_type") != OWN_MODEL_TYPE
+    content = load_config_json(path)
+    apart = content.get("model_type") != OWN_MODEL_TYPE and has_separate_experts(content)
     check_counts(
         path / CONFIG_FILE, model_folder_error, model, moe, num_tensors=len(_tensor_infos(path)), separate_experts=apart
     )
@@ -96,7 +100,7 @@ def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, 
 def check_stored_size(path: Path, spec: ModelSpec) -> None:
     """Raises if a model is larger than the folder's files, before memory is allocated for it."""
     needed = sum(math.prod(shape) for shape in spec.logical_shapes().values())
-    stored = sum(slot.end - slot.begin for _, slot in _tensor_infos(path).values())
+    stored = num_stored_elements(_tensor_infos(path))
     if needed > stored:
         raise model_folder_error(
             path / CONFIG_FILE, f"describes {needed:,} parameters, and the files beside it have {stored:,} bytes"
@@ -110,14 +114,25 @@ def folder_manifest(path: Path, spec: ModelSpec) -> Manifest:
     entries = folder_entries(spec, str(load_config_json(path).get("model_type")))
     slots = _tensor_infos(path)
     known = {entry.name: entry for entry in entries}
+    slots, packed = split_packed_tensors(slots) if has_mxfp4_weights(load_config_json(path)) else (slots, {})
     block = fp8_block_size(load_config_json(path))
     scales = {} if block is None else {n: n + _SCALE_SUFFIX for n in slots if n + _SCALE_SUFFIX in slots}
-    stored = _stored_names(path, {name: slots[name] for name in slots.keys() - set(scales.values())}, known)
+    weights = {name: slots[name] for name in slots.keys() - set(scales.values())}
+    weights |= {name: (found.file, found.info) for name, found in packed.items()}
+    stored = _stored_names(path, weights, known)
     problems = [f"{entry.name} is missing" for entry in entries if entry.name not in stored]
     problems += [f"{name} is not a tensor of this model" for full, name in stored.items() if full not in known]
     tensors: dict[str, StoredTensor] = {}
     for entry in entries:
         if entry.name not in stored:
+            continue
+        found = packed.get(stored[entry.name])
+        if found is not None:
+            wrong = found.problems(entry)
+            problems += wrong
+            for region in entry.regions if not wrong else ():
+                key, box = folder_tensor_key(region.name), found.stored_box(region)
+                _add(tensors, key, shapes[region.name], _DEQUANTISED_DTYPE, box)
             continue
         file, slot = slots[stored[entry.name]]
         if slot.shape != entry.shape:
@@ -134,6 +149,7 @@ def folder_manifest(path: Path, spec: ModelSpec) -> Manifest:
                 region.start_in_entry,
                 transposed=region.transposed,
                 scale=scale,
+                interleaved=region.interleaved,
             )
             _add(tensors, folder_tensor_key(region.name), shapes[region.name], dtype, box)
     if problems:

@@ -1,4 +1,8 @@
-"""Maps boxes of logical tensors to the layout of file entries: fewer leading dimensions, maybe transposed."""
+"""Maps boxes of logical tensors to the layout of file entries: fewer leading dimensions, maybe transposed, maybe interleaved.
+
+Where `count` tensors alternate along a dimension of an entry, `interleaved` is (dimension, count), and the entry is addressed as if that
+dimension were two, [size / count, count].
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,40 @@ from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape
 
 
-def to_entry_layout(values: Tensor, num_dims: int, *, transposed: bool) -> Tensor:
-    """Views a box's values with the entry's dimensions; those it lacks are leading ones of size 1."""
+def addressed_shape(shape: Shape, interleaved: Shape) -> Shape:
+    """Returns the dimensions that boxes of an entry refer to; its own if it cannot be interleaved so.
+
+    >>> addressed_shape((4, 6), (1, 2)), addressed_shape((4, 6), ())
+    ((4, 3, 2), (4, 6))
+    """
+    if not interleaved or len(shape) <= interleaved[0] or shape[interleaved[0]] % interleaved[1]:
+        return shape
+    dim, count = interleaved
+    return (*shape[:dim], shape[dim] // count, count, *shape[dim + 1 :])
+
+
+def to_entry_layout(values: Tensor, num_dims: int, *, transposed: bool, interleaved: Shape = ()) -> Tensor:
+    """Views a box's values with the addressed dimensions of an entry of `num_dims`; those it lacks are leading ones of size 1."""
     for _ in range(values.dim() - num_dims):
         values = values.squeeze(0)
-    return values.transpose(-1, -2) if transposed else values
+    values = values.transpose(-1, -2) if transposed else values
+    return values.unsqueeze(interleaved[0] + 1) if interleaved else values
 
 
-def entry_box(box: Box, stored_start: Shape, start_in_entry: Shape, *, transposed: bool) -> Box:
+def entry_box(
+    box: Box, stored_start: Shape, start_in_entry: Shape, *, transposed: bool, interleaved: Shape = ()
+) -> Box:
     """Maps a sub-box to coordinates of an entry that stores the box beginning at `stored_start` from `start_in_entry` on.
 
     >>> entry_box(Box((2, 1, 0), (1, 2, 3)), stored_start=(2, 0, 0), start_in_entry=(0, 8), transposed=True)
     Box(start=(0, 9), shape=(3, 2))
     """
-    dropped = len(box.shape) - len(start_in_entry)
+    dropped = len(box.shape) - len(start_in_entry) + bool(interleaved)
     inner = [a - b for a, b in zip(box.start[dropped:], stored_start[dropped:])]
     shape = list(box.shape[dropped:])
     if transposed:
         inner[-2:], shape[-2:] = inner[:-3:-1], shape[:-3:-1]
+    if interleaved:
+        inner.insert(interleaved[0] + 1, 0)
+        shape.insert(interleaved[0] + 1, 1)
     return Box(tuple(base + offset for base, offset in zip(start_in_entry, inner)), tuple(shape))

@@ -39,11 +39,15 @@ class UnknownVersionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BlockScale:
-    """Where the scales of a quantised matrix are: one per block of so many rows and columns. No checkpoint of ours has some."""
+    """Where the scales of a quantised matrix are: one per block of so many rows and columns. No checkpoint of ours has some.
+
+    mxfp4: elements have four bits, two in a byte, and a block is columns of one row.
+    """
 
     file: str
     entry_name: str
     block: Shape
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class StoredBox:
     """A box of a logical tensor, stored from `start_in_entry` on in the entry `entry_name` of a file.
 
     Leading dimensions of size 1 that the entry does not have are dropped; `transposed`: the entry has its two dimensions swapped.
-    `scale`: of an entry in FP8 that another program quantised.
+    `scale`: of an entry that another program quantised. `interleaved`: see `entry_layout.py`.
     """
 
     file: str
@@ -60,6 +64,7 @@ class StoredBox:
     start_in_entry: Shape
     transposed: bool = False
     scale: BlockScale | None = None
+    interleaved: Shape = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +264,11 @@ def _file_from_json(name: str, value: Any) -> StoredFile:
 
 
 def box_to_json(stored: StoredBox) -> list[Any]:
-    """Serialises file, entry, start, shape, start in the entry, whether it is transposed there, and its scale if it has one."""
-    scale = [] if stored.scale is None else [(stored.scale.file, stored.scale.entry_name, stored.scale.block)]
+    """Serialises file, entry, start, shape, start in the entry, whether it is transposed there, and, of few boxes, more."""
+    scale = stored.scale
+    more: list[Any] = [] if scale is None else [(scale.file, scale.entry_name, scale.block, scale.mxfp4)]
+    if stored.interleaved or more:
+        more = [stored.interleaved, *more]
     return [
         stored.file,
         stored.entry_name,
@@ -268,15 +276,16 @@ def box_to_json(stored: StoredBox) -> list[Any]:
         stored.box.shape,
         stored.start_in_entry,
         stored.transposed,
-        *scale,
+        *more,
     ]
 
 
 def box_from_json(value: Sequence[Any]) -> StoredBox:
     """Parses what `box_to_json` wrote."""
-    file, name, start, shape, at, transposed, *scales = value
-    scale = next((BlockScale(path, entry, tuple(block)) for path, entry, block in scales), None)
-    return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), bool(transposed), scale)
+    file, name, start, shape, at, transposed, *more = value
+    scale = next((BlockScale(path, entry, tuple(block), mxfp4) for path, entry, block, mxfp4 in more[1:]), None)
+    interleaved = tuple(more[0]) if more else ()
+    return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), bool(transposed), scale, interleaved)
 
 
 def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
@@ -299,21 +308,31 @@ def _checked_box_from_json(key: str, logical_shape: Shape, value: Any) -> Stored
     There may be hundreds of thousands, so this is written for speed.
     """
     try:
-        file, name, start, shape, at, transposed = value
+        file, name, start, shape, at, transposed, *more = value
     except (TypeError, ValueError):
         raise _invalid_field(f"a box of {key}") from None
     if (
         type(file) is type(name) is str
         and type(start) is type(shape) is type(at) is list
         and type(transposed) is bool
+        and (not more or _is_interleaved(more, len(at)))
         and len(start) == len(shape) == len(logical_shape)
         and _is_inside(start, shape, logical_shape)
-        and len(shape) >= len(at) >= 2 * transposed
-        and (len(shape) == len(at) or all(size == 1 for size in shape[: -len(at) or None]))
+        and len(shape) >= len(at) - len(more) >= 2 * transposed
+        and (len(shape) == len(at) - len(more) or all(size == 1 for size in shape[: len(more) - len(at) or None]))
         and _is_shape(at)
     ):
-        return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), transposed)
+        interleaved = tuple(more[0]) if more else ()
+        return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), transposed, None, interleaved)
     raise _invalid_field(f"a box of {key}")
+
+
+def _is_interleaved(more: Sequence[Any], addressed_dims: int) -> bool:
+    """Whether what a box has besides is a dimension of its entry and how many tensors alternate there."""
+    match more:
+        case [[int(dim), int(count)]] if type(dim) is type(count) is int:
+            return 0 <= dim < addressed_dims - 1 and 2 <= count <= MAX_INT64
+    return False
 
 
 def _is_inside(start: Sequence[Any], shape: Sequence[Any], logical_shape: Shape) -> bool:

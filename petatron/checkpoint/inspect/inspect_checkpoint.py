@@ -23,7 +23,7 @@ from petatron.checkpoint.convert.read_hf_folder import read_model_settings
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.block_digest import is_sha256, matches_digest
 from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_fully
-from petatron.checkpoint.files.entry_layout import entry_box
+from petatron.checkpoint.files.entry_layout import addressed_shape, entry_box
 from petatron.checkpoint.files.manifest import MAX_MANIFEST_BYTES, Manifest, StoredBox
 from petatron.checkpoint.files.safetensors_file import TensorInfo, read_header
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, read_signature, signature_problem
@@ -302,8 +302,15 @@ def _entry_problem(stored: StoredBox, dtype: str, info: TensorInfo | None) -> st
         return f"lacks {stored.entry_name}"
     if info.dtype != dtype:
         return f"has {stored.entry_name} in {info.dtype} where {dtype} was saved"
-    box = entry_box(stored.box, stored.box.start, stored.start_in_entry, transposed=stored.transposed)
-    if len(box.shape) != len(info.shape) or any(end > size for end, size in zip(box.stop, info.shape)):
+    box = entry_box(
+        stored.box,
+        stored.box.start,
+        stored.start_in_entry,
+        transposed=stored.transposed,
+        interleaved=stored.interleaved,
+    )
+    whole = addressed_shape(info.shape, stored.interleaved)
+    if len(box.shape) != len(whole) or any(end > size for end, size in zip(box.stop, whole)):
         return f"has {stored.entry_name} in another shape, {list(info.shape)}"
     return None
 

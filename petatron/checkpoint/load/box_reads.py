@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,11 +21,12 @@ from petatron.base import untrusted_files
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.block_digest import matches_digest
 from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_ahead, read_into
-from petatron.checkpoint.files.entry_layout import entry_box, to_entry_layout
+from petatron.checkpoint.files.entry_layout import addressed_shape, entry_box, to_entry_layout
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, DTYPES, TensorInfo, read_header
 from petatron.checkpoint.files.step_folder import check_size, damaged_error, digest_mismatch_error
 from petatron.checkpoint.load.block_scale import apply_scale, read_scale
+from petatron.checkpoint.load.mxfp4 import PACKED_DTYPE, PackedRead, unpacked_shape
 from petatron.checkpoint.state import Chunk
 from petatron.sharding.boxes import Box, overlap
 from petatron.sharding.flat_shard import range_boxes
@@ -161,21 +162,17 @@ def _read_file(
     thread_buffers: threading.local,
 ) -> None:
     slots = read_checked_header(path, expected)
-    fills = []
-    for read in reads:
-        slot = slots.get(read.stored.entry_name)
-        if slot is None:
-            raise damaged_error(path, f"lacks {read.stored.entry_name}")
-        stored = read.stored
-        box = entry_box(read.box, stored.box.start, stored.start_in_entry, transposed=stored.transposed)
-        if len(box.shape) != len(slot.shape) or any(
-            at + size > whole for at, size, whole in zip(box.start, box.shape, slot.shape)
-        ):
-            raise damaged_error(path, f"has {read.stored.entry_name} in another shape, {list(slot.shape)}")
-        if _incompatible_dtypes(slot.dtype, read.chunk.tensor.dtype):
-            raise damaged_error(path, f"has {read.stored.entry_name} in {slot.dtype}, which is not what was saved")
-        part = read.chunk.tensor.detach()[read.box.slices_in(read.chunk.box)]
-        fills.append(_BoxCopy(slot, box, to_entry_layout(part, len(slot.shape), transposed=stored.transposed)))
+    targets = [_target(path, read, slots) for read in reads]
+    # Bytes of four-bit elements are read apart, and dequantised once all are there.
+    packed = {
+        number: PackedRead.of(read.stored.scale, target.info, target.box, target.target)
+        for number, (read, target) in enumerate(zip(reads, targets, strict=True))
+        if read.stored.scale is not None and read.stored.scale.mxfp4
+    }
+    fills = [
+        _BoxCopy(packed[number].info, packed[number].box, packed[number].values) if number in packed else target
+        for number, target in enumerate(targets)
+    ]
     try:
         with untrusted_files.open_regular_file(path, buffering=0) as file:
             header_end = min((slot.begin for slot in slots.values()), default=0)
@@ -190,10 +187,37 @@ def _read_file(
                 wait(tasks)
     except OSError as error:
         raise damaged_error(path, f"cannot be read: {error.strerror or error}") from error
-    for read, fill in zip(reads, fills, strict=True):
-        if read.stored.scale is not None:
+    for number, (read, fill) in enumerate(zip(reads, fills, strict=True)):
+        if number in packed:
+            packed.pop(number).dequantise(path.parent)
+        elif read.stored.scale is not None:
             scale = read_scale(path.parent, read.stored.scale)
             apply_scale(fill.target, fill.box, scale, read.stored.scale.block)
+
+
+def _target(path: Path, read: BoxRead, infos: Mapping[str, TensorInfo]) -> _BoxCopy:
+    """Returns the box of an entry that a read needs, and where it goes; raises if the file has it otherwise."""
+    stored, info = read.stored, infos.get(read.stored.entry_name)
+    if info is None:
+        raise damaged_error(path, f"lacks {stored.entry_name}")
+    in_four_bits = stored.scale is not None and stored.scale.mxfp4
+    shape = unpacked_shape(info.shape) if in_four_bits else info.shape
+    whole = addressed_shape(shape, stored.interleaved)
+    box = entry_box(
+        read.box,
+        stored.box.start,
+        stored.start_in_entry,
+        transposed=stored.transposed,
+        interleaved=stored.interleaved,
+    )
+    if len(box.shape) != len(whole) or any(stop > size for stop, size in zip(box.stop, whole)):
+        raise damaged_error(path, f"has {stored.entry_name} in another shape, {list(info.shape)}")
+    dtype = read.chunk.tensor.dtype
+    if info.dtype != PACKED_DTYPE if in_four_bits else _incompatible_dtypes(info.dtype, dtype):
+        raise damaged_error(path, f"has {stored.entry_name} in {info.dtype}, which is not what was saved")
+    part = read.chunk.tensor.detach()[read.box.slices_in(read.chunk.box)]
+    part = to_entry_layout(part, len(shape), transposed=stored.transposed, interleaved=stored.interleaved)
+    return _BoxCopy(replace(info, shape=whole), box, part)
 
 
 def read_checked_header(path: Path, expected: StoredFile | None) -> dict[str, TensorInfo]:

@@ -111,7 +111,12 @@ def file_table_entries(file: FilePlan, weights: Mapping[str, WeightSpec], path: 
                 DTYPE_CODES[weights[region.name].dtype],
                 (
                     StoredBox(
-                        path, entry.name, Box(region.start, region.shape), region.start_in_entry, region.transposed
+                        path,
+                        entry.name,
+                        Box(region.start, region.shape),
+                        region.start_in_entry,
+                        region.transposed,
+                        interleaved=region.interleaved,
                     ),
                 ),
             ),

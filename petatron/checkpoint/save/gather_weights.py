@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.files.entry_layout import entry_box, to_entry_layout
+from petatron.checkpoint.files.entry_layout import addressed_shape, entry_box, to_entry_layout
 from petatron.checkpoint.save.file_plan import FilePlan
 from petatron.checkpoint.save.weight_transfers import TransferPlan, TransferRound, WeightTransfer
 from petatron.checkpoint.state import Chunk
@@ -77,12 +77,22 @@ class WeightGather:
 
     def _copy_into_entry(self, transfer: WeightTransfer, values: Tensor) -> None:
         region, target = transfer.region, self._entry_tensors[transfer.entry.name]
-        inside = entry_box(transfer.box, region.start, region.start_in_entry, transposed=region.transposed)
-        target[inside.slices()].copy_(_in_entry_layout(transfer, values))
+        inside = entry_box(
+            transfer.box,
+            region.start,
+            region.start_in_entry,
+            transposed=region.transposed,
+            interleaved=region.interleaved,
+        )
+        addressed = target.view(addressed_shape(transfer.entry.shape, region.interleaved))
+        addressed[inside.slices()].copy_(_in_entry_layout(transfer, values))
 
 
 def _in_entry_layout(transfer: WeightTransfer, values: Tensor) -> Tensor:
-    return to_entry_layout(values, len(transfer.entry.shape), transposed=transfer.region.transposed)
+    region = transfer.region
+    return to_entry_layout(
+        values, len(transfer.entry.shape), transposed=region.transposed, interleaved=region.interleaved
+    )
 
 
 def _packed_view(buffer: Tensor, offset: int, transfer: WeightTransfer) -> Tensor:

@@ -124,6 +124,9 @@ def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
         yield f"--attn-logit-softcapping {model.attn_logit_softcapping:g}", why, "Leave one of them out."
     if model.softmax_type != "vanilla":
         yield f"--softmax-type {model.softmax_type}", why, "Leave one of them out."
+    if model.attention_chunk_size is not None and model.attention_chunk_size < model.seq_length:
+        why = "the host keeps the boundaries of chunks, and may forget them"
+        yield f"--attention-chunk-size {model.attention_chunk_size}", why, "Leave one of them out."
     if window is None or window >= model.seq_length:
         return
     if not (config.precision.bf16 or config.precision.fp16):

@@ -111,8 +111,8 @@ def _positions(model: RawModelConfig) -> Iterator[Problem]:
         if model.position_embedding_type != "rope":
             rule = f"scales rotary embedding, but --position-embedding-type is {model.position_embedding_type}"
             yield Problem("--use-rope-scaling", "", rule, "Use --position-embedding-type rope, or leave it out.")
-        if model.rope_low_freq_factor >= model.rope_high_freq_factor:
-            rule = f"is not below --rope-high-freq-factor {model.rope_high_freq_factor:g}"
+        if model.rope_low_freq_factor > model.rope_high_freq_factor:
+            rule = f"is above --rope-high-freq-factor {model.rope_high_freq_factor:g}"
             yield Problem("--rope-low-freq-factor", f"{model.rope_low_freq_factor:g}", rule, "Llama-3 uses 1 and 4.")
     if model.position_embedding_type == "yarn" and model.yarn_beta_slow >= model.yarn_beta_fast:
         rule = f"is not below --yarn-beta-fast {model.yarn_beta_fast:g}"

@@ -57,6 +57,9 @@ def _topk(moe: MoEConfig, experts: int) -> Iterator[Problem]:
     if not 1 <= topk <= experts:
         rule = f"is not between 1 and --num-experts {experts}"
         yield Problem("--moe-router-topk", str(topk), rule, f"Use {min(2, experts)}, say.")
+    if moe.moe_apply_probs_on_input and topk != 1:
+        rule = f"is for one expert per token, but --moe-router-topk is {topk}"
+        yield Problem("--moe-apply-probs-on-input", "", rule, "Use --moe-router-topk 1.")
 
 
 def _groups(moe: MoEConfig, experts: int) -> Iterator[Problem]:

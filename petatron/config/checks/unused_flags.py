@@ -20,7 +20,13 @@ _HISTORY = ("fp8_amax_history_len", "fp8_amax_compute_algo")
 _LAYERS_BF16 = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _ROTARY = ("rotary_base", "rotary_percent")
 _LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
-_YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
+_YARN = (
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+)
 _ROPE_SCALING = ("rope_scaling_factor", "original_max_position_embeddings")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps", "exp_avg_dtype", "exp_avg_sq_dtype")
 _LATENT_SIZES = "latent attention has head widths of its own"
@@ -134,8 +140,9 @@ def _different_effect_notices(config: RawRunConfig, origins: Mapping[str, ValueO
 
 def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     positions = config.model.position_embedding_type
-    scans = MAMBA in (config.model.hybrid_layer_pattern or "") or has_delta_layers(config.model)
-    if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS and not scans:
+    compiles = MAMBA in (config.model.hybrid_layer_pattern or "") or has_delta_layers(config.model)
+    compiles |= config.model.activation_func_clamp_value is not None or config.model.glu_linear_offset != 0.0
+    if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS and not compiles:
         yield "compile", "nothing of this model is compiled: on GPUs it has kernels of its own"
     if config.train.device == "cpu":
         yield "cuda_graphs", "the CPU computes"
@@ -148,7 +155,7 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
         yield from ((name, "it is for --use-rope-scaling") for name in _LLAMA3)
     if positions != "yarn":
         yield from ((name, "it is for --position-embedding-type yarn") for name in _YARN)
-        if not config.model.use_rope_scaling:
+        if not config.model.use_rope_scaling and config.model.longrope_short_factor is None:
             yield from ((name, "the rotary embedding is not scaled") for name in _ROPE_SCALING)
     if config.optim.decoupled_lr is None:
         yield "decoupled_min_lr", "there is no --decoupled-lr"

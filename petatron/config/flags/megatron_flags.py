@@ -6,6 +6,7 @@ Megatron's is in exactly one table, or is a field of the schema, or is unknown.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,11 +50,14 @@ ALIASES: Mapping[str, str] = {
     "--persistent-save-interval": "save_interval",
     "--rope-theta": "rotary_base",
     "--rotary-scaling-factor": "rope_scaling_factor",
+    "--yarn-original-max-position-embeddings": "original_max_position_embeddings",
+    "--yarn-rotary-scaling-factor": "rope_scaling_factor",
 }
 
 SHORTHANDS: Mapping[str, Shorthand] = {
     "--swiglu": Shorthand("activation", "swiglu"),
     "--geglu": Shorthand("activation", "geglu"),
+    "--quick-geglu": Shorthand("activation", "quick_geglu"),
     "--reglu": Shorthand("activation", "reglu"),
     "--squared-relu": Shorthand("activation", "squared_relu"),
     "--openai-gelu": Shorthand("activation", "gelu_tanh"),
@@ -77,6 +81,20 @@ CHOICE_FLAGS: Mapping[str, Mapping[str, Shorthand]] = {
         "full_iteration": Shorthand("cuda_graphs", True),
     },
 }
+
+# Megatron's window is the tokens before and after a token: 127,0 are 128 with itself.
+_WINDOW_PAIR = re.compile(r"\(?(\d{1,9}),0\)?")
+
+
+def own_value_text(field: str, text: str) -> str:
+    """Returns a flag's value in our spelling.
+
+    >>> own_value_text("window_size", "127,0"), own_value_text("window_size", "128")
+    ('128', '128')
+    """
+    pair = _WINDOW_PAIR.fullmatch(text) if field == "window_size" else None
+    return text if pair is None else str(int(pair[1]) + 1)
+
 
 # Megatron deprecated this one: it has an effect only when another flag has already removed the learned table.
 NO_POSITION_EMBEDDING = "--no-position-embedding"
@@ -223,12 +241,9 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--num-classes": _VISION,
     "--language-model-type": _VISION,
     "--vision-model-type": _VISION,
-    "--quick-geglu": "the quick_geglu activation",
-    "--glu-linear-offset": "the quick_geglu activation",
     "--apply-residual-connection-post-layernorm": "post-norm residuals",
     "--fp32-residual-connection": "an fp32 residual stream",
     "--apply-query-key-layer-scaling": _ATTN,
-    "--qk-l2-norm": _ATTN,
     "--mrope-section": _VISION,
     "--heterogeneous-layers-config-path": "layers of different shapes",
     "--use-mup": "muP",

@@ -171,7 +171,7 @@ def _add_parsed(info: FieldInfo, token: _FlagToken, texts: Sequence[str], parsed
     values: list[FieldValue] = []
     for text in texts:
         try:
-            values.append(info.parse(text))
+            values.append(info.parse(megatron_flags.own_value_text(info.name, text)))
         except ValueError as error:
             parsed.problems.append(value_problem(info, token.typed, text, str(error)))
             parsed.doubtful_flags.add(info.flag)

@@ -10,12 +10,12 @@ from functools import cache
 from typing import Any, Literal
 
 from petatron.config.schema.linear_attention import LinearAttention
-from petatron.config.schema.numeric_bounds import Factor, RotaryBase
+from petatron.config.schema.numeric_bounds import Factor, RotaryBase, SequenceLength
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerVariants(LinearAttention):
-    """Variants of attention, norms and residuals."""
+    """Variants of attention, MLPs, norms and residuals."""
 
     window_attn_skip_freq: str | None = None
     """Which layers have the `--window-size`: N means all but every N-th; or one 1 (window) or 0 per layer, as in ([1]*3+[0])*8."""
@@ -25,6 +25,12 @@ class LayerVariants(LinearAttention):
     """Base of the rotary frequencies in layers with a window, which are then not scaled (Gemma 3). Unset means that of all layers."""
     rotary_seq_len_interpolation_factor: Factor | None = None
     """Linear interpolation: positions are divided by this. Unset means not at all."""
+    longrope_short_factor: str | None = None
+    """LongRoPE (Phi-3): what each rotary frequency is divided by where `--seq-length` is at most the original context, as [1.0,1.02]."""
+    longrope_long_factor: str | None = None
+    """LongRoPE: the same where `--seq-length` is longer."""
+    longrope_attention_factor: Factor | None = None
+    """LongRoPE: factor on cos and sin. Unset means sqrt(1 + log(scaling factor) / log(original context))."""
     norm_placement: Literal["pre", "both", "output"] = "pre"
     """Where a layer's norms are: before each branch, before and after it (Gemma 2), or after it only (OLMo 2)."""
     residual_branches: Literal["sequential", "parallel", "parallel_shared_norm"] = "sequential"
@@ -49,6 +55,18 @@ class LayerVariants(LinearAttention):
     """Factor on what each branch adds to the residual stream (Granite)."""
     logits_scaling: Factor = 1.0
     """Logits are divided by this (Granite)."""
+    attention_chunk_size: SequenceLength | None = None
+    """Layers with rotary positions attend within chunks of so many tokens of a document only (Llama 4). Unset means in none."""
+    attention_temperature_scale: Factor | None = None
+    """Layers without rotary positions: queries times 1 + this x log(1 + floor((position + 1) / floor)) (Llama 4). Unset means 1."""
+    attention_temperature_floor: SequenceLength = 8192
+    """The floor of that: positions up to here have no factor."""
+    qk_l2_norm: bool = False
+    """Layers with rotary positions divide each query and key head by its root mean square, without weights (Llama 4)."""
+    activation_func_clamp_value: Factor | None = None
+    """Gated activations: the gate is clamped from above and what it multiplies on both sides (gpt-oss). Unset means not at all."""
+    glu_linear_offset: Factor = 0.0
+    """Gated activations: added to what the gate multiplies (gpt-oss)."""
 
 
 @cache

@@ -17,11 +17,11 @@ from petatron.config.schema.numeric_bounds import (
     Width,
 )
 
-GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu")
-PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
+PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "alibi", "none"]
 ActivationName = Literal[
-    "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh", "reglu"
-]
+    "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class RawModelConfig(LayerVariants):
     max_position_embeddings: SequenceLength | None = None
     """Longest position the model is built for. Derived: the sequence length."""
     position_embedding_type: PositionEmbeddingType = "learned_absolute"
-    """How positions enter: a learned table, rotary embedding, rotary with YaRN scaling, or not at all."""
+    """How positions enter: a learned table, rotary embedding, rotary with YaRN scaling, biases of scores (ALiBi), or not at all."""
     rotary_base: RotaryBase = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: Fraction = 1.0
@@ -72,6 +72,8 @@ class RawModelConfig(LayerVariants):
     """YaRN: scale of the attention temperature correction."""
     yarn_mscale_all_dim: Factor = 0.0
     """YaRN: second scale of the temperature correction (DeepSeek); 0 leaves it out."""
+    yarn_correction_range_round_to_int: bool = True
+    """YaRN: the ramp between kept and interpolated frequencies begins and ends at a pair; off: between two of them (gpt-oss)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Which normalisation stands before attention, before the MLP and at the end."""
     norm_epsilon: Factor = 1e-5
@@ -89,7 +91,7 @@ class RawModelConfig(LayerVariants):
     qk_layernorm: bool = False
     """Normalise each query and key head (Qwen3); with `--multi-latent-attention` the latents (DeepSeek)."""
     window_size: SequenceLength | None = None
-    """Sliding-window attention: how many tokens, itself included, a token sees. Unset means all."""
+    """Sliding-window attention: how many tokens, itself included, a token sees (127,0 in Megatron is 128). Unset means all."""
     multi_latent_attention: bool = False
     """Multi-head latent attention (DeepSeek): keys and values come from one narrow latent vector per token."""
     q_lora_rank: Width | None = None
@@ -189,6 +191,10 @@ class MoEConfig:
     """Apply the softmax before choosing the top k."""
     moe_router_enable_expert_bias: bool = False
     """Balance with a learned-by-rule bias per expert instead of a loss (DeepSeek-V3)."""
+    moe_router_linear_bias: bool = False
+    """A bias of the router's linear layer, which is trained as its weight is (gpt-oss)."""
+    moe_apply_probs_on_input: bool = False
+    """Multiply an expert's input by the router's weight instead of its output; for one expert per token (Llama 4)."""
     moe_router_bias_update_rate: Factor = 1e-3
     """Step of that bias."""
     moe_router_num_groups: ExpertCount | None = None

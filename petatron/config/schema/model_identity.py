@@ -49,7 +49,21 @@ TRAINING_ONLY_FIELDS = frozenset(
 REDUNDANT_FIELDS = frozenset({"group_query_attention", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"})
 _ROTARY_FIELDS = frozenset({"rotary_base", "rotary_percent", "use_rope_scaling"})
 _LLAMA3_FIELDS = frozenset({"rope_low_freq_factor", "rope_high_freq_factor"})
-_YARN_FIELDS = frozenset({"yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim"})
+_YARN_FIELDS = frozenset(
+    {
+        "yarn_beta_fast",
+        "yarn_beta_slow",
+        "yarn_mscale",
+        "yarn_mscale_all_dim",
+        "yarn_correction_range_round_to_int",
+    }
+)
+# What models had before there was a setting for it.
+_EARLIER_VALUES: Mapping[str, Any] = {
+    "yarn_correction_range_round_to_int": True,
+    "moe_router_linear_bias": False,
+    "moe_apply_probs_on_input": False,
+}
 _LATENT_FIELDS = frozenset(
     {"multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
 )
@@ -101,7 +115,8 @@ def model_identity(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
     lacking = frozenset() if model.multi_latent_attention else _LATENT_FIELDS
     lacking |= _HYBRID_FIELDS if model.hybrid_layer_pattern is None else frozenset()
     lacking |= frozenset() if model.mtp_num_layers else _PREDICTION_FIELDS
-    lacking |= {name for name, default in variant_defaults().items() if identity[name] == default}
+    earlier = {**variant_defaults(), **_EARLIER_VALUES}
+    lacking |= {name for name, default in earlier.items() if identity.get(name) == default}
     return {name: value for name, value in identity.items() if name not in lacking}
 
 
@@ -115,7 +130,7 @@ def identity_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> 
     ['num_layers']
     """
     ignored = REDUNDANT_FIELDS | _unused_fields(ours)
-    absent = {"multi_latent_attention": False, "hybrid_layer_pattern": None, **variant_defaults()}
+    absent = {"multi_latent_attention": False, "hybrid_layer_pattern": None, **_EARLIER_VALUES, **variant_defaults()}
     theirs, ours = ({**absent, **settings} for settings in (theirs, ours))
     return [
         name
@@ -154,7 +169,7 @@ def _unused_fields(settings: Mapping[str, Any]) -> frozenset[str]:
     if positions not in (None, "yarn"):
         unused |= _YARN_FIELDS
     if positions != "yarn" and not settings.get("use_rope_scaling"):
-        unused |= _LLAMA3_FIELDS | _SCALING_FIELDS
+        unused |= _LLAMA3_FIELDS | (frozenset() if settings.get("longrope_short_factor") else _SCALING_FIELDS)
     if not isinstance(pattern, str) and settings.get("num_experts") is not None and all(_moe_pattern(settings)):
         unused |= {"ffn_hidden_size"}
     return unused

@@ -33,7 +33,7 @@ from petatron.kernels.attention.blocks import (
     sink_grads,
     zero_qkv_grads,
 )
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.documents import Documents, cut_into_chunks
 from petatron.kernels.attention.mask import AttentionBounds, BlockMask
 from petatron.kernels.attention.padded import PackingKernels, PaddedKernels, padded_attention
 from petatron.kernels.attention.score_rules import ScoreRules
@@ -54,13 +54,17 @@ def causal_attention(
     packing_kernels: PackingKernels = rows,
     lengths_vary: bool = False,
     rules: ScoreRules | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Softmax attention of each token to itself and the tokens of its document before it, at most `window` of them.
 
     `packing_kernels` gathers tokens into padded rows and scatters them back: `rows` or a faster implementation. `lengths_vary`: hardly
-    a length comes again. cuDNN builds a plan for each, so few of them are computed by it.
+    a length comes again. cuDNN builds a plan for each, so few of them are computed by it. `chunk`: documents are cut into as many
+    tokens, which are then documents of their own.
     """
     length = q_SBHE.shape[0]
+    if chunk is not None and chunk < length:
+        documents = cut_into_chunks(documents, chunk, batch=q_SBHE.shape[1], length=length, device=q_SBHE.device)
     limit = window if window is not None and window < length else None
     if rules is not None:
         return _attention_in_blocks(q_SBHE, k_SBKE, v_SBKE, window, dropout, documents, rules)

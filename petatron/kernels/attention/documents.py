@@ -16,11 +16,14 @@ since shapes repeat over a run, so do the plans.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from petatron.kernels.attention.mask import chunk_starts
 
 MIN_PADDED_DOCUMENT = 1024
 """The shortest document, in tokens, that goes to the dense kernel."""
@@ -118,6 +121,25 @@ class Documents:
         if rows is not None:
             rows = replace(rows, token_index=tensors[2], short_cu_seqlens=tensors[3])
         return replace(self, starts_BS=tensors[0], cu_seqlens=tensors[1], padded_rows=rows)
+
+
+def cut_into_chunks(
+    documents: Documents | None, chunk: int, *, batch: int, length: int, device: torch.device
+) -> Documents:
+    """Returns documents of at most `chunk` tokens; without documents to cut, one and the same object for the same sizes.
+
+    Cutting documents that are on an accelerator synchronises with it.
+    """
+    if documents is None:
+        return _equal_chunks(chunk, batch, length, device)
+    starts = documents.starts_BS
+    return Documents.of(chunk_starts(length, chunk, starts, starts.device))
+
+
+@lru_cache(maxsize=8)
+def _equal_chunks(chunk: int, batch: int, length: int, device: torch.device) -> Documents:
+    starts = chunk_starts(length, chunk, None, torch.device("cpu"))
+    return Documents.of(starts.expand(batch, length)).to(device)
 
 
 def padded_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

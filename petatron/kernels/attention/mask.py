@@ -1,8 +1,8 @@
 """The attention mask as intervals of visible keys: never a dense S x S mask.
 
 Token i attends to tokens first(i), ..., i. Without windows and documents first(i) is 0; a window of w tokens makes it at least
-i - w + 1, and packed documents make it at least the first position of i's document. Both are monotonic in i, and all that
-follows relies on it.
+i - w + 1, packed documents make it at least the first position of i's document, and chunks of c tokens (Llama 4) cut a document d into
+[d, d + c), [d + c, d + 2 c), ... All are monotonic in i, and all that follows relies on it.
 
 A block is some queries against some keys, each a list of runs of consecutive positions (a context-parallel rank has two runs).
 `mask_rectangles` cuts it into rectangles of three kinds, and leaves out what is masked:
@@ -46,11 +46,17 @@ class AttentionBounds:
 
     @classmethod
     def build(
-        cls, length: int, *, window: int | None, document_starts_BS: Tensor | None, device: torch.device
+        cls,
+        length: int,
+        *,
+        window: int | None,
+        document_starts_BS: Tensor | None,
+        device: torch.device,
+        chunk: int | None = None,
     ) -> AttentionBounds | None:
         """Returns None if a token attends to all before it. Documents on an accelerator cost one copy of 2 x length numbers."""
         slides = window is not None and window < length
-        if not slides and document_starts_BS is None:
+        if not slides and document_starts_BS is None and (chunk is None or chunk >= length):
             return None
         where = torch.device("cpu") if document_starts_BS is None else device
         first = torch.zeros(1, length, dtype=torch.int64, device=where)
@@ -59,8 +65,21 @@ class AttentionBounds:
         if document_starts_BS is not None:
             assert document_starts_BS.shape[1] == length, "document starts are those of the whole sequence"
             first = torch.maximum(first, document_starts_BS.to(device))
+        if chunk is not None:
+            first = torch.maximum(first, chunk_starts(length, chunk, document_starts_BS, where))
         ends = torch.stack((first.amin(0), first.amax(0))).cpu().numpy()
         return cls(first.to(device, non_blocking=True), ends[0], ends[1])
+
+
+def chunk_starts(length: int, chunk: int, document_starts_BS: Tensor | None, device: torch.device) -> Tensor:
+    """Returns the first position of each token's chunk, [1 or B, S]; the chunks of a document begin with it.
+
+    >>> chunk_starts(5, 2, torch.tensor([[0, 0, 0, 3, 3]]), torch.device("cpu")).tolist()
+    [[0, 0, 2, 3, 3]]
+    """
+    positions = torch.arange(length, device=device).unsqueeze(0)
+    starts = positions.new_zeros(1, 1) if document_starts_BS is None else document_starts_BS.to(device)
+    return positions - (positions - starts) % chunk
 
 
 @dataclass(frozen=True, slots=True)

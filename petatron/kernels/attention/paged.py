@@ -107,18 +107,22 @@ def paged_attention(
     window: int | None,
     kernels: PagedAttentionKernels,
     rules: ScoreRules | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Stores keys and values of all tokens, and returns the attention of each to those of its sequence up to itself.
 
-    With rules of scores, decoding is in plain PyTorch, whichever kernels there are.
+    With rules of scores, decoding is in plain PyTorch, whichever kernels there are; so it is with a `chunk`, the tokens that a sequence
+    is cut into.
     """
-    if not batch.chunks and batch.num_decodes == q_THE.shape[0] and rules is None and not batch.shares_pages:
+    fused = rules is None and chunk is None
+    if not batch.chunks and batch.num_decodes == q_THE.shape[0] and fused and not batch.shares_pages:
         return kernels.store_and_decode(q_THE, k_TKE, v_TKE, k_pages, v_pages, batch, window=window)
     kernels.store_key_value(k_pages, v_pages, k_TKE, v_TKE, batch.slots_T)
     out = torch.zeros((*q_THE.shape[:2], v_TKE.shape[-1]), dtype=q_THE.dtype, device=q_THE.device)
-    if batch.num_decodes and rules is not None:
-        queries = q_THE[: batch.num_decodes]
-        out[: batch.num_decodes] = decode_with_rules(queries, k_pages, v_pages, batch, window=window, rules=rules)
+    bounds = DecodeBounds(window, chunk)
+    if batch.num_decodes and not fused:
+        queries, chosen = q_THE[: batch.num_decodes], rules or ScoreRules()
+        out[: batch.num_decodes] = decode_with_rules(queries, k_pages, v_pages, batch, bounds=bounds, rules=chosen)
     elif batch.num_decodes:
         out[: batch.num_decodes] = kernels.decode_attention(
             q_THE[: batch.num_decodes], k_pages, v_pages, batch, window=window
@@ -127,10 +131,10 @@ def paged_attention(
     if fresh:
         rows = slice(fresh[0].start, fresh[-1].stop)
         q, k, v = q_THE[rows], k_TKE[rows], v_TKE[rows]
-        out[rows] = fresh_chunks_attention(q, k, v, batch, fresh, window=window, rules=rules)
-    for chunk in batch.chunks[len(fresh) :]:
-        rows, table = slice(chunk.start, chunk.stop), batch.page_table_NP[chunk.sequence]
-        out[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, table, chunk, window=window, rules=rules)
+        out[rows] = fresh_chunks_attention(q, k, v, batch, fresh, window=window, rules=rules, chunk=chunk)
+    for prompt in batch.chunks[len(fresh) :]:
+        rows, table = slice(prompt.start, prompt.stop), batch.page_table_NP[prompt.sequence]
+        out[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, table, prompt, bounds=bounds, rules=rules)
     return out
 
 
@@ -143,6 +147,7 @@ def fresh_chunks_attention(
     *,
     window: int | None,
     rules: ScoreRules | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Attends within prompts that begin, whose rows these are: together where a kernel takes unequal lengths, else one by one."""
     q, k, v = (x.unsqueeze(1) for x in (q_THE, k_TKE, v_TKE))
@@ -150,7 +155,7 @@ def fresh_chunks_attention(
         lengths, documents = [q.shape[0]], batch.documents
     else:
         lengths, documents = [chunk.stop - chunk.start for chunk in fresh], None
-    attend = partial(causal_attention, window=window, documents=documents, rules=rules, lengths_vary=True)
+    attend = partial(causal_attention, window=window, documents=documents, rules=rules, lengths_vary=True, chunk=chunk)
     parts = [attend(*part) for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).squeeze(1)
 
@@ -162,13 +167,15 @@ def _continued_chunk(
     page_table_P: Tensor,
     chunk: PromptChunk,
     *,
-    window: int | None,
+    bounds: DecodeBounds,
     rules: ScoreRules | None,
 ) -> Tensor:
     length = chunk.context + chunk.stop - chunk.start
     k, v = (first_rows(pages, page_table_P, length).unsqueeze(1) for pages in (k_pages, v_pages))
-    bounds = AttentionBounds.build(length, window=window, document_starts_BS=None, device=q_THE.device)
-    mask = BlockMask((range(chunk.context, length),), (range(length),), bounds)
+    visible = AttentionBounds.build(
+        length, window=bounds.window, document_starts_BS=None, device=q_THE.device, chunk=bounds.chunk
+    )
+    mask = BlockMask((range(chunk.context, length),), (range(length),), visible)
     return block_attention(q_THE.unsqueeze(1), k, v, mask, rules=rules).squeeze(1)
 
 
@@ -204,13 +211,14 @@ def decode_attention(
 
 
 def decode_with_rules(
-    q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None, rules: ScoreRules
+    q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, bounds: DecodeBounds, rules: ScoreRules
 ) -> Tensor:
     """Returns what `decode_attention` does, with rules of scores."""
     if batch.first_page is None:
         k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
-        mask = added_mask(batch, k_pages, window)
+        mask = added_mask(batch, k_pages, bounds.window, bounds.chunk)
     else:
+        window = bounds.visible(batch.max_length)
         k, v = _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window)
         mask = None
     q = to_compute_dtype(q_NHE.reshape(batch.num_decodes, k.shape[1], -1, q_NHE.shape[-1]))
@@ -223,6 +231,25 @@ def decode_with_rules(
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(dim=-1)
     return (weights[..., : k.shape[2]] @ v).flatten(1, 2).to(q_NHE.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBounds:
+    """How many tokens one attends to, at most: `window` of them, and none before its own `chunk`."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def visible(self, length: int) -> int | None:
+        """Returns how many tokens the last one of so many sees at most; None: all.
+
+        >>> DecodeBounds(chunk=4).visible(4), DecodeBounds(chunk=4).visible(5), DecodeBounds(window=3).visible(5)
+        (4, 1, 3)
+        """
+        if self.chunk is None:
+            return self.window
+        inside = (length - 1) % self.chunk + 1
+        return inside if self.window is None else min(inside, self.window)
 
 
 def _view_only_sequence(pages: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
@@ -266,18 +293,20 @@ def pages_to_read(batch: PagedBatch, page_size: int) -> Tensor:
     return batch.computed["pages"]
 
 
-def added_mask(batch: PagedBatch, pages: Tensor, window: int | None) -> Tensor:
+def added_mask(batch: PagedBatch, pages: Tensor, window: int | None, chunk: int | None = None) -> Tensor:
     """Returns what is added to scores, [N, 1, 1, L]: 0 where a sequence sees a row, minus infinity elsewhere.
 
     In the precision that attention is computed in: of a mask of truth values every layer would make this one anew.
     """
-    name, size = f"mask {window}", pages.shape[1]
+    name, size = f"mask {window} {chunk}", pages.shape[1]
     if name not in batch.computed:
         position = torch.arange(-(-batch.max_length // size) * size, device=pages.device)
         lengths = batch.lengths_N[: batch.num_decodes, None, None, None]
         hidden = position >= lengths
         if window is not None:
             hidden |= position < lengths - window
+        if chunk is not None:
+            hidden |= position < (lengths - 1) // chunk * chunk
         dtype = compute_dtype(pages.dtype) if widens(pages) else pages.dtype
         mask = torch.zeros(hidden.shape, dtype=dtype, device=pages.device)
         batch.computed[name] = mask.masked_fill_(hidden, -torch.inf)

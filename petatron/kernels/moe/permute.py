@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from torch import Tensor
 
 from petatron.kernels.activation import (
     GATE_ACTIVATIONS,
+    GluBounds,
     activation,
     activation_backward,
     gated_activation,
@@ -212,19 +214,25 @@ def rows_to_choices(of_R: Tensor, permutation: Permutation) -> Tensor:
     return of_R[row_TK.clamp(max=rows - 1)].masked_fill(~kept_TK, 0) if rows else of_R.new_zeros(row_TK.shape)
 
 
-def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str) -> Tensor:
+def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str, bounds: GluBounds | None = None) -> Tensor:
     """The activation, plain or gated, times the weight of each row, rounded once, [R, F]."""
     inner = to_compute_dtype(inner_RG)
-    active = gated_activation(inner, name) if name in GATE_ACTIVATIONS else activation(inner, name)
+    active = gated_activation(inner, name, bounds) if name in GATE_ACTIVATIONS else activation(inner, name)
     return (active * weight_R[:, None]).to(inner_RG.dtype)
 
 
 def weighted_activation_backward(
-    grad_RF: Tensor, inner_RG: Tensor, weight_R: Tensor, name: str, *, recompute_output: bool
+    grad_RF: Tensor,
+    inner_RG: Tensor,
+    weight_R: Tensor,
+    name: str,
+    bounds: GluBounds | None = None,
+    *,
+    recompute_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the gradients of the input and of the weights, and the weighted activation if `recompute_output`."""
     inner, grad = to_compute_dtype(inner_RG), to_compute_dtype(grad_RF)
-    backward = gated_activation_backward if name in GATE_ACTIVATIONS else activation_backward
+    backward = partial(gated_activation_backward, bounds=bounds) if name in GATE_ACTIVATIONS else activation_backward
     grad_inner, active = backward(grad * weight_R[:, None], inner, name, recompute_output=True)
     assert active is not None
     output = (active * weight_R[:, None]).to(inner_RG.dtype) if recompute_output else None
@@ -238,7 +246,7 @@ class MoEKernels:
     permute_rows: Callable[[Tensor, Permutation], Tensor]
     unpermute_rows: Callable[..., Tensor]
     unpermute_backward: Callable[[Tensor, Tensor, Tensor, Permutation], tuple[Tensor, Tensor]]
-    weighted_activation: Callable[[Tensor, Tensor, str], Tensor]
+    weighted_activation: Callable[..., Tensor]
     weighted_activation_backward: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
 

@@ -9,13 +9,14 @@ a unit lower triangular system (I + L) w = beta v - (beta exp(s) k) S_c: w = U -
 (the WY form of a product of Householder-like matrices). So all but the states is independent of the chunks before:
 
     output            o_i = exp(s_i) S_c^T q_i + sum over j <= i of exp(s_i - s_j) (q_i . k_j) w_j
-    state passing     S_{c+1} = M_c S_c + Z_c,   M_c = exp(s_Q) - E^T W,  Z_c = E^T U,  E_j = exp(s_Q - s_j) k_j
+    state passing     S_{c+1} = exp(s_Q) S_c + E^T w,   E_j = exp(s_Q - s_j) k_j
 
-and the sequential part is one GEMM per chunk. A decay exp(s_i - s_j) is zero if a document begins after j and up to i; all exponents
-are at most 0. A sequence is padded to whole chunks with g = beta = 0, which leaves a state as it is.
+and the sequential part is two GEMMs per chunk, for w and the next state. A decay exp(s_i - s_j) is zero if a document begins after j
+and up to i; all exponents are at most 0. A sequence is padded to whole chunks with g = beta = 0, which leaves a state as it is.
 
-Backward recomputes all of this from the inputs, so nothing else is saved. Gradients G_c of states go backwards through the transposed
-M_c, one GEMM per chunk; a gradient of the solution X = (I + L)^{-1} Y is that of Y, (I + L)^{-T} dX, and of L, -dY X^T.
+Backward recomputes all of this from the inputs, so nothing else is saved. Gradients of states and of w go from the last chunk to the
+first; a gradient of the solution X = (I + L)^{-1} Y is that of Y, (I + L)^{-T} dX, and of L, -dY X^T. A gradient of exp(s_i - s_j) is
+one of every g from j + 1 to i; these are added up without taking differences, since decays may be so strong that nothing else is left.
 
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; inside, c chunks of q (or k) tokens, g key heads of
 r value heads each.
@@ -55,8 +56,9 @@ def chunk_delta_rule(
     inputs = _chunked(q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH, chunk_size, starts_SB)
     decays = _decays(inputs.g, inputs.resets)
     system = _solve(inputs, decays)
-    states = _pass_states(system, initial_state)
-    o = _outputs(inputs, decays, system, states[:, :-1])
+    states, written = _pass_states(system, decays.whole, initial_state)
+    scores = (inputs.q @ inputs.k.mT) * decays.inside
+    o = (inputs.q * decays.to_token[..., None]) @ states[:, :-1] + scores @ written
     return _from_chunks(o, v_SBHP.shape[0]).to(v_SBHP.dtype), states[:, -1].flatten(1, 2)
 
 
@@ -78,15 +80,17 @@ def chunk_delta_rule_backward(
     inputs = _chunked(q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH, chunk_size, starts_SB)
     decays = _decays(inputs.g, inputs.resets)
     system = _solve(inputs, decays)
-    states = _pass_states(system, initial_state)
+    states, written = _pass_states(system, decays.whole, initial_state)
+    entering = states[:, :-1]
     grad = _to_chunks(grad_o_SBHP.to(inputs.v.dtype), inputs.chunk_size).unflatten(2, inputs.v.shape[2:4])
     scores = (inputs.q @ inputs.k.mT) * decays.inside
-    of_outputs = (inputs.q * decays.to_token[..., None] - scores @ system.W).mT @ grad
-    grad_states = _pass_state_grads(system.M, of_outputs, grad_final_state)
-    grads = _product_grads(grad, scores, system, states[:, :-1], grad_states[:, 1:])
-    grad_g = _decay_grads(
-        grads, scores, inputs, decays, system, (states[:, :-1] * grad_states[:, 1:]).sum(dim=(-2, -1))
+    decayed_q = inputs.q * decays.to_token[..., None]
+    grad_states, grad_written = _pass_state_grads(
+        system, decays.whole, (decayed_q, scores.mT @ grad, grad), grad_final_state
     )
+    leaving = grad_states[:, 1:]
+    grads = _product_grads(grad, system, (entering, written), (leaving, grad_written))
+    grad_g = _decay_grads(grads, scores, inputs, decays, system, (entering * leaving).sum(dim=(-2, -1)))
     grad_q, grad_k = _query_key_grads(grads, inputs, decays)
     grad_beta = _beta_grads(grads, inputs, decays, system)
     return (
@@ -126,15 +130,13 @@ class _Decays(NamedTuple):
 
 
 class _System(NamedTuple):
-    """lower: I + L. U, W: the solutions of its two sides. E: keys decayed to the end. M, Z: what a chunk makes of a state, and adds."""
+    """lower: I + L. U, W: the solutions of its two sides. E: keys decayed to the end."""
 
     kk: Tensor  # [b, c, g, 1, q, k]
     lower: Tensor  # [b, c, g, r, q, k]
     U: Tensor  # [b, c, g, r, q, p]
     W: Tensor  # [b, c, g, r, q, n]
     E: Tensor  # [b, c, g, r, q, n]
-    M: Tensor  # [b, c, g, r, n, n]
-    Z: Tensor  # [b, c, g, r, n, p]
 
 
 def _chunked(
@@ -190,37 +192,38 @@ def _solve(inputs: _ChunkedInputs, decays: _Decays) -> _System:
     sides = torch.cat((beta * inputs.v, k_side), dim=-1)
     solution = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
     U, W = solution.split((inputs.v.shape[-1], k_side.shape[-1]), dim=-1)
-    E = inputs.k * decays.to_end[..., None]
-    keys = torch.eye(inputs.k.shape[-1], dtype=kk.dtype, device=kk.device)
-    return _System(kk, lower, U, W, E, decays.whole[..., None, None] * keys - E.mT @ W, E.mT @ U)
+    return _System(kk, lower, U, W, inputs.k * decays.to_end[..., None])
 
 
-def _pass_states(system: _System, initial_state: Tensor | None) -> Tensor:
-    """Returns the states before each chunk, and that after the last [b, c + 1, g, r, n, p]."""
-    shape = system.Z.shape[:1] + system.Z.shape[2:]
-    state = system.Z.new_zeros(shape) if initial_state is None else initial_state.to(system.Z.dtype).reshape(shape)
-    states = [state]
-    for M, Z in zip(system.M.unbind(1), system.Z.unbind(1)):
-        state = M @ state + Z
+def _pass_states(system: _System, whole: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the states before each chunk and after the last [b, c + 1, g, r, n, p], and the values written [b, c, g, r, q, p]."""
+    shape = (*system.U.shape[:1], *system.U.shape[2:4], system.W.shape[-1], system.U.shape[-1])
+    state = system.U.new_zeros(shape) if initial_state is None else initial_state.to(system.U.dtype).reshape(shape)
+    states, written = [state], []
+    for U, W, E, decay in zip(*(part.unbind(1) for part in (system.U, system.W, system.E, whole)), strict=True):
+        written.append(U - W @ state)
+        state = decay[..., None, None] * state + E.mT @ written[-1]
         states.append(state)
-    return torch.stack(states, dim=1)
+    return torch.stack(states, dim=1), torch.stack(written, dim=1)
 
 
-def _pass_state_grads(M: Tensor, of_outputs: Tensor, grad_final_state: Tensor | None) -> Tensor:
-    """Returns the gradients of the states before each chunk and after the last; `of_outputs`: those by a chunk's own outputs."""
-    last = torch.zeros_like(of_outputs[:, -1])
-    grad = last if grad_final_state is None else grad_final_state.to(last.dtype).reshape_as(last)
-    grads = [grad]
-    for M_of_chunk, own in zip(reversed(M.unbind(1)), reversed(of_outputs.unbind(1))):
-        grad = M_of_chunk.mT @ grad + own
+def _pass_state_grads(
+    system: _System, whole: Tensor, of_outputs: tuple[Tensor, Tensor, Tensor], grad_final_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of the states before each chunk and after the last, and of the values written.
+
+    of_outputs: decayed queries, the gradients of values written by the outputs alone, those of the outputs.
+    """
+    decayed_q, own_written, grad_o = of_outputs
+    shape = (*grad_o.shape[:1], *grad_o.shape[2:4], system.W.shape[-1], grad_o.shape[-1])
+    grad = grad_o.new_zeros(shape) if grad_final_state is None else grad_final_state.to(grad_o.dtype).reshape(shape)
+    grads, grads_written = [grad], []
+    parts = (part.unbind(1)[::-1] for part in (system.W, system.E, whole, decayed_q, own_written, grad_o))
+    for W, E, decay, q, own, of_chunk in zip(*parts, strict=True):
+        grads_written.append(own + E @ grad)
+        grad = decay[..., None, None] * grad + q.mT @ of_chunk - W.mT @ grads_written[-1]
         grads.append(grad)
-    return torch.stack(grads[::-1], dim=1)
-
-
-def _outputs(inputs: _ChunkedInputs, decays: _Decays, system: _System, entering: Tensor) -> Tensor:
-    written = system.U - system.W @ entering
-    scores = (inputs.q @ inputs.k.mT) * decays.inside
-    return (inputs.q * decays.to_token[..., None]) @ entering + scores @ written
+    return torch.stack(grads[::-1], dim=1), torch.stack(grads_written[::-1], dim=1)
 
 
 class _ProductGrads(NamedTuple):
@@ -234,10 +237,14 @@ class _ProductGrads(NamedTuple):
     k_side: Tensor  # [b, c, g, r, q, n]; of beta exp(s) k
 
 
-def _product_grads(grad: Tensor, scores: Tensor, system: _System, entering: Tensor, leaving: Tensor) -> _ProductGrads:
-    """`grad`: of the outputs. `entering`: the states before the chunks. `leaving`: the gradients of those after them."""
-    written = system.U - system.W @ entering
-    grad_written = scores.mT @ grad + system.E @ leaving
+def _product_grads(
+    grad: Tensor, system: _System, made: tuple[Tensor, Tensor], made_grads: tuple[Tensor, Tensor]
+) -> _ProductGrads:
+    """grad: of the outputs. made: the states before the chunks, and the values written.
+
+    made_grads: of the states after the chunks, and of the values written.
+    """
+    (entering, written), (leaving, grad_written) = made, made_grads
     sides = torch.cat((grad_written, -grad_written @ entering.mT), dim=-1)
     sides = torch.linalg.solve_triangular(system.lower.mT, sides, upper=True, unitriangular=True)
     solution = torch.cat((system.U, system.W), dim=-1)
@@ -259,12 +266,14 @@ def _decay_grads(
 
     `by_whole`: the gradients of the decays over whole chunks.
     """
-    inside = grads.scores * scores + grads.L * system.lower.tril(-1)
-    from_start = grads.decayed_q * inputs.q + grads.k_side * inputs.k * inputs.beta[..., None]
-    to_end = (grads.E * system.E).sum(dim=-1)
-    sums = inside.sum(dim=-1) - inside.sum(dim=-2) + from_start.sum(dim=-1) * decays.to_token - to_end
-    last = sums[..., -1:] + (to_end.sum(dim=-1) + by_whole * decays.whole)[..., None]
-    return torch.cat((sums[..., :-1], last), dim=-1).flip(-1).cumsum(dim=-1).flip(-1)
+    # From token j to token i: of every g after j and up to i.
+    inside = (grads.scores * scores + grads.L * system.lower).tril(-1)
+    crossing = _reverse_cumsum(inside, dim=-2).tril(-1).sum(dim=-1)
+    # From the start to token i: of every g up to i. To the end from token j: of every g after j.
+    from_start = (grads.decayed_q * inputs.q + grads.k_side * inputs.k * inputs.beta[..., None]).sum(dim=-1)
+    to_end = torch.nn.functional.pad((grads.E * system.E).sum(dim=-1)[..., :-1], (1, 0)).cumsum(dim=-1)
+    whole = (by_whole * decays.whole)[..., None]
+    return crossing + _reverse_cumsum(from_start * decays.to_token, dim=-1) + to_end + whole
 
 
 def _query_key_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Decays) -> tuple[Tensor, Tensor]:
@@ -280,3 +289,8 @@ def _query_key_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Deca
 def _beta_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Decays, system: _System) -> Tensor:
     by_sides = (grads.v_side * inputs.v).sum(dim=-1) + (grads.k_side * inputs.k).sum(dim=-1) * decays.to_token
     return by_sides + (grads.L * decays.inside * system.kk).sum(dim=-1)
+
+
+def _reverse_cumsum(x: Tensor, *, dim: int) -> Tensor:
+    """Returns the sums of x_i and all after it along a dimension."""
+    return x.flip(dim).cumsum(dim=dim).flip(dim)

@@ -20,14 +20,19 @@ from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
 def state_update(
     state_BHPN: Tensor, x_BHP: Tensor, dt_BH: Tensor, A_H: Tensor, B_BGN: Tensor, C_BGN: Tensor, D_H: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output of one token of each sequence, and the state after it."""
-    heads_per_group = x_BHP.shape[1] // B_BGN.shape[1]
+    """Returns the output of one token of each sequence, and the state after it.
+
+    A step of decoding is as fast as it reads and writes states: it does so three times here.
+    """
+    heads = (B_BGN.shape[1], -1)  # groups, and heads of each
     x, dt = to_compute_dtype(x_BHP), to_compute_dtype(dt_BH)
-    B, C = (to_compute_dtype(part).repeat_interleave(heads_per_group, dim=1) for part in (B_BGN, C_BGN))
+    B, C = (to_compute_dtype(part) for part in (B_BGN, C_BGN))
     decay = (dt * to_compute_dtype(A_H)).exp()
-    state = decay[..., None, None] * state_BHPN + (dt[..., None] * x)[..., None] * B[:, :, None, :]
-    y = (state * C[:, :, None, :]).sum(dim=-1) + to_compute_dtype(D_H)[:, None] * x
-    return y.to(x_BHP.dtype), state
+    scaled_x = (dt[..., None] * x).unflatten(1, heads)
+    state = (decay[..., None, None] * state_BHPN).unflatten(1, heads)
+    state.addcmul_(scaled_x[..., None], B[:, :, None, None, :])
+    y = (state @ C[:, :, None, :, None]).squeeze(-1).flatten(1, 2) + to_compute_dtype(D_H)[:, None] * x
+    return y.to(x_BHP.dtype), state.flatten(1, 2)
 
 
 def scan_by_token(

@@ -36,10 +36,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from petatron.kernels import activation as reference
+from petatron.kernels.activation import GluBounds
 from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 
-NAMES = ("swiglu", "geglu", "geglu_tanh", "reglu")
+NAMES = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
 _TILE = 2048
 _WARPS = 4  # 16 elements per thread: of bf16 two loads of 16 bytes from every tensor
 
@@ -57,6 +59,9 @@ def activation_and_slope(gate, NAME: tl.constexpr):
         square = gate * gate
         share = tl.sigmoid(gate * (1.5957691216057308 + 0.07135481627260025 * square))
         slope = share * (1.0 + gate * (1.5957691216057308 + 0.21406444881780073 * square) * (1.0 - share))
+    elif NAME == "quick_geglu":
+        share = tl.sigmoid(1.702 * gate)
+        slope = share * (1.0 + 1.702 * gate * (1.0 - share))
     else:
         share = tl.where(gate > 0.0, 1.0, 0.0)
         slope = share
@@ -140,8 +145,10 @@ class _ActivationTile:
         return triton.cdiv(rows, self.rows) * triton.cdiv(width, self.columns)
 
 
-def gated_activation(gate_up_RG: Tensor, name: str) -> Tensor:
-    """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half."""
+def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None) -> Tensor:
+    """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half. One with bounds uses the reference."""
+    if bounds is not None:
+        return reference.gated_activation(gate_up_RG, name, bounds)
     assert name in NAMES, name
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
     tile, source = _ActivationTile.of(width), contiguous_rows(gate_up_RG)
@@ -162,9 +169,11 @@ def gated_activation(gate_up_RG: Tensor, name: str) -> Tensor:
 
 
 def gated_activation_backward(
-    grad_RF: Tensor, gate_up_RG: Tensor, name: str, *, recompute_output: bool
+    grad_RF: Tensor, gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None, *, recompute_output: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient of gate and up concatenated, and the output if `recompute_output`."""
+    if bounds is not None:
+        return reference.gated_activation_backward(grad_RF, gate_up_RG, name, bounds, recompute_output=recompute_output)
     assert name in NAMES, name
     rows, width = grad_RF.shape
     tile, grad, source = _ActivationTile.of(width), contiguous_rows(grad_RF), contiguous_rows(gate_up_RG)

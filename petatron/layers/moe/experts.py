@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.schema.model import GATED_ACTIVATIONS
+from petatron.kernels.activation import GluBounds
 from petatron.kernels.gemm import Gemm
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm
 from petatron.kernels.moe.permute import REFERENCE, MoEKernels
@@ -64,6 +65,7 @@ class _RecomputableWeightedActivation:
 
     kernels: MoEKernels
     name: str
+    bounds: GluBounds | None
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         inner, weight = inputs
@@ -76,13 +78,13 @@ class _RecomputableWeightedActivation:
         (inner, weight), (grad,) = saved, grads
         assert grad is not None
         inner_grad, weight_grad, output = self.kernels.weighted_activation_backward(
-            grad.contiguous(), inner, weight, self.name, recompute_output=recompute_output
+            grad.contiguous(), inner, weight, self.name, self.bounds, recompute_output=recompute_output
         )
         return (inner_grad, weight_grad), output
 
     def recompute(self, saved: Tensors) -> Tensor:
         inner, weight = saved
-        return self.kernels.weighted_activation(inner, weight, self.name)
+        return self.kernels.weighted_activation(inner, weight, self.name, self.bounds)
 
 
 class RoutedExperts(nn.Module):
@@ -92,11 +94,19 @@ class RoutedExperts(nn.Module):
     """
 
     def __init__(
-        self, num_experts: int, width: int, inner: int, *, activation: str, bias: bool, grouped_gemm: bool = True
+        self,
+        num_experts: int,
+        width: int,
+        inner: int,
+        *,
+        activation: str,
+        bias: bool,
+        glu_bounds: GluBounds | None = None,
+        grouped_gemm: bool = True,
     ) -> None:
         """`inner` is the width between the two GEMMs; without `grouped_gemm` experts run one after the other."""
         super().__init__()
-        self.act = Activation(activation)
+        self.act = Activation(activation, glu_bounds)
         self.kernels: MoEKernels = REFERENCE
         gated = activation in GATED_ACTIVATIONS
         self.first_linear_name = "gate_up" if gated else "up"
@@ -121,6 +131,6 @@ class RoutedExperts(nn.Module):
         if weight_R is None:
             return self.down(self.act(inner), counts)
         (value,), handle = apply_recomputable(
-            _RecomputableWeightedActivation(self.kernels, self.act.name), inner, weight_R
+            _RecomputableWeightedActivation(self.kernels, self.act.name, self.act.bounds), inner, weight_R
         )
         return self.down(Recomputable(value, handle), counts)

@@ -2,6 +2,8 @@
 
     y = sum over the chosen experts of weight x expert(x)  [+ gate(x) x shared(x)]
 
+or expert(weight x x), for one expert per token, where the router's weights are applied to the input (Llama 4).
+
 The slot `dispatcher` takes tokens to their experts: on one device it only permutes them; with expert parallelism it communicates
 (`parallel/expert_parallel_token_dispatcher.py`) and may overlap the two halves of the shared expert with that. All else here is
 per token, so it does not matter which tokens of the batch this rank has; the router's losses, which depend on all of them, are in
@@ -17,9 +19,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
+from petatron.kernels.activation import GluBounds
 from petatron.kernels.moe.grouped_gemm import ExpertCounts
 from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
 from petatron.layers.forward_context import ForwardContext
@@ -43,7 +47,8 @@ _ROUTER_BYTES = {None: 0, "fp32": 4, "fp64": 8}
 class MoESpec(ChannelMixerSpec):
     """Routed experts of inner `width`, in a space of `latent_size` if there is one, and a shared one.
 
-    routing: the settings of the router and of token dispatch. std, out_std: of the initial weights of first and last GEMMs.
+    routing: the settings of the router and of token dispatch. glu_bounds: of a gated activation; None: it has none.
+    std, out_std: of the initial weights of first and last GEMMs.
     """
 
     region = "moe"
@@ -60,6 +65,7 @@ class MoESpec(ChannelMixerSpec):
     routing: MoEConfig
     std: float
     out_std: float
+    glu_bounds: GluBounds | None = None
 
     @property
     def expert_hidden_size(self) -> int:
@@ -72,7 +78,10 @@ class MoESpec(ChannelMixerSpec):
     def params(self) -> Mapping[str, ParamSpec]:
         hidden, std = self.hidden_size, self.std
         router = ParamSpec(shape=(self.num_experts, hidden), init=NormalValues(std), weight_decay=True, is_gemm=True)
-        params = {"router.weight": router} | with_prefix("experts", self._expert_params())
+        params = {"router.weight": router}
+        if self.routing.moe_router_linear_bias:
+            params["router.bias"] = ParamSpec(shape=(self.num_experts,))
+        params |= with_prefix("experts", self._expert_params())
         if self.latent_size is not None:
             down = linear_params(hidden, self.latent_size, REPLICATED, bias=self.bias, std=std)
             up = linear_params(self.latent_size, hidden, REPLICATED, bias=self.bias, std=std)
@@ -288,12 +297,14 @@ class MoELayer(BranchModule):
             spec.width,
             activation=spec.activation,
             bias=spec.bias,
+            glu_bounds=spec.glu_bounds,
             grouped_gemm=spec.routing.moe_grouped_gemm,
         )
         self.latent_down = Linear(hidden, (latent,), bias=spec.bias) if latent else None
         self.latent_up = Linear(latent, (hidden,), bias=spec.bias) if latent else None
         self.shared = None if spec.shared is None else spec.shared.build(layer_index)
         self.shared_gate = Linear(hidden, (1,), bias=False) if spec.shared_gate else None
+        self.applies_weights_to_input = spec.routing.moe_apply_probs_on_input
         self.shared_runs_in_halves = True
         """False where the shared expert is one recompute region: it then runs whole, in its first half."""
         self.dispatcher: TokenDispatcher = dispatch_locally
@@ -320,8 +331,13 @@ class MoELayer(BranchModule):
         context.router_statistics[self.layer_index] = statistics
         inner = x_SBD if self.latent_down is None else self.latent_down(normal)
         batch_first = is_batch_first(x_SBD)
+        inner_TD = to_rows(inner, batch_first=batch_first)
+        if self.applies_weights_to_input:  # one expert per token: the weight of its only choice
+            weights_T1 = routing.weights_TK
+            inner_TD = (inner_TD * weights_T1).to(inner_TD.dtype)
+            routing = replace(routing, weights_TK=torch.ones_like(weights_T1))
         shared = None if self.shared is None else SharedExpertRun(self, self.shared, normal)
-        y_TD = self.dispatcher(to_rows(inner, batch_first=batch_first), routing, self.experts, shared)
+        y_TD = self.dispatcher(inner_TD, routing, self.experts, shared)
         y_SBD = from_rows(y_TD, x_SBD, batch_first=batch_first)
         if self.latent_up is not None:
             y_SBD = self.latent_up(y_SBD)

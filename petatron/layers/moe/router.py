@@ -1,6 +1,6 @@
 """The router: chooses each token's experts and their weights.
 
-Scores come from logits W x by a softmax or by sigmoids. The K best are chosen, possibly only among the best groups of experts
+Scores come from logits W x (+ b) by a softmax or by sigmoids. The K best are chosen, possibly only among the best groups of experts
 (DeepSeek), possibly with a load-balancing bias per expert. The bias affects the choice and never the weights, so it changes no
 gradient.
 
@@ -81,9 +81,10 @@ class Router(nn.Module):
         super().__init__()
         self.moe = moe
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if moe.moe_router_linear_bias else None
         self.expert_bias: Tensor | None
-        bias = torch.zeros(num_experts, dtype=torch.float32) if moe.moe_router_enable_expert_bias else None
-        self.register_buffer("expert_bias", bias)
+        expert_bias = torch.zeros(num_experts, dtype=torch.float32) if moe.moe_router_enable_expert_bias else None
+        self.register_buffer("expert_bias", expert_bias)
         self.sequence_group: ReductionGroup = SINGLE_RANK
         self.stage_group: ReductionGroup = SINGLE_RANK
 
@@ -139,6 +140,7 @@ class Router(nn.Module):
         if self.training and moe.moe_input_jitter_eps:
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - moe.moe_input_jitter_eps, 1 + moe.moe_input_jitter_eps)
         logits = matmul(x_TD, self.weight.to(dtype).t())
+        logits = logits if self.bias is None else logits + self.bias.to(dtype)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if moe.moe_router_force_load_balancing:
             # Random values, but the gradient still flows, so backward costs the same.

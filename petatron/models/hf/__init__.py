@@ -8,10 +8,16 @@ folder_entries(spec)                                                         # t
 build_config_json(spec, dtype)                                               # its config.json
 """
 
-from petatron.models.hf.config_json import fp8_block_size, from_hf_config, matching_family, to_hf_config
+from petatron.models.hf.config_json import (
+    fp8_block_size,
+    from_hf_config,
+    has_mxfp4_weights,
+    matching_family,
+    to_hf_config,
+)
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family
 from petatron.models.hf.fill_model import fill_model
-from petatron.models.hf.find_family import FAMILIES, family_name_of_config, get_family
+from petatron.models.hf.find_family import FAMILIES, family_name_of_config, get_family, has_separate_experts
 from petatron.models.hf.folder_config_json import build_config_json, parse_config_json
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries, folder_shapes
 from petatron.models.hf.tensor_names import (
@@ -38,6 +44,8 @@ __all__ = [
     "fp8_block_size",
     "from_hf_config",
     "get_family",
+    "has_mxfp4_weights",
+    "has_separate_experts",
     "matching_family",
     "output_head_name",
     "parse_config_json",

@@ -15,7 +15,7 @@ from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import EXPERTS
+from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS
 from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS
@@ -174,8 +174,9 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
         if embedding in family.defaults and hf_config[embedding] != hf_config[residual]:
             rule = f"is not {residual} {hf_config[residual]}, and the decoder has one dropout for both"
             problems.append(Problem(embedding, str(hf_config[embedding]), rule, "Make them equal in config.json."))
-    if hf_config.get("quantization_config") and fp8_block_size(hf_config) is None:
-        rule = "says that the weights are quantized, and only plain ones and FP8 by blocks can be read"
+    read = fp8_block_size(hf_config) is not None or has_mxfp4_weights(hf_config)
+    if hf_config.get("quantization_config") and not read:
+        rule = "says that the weights are quantized, and only plain ones, FP8 by blocks and MXFP4 can be read"
         problems.append(Problem("quantization_config", "", rule, "Use the model's unquantized weights."))
     return problems
 
@@ -192,6 +193,18 @@ def fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
         ):
             return (rows, columns) if is_count(rows, 1) and is_count(columns, 1) else None
     return None
+
+
+def has_mxfp4_weights(hf_config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that weights are in MXFP4, as those of gpt-oss.
+
+    >>> has_mxfp4_weights({"quantization_config": {"quant_method": "mxfp4"}})
+    True
+    """
+    match hf_config.get("quantization_config"):
+        case {"quant_method": "mxfp4"}:
+            return True
+    return False
 
 
 def matching_family(spec: ModelSpec) -> Family | None:
@@ -245,7 +258,7 @@ def _structural_differences(spec: ModelSpec, family: Family) -> int:
     pattern = spec.config.hybrid_layer_pattern
     if pattern is not None or family.hybrid is not None:  # whatever their positions and experts are
         return pattern is None or family.hybrid is None or not re.fullmatch(family.hybrid.patterns, pattern)
-    rotary = spec.config.position_embedding_type != "learned_absolute"
+    rotary = spec.config.position_embedding_type not in ("learned_absolute", "alibi")
     latent = family.fixed.get("multi_latent_attention", False) != spec.config.multi_latent_attention
     return (family.has_rope != rotary) + (bool(family.moe_keys) != (spec.moe is not None)) + latent
 
@@ -312,7 +325,7 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
     if family.activation_key and model.activation not in _activation_names(family):
         known = ", ".join(_activation_names(family))
         problems.append(unsupported_setting("activation", model.activation, family, known))
-    if not model.num_attention_heads:
+    if pattern is not None and ATTENTION not in pattern:
         return problems
     if "num_query_groups" not in family.keys and model.num_query_groups != model.num_attention_heads:
         problems.append(unsupported_setting("num_query_groups", model.num_query_groups, family, "as many as heads"))
@@ -329,7 +342,7 @@ def _names_setting(family: Family, name: str) -> bool:
         return bool(family.mtp_keys)
     if name == "window_attn_skip_freq":
         return "layer_types" in family.defaults
-    if name == "rotary_seq_len_interpolation_factor":
+    if name == "rotary_seq_len_interpolation_factor" or name.startswith("longrope_"):
         return family.has_rope
     if name == "rotary_base_local":
         return family.rope_by_layer_type

@@ -27,7 +27,7 @@ class ModuleMapping:
     A `#` in the name means one such module per expert, where ours holds all experts of a layer. `transposed`: the matrix is
     stored [in, out] there; `no_weight_suffix`: the name is the tensor's own, without `.weight`; `leaf` is then its name in our module;
     `fused_by_head`: the rows of one head of each module are adjacent, and then those of the next head; `heads` is the ModelConfig field
-    that counts them, of which a module may have several heads' rows each.
+    that counts them, of which a module may have several heads' rows each; `interleaved`: the rows of all modules alternate.
     """
 
     logical_modules: tuple[str, ...]
@@ -36,6 +36,7 @@ class ModuleMapping:
     no_weight_suffix: bool = False
     leaf: str = "weight"
     fused_by_head: bool = False
+    interleaved: bool = False
     heads: str = "num_attention_heads"
 
 

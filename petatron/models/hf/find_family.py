@@ -51,6 +51,15 @@ def family_name_of_config(config: Mapping[str, Any]) -> str:
     return name
 
 
+def has_separate_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the files of the family that a config.json names have tensors for each expert.
+
+    >>> has_separate_experts({"model_type": "mixtral"}), has_separate_experts({"model_type": "granitemoe"})
+    (True, False)
+    """
+    return any("#" in mapping.hf_module for mapping in get_family(family_name_of_config(config)).mappings)
+
+
 def _first_name(name: str) -> str:
     """Returns the name of a family that has others too."""
     return next((family.name for family in ALL_FAMILIES if name in family.other_names), name)

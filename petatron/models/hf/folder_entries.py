@@ -2,8 +2,9 @@
 
 A folder holds *entries*: tensors under the names of a Hugging Face family, or, for a model that no family can express,
 under our own. An entry is completely covered by its regions, and the regions of all entries cover every logical tensor once.
-An entry differs from a logical tensor in three ways: several may be fused into one (GPT-2's q, k and v), a matrix may be
-stored transposed (GPT-2), and an expert may be an entry of its own although a logical tensor holds all of a layer's experts.
+An entry differs from a logical tensor in four ways: several may be fused into one (GPT-2's q, k and v), maybe row by row (gate and up
+of gpt-oss), a matrix may be stored transposed (GPT-2), and an expert may be an entry of its own although a logical tensor holds all of a
+layer's experts.
 
 The model's spec determines which tensors it has; a family's mappings only name them. So a bias that a
 model lacks is no entry, and one that it has must be named by the family.
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.text import abbreviate_names
@@ -28,7 +31,8 @@ class EntryRegion:
     """The region (`start`, `shape`) of the logical tensor `name`, at `start_in_entry` of an entry.
 
     `start_in_entry` is in the entry's own dimensions: leading dimensions of size 1 that the entry does not have are dropped (an
-    expert), and with `transposed` the last two dimensions are swapped in the entry.
+    expert), and with `transposed` the last two dimensions are swapped in the entry. `interleaved` is (dimension, count) where `count`
+    tensors alternate along a dimension of the entry: it then counts as two, of which the second one tells them apart.
     """
 
     name: str
@@ -36,18 +40,33 @@ class EntryRegion:
     shape: Shape
     start_in_entry: Shape
     transposed: bool = False
+    interleaved: Shape = ()
 
     @property
     def shape_in_entry(self) -> Shape:
         """The size of the region in the entry's dimensions."""
-        sizes = self.shape[len(self.shape) - len(self.start_in_entry) :]
-        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
+        sizes = self.shape[len(self.shape) - len(self.start_in_entry) + bool(self.interleaved) :]
+        sizes = (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else sizes
+        if not self.interleaved:
+            return sizes
+        second = self.interleaved[0] + 1
+        return (*sizes[:second], 1, *sizes[second:])
 
     def logical_slices(self) -> tuple[slice, ...]:
         return tuple(slice(at, at + size) for at, size in zip(self.start, self.shape))
 
     def entry_slices(self) -> tuple[slice, ...]:
         return tuple(slice(at, at + size) for at, size in zip(self.start_in_entry, self.shape_in_entry))
+
+    def view_in(self, entry: Tensor) -> Tensor:
+        """Returns the region of an entry's tensor, in the dimensions of the logical tensor; it shares the entry's memory."""
+        if not self.interleaved:
+            part = entry[self.entry_slices()]
+        else:
+            dim, count = self.interleaved
+            part = entry.unflatten(dim, (-1, count))[self.entry_slices()].squeeze(dim + 1)
+        part = part.transpose(-2, -1) if self.transposed else part
+        return part[(None,) * (len(self.shape) - part.dim())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +142,8 @@ def _mapping_entries(
     transposed = mapping.transposed and leaf == "weight"
     if mapping.fused_by_head:
         return [_entry_fused_by_head(hf, parts, num_heads)]
+    if mapping.interleaved:
+        return [_interleaved_entry(hf, parts, fused_dim=int(".experts." in names[0]), transposed=transposed)]
     if "#" not in mapping.hf_module:
         return [_fused_entry(hf, parts, fused_dim=int(".experts." in names[0]), expert=None, transposed=transposed)]
     return [
@@ -158,6 +179,26 @@ def _entry_fused_by_head(name: str, parts: Mapping[str, Shape], num_heads: int) 
             regions.append(EntryRegion(logical, (head * rows, *zeros), (rows, *width), (offset, *zeros)))
             offset += rows
     return FolderEntry(name, (offset, *width), tuple(regions))
+
+
+def _interleaved_entry(name: str, parts: Mapping[str, Shape], *, fused_dim: int, transposed: bool) -> FolderEntry:
+    """Fuses logical tensors of one shape by rows that alternate along the logical dimension `fused_dim`."""
+    shape, count = next(iter(parts.values())), len(parts)
+    whole = tuple(size * count if dim == fused_dim else size for dim, size in enumerate(shape))
+    swaps = transposed and fused_dim >= len(shape) - 2
+    dim = 2 * len(shape) - 3 - fused_dim if swaps else fused_dim
+    regions = tuple(
+        EntryRegion(
+            logical,
+            (0,) * len(shape),
+            shape,
+            tuple(number if at == dim + 1 else 0 for at in range(len(shape) + 1)),
+            transposed,
+            (dim, count),
+        )
+        for number, logical in enumerate(parts)
+    )
+    return FolderEntry(name, _swap_last_dims(whole) if transposed else whole, regions)
 
 
 def _swap_last_dims(shape: Shape) -> Shape:

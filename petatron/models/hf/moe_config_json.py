@@ -21,6 +21,9 @@ from petatron.models.hf.deepseek_config_json import (
 from petatron.models.hf.family import Family, unsupported_setting
 from petatron.models.model_spec import ModelSpec
 
+# Parts of a layer with experts that a family does not have unless its tables name them.
+_OPTIONAL_PARTS: Mapping[str, Any] = {"moe_router_linear_bias": False, "moe_apply_probs_on_input": False}
+
 
 def moe_from_hf_config(
     family: Family, hf_config: Mapping[str, Any], num_layers: int
@@ -51,6 +54,14 @@ def moe_from_hf_config(
             rule = "is not a positive whole number"
             return {}, [Problem("decoder_sparse_step", f"{step!r:.40}", rule, "Use 1 for experts in every layer.")]
         is_moe = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    if "moe_layers" in family.defaults:
+        chosen, step = hf_config["moe_layers"], hf_config["interleave_moe_layer_step"]
+        if chosen is None and is_count(step, 1):
+            chosen = list(range(step - 1, num_layers, step))
+        if not isinstance(chosen, list) or not chosen or any(layer not in range(num_layers) for layer in chosen):
+            rule = f"and interleave_moe_layer_step {step!r:.20} name no layers of {num_layers} for the experts"
+            return {}, [Problem("moe_layers", f"{chosen!r:.40}", rule, "Use a dense family.")]
+        is_moe = [layer in chosen for layer in range(num_layers)]
     if not any(is_moe):
         rule = f"and mlp_only_layers leave no layer of {num_layers} for the experts"
         return {}, [Problem("decoder_sparse_step", str(hf_config["decoder_sparse_step"]), rule, "Use a dense family.")]
@@ -90,6 +101,8 @@ def moe_to_hf_config(family: Family, moe: MoEConfig, spec: ModelSpec) -> dict[st
     if "decoder_sparse_step" in family.defaults:
         content["decoder_sparse_step"] = 1
         content["mlp_only_layers"] = [layer for layer in range(len(spec.layers)) if layer not in spec.moe_layers]
+    if "moe_layers" in family.defaults:
+        content |= {"moe_layers": list(spec.moe_layers), "interleave_moe_layer_step": 1}
     return content
 
 
@@ -101,8 +114,17 @@ def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) ->
         if getattr(moe, name) != value
     ]
     problems += [
+        unsupported_setting(name, getattr(moe, name), family, "no such part")
+        for name, default in _OPTIONAL_PARTS.items()
+        if getattr(moe, name) != default and name not in family.moe_fixed
+    ]
+    problems += [
         unsupported_setting(name, None, family, "always one") for name in family.moe_keys if getattr(moe, name) is None
     ]
+    for name, key in family.moe_keys.items():
+        first = next(ours for ours, other in family.moe_keys.items() if other == key)
+        if getattr(moe, name) is not None and getattr(moe, name) != getattr(moe, first):
+            problems.append(unsupported_setting(name, getattr(moe, name), family, f"the value of {first} there"))
     if moe.moe_router_load_balancing_type == "sinkhorn":
         problems.append(
             unsupported_setting("moe_router_load_balancing_type", "sinkhorn", family, "scores of another kind")
@@ -115,7 +137,7 @@ def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) ->
             problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, allowed))
     elif (
         family.hybrid is None
-        and "decoder_sparse_step" not in family.defaults
+        and not {"decoder_sparse_step", "moe_layers"} & family.defaults.keys()
         and len(spec.moe_layers) < len(spec.layers)
     ):
         problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, "experts in every layer"))

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from petatron.base.errors import Problem
+from petatron.base.untrusted_files import is_count
+from petatron.config.schema.longrope_factors import format_longrope_factors, is_factor, parse_longrope_factors
 from petatron.config.schema.model import ModelConfig
 from petatron.layers.rope import yarn_attention_scaling
 from petatron.models.hf.family import Family
@@ -20,6 +22,9 @@ from petatron.models.hf.window_config_json import FULL, SLIDING
 
 _DEFAULT_THETA = 10000.0
 _PARTIAL = "partial_rotary_factor"
+_ORIGINAL = "original_max_position_embeddings"
+_LONGROPE = ("longrope", "su")  # the second is its name in older files of Phi-3
+_FIX = "Take config.json from the model's own folder."
 
 
 def rope_from_hf_config(
@@ -49,7 +54,10 @@ def rope_from_hf_config(
         values["rotary_base_local"] = float(local["rope_theta"])
     if kind == "default":
         return values, []
-    scaling, problems = _scaling_from_hf(key, kind, given, model["max_position_embeddings"])
+    if kind in _LONGROPE:
+        scaling, problems = _longrope_from_hf(key, given, hf_config, model["max_position_embeddings"])
+    else:
+        scaling, problems = _scaling_from_hf(key, kind, given, model["max_position_embeddings"])
     return values | scaling, problems
 
 
@@ -87,7 +95,28 @@ def _scaling_from_hf(
     values["position_embedding_type"] = "yarn"
     values["yarn_beta_fast"] = float(given.get("beta_fast") or 32)
     values["yarn_beta_slow"] = float(given.get("beta_slow") or 1)
+    values["yarn_correction_range_round_to_int"] = bool(given.get("truncate", True))
     return values | scales, problems
+
+
+def _longrope_from_hf(
+    key: str, given: Mapping[str, Any], hf_config: Mapping[str, Any], max_position_embeddings: int
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Reads LongRoPE; the original context may be a key of the model itself."""
+    values: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        factors = given.get(name)
+        if not isinstance(factors, list) or not factors or not all(map(is_factor, factors)):
+            rule = "is not a list of positive numbers, one for each rotary pair"
+            return {}, [Problem(f"{key}.{name}", f"{factors!r:.40}", rule, _FIX)]
+        values[f"longrope_{name}"] = format_longrope_factors(factors)
+    original = given.get(_ORIGINAL) or hf_config.get(_ORIGINAL) or max_position_embeddings
+    if not is_count(original, 2):
+        return {}, [Problem(_ORIGINAL, f"{original!r:.40}", "is not a length of a context", _FIX)]
+    factor = given.get("factor") or max_position_embeddings / original
+    values |= {"rope_scaling_factor": float(factor), "original_max_position_embeddings": original}
+    attention = given.get("attention_factor")
+    return values | ({} if attention is None else {"longrope_attention_factor": float(attention)}), []
 
 
 def latent_yarn_problems(hf_config: Mapping[str, Any]) -> list[Problem]:
@@ -106,12 +135,9 @@ def _unsupported_rope(family: Family, key: str, rope_parameters: Mapping[str, An
     if any(isinstance(value, Mapping) for value in rope_parameters.values()):
         rule = f"differs between layers, and those of a {family.name} model have one rotation"
         return [Problem(key, "", rule, "Use another model.")]
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in ("default", "linear", "llama3", "yarn", *_LONGROPE):
         rule = "is a rotary scaling the decoder does not have"
-        return [Problem(f"{key}.rope_type", f'"{kind}"', rule, "It has default, linear, llama3 and yarn.")]
-    if kind == "yarn" and rope_parameters.get("truncate", True) is False:
-        rule = "keeps the bounds of the ramp fractional, and the decoder rounds them"
-        return [Problem(f"{key}.truncate", "false", rule, "Use another model.")]
+        return [Problem(f"{key}.rope_type", f'"{kind}"', rule, "It has default, linear, llama3, yarn and longrope.")]
     return []
 
 
@@ -135,13 +161,20 @@ def rope_to_hf_config(family: Family, model: ModelConfig) -> dict[str, Any]:
     if model.position_embedding_type == "yarn":
         parameters = {"rope_type": "yarn", "beta_fast": model.yarn_beta_fast, "beta_slow": model.yarn_beta_slow}
         parameters |= _yarn_mscale_to_hf(model)
+        parameters |= {} if model.yarn_correction_range_round_to_int else {"truncate": False}
     elif model.use_rope_scaling:
         parameters = {"rope_type": "llama3", "low_freq_factor": model.rope_low_freq_factor}
         parameters["high_freq_factor"] = model.rope_high_freq_factor
     elif model.rotary_seq_len_interpolation_factor is not None:
         parameters = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    elif model.longrope_short_factor is not None and model.longrope_long_factor is not None:
+        parameters = {"rope_type": "longrope"}
+        parameters["short_factor"] = list(parse_longrope_factors(model.longrope_short_factor))
+        parameters["long_factor"] = list(parse_longrope_factors(model.longrope_long_factor))
+        if model.longrope_attention_factor is not None:
+            parameters["attention_factor"] = model.longrope_attention_factor
     scaling = None
-    if parameters["rope_type"] in ("yarn", "llama3"):
+    if parameters["rope_type"] in ("yarn", "llama3", "longrope"):
         parameters["factor"] = model.rope_scaling_factor
         parameters["original_max_position_embeddings"] = model.original_max_position_embeddings
     if parameters["rope_type"] != "default":
@@ -149,6 +182,8 @@ def rope_to_hf_config(family: Family, model: ModelConfig) -> dict[str, Any]:
     partial = {_PARTIAL: model.rotary_percent} if _PARTIAL in family.defaults else {}
     whole: dict[str, Any] = {**parameters, **partial, "rope_theta": model.rotary_base}
     legacy = {"rope_theta": model.rotary_base, "rope_scaling": scaling, **partial}
+    if parameters["rope_type"] == "longrope":
+        legacy[_ORIGINAL] = model.original_max_position_embeddings
     if not family.rope_by_layer_type:
         return {"rope_parameters": whole, **legacy}
     local = model.rotary_base if model.rotary_base_local is None else model.rotary_base_local

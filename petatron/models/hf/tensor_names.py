@@ -90,7 +90,7 @@ def _logical_from_entries(
     logical: dict[str, Tensor] = {}
     for entry in entries:
         for region in entry.regions:
-            part = _region_values(tensors[entry.name], region)
+            part = region.view_in(tensors[entry.name])
             if region.shape == shapes[region.name]:
                 logical[region.name] = part.contiguous()
                 continue
@@ -100,19 +100,12 @@ def _logical_from_entries(
     return logical
 
 
-def _region_values(tensor: Tensor, region: EntryRegion) -> Tensor:
-    """Returns a region of an entry's tensor in the dimensions of the logical tensor."""
-    part = tensor[region.entry_slices()]
-    part = part.transpose(-2, -1) if region.transposed else part
-    return part.reshape(region.shape)
-
-
 def _entry_from_logical(entry: FolderEntry, logical: Mapping[str, Tensor]) -> Tensor:
     if len(entry.regions) == 1:
         return _region_in_entry(entry.regions[0], logical).contiguous()
     whole = logical[entry.regions[0].name].new_empty(entry.shape)
     for region in entry.regions:
-        whole[region.entry_slices()] = _region_in_entry(region, logical)
+        region.view_in(whole).copy_(logical[region.name][region.logical_slices()])
     return whole
 
 

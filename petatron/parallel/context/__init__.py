@@ -85,7 +85,7 @@ class ContextParallelAttention(CoreAttention):
         kv_exchange: KvExchange,
         order: SequenceOrder = "zigzag",
     ) -> None:
-        super().__init__(window=core.window, dropout=core.dropout, softcap=core.softcap)
+        super().__init__(window=core.window, dropout=core.dropout, softcap=core.softcap, chunk=core.chunk)
         self.packing_kernels = core.packing_kernels
         self.order: SequenceOrder = order
         self.ulysses = UlyssesAllToAll(head_axis, order)
@@ -116,6 +116,7 @@ class ContextParallelAttention(CoreAttention):
                 dropout=self.dropout if self.training else 0.0,
                 document_starts_BS=None if documents is None else documents.starts_BS,
                 rules=self.score_rules(sinks_H),
+                chunk=self.chunk,
             )
         return self.ulysses.gather_heads_scatter_sequence(out)
 

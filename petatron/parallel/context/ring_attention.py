@@ -198,10 +198,13 @@ def context_parallel_attention(
     dropout: float,
     document_starts_BS: Tensor | None,
     rules: ScoreRules | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Computes attention of this rank's queries over the keys and values of every rank of the axis."""
     length = q_SBHE.shape[0] * axis.size
-    bounds = AttentionBounds.build(length, window=window, document_starts_BS=document_starts_BS, device=q_SBHE.device)
+    bounds = AttentionBounds.build(
+        length, window=window, document_starts_BS=document_starts_BS, device=q_SBHE.device, chunk=chunk
+    )
     softcap, sinks_H = (None, None) if rules is None else (rules.softcap, rules.sinks_H)
     plan = _AttentionPlan(axis, order, length, bounds, AttentionDropout.draw(dropout), softcap)
     return _ATTENTION_FUNCTIONS[kv_exchange].apply(q_SBHE, k_SBKE, v_SBKE, sinks_H, plan)  # pyright: ignore[reportReturnType]

@@ -100,8 +100,8 @@ ONE_PROBLEM = [
         "Use --position-embedding-type rope, or leave it out.",
     ),
     (
-        "--use-rope-scaling --rope-low-freq-factor 4",
-        "--rope-low-freq-factor 4 is not below --rope-high-freq-factor 4. Llama-3 uses 1 and 4.",
+        "--use-rope-scaling --rope-low-freq-factor 5",
+        "--rope-low-freq-factor 5 is above --rope-high-freq-factor 4. Llama-3 uses 1 and 4.",
     ),
     (
         "--position-embedding-type yarn --yarn-beta-slow 40",
@@ -368,6 +368,7 @@ def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
     words = {info.name for info in all_fields() if info.kind == "str"}
     others = {"model_type", "moe_layer_freq", "pipeline_model_parallel_layout", "split", "master_addr"}
     others |= {"window_attn_skip_freq", "linear_attention_freq", "no_rope_freq", "hybrid_layer_pattern"}
+    others |= {"longrope_short_factor", "longrope_long_factor"}
     assert words - set(PATHS) == others | {"high_priority_stream_groups", "wandb_project", "wandb_exp_name"}
 
 

@@ -78,6 +78,7 @@ def test_what_can_be_recorded(flags: str, world_size: int):
         ("--softmax-type learnable", 1, "--softmax-type learnable: without FlashAttention the host makes the mask"),
         ("--reset-attention-mask", 1, "--reset-attention-mask: where documents lie differs from step to step"),
         ("--no-bf16 --window-size 16", 1, "--window-size 16 in this precision: without FlashAttention the host makes the mask."),
+        ("--attention-chunk-size 16", 1, "--attention-chunk-size 16: the host keeps the boundaries of chunks, and may forget them."),
         ("--window-size 16 --kv-channels 36", 1, "--window-size 16 and heads of width 36: without FlashAttention"),
         ("--pipeline-timeline found.json", 1, "--pipeline-timeline found.json: its parts are timed one by one, by the host."),
     ],

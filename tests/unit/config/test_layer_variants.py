@@ -35,6 +35,27 @@ PROBLEMS = {
     "--attn-logit-softcapping 0": "--attn-logit-softcapping 0.0 is not above 0",
     "--rotary-interleaved --position-embedding-type none": "--rotary-interleaved True is about rotary positions",
     "--softmax-type learnable --multi-latent-attention": "--softmax-type learnable cannot be combined with --multi-latent-attention",
+    "--activation-func-clamp-value 0": "--activation-func-clamp-value 0.0 is not above 0",
+    "--attention-chunk-size 0": "--attention-chunk-size 0 is below 1",
+    "--attention-chunk-size 4 --position-embedding-type none": "--attention-chunk-size 4 is for layers with rotary positions",
+    "--qk-l2-norm --position-embedding-type alibi": "--qk-l2-norm True is for layers with rotary positions",
+    "--qk-l2-norm --qk-layernorm": "--qk-l2-norm and --qk-layernorm are two norms",
+    "--attention-temperature-scale 0.1": "--attention-temperature-scale 0.1 is for layers without rotary positions, and all have them",
+    "--attention-temperature-scale 0 --no-rope-freq 2": "--attention-temperature-scale 0.0 is not above 0",
+    "--attention-temperature-floor 0": "--attention-temperature-floor 0 is below 1",
+    "--attention-chunk-size 4 --multi-latent-attention": "--attention-chunk-size 4 cannot be combined with --multi-latent-attention",
+    "--position-embedding-type alibi --max-position-embeddings 70000": "below 65,536, and --max-position-embeddings is 70,000",
+    "--position-embedding-type alibi --attn-logit-softcapping 2": "alibi cannot be combined with --attn-logit-softcapping",
+    "--position-embedding-type alibi --softmax-type learnable": "alibi cannot be combined with --softmax-type learnable",
+    "--num-experts 4 --moe-apply-probs-on-input": "--moe-apply-probs-on-input is for one expert per token, but --moe-router-topk is 2",
+    "--longrope-short-factor [1,1,1,1]": "--longrope-long-factor is missing, and LongRoPE has two lists of factors",
+    "--longrope-short-factor [1,1,1] --longrope-long-factor [2,2,2,2]": "has 3 numbers, and a head has 4 rotary pairs",
+    "--longrope-short-factor some --longrope-long-factor [2,2,2,2]": "--longrope-short-factor some is not a list of numbers",
+    "--longrope-short-factor 7 --longrope-long-factor [2,2,2,2]": "--longrope-short-factor 7 is not a list of numbers",
+    "--longrope-short-factor [0,1,1,1] --longrope-long-factor [2,2,2,2]": "holds something else than positive numbers",
+    "--longrope-short-factor [1,1,1,1] --longrope-long-factor [2,2,2,2] --use-rope-scaling": "and another is set",
+    "--longrope-short-factor [1,1,1,1] --longrope-long-factor [2,2,2,2] --position-embedding-type none": "is about rotary positions",
+    "--longrope-attention-factor 0": "--longrope-attention-factor 0.0 is not above 0",
     "--rotary-seq-len-interpolation-factor 2 --use-rope-scaling": "is one way to scale rotary positions, and another is set",
 }
 
@@ -44,6 +65,13 @@ def test_what_cannot_be_is_said(flags: str):
     with pytest.raises(ConfigError) as caught:
         load_config([*BASE.split(), *flags.split()], require_training=False)
     assert PROBLEMS[flags] in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--activation-func-clamp-value 7", "--glu-linear-offset 1"])
+def test_bounds_of_gates_need_gates(flag: str):
+    ungated = BASE.replace("--swiglu", "--activation gelu")
+    with pytest.raises(ConfigError, match=f"{flag} is about gated activations, but --activation is gelu"):
+        load_config([*ungated.split(), *flag.split()], require_training=False)
 
 
 def test_a_number_marks_every_nth_layer_and_a_list_each():

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.activation import GATE_ACTIVATIONS
+from petatron.kernels.activation import GATE_ACTIVATIONS, GluBounds
 from petatron.kernels.moe import permute as reference
 from petatron.kernels.moe.permute import MoEKernels, Permutation
 from petatron.kernels.triton.activation import activation_and_slope
@@ -256,10 +256,10 @@ def unpermute_backward(
     return grad_RD, grad_weights
 
 
-def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str) -> Tensor:
-    """The activation times the weight of each row; an ungated one uses the reference."""
-    if name not in GATE_ACTIVATIONS:
-        return reference.weighted_activation(inner_RG, weight_R, name)
+def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str, bounds: GluBounds | None = None) -> Tensor:
+    """The activation times the weight of each row; an ungated or a bounded one uses the reference."""
+    if name not in GATE_ACTIVATIONS or bounds is not None:
+        return reference.weighted_activation(inner_RG, weight_R, name, bounds)
     rows, width = inner_RG.shape[0], inner_RG.shape[1] // 2
     out = inner_RG.new_empty(rows, width)
     if rows:
@@ -272,12 +272,18 @@ def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str) -> Tensor
 
 
 def weighted_activation_backward(
-    grad_RF: Tensor, inner_RG: Tensor, weight_R: Tensor, name: str, *, recompute_output: bool
+    grad_RF: Tensor,
+    inner_RG: Tensor,
+    weight_R: Tensor,
+    name: str,
+    bounds: GluBounds | None = None,
+    *,
+    recompute_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the gradients of the input and of the weights, and the weighted activation if `recompute_output`."""
-    if name not in GATE_ACTIVATIONS:
+    if name not in GATE_ACTIVATIONS or bounds is not None:
         return reference.weighted_activation_backward(
-            grad_RF, inner_RG, weight_R, name, recompute_output=recompute_output
+            grad_RF, inner_RG, weight_R, name, bounds, recompute_output=recompute_output
         )
     rows, width = grad_RF.shape
     inner_RG, weight_R = inner_RG.contiguous(), weight_R.contiguous()

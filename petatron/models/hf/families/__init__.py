@@ -4,7 +4,11 @@ A family is a file of this folder, or a part of one, and a line of this list; no
 """
 
 from petatron.models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from petatron.models.hf.families.experts.glm4_moe import GLM4_MOE
+from petatron.models.hf.families.experts.gpt_oss import GPT_OSS
+from petatron.models.hf.families.experts.llama4 import LLAMA4
 from petatron.models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
+from petatron.models.hf.families.glm import GLM, GLM4
 from petatron.models.hf.families.gpt2 import GPT2
 from petatron.models.hf.families.gpt_neox import GPT_NEOX
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
@@ -37,6 +41,8 @@ FAMILIES = (
     OLMO3,
     GRANITE,
     PHI3,
+    GLM,
+    GLM4,
     STARCODER2,
     NEMOTRON,
     GPT_NEOX,
@@ -46,8 +52,11 @@ FAMILIES = (
     QWEN3_NEXT,
     OLMOE,
     GRANITE_MOE,
+    GPT_OSS,
+    LLAMA4,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    GLM4_MOE,
     MAMBA2,
     BAMBA,
     NEMOTRON_H,

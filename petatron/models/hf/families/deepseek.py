@@ -23,6 +23,12 @@ from petatron.models.hf.shared_tables import (
     LLAMA_MAPPINGS,
 )
 
+SHARED_EXPERTS = (
+    ModuleMapping(("layers.*.mlp.router",), "model.layers.*.mlp.gate"),
+    ModuleMapping(("layers.*.mlp.shared.gate",), "model.layers.*.mlp.shared_experts.gate_proj"),
+    ModuleMapping(("layers.*.mlp.shared.up",), "model.layers.*.mlp.shared_experts.up_proj"),
+    ModuleMapping(("layers.*.mlp.shared.down",), "model.layers.*.mlp.shared_experts.down_proj"),
+)
 _NOT_IN_LATENT_ATTENTION = ("layers.*.attention.q_norm",)  # here the norm of a latent, under another name
 _MAPPINGS = (
     *(row for row in LLAMA_MAPPINGS if row.logical_modules != _NOT_IN_LATENT_ATTENTION),
@@ -32,29 +38,28 @@ _MAPPINGS = (
     ModuleMapping(("layers.*.attention.kv_down",), "model.layers.*.self_attn.kv_a_proj_with_mqa"),
     ModuleMapping(("layers.*.attention.kv_norm",), "model.layers.*.self_attn.kv_a_layernorm"),
     ModuleMapping(("layers.*.attention.kv_up",), "model.layers.*.self_attn.kv_b_proj"),
-    ModuleMapping(("layers.*.mlp.router",), "model.layers.*.mlp.gate"),
-    ModuleMapping(("layers.*.mlp.shared.gate",), "model.layers.*.mlp.shared_experts.gate_proj"),
-    ModuleMapping(("layers.*.mlp.shared.up",), "model.layers.*.mlp.shared_experts.up_proj"),
-    ModuleMapping(("layers.*.mlp.shared.down",), "model.layers.*.mlp.shared_experts.down_proj"),
+    *SHARED_EXPERTS,
 )
-_MTP_MAPPINGS = (
+MTP_MAPPINGS = (
     ModuleMapping(("layers.*.embedding_norm",), "model.layers.*.enorm"),
     ModuleMapping(("layers.*.hidden_norm",), "model.layers.*.hnorm"),
     ModuleMapping(("layers.*.projection",), "model.layers.*.eh_proj"),
     ModuleMapping(("layers.*.norm",), "model.layers.*.shared_head.norm"),
 )
-_EXPERT_BIAS = ModuleMapping(
+# Copies of the embedding and the head, which depths of multi-token prediction share.
+MTP_COPIES = ("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight")
+EXPERT_BIAS_MAPPING = ModuleMapping(
     ("layers.*.mlp.router",),
     "model.layers.*.mlp.gate.e_score_correction_bias",
     no_weight_suffix=True,
     leaf="expert_bias",
 )
-_SEPARATE_EXPERTS = (
+SEPARATE_EXPERTS = (
     ModuleMapping((f"{EXPERTS}.gate",), "model.layers.*.mlp.experts.#.gate_proj"),
     ModuleMapping((f"{EXPERTS}.up",), "model.layers.*.mlp.experts.#.up_proj"),
     ModuleMapping((f"{EXPERTS}.down",), "model.layers.*.mlp.experts.#.down_proj"),
 )
-_FUSED_EXPERTS = (
+FUSED_EXPERTS = (
     ModuleMapping(
         (f"{EXPERTS}.gate", f"{EXPERTS}.up"), "model.layers.*.mlp.experts.gate_up_proj", no_weight_suffix=True
     ),
@@ -88,20 +93,26 @@ _FIXED = {
     "norm_epsilon": 1e-6,
 }
 _SINGLE_VALUES = {"attention_bias": False, "rms_norm_eps": 1e-6, "moe_layer_freq": 1}
-_MOE_KEYS = {
+V3_MOE_KEYS = {
     "num_experts": "n_routed_experts",
     "moe_router_topk": "num_experts_per_tok",
     "moe_ffn_hidden_size": "moe_intermediate_size",
 }
 _MOE_FIXED = {"moe_latent_size": None, "moe_shared_expert_gate": False, "moe_router_dtype": "fp32"}
+V3_MOE_FIXED = {
+    **_MOE_FIXED,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_pre_softmax": False,
+    "moe_router_enable_expert_bias": True,
+}
 
 DEEPSEEK_V2 = like_llama(
     name="deepseek_v2",
     models="DeepSeek-V2, V2-Lite",
     what_differs="[latent attention](mla.md), shared experts, dense layers first, groups of experts ranked by their best",
     architecture="DeepseekV2ForCausalLM",
-    mappings=(*_MAPPINGS, *_SEPARATE_EXPERTS),
-    in_memory_mappings=(*_MAPPINGS, *_FUSED_EXPERTS),
+    mappings=(*_MAPPINGS, *SEPARATE_EXPERTS),
+    in_memory_mappings=(*_MAPPINGS, *FUSED_EXPERTS),
     keys=_KEYS,
     defaults={
         **_DEFAULTS,
@@ -119,7 +130,7 @@ DEEPSEEK_V2 = like_llama(
     fixed=_FIXED,
     single_values={**_SINGLE_VALUES, "scoring_func": "softmax", "norm_topk_prob": False},
     heads_divide_width=True,
-    moe_keys=_MOE_KEYS,
+    moe_keys=V3_MOE_KEYS,
     moe_fixed={
         **_MOE_FIXED,
         "moe_router_score_function": "softmax",
@@ -134,14 +145,9 @@ DEEPSEEK_V3 = like_llama(
     what_differs="the same with sigmoid scores, groups ranked by their best two, a bias per expert",
     other_names=("kimi_k2",),
     architecture="DeepseekV3ForCausalLM",
-    mappings=(*_MAPPINGS, *_MTP_MAPPINGS, _EXPERT_BIAS, *_SEPARATE_EXPERTS),
-    in_memory_mappings=(*_MAPPINGS, *_MTP_MAPPINGS, _EXPERT_BIAS, *_FUSED_EXPERTS),
-    # Copies of the embedding and the head, which depths of multi-token prediction share.
-    ignored_tensors=(
-        "*rotary_emb.inv_freq",
-        "model.layers.*.embed_tokens.weight",
-        "model.layers.*.shared_head.head.weight",
-    ),
+    mappings=(*_MAPPINGS, *MTP_MAPPINGS, EXPERT_BIAS_MAPPING, *SEPARATE_EXPERTS),
+    in_memory_mappings=(*_MAPPINGS, *MTP_MAPPINGS, EXPERT_BIAS_MAPPING, *FUSED_EXPERTS),
+    ignored_tensors=("*rotary_emb.inv_freq", *MTP_COPIES),
     mtp_keys=("num_nextn_predict_layers", "num_mtp_layers"),
     keys=_KEYS,
     defaults={
@@ -168,12 +174,7 @@ DEEPSEEK_V3 = like_llama(
         "rope_interleave": True,
         "norm_topk_prob": True,
     },
-    moe_keys=_MOE_KEYS,
-    moe_fixed={
-        **_MOE_FIXED,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_pre_softmax": False,
-        "moe_router_enable_expert_bias": True,
-    },
+    moe_keys=V3_MOE_KEYS,
+    moe_fixed=V3_MOE_FIXED,
     group_score_topk=2,
 )

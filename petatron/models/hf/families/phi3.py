@@ -1,6 +1,7 @@
 """Phi-3 and Phi-4: a Llama with q, k and v in one matrix, gate and up in another, and part of each head rotated in some.
 
-Their long contexts ("longrope", with a factor per frequency that depends on the length of the input) are refused by the rope's reader.
+Their long contexts ("longrope") have two lists of factors. transformers chooses by the length of each input; here a run has one, by its
+`--seq-length`, and generates up to the original context with the short ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _FUSED = (
 PHI3 = like_llama(
     name="phi3",
     architecture="Phi3ForCausalLM",
-    models="Phi-3, Phi-4 (without longrope)",
+    models="Phi-3, Phi-4, Phi-4-mini",
     what_differs="q, k and v in one matrix, gate and up in another, part of each head rotated",
     mappings=(
         *(mapping for mapping in LLAMA_MAPPINGS if mapping.logical_modules[0] not in _FUSED),

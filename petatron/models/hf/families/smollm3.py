@@ -12,12 +12,17 @@ from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, SLIDING_WINDOW_DEFA
 from petatron.models.model_spec import ModelSpec
 
 
-def _read_no_rope(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Reads `no_rope_layers`, in which a 1 means, against its name, that the layer has rotary positions."""
-    rotates, num_layers = hf_config["no_rope_layers"], hf_config["num_hidden_layers"]
-    if rotates is None:
-        every = hf_config["no_rope_layer_interval"]
-        rotates = [int(every < 1 or (layer + 1) % every != 0) for layer in range(num_layers)]
+def rotary_layers(hf_config: Mapping[str, Any]) -> Any:
+    """Returns `no_rope_layers`, in which a 1 means, against its name, that the layer has rotary positions; or what they are without it."""
+    every = hf_config["no_rope_layer_interval"]
+    if hf_config["no_rope_layers"] is not None:
+        return hf_config["no_rope_layers"]
+    return [int(every < 1 or (layer + 1) % every != 0) for layer in range(hf_config["num_hidden_layers"])]
+
+
+def read_no_rope(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Reads which layers have no positions."""
+    rotates, num_layers = rotary_layers(hf_config), hf_config["num_hidden_layers"]
     if not isinstance(rotates, list) or len(rotates) != num_layers or any(bit not in (0, 1) for bit in rotates):
         rule = f"is not one 0 or 1 for each of the {num_layers} layers"
         return {}, [
@@ -26,7 +31,8 @@ def _read_no_rope(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pr
     return {} if all(rotates) else {"no_rope_freq": format_layers([not bit for bit in rotates])}, []
 
 
-def _write_no_rope(spec: ModelSpec) -> dict[str, Any]:
+def write_no_rope(spec: ModelSpec) -> dict[str, Any]:
+    """Returns `no_rope_layers`."""
     return {"no_rope_layers": [int(not here) for here in no_rope_layers(spec.config)]}
 
 
@@ -49,7 +55,7 @@ SMOLLM3 = like_llama(
         "no_rope_layers": None,
         "no_rope_layer_interval": 4,
     },
-    read_more=_read_no_rope,
-    write_more=_write_no_rope,
+    read_more=read_no_rope,
+    write_more=write_no_rope,
     more_settings=("no_rope_freq",),
 )

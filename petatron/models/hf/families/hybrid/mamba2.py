@@ -15,7 +15,7 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     read_layer_count,
     time_step_problems,
 )
-from petatron.models.hf.family import Family, HybridLayers, ModuleMapping
+from petatron.models.hf.family import Family, HybridLayers, ModuleMapping, unsupported_setting
 from petatron.models.model_spec import ModelSpec
 
 _MAX_POSITIONS = 1 << 20
@@ -28,11 +28,15 @@ def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
 
 
 def _read_more(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    return {"max_position_embeddings": _MAX_POSITIONS, "mamba_norm_groups": 1}, time_step_problems(hf_config)
+    values = {"max_position_embeddings": _MAX_POSITIONS, "mamba_norm_groups": 1, "position_embedding_type": "none"}
+    return values, time_step_problems(hf_config)
 
 
 def _unsupported(spec: ModelSpec) -> list[Problem]:
-    return mixer_problems(spec, MAMBA2)
+    """Rotary positions would be those of attention, which there is none of."""
+    positions = spec.config.position_embedding_type
+    learned = [unsupported_setting("position_embedding_type", positions, MAMBA2, "none")]
+    return mixer_problems(spec, MAMBA2) + (learned if positions == "learned_absolute" else [])
 
 
 def _write_more(spec: ModelSpec) -> Mapping[str, Any]:
@@ -80,7 +84,7 @@ MAMBA2 = Family(
         "hidden_act": "silu",
         "tie_word_embeddings": False,
     },
-    fixed={**HYBRID_FIXED, "position_embedding_type": "none"},
+    fixed=HYBRID_FIXED,
     single_values={"conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "hidden_act": "silu"},
     has_rope=False,
     read_more=_read_more,

@@ -1,0 +1,1 @@
+"""Families whose layers with experts are of a kind of their own."""

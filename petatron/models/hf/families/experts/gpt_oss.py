@@ -1,0 +1,84 @@
+"""gpt-oss: experts with biases and clamped gates, attention sinks, windows in every second layer, YaRN between rotary pairs.
+
+The rows of gate and up alternate, and matrices of experts are [in, out]. OpenAI's files have these in MXFP4 under names of their own
+(`checkpoint/convert/mxfp4_folder.py`), and other weights in bfloat16. "silu" in config.json is the gate x sigmoid(1.702 x) all the same.
+"""
+
+from __future__ import annotations
+
+from petatron.models.hf.families.llama import like_llama
+from petatron.models.hf.family import ModuleMapping
+from petatron.models.hf.shared_tables import (
+    EXPERTS,
+    LLAMA_DEFAULTS,
+    LLAMA_FIXED,
+    LLAMA_KEYS,
+    LLAMA_MAPPINGS,
+    MOE_FIXED,
+    NO_SHARED_EXPERT,
+)
+
+_GATE_UP, _DOWN = (f"{EXPERTS}.gate", f"{EXPERTS}.up"), (f"{EXPERTS}.down",)
+_HF = "model.layers.*.mlp.experts"
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+GPT_OSS = like_llama(
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    models="gpt-oss (also its MXFP4 files)",
+    what_differs="experts with biases and clamped gates, attention sinks, windows in every second layer",
+    mappings=(
+        *LLAMA_MAPPINGS,
+        ModuleMapping(("layers.*.attention.sinks",), "model.layers.*.self_attn.sinks", no_weight_suffix=True),
+        ModuleMapping(("layers.*.mlp.router",), "model.layers.*.mlp.router"),
+        ModuleMapping(_GATE_UP, f"{_HF}.gate_up_proj", transposed=True, no_weight_suffix=True, interleaved=True),
+        ModuleMapping(_GATE_UP, f"{_HF}.gate_up_proj_bias", no_weight_suffix=True, leaf="bias", interleaved=True),
+        ModuleMapping(_DOWN, f"{_HF}.down_proj", transposed=True, no_weight_suffix=True),
+        ModuleMapping(_DOWN, f"{_HF}.down_proj_bias", no_weight_suffix=True, leaf="bias"),
+    ),
+    keys={**LLAMA_KEYS, "activation_func_clamp_value": "swiglu_limit"},
+    defaults={
+        **LLAMA_DEFAULTS,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "sliding_window": 128,
+        "layer_types": None,
+        "rope_theta": 150000.0,
+        "rope_scaling": _YARN,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 128,
+    },
+    fixed={
+        **LLAMA_FIXED,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "glu_linear_offset": 1.0,
+    },
+    single_values={"attention_bias": True, "swiglu_alpha": 1.702},
+    required=("activation_func_clamp_value",),
+    activations={"silu": "quick_geglu"},
+    full_attention_every=2,
+    moe_keys={
+        "num_experts": "num_local_experts",
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_ffn_hidden_size": "intermediate_size",
+    },
+    moe_fixed={
+        **MOE_FIXED,
+        **NO_SHARED_EXPERT,
+        "moe_router_pre_softmax": False,
+        "moe_router_linear_bias": True,
+    },
+)

@@ -1,0 +1,127 @@
+"""Llama 4 (text): chunked attention and norms without weights in layers with rotary positions, a temperature in those without.
+
+Every token has one expert, whose input is multiplied by a sigmoid, and a shared one of the same width; dense layers in between are
+wider. Rotary pairs are neighbours. The text model of a multimodal folder is saved by itself first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from petatron.base.errors import Problem
+from petatron.base.untrusted_files import is_count
+from petatron.config.schema.layer_patterns import no_rope_layers
+from petatron.models.hf.families.llama import like_llama
+from petatron.models.hf.families.smollm3 import read_no_rope, rotary_layers, write_no_rope
+from petatron.models.hf.family import ModuleMapping
+from petatron.models.hf.shared_tables import EXPERTS, LLAMA_DEFAULTS, LLAMA_FIXED, LLAMA_KEYS, LLAMA_MAPPINGS, MOE_FIXED
+from petatron.models.hf.window_config_json import FULL
+from petatron.models.model_spec import ModelSpec
+
+_CHUNKED = "chunked_attention"
+_FIX = "Take config.json from the model's own folder."
+_MLP, _HF = "layers.*.mlp", "model.layers.*.feed_forward"
+
+
+def _read_attention(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Reads which layers have positions and chunks, and the temperature of the others."""
+    hf_config = {**hf_config, "no_rope_layers": hf_config["no_rope_layers"] or None}
+    values, problems = read_no_rope(hf_config)
+    if problems:
+        return {}, problems
+    chunk, kinds, rotary = hf_config["attention_chunk_size"], hf_config["layer_types"], rotary_layers(hf_config)
+    by_positions = [_CHUNKED if rotates else FULL for rotates in rotary]
+    if kinds is not None and kinds != by_positions and set(kinds) != {FULL}:
+        rule = "does not have chunks in the layers with rotary positions, and in no others"
+        return {}, [Problem("layer_types", "", rule, "Use another model; the decoder has no such part.")]
+    if chunk is not None and kinds in (None, by_positions):
+        if not is_count(chunk, 1):
+            return {}, [Problem("attention_chunk_size", f"{chunk!r:.40}", "is not a number of tokens", _FIX)]
+        values["attention_chunk_size"] = chunk
+    if hf_config.get("attn_temperature_tuning", True) and not all(rotary):
+        scale, floor = hf_config["attn_scale"], hf_config["floor_scale"]
+        if not is_count(floor, 1) or not scale > 0:
+            rule = f"and attn_scale {scale!r:.40} are no temperature"
+            return {}, [Problem("floor_scale", f"{floor!r:.40}", rule, _FIX)]
+        values |= {"attention_temperature_scale": float(scale), "attention_temperature_floor": floor}
+    return values, []
+
+
+def _write_attention(spec: ModelSpec) -> dict[str, Any]:
+    model = spec.config
+    chunk, scale = model.attention_chunk_size, model.attention_temperature_scale
+    chunked = [chunk is not None and not without for without in no_rope_layers(model)]
+    return {
+        **write_no_rope(spec),
+        "layer_types": [_CHUNKED if here else FULL for here in chunked],
+        "attention_chunk_size": chunk or model.max_position_embeddings,  # transformers needs one, also for no layer
+        "attn_temperature_tuning": scale is not None,
+        "attn_scale": scale or 0.1,
+        "floor_scale": model.attention_temperature_floor,
+    }
+
+
+LLAMA4 = like_llama(
+    name="llama4_text",
+    architecture="Llama4ForCausalLM",
+    models="Llama 4 (text)",
+    what_differs="chunked attention, layers without positions, one expert per token weighted at its input, a shared one",
+    mappings=(
+        *(row for row in LLAMA_MAPPINGS if not row.logical_modules[0].startswith(f"{_MLP}.")),
+        ModuleMapping((f"{_MLP}.gate",), f"{_HF}.gate_proj"),
+        ModuleMapping((f"{_MLP}.up",), f"{_HF}.up_proj"),
+        ModuleMapping((f"{_MLP}.down",), f"{_HF}.down_proj"),
+        ModuleMapping((f"{_MLP}.router",), f"{_HF}.router"),
+        ModuleMapping((f"{_MLP}.shared.gate",), f"{_HF}.shared_expert.gate_proj"),
+        ModuleMapping((f"{_MLP}.shared.up",), f"{_HF}.shared_expert.up_proj"),
+        ModuleMapping((f"{_MLP}.shared.down",), f"{_HF}.shared_expert.down_proj"),
+        ModuleMapping(
+            (f"{EXPERTS}.gate", f"{EXPERTS}.up"), f"{_HF}.experts.gate_up_proj", transposed=True, no_weight_suffix=True
+        ),
+        ModuleMapping((f"{EXPERTS}.down",), f"{_HF}.experts.down_proj", transposed=True, no_weight_suffix=True),
+    ),
+    keys={**LLAMA_KEYS, "ffn_hidden_size": "intermediate_size_mlp", "qk_l2_norm": "use_qk_norm"},
+    defaults={
+        **LLAMA_DEFAULTS,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "attention_bias": False,
+        "use_qk_norm": True,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "layer_types": None,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "moe_layers": None,
+        "interleave_moe_layer_step": 1,
+    },
+    fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False, "rotary_interleaved": True},
+    single_values={"attention_bias": False, "num_experts_per_tok": 1},
+    read_more=_read_attention,
+    write_more=_write_attention,
+    more_settings=(
+        *("no_rope_freq", "attention_chunk_size", "attention_temperature_scale", "attention_temperature_floor"),
+    ),
+    moe_keys={
+        "num_experts": "num_local_experts",
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_ffn_hidden_size": "intermediate_size",
+        "moe_shared_expert_intermediate_size": "intermediate_size",
+    },
+    moe_fixed={
+        **MOE_FIXED,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": False,
+        "moe_shared_expert_gate": False,
+        "moe_apply_probs_on_input": True,
+    },
+)
