@@ -7,6 +7,7 @@ where it may end or go on, its stop ids and the tokenizer's end of document are 
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections import OrderedDict
@@ -72,6 +73,15 @@ class ConstraintState:
     def advance(self, token: int) -> None:
         """Takes the next token of the answer, which is not one of `end_ids`."""
         self._matcher.consume_token(token)
+
+    def after(self, tokens: Sequence[int]) -> ConstraintState | None:
+        """Returns the state after some more tokens, and keeps this one; None if they end the answer, or may not follow."""
+        state = copy.copy(self)
+        state._matcher = self._matcher.deep_copy()
+        for token in tokens:
+            if token in self.end_ids or state.is_over or not state._matcher.consume_token(token):
+                return None
+        return state
 
     def allowed_tokens(self) -> Tensor | None:
         """Returns a mask over the vocabulary; None if no token is allowed: the vocabulary cannot express what must follow."""

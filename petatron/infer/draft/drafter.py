@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.sampling import SampledRow, sample_tokens
+from petatron.infer.sampling import sample_tokens
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
 from petatron.infer.step.model_steps import ModelSteps, PackedStep, RowsOfSequence, pack_rows
-from petatron.infer.step.step_result import StepLayout
+from petatron.infer.step.step_result import StepLayout, sampled_row
 from petatron.parallel.parallel_model import ParallelModel
 
 
@@ -119,9 +119,7 @@ class Drafter:
             sequence.drafts = []
             at_end = len(sequence.tokens) == sequence.computed + 1
             most = sequence.max_length - len(sequence.tokens) - 1
-            wanted = 0
-            if at_end and sequence.constraint is None:  # what a constraint allows is known token by token
-                wanted = scheduler.reserve_drafts(sequence, max(0, min(self._num_drafts, most)))
+            wanted = scheduler.reserve_drafts(sequence, max(0, min(self._num_drafts, most))) if at_end else 0
             kept = 0 if sequence.draft_inputs is None else sequence.draft_inputs.shape[0]
             rows = slice(first, first + work.count)
             found.append(_DraftedSequence(sequence, work.start - kept, kept + work.count, rows, work.decodes, wanted))
@@ -165,12 +163,7 @@ class Drafter:
         """Runs a depth, and adds a draft to some sequences; returns the hidden states of its rows."""
         padding = packed.rows_3T.shape[1] - hidden_TD.shape[0]
         logits_RV, found_TD = self._steps.run_depth(depth, packed, F.pad(hidden_TD, (0, 0, 0, padding)))
-        inputs = [
-            SampledRow(
-                each.sequence.params, [*each.sequence.tokens, *each.sequence.drafts], each.sequence.num_prompt, None
-            )
-            for each in drafting
-        ]
+        inputs = [sampled_row(each.sequence, each.sequence.drafts, logits_RV.device) for each in drafting]
         if inputs:
             for each, token in zip(drafting, sample_tokens(logits_RV, inputs).tolist(), strict=True):
                 each.sequence.drafts.append(token)

@@ -15,6 +15,7 @@ from torch import Tensor
 from petatron.infer.completion import TokenLogprob
 from petatron.infer.sampling import SampledRow, sample_tokens, token_logprobs
 from petatron.infer.scheduler import ScheduledSequence
+from petatron.infer.sequence import Sequence as RunningSequence
 
 NO_TOKEN = -1
 """In place of a token, where the constraint of a sequence allows none."""
@@ -188,8 +189,11 @@ def _sample(layout: StepLayout, results: Sequence[SequenceResult], logits_RV: Te
     begin, wanting = 0, []
     for result, samples in zip(results, layout.samples):
         if samples:
-            stuck = result.work.sequence.constraint is not None and inputs[begin].allowed_V is None
-            result.tokens = [NO_TOKEN] if stuck else accept_drafts(result.work.drafts, drawn[begin : begin + samples])
+            if result.work.sequence.constraint is not None:
+                for row in range(begin, begin + samples):
+                    drawn[row] = NO_TOKEN if inputs[row].allowed_V is None else drawn[row]
+            tokens = accept_drafts(result.work.drafts, drawn[begin : begin + samples])
+            result.tokens = tokens[:1] + [token for token in tokens[1:] if token != NO_TOKEN]
             if result.work.sequence.params.logprobs is not None:
                 wanting += [(result, begin + number, max(token, 0)) for number, token in enumerate(result.tokens)]
             begin += samples
@@ -202,10 +206,18 @@ def _sample(layout: StepLayout, results: Sequence[SequenceResult], logits_RV: Te
 
 def _sampled_row(work: ScheduledSequence, device: torch.device, pending: int, drafted: int) -> SampledRow:
     """Of the token after the first so many drafts."""
-    sequence = work.sequence
-    allowed = None if sequence.constraint is None else sequence.constraint.allowed_tokens()
+    return sampled_row(work.sequence, work.drafts[:drafted], device, pending=pending)
+
+
+def sampled_row(
+    sequence: RunningSequence, drafts: Sequence[int], device: torch.device, *, pending: int = 0
+) -> SampledRow:
+    """Returns what the draw of the token after some drafts depends on."""
+    state = sequence.constraint
+    state = state.after(drafts) if state is not None and drafts else state
+    allowed = None if state is None else state.allowed_tokens()
     mask = None if allowed is None else allowed.to(device)
-    tokens = [*sequence.tokens, *work.drafts[:drafted]] if drafted else sequence.tokens
+    tokens = [*sequence.tokens, *drafts] if drafts else sequence.tokens
     return SampledRow(sequence.params, tokens, sequence.num_prompt, mask, pending)
 
 

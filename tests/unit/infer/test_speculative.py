@@ -235,15 +235,21 @@ def test_ends_within_accepted_drafts():
         assert drafting.stats.pages_used == 0 and drafting.stats.generated_tokens == len(wanted.ids)
 
 
-def test_a_constraint_is_kept():
+@pytest.mark.parametrize("regex", ["(ab|c)*d", "a{9}", "a{3}", "[a-m]*", "[^q]{4,20}", "aaé"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constraint_is_kept(regex: str, temperature: float):
+    """It may leave one token at a time, end within the drafts, leave the model free, or ask for what has no token."""
     pytest.importorskip("llguidance")
     model = trained_model("--vocab-size 257")
-    params = SamplingParams(max_new_tokens=10, temperature=0.0, constraint=Constraint(kind="regex", grammar="(ab|c)*d"))
-    wanted, found = (
-        Engine(model, ByteTokenizer(), EngineOptions(speculative_tokens=count)).complete([[97, 98]], params)[0][0]
-        for count in (0, 2)
+    params = SamplingParams(
+        max_new_tokens=12, temperature=temperature, logprobs=1, constraint=Constraint(kind="regex", grammar=regex)
     )
-    check_equal([found], [wanted])
+    engines = [Engine(model, ByteTokenizer(), EngineOptions(speculative_tokens=count, page_size=4)) for count in (0, 3)]
+    wanted, found = ([answer for [answer] in engine.complete([[97, 98], [5]], params)] for engine in engines)
+    check_equal(found, wanted)
+    assert engines[1].stats.pages_used == 0
+    if regex == "a{9}":
+        assert engines[1].stats.tokens_per_decode > 2, "all that may follow is drafted"
 
 
 def test_depths_take_pages_only_if_they_draft():
