@@ -66,7 +66,8 @@ _MAMBA_FLAGS = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --ma
 _DELTA_FLAGS = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 6 --linear-value-head-dim 5 "
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-conv-kernel-dim 2 --linear-chunk-size 4 "
-    "--attention-output-gate --qk-layernorm --apply-layernorm-1p --rotary-percent 0.5 --moe-shared-expert-gate --reset-attention-mask --reset-position-ids"
+    "--attention-output-gate --qk-layernorm --apply-layernorm-1p --rotary-percent 0.5 --moe-shared-expert-gate "
+    "--reset-attention-mask --reset-position-ids"
 )
 _DEEPSEEK_FLAGS = (
     "--num-query-groups 8 --multi-latent-attention --q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
