@@ -120,7 +120,7 @@ class Fp8Kernels:
     cast_blocks: CastKernel
     cast_blocks_2d: CastKernel
     cast_rows_only: Callable[[Tensor, torch.dtype], Fp8Operand]
-    cast_matrices: CastKernel
+    cast_matrices: Callable[[Tensor, torch.dtype], Fp8Matrix]
     gemm: Fp8GemmKernel
     grouped_gemm: Fp8GroupedGemmKernel
 
