@@ -277,10 +277,14 @@ class TestCudnn:
         assert cudnn.unsupported_tensors_reason(q, q) == "the device is no NVIDIA GPU"
         assert (
             cudnn.unsupported_tensors_reason(q, q[..., :32])
-            == "heads of 64 and 32 values; equal multiples of 8 up to 128 are served"
+            == "heads of 64 and 32 values; equal multiples of 8 up to 128, 192, 256, and 192 with 128 are served"
         )
-        wide = torch.empty(1, 1, 128, 192, dtype=torch.bfloat16)
-        assert "heads of 192" in str(cudnn.unsupported_tensors_reason(wide, wide))
+        wide = torch.empty(1, 1, 128, 256, dtype=torch.bfloat16)
+        for served in ((192, 128), (192, 192), (256, 256)):
+            of_width = (wide[..., :width] for width in served)
+            assert cudnn.unsupported_tensors_reason(*of_width) == "the device is no NVIDIA GPU"
+        assert "heads of 256 and 128" in str(cudnn.unsupported_tensors_reason(wide, wide[..., :128]))
+        assert "heads of 160" in str(cudnn.unsupported_tensors_reason(wide[..., :160], wide[..., :160]))
 
     @pytest.mark.skipif(torch.version.cuda is not None, reason="says what it says about a build for CUDA")
     def test_a_build_without_cuda_has_neither(self):

@@ -26,7 +26,8 @@ CPU = KernelContext("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
-COMPILED = ("layer_norm", "bounded gated activation", "plain activation", "gated norm")
+COMPILED = ("layer_norm", "bounded gated activation", "plain activation", "gated norm", "norm and gate")
+PLAIN_ONLY = ("gated delta rule",)
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -46,7 +47,8 @@ def chosen(
 
 def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(HOPPER, monkeypatch).items():
-        assert name == ("compiled" if operation in COMPILED else "triton") == OPERATIONS[operation][0].name
+        best = "compiled" if operation in COMPILED else "reference" if operation in PLAIN_ONLY else "triton"
+        assert name == best == OPERATIONS[operation][0].name
         assert passed_over == ()
 
 
@@ -61,14 +63,16 @@ def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatc
 def test_what_runs_everywhere(situation: KernelContext, reasons: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(situation, monkeypatch).items():
         assert name == PLAIN_NAMES.get(operation, "reference") == OPERATIONS[operation][-1].name
-        assert passed_over == ((OPERATIONS[operation][0].name, reasons.get(operation, NO_GPU)),)
+        better = [kernel.name for kernel in OPERATIONS[operation][:-1]]
+        assert better == [] if operation in PLAIN_ONLY else len(better) == 1
+        assert passed_over == tuple((one, reasons.get(operation, NO_GPU)) for one in better)
 
 
 def test_no_compile_leaves_the_handwritten_ones(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(dataclasses.replace(HOPPER, allow_compile=False), monkeypatch).items():
-        assert (name, passed_over) == (
-            ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else ("triton", ())
-        )
+        wanted = ("reference", ()) if operation in PLAIN_ONLY else ("triton", ())
+        wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else wanted
+        assert (name, passed_over) == wanted
 
 
 def test_float64_is_computed_in_float64(monkeypatch: pytest.MonkeyPatch):
@@ -148,6 +152,8 @@ CALLED: dict[str, set[str]] = {
     "selective scan": {"chunk_scan", "chunk_scan_backward"},
     "causal convolution": {"causal_conv", "causal_conv_backward"},
     "gated norm": {"gated_square_sums", "gated_norm", "gated_norm_projections", "gated_norm_backward"},
+    "gated delta rule": {"chunk_delta_rule", "chunk_delta_rule_backward"},
+    "norm and gate": {"norm_gate", "norm_gate_backward"},
     "adamw": {"adamw", "sum_of_squares"},
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
     "packed documents": {"gather_rows", "scatter_rows"},

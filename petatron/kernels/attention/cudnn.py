@@ -32,7 +32,7 @@ def unsupported_tensors_reason(q: Tensor, v: Tensor) -> str | None:
     widths = q.shape[-1], v.shape[-1]
     equal = widths[0] == widths[1] and widths[0] % 8 == 0 and widths[0] <= _WIDEST
     if not equal and widths not in _WIDER:
-        return f"heads of {widths[0]} and {widths[1]} values; equal multiples of 8 up to {_WIDEST} are served, 192, 256, and 192 with 128"
+        return f"heads of {widths[0]} and {widths[1]} values; equal multiples of 8 up to {_WIDEST}, 192, 256, and 192 with 128 are served"
     cuda = q.device.type == "cuda"
     return unsupported_reason(q.device.type, torch.cuda.get_device_capability(q.device) if cuda else (0, 0), q.dtype)
 
