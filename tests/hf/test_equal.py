@@ -45,8 +45,10 @@ def check(ranks: RankPool, name: str, layout: str, world_size: int, folder: Path
 
 AT_ONCE_DENSE = {("gemma2", "tp2"), ("olmo2", "tp2-sp")}
 MODELS = [
-    (name, layout) if layout == "tp1" or name in PLAIN or (name, layout) in AT_ONCE_DENSE else later(name, layout)
-    for name in DENSE
+    (name, layout)
+    if layout == "tp1" or (name in PLAIN and layout == ("tp2", "tp2-sp")[at % 2]) or (name, layout) in AT_ONCE_DENSE
+    else later(name, layout)
+    for at, name in enumerate(DENSE)
     for layout in LAYOUTS
 ]
 

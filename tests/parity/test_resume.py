@@ -68,7 +68,7 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
     ("layout", "world_size"),
     [
         ("", 1),
-        ("--tp 2 --dp 2 --sequence-parallel", 4),
+        later("--tp 2 --dp 2 --sequence-parallel", 4),
         later("--tp 2 --bf16", 2),
         ("--fp16 --initial-loss-scale 65536 --loss-scale-window 3 --global-batch-size 4", 1),
         ("--pp 2 --dp 2 --use-distributed-optimizer --overlap-param-gather --bf16", 4),
@@ -84,7 +84,7 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
         ),
         later(f"--bf16 {DELAYED}", 1),
         (f"--bf16 {DELAYED} --tp 2 --sequence-parallel --async-save --micro-batch-size 4", 2),
-        (f"--bf16 {DELAYED} --pp 2 --eval-interval 2 --eval-iters 1", 2),
+        later(f"--bf16 {DELAYED} --pp 2 --eval-interval 2 --eval-iters 1", 2),
     ],
 )
 def test_bitwise_after_a_stop_at_any_step(ranks: RankPool, tmp_path: Path, layout: str, world_size: int):

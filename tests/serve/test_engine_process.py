@@ -101,6 +101,7 @@ def test_the_engine_steps_on_without_being_told(elsewhere: EngineProcess, monkey
     assert [len(elsewhere.take(number).ids) for number in (*numbers, late)] == [9, 9, 3]
 
 
+@pytest.mark.slow
 def test_answers_that_nobody_reads_hold_up_no_request(elsewhere: EngineProcess):
     """The pipe is full both ways."""
     params = SamplingParams(max_new_tokens=40, temperature=1.0, logprobs=20)

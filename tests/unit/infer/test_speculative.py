@@ -30,7 +30,7 @@ from petatron.models.mtp_batch import add_shifted_arrays
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_model, build_optimizer
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import every_second, later
 from tests.unit.infer.test_sample import LATENT, MODEL, POSITIONS, VOCAB, model_in
 
 PROMPTS = [[5, 17, 90, 3, 3], [1], [2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4, 5, 6, 50]]
@@ -235,7 +235,7 @@ def test_ends_within_accepted_drafts():
         assert drafting.stats.pages_used == 0 and drafting.stats.generated_tokens == len(wanted.ids)
 
 
-@pytest.mark.parametrize("regex", ["(ab|c)*d", "a{9}", "a{3}", "[a-m]*", "[^q]{4,20}", "aaé"])
+@pytest.mark.parametrize("regex", every_second(["(ab|c)*d", "a{9}", "aaé", "a{3}", "[a-m]*", "[^q]{4,20}"]))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_constraint_is_kept(regex: str, temperature: float):
     """It may leave one token at a time, end within the drafts, leave the model free, or ask for what has no token."""
@@ -278,7 +278,7 @@ def answers(flags: str, world_size: int) -> tuple[list[tuple[list[int], list[flo
 @pytest.mark.parametrize(
     ("layout", "world_size", "model"),
     [
-        ("--tp 2", 2, ""),
+        later("--tp 2", 2, ""),
         ("--tp 2 --sequence-parallel", 2, f"{LATENT} --mtp-num-layers 2"),
         later("--dp 2", 2, ""),
         ("--ep 2 --dp 2", 2, EXPERTS),
