@@ -12,11 +12,10 @@ import torch
 
 from tests.dist import RankPool
 
-
-def pytest_configure() -> None:
-    """Triton kernels run in its CPU interpreter here, which has to be asked for before anything imports triton."""
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
+if not torch.cuda.is_available():
+    # Triton kernels run in its CPU interpreter here, which has to be asked for before anything imports triton: also before the
+    # conftest.py of a folder does.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.hookimpl(wrapper=True)

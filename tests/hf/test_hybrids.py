@@ -84,6 +84,11 @@ def test_layers_are_read_in_every_spelling(content: dict[str, Any], pattern: str
         (changed("granite-hybrid", num_hidden_layers=3), "layer_types 2 kinds are not those of 3 layers"),
         (changed("granite-hybrid", mamba_proj_bias=True), "mamba_proj_bias True is not False"),
         (changed("nemotron-h", layers_block_type=None), "layers_block_type is no list of the kinds"),
+        (changed("nemotron-h", layers_block_type=["mamba", "rwkv"]), "layers_block_type 'rwkv' is a kind of layer"),
+        (
+            changed("nemotron-h", layers_block_type=None, hybrid_override_pattern="MG*"),
+            "hybrid_override_pattern 'MG*' is no pattern of the letters M*-E",
+        ),
         (
             changed("nemotron-h", layers_block_type=None, hybrid_override_pattern="M|M"),
             "hybrid_override_pattern 'M|M' is no pattern of the letters",

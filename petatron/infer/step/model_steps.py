@@ -256,7 +256,7 @@ class ModelSteps:
             self.graphs.release()
 
     def runs_as_graph(self, packed: PackedStep) -> bool:
-        """Whether a step is a CUDA graph: one token of each sequence, and the next of each wanted."""
+        """Whether a step is a CUDA graph: decode rows alone, and the logits of each wanted."""
         count = packed.num_decodes
         return self.graphs is not None and not packed.chunks and packed.logit_rows == list(range(count))
 
@@ -289,7 +289,7 @@ class ModelSteps:
 
     def _receive(self, rows: int) -> Tensor:
         pp = self._model.mesh.pp
-        assert self._width is not None, f"a stage before this one gives {HIDDEN}"
+        assert self._width is not None, f"the stage input has {HIDDEN}"
         x = torch.empty((rows // self._shards, self._width), dtype=self._model.dtype, device=self.device)
         _, received = collectives.start_send_recv(pp, sends=[], receives=[(x, pp.rank - 1)])
         received[0].wait()
@@ -334,7 +334,7 @@ def can_capture(model: ParallelModel) -> bool:
 
 
 def can_record(model: ParallelModel) -> bool:
-    """Whether a decode step is recorded: on a CPU, by one process, and without experts, whose dispatch needs the host."""
+    """Whether a decode step is recorded: on a CPU, by one process, and without experts, whose shapes depend on the routing."""
     alone = model.mesh.world.size == 1
     return model.mesh.device.type == "cpu" and alone and model.spec.moe is None and can_use_inference_mode(model)
 

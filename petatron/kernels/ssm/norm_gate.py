@@ -18,7 +18,7 @@ from petatron.kernels.compute_dtype import to_compute_dtype
 
 
 def norm_gate(y_RP: Tensor, z_RP: Tensor, weight_P: Tensor, *, eps: float) -> Tensor:
-    """Returns the gated norm in the dtype of y."""
+    """Returns the norm of y, times silu(z), in the dtype of y."""
     normal = to_compute_dtype(y_RP) * _rstd(y_RP, eps)
     return (normal * to_compute_dtype(weight_P) * F.silu(to_compute_dtype(z_RP))).to(y_RP.dtype)
 

@@ -44,7 +44,7 @@ class ModuleMapping:
 class HybridLayers:
     """How a family's layers are those of `--hybrid-layer-pattern`, which have one branch each.
 
-    branches: so many of them are one layer there. patterns: a regular expression of those that it has. read: returns the
+    branches: how many of ours make one layer there. patterns: a regular expression of those that it has. read: returns the
     pattern of a config.json, or what is wrong with it. write: returns the keys that say the pattern.
     """
 
@@ -79,7 +79,7 @@ class Family:
         and further keys of config.json.
     more_settings: the ModelConfig fields that these two are about.
     unsupported: returns the settings of a model that the family has no key for, where tables cannot say it.
-    hybrid: how layers are those of a hybrid; None: every layer has attention and a channel mixer. Hybrids may have no experts.
+    hybrid: how layers are those of a hybrid; None: every layer has attention and a channel mixer. A hybrid may be without experts.
     required: optional ModelConfig fields that every model of the family has set.
     unsupported_choices: values of ModelConfig fields with choices that the family has no word for.
     models, what_differs: the published models of the family, and what tells them apart, for the table of `docs/huggingface.md`.

@@ -7,8 +7,8 @@ Device memory traffic in bf16, Mamba-2 2.7B (S 4096, B 8, H 80, P 64, G 1, N 128
 
 | step                       | tensors as large as x                                      | ms    |
 |----------------------------|------------------------------------------------------------|-------|
-| forward, states            | x, and states of 128 tokens each                           | 0.17  |
-| forward, outputs           | x, states, y                                               | 0.25  |
+| forward, states            | x, and states of 64 tokens each, which count twice         | 0.25  |
+| forward, outputs           | x, states, y                                               | 0.34  |
 | backward, states           | x, and states of 64 tokens each, which count twice         | 0.25  |
 | backward, their gradients  | gradient of y, and the gradients of states, likewise       | 0.25  |
 | backward, all others       | x, states, gradients of y, of states and of x              | 0.59  |

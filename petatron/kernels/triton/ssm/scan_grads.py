@@ -60,7 +60,7 @@ def chunk_grads(
 
     grad_x, grad_dt = new(*x_SBHP.shape, dtype=x_SBHP.dtype), new(length, batch, heads)
     grad_sums = torch.empty_like(decays.sums)
-    kept, grad_A, grad_D = (new(chunks, batch, heads) for _ in range(3))
+    state_products, grad_A, grad_D = (new(chunks, batch, heads) for _ in range(3))
     grad_B, grad_C = (new(parts, length, batch, groups, state_dim) for _ in range(2))
     grid = (chunks * parts, groups, batch)
     sizes = (length, chunks, heads, heads // groups // parts, head_dim, state_dim)
@@ -85,7 +85,7 @@ def chunk_grads(
         grad_sums,
         sums_over_heads,
         (states, grad_states),
-        kept,
+        state_products,
         sizes,
         **constants,
         num_warps=4,
@@ -98,7 +98,7 @@ def chunk_grads(
         grad_sums,
         sums_over_heads,
         grad_states,
-        kept,
+        state_products,
         (A_H, D_H),
         (grad_x, grad_dt, grad_A, grad_D),
         grad_x.stride()[:3],
@@ -164,7 +164,7 @@ def _query_grads(
     grad_sums,
     sums_over_heads,
     both_states,
-    kept,
+    state_products,
     sizes,
     PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -198,8 +198,8 @@ def _query_grads(
         queried = tl.dot(decayed, state, input_precision=PRECISION)
         query_grad += queried
         tl.store(grad_sums + at, tl.load(grad_sums + at) + tl.sum(queried * query, axis=1))
-        overlap = tl.sum(tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), axis=1), axis=0)
-        tl.store(kept + (chunk * tl.num_programs(2) + b) * heads + head, overlap)
+        inner = tl.sum(tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), axis=1), axis=0)
+        tl.store(state_products + (chunk * tl.num_programs(2) + b) * heads + head, inner)
     tl.store(grad_C + to, query_grad, mask=stored)
 
 
@@ -211,7 +211,7 @@ def _row_grads(
     grad_sums,
     sums_over_heads,
     grad_states,
-    kept,
+    state_products,
     weights,
     grads,
     grad_x_strides,
@@ -263,7 +263,7 @@ def _row_grads(
         key_grad += tl.dot(weighted, state_grad, input_precision=PRECISION)
 
         sums_grad = tl.load(grad_sums + at) - added
-        end_grad = tl.sum(added, axis=0) + tl.where(passes, tl.exp(end), 0.0) * tl.load(kept + chunk_at)
+        end_grad = tl.sum(added, axis=0) + tl.where(passes, tl.exp(end), 0.0) * tl.load(state_products + chunk_at)
         log_decay_grad = tl.sum(sums_grad, axis=0) - tl.cumsum(sums_grad, axis=0) + sums_grad + end_grad
         step_grad = log_decay_grad * tl.load(A + head).to(tl.float32) + tl.sum(scaled_grad * wide, axis=1)
         tl.store(grad_dt + (token.to(tl.int64) * tl.num_programs(2) + b) * heads + head, step_grad, mask=token < length)

@@ -1,10 +1,10 @@
-"""States at the boundaries of chunks, and their gradients: one kernel, which walks the chunks of a head forward or backward.
+"""States at the boundaries of chunks, and their gradients: one kernel, which scans the chunks of a head forward or backward.
 
     forward     h before chunk c + 1 = exp(s_Q) h before c + sum over j of exp(s_Q - s_j) dt_j x_j B_j^T
     backward    gradient of h before c = exp(s_Q) gradient of h after c + sum over i of exp(s_i) gradient of y_i C_i^T
 
-A program has one head of one sequence and some columns of its state, in registers for the whole walk: a chunk's GEMM does not wait for
-the chunk before, so loads and GEMMs of the next one overlap. Written is the state that enters each chunk in the walk's direction.
+A program has one head of one sequence and some columns of its state, in registers for the whole scan: a chunk's GEMM does not wait for
+the chunk before, so loads and GEMMs of the next one overlap. Written is the state that enters each chunk in the scan's direction.
 
 S sequence, B batch, H heads, P head dim, G groups, N state dim; c chunks.
 """
@@ -34,9 +34,9 @@ _COLUMNS = 128
 def chunk_states(
     rows_SBHP: Tensor, keys_SBGN: Tensor, decays: ChunkDecays, first: Tensor | None, *, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the states that enter the chunks [B, c, H, P, N] in the dtype of the rows, and the one after the walk, in float32.
+    """Returns the states that enter the chunks [B, c, H, P, N] in the dtype of the rows, and the one after the last, in float32.
 
-    rows_SBHP, keys_SBGN: x and B, or in reverse the gradient of y and C. first: the state before the walk; None: zero.
+    rows_SBHP, keys_SBGN: x and B, or in reverse the gradient of y and C. first: the state before the first; None: zero.
     """
     length, batch, heads, head_dim = rows_SBHP.shape
     groups, state_dim = keys_SBGN.shape[2:]

@@ -58,7 +58,7 @@ def head_parts(heads: int, *, programs: int, wanted: int) -> int:
 
 
 def dot_precision(x: Tensor) -> str:
-    """Returns how GEMMs of float32 are done: by three of TF32, which are as exact; those of half precision know only one way."""
+    """Returns how GEMMs of float32 are done: by three of TF32, which are as exact; for half precision it has no meaning."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 

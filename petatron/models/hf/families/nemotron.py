@@ -8,7 +8,7 @@ from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, LLAMA_FIXED, LLAMA_
 NEMOTRON = like_llama(
     name="nemotron",
     architecture="NemotronForCausalLM",
-    models="Nemotron 3 and 4, Minitron",
+    models="Nemotron-3 (2023), Nemotron-4, Minitron",
     what_differs="LayerNorm as offset from one, squared ReLU, half of each head rotated",
     mappings=tuple(mapping for mapping in LLAMA_MAPPINGS if mapping.logical_modules != ("layers.*.mlp.gate",)),
     keys={**LLAMA_KEYS, "norm_epsilon": "norm_eps"},

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from petatron.base.errors import Problem
-from petatron.config.schema.hybrid_pattern import SYMBOLS
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.families.hybrid.mamba_tables import (
     FIX,
@@ -64,12 +63,15 @@ _MAPPINGS = (
 )
 
 
+_LETTERS = "".join(LAYER_TYPES)
+
+
 def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
     pattern = hf_config.get("hybrid_override_pattern")
     if hf_config.get("layers_block_type") is not None or pattern is None:
-        return read_layer_types("layers_block_type", hf_config.get("layers_block_type"), SYMBOLS)
-    if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(SYMBOLS):
-        return Problem("hybrid_override_pattern", f"{pattern!r:.40}", f"is no pattern of the letters {SYMBOLS}", FIX)
+        return read_layer_types("layers_block_type", hf_config.get("layers_block_type"), _LETTERS)
+    if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(_LETTERS):
+        return Problem("hybrid_override_pattern", f"{pattern!r:.40}", f"is no pattern of the letters {_LETTERS}", FIX)
     return pattern
 
 
@@ -101,7 +103,7 @@ def _in_memory(mapping: ModuleMapping) -> ModuleMapping:
 NEMOTRON_H = Family(
     name="nemotron_h",
     architecture="NemotronHForCausalLM",
-    models="Nemotron-H, Nemotron 3",
+    models="Nemotron-H, Nemotron 3 (2025)",
     what_differs="a [hybrid](mamba.md) with one branch a layer; attention without positions, squared ReLU, experts",
     prefix="backbone.",
     mappings=(*_MAPPINGS, *_EXPERTS_IN_FILES),
