@@ -29,7 +29,7 @@ LAYOUTS = {
     "variants-pp2": ("--pp 2", 2, VARIANTS),
     "variants-tp2-pp2": ("--tp 2 --pp 2", 4, VARIANTS),
 }
-LATER = ("tp2-pp2", "variants-tp2-pp2")
+LATER = ("tp2-pp2", "pp2", "variants-tp2-pp2")
 
 
 @pytest.mark.parametrize("layout", [later(layout) if layout in LATER else layout for layout in LAYOUTS])

@@ -26,7 +26,7 @@ from petatron.models.batch import Batch
 from tests.dist import RankPool
 from tests.hf.ours import run_config
 from tests.hf.zoo import BUILDERS, NEW_TOKENS, ONE_EXPERT, Truth, build, truth
-from tests.longform import every_second, later
+from tests.longform import later, one_in
 
 BOUND = 1e-4
 
@@ -49,7 +49,7 @@ def our_logits(folder: str, tokens: Tensor, layout: dict[str, int]) -> Tensor:
         return model.module.logits(tokens)
 
 
-@pytest.mark.parametrize("name", every_second([*ONE_EXPERT, *BUILDERS]))
+@pytest.mark.parametrize("name", one_in(3, [*ONE_EXPERT, *BUILDERS]))
 def test_a_folder_of_transformers_is_converted(name: str, tmp_path: Path):
     """There: the same logits. Back: the same tensors, bit for bit, and the same settings."""
     true = truth(name)
@@ -101,7 +101,7 @@ def trained(name: str, folder: Path, flags: str = "") -> tuple[Any, Truth]:
     return model, true
 
 
-@pytest.mark.parametrize("name", every_second(BUILDERS))
+@pytest.mark.parametrize("name", one_in(3, BUILDERS))
 def test_transformers_opens_what_the_trainer_saved(name: str, tmp_path: Path):
     model, true = trained(name, tmp_path)
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000002" / "model")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from petatron.config.schema.parallel import MemoryConfig
+from tests.longform import every_second
 from tests.unit.models.test_activations import LLAMA, batch_of, build, measured, recompute, run_of
 
 SIZES = "--mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-chunk-size 8"
@@ -35,7 +36,7 @@ RECOMPUTE = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", every_second(MODELS))
 def test_kept_bytes_are_those_of_the_formula(kind: str, dtype: torch.dtype):
     run = run_of(MODELS[kind] + (" --bf16" if dtype == torch.bfloat16 else ""))
     found: dict[str, tuple[int, int]] = {}
