@@ -165,12 +165,13 @@ def _save_split(name: str, folder: str, layout: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("name", "layout"), [("qwen3-head-norm", {"tp": 2}), ("mixtral", {"pp": 2})])
 def test_a_split_model_is_saved_whole(ranks: RankPool, name: str, layout: dict[str, int], tmp_path: Path):
+    true = truth(name)
     their_folder(name, tmp_path / "theirs")
     ranks.run(_save_split, 2, name, str(tmp_path), layout)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"], "nothing else is left"
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     with torch.no_grad():
-        close(opened(truth(name).tokens).logits, truth(name).logits)
+        close(opened(true.tokens).logits, true.logits)
 
 
 def test_dtypes(tmp_path: Path):
