@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import Cache
 
 from petatron.hf.packed_inputs import PackedInputs
-from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.paged import PagedBatch, PromptChunk
+from petatron.kernels.attention.paged import PagedBatch, PromptChunk, fresh_documents
 from petatron.layers.spec.generation_state import GenerationState, GenerationStep, PagedState, RecurrentState
 from petatron.layers.spec.sequence_group import sequence_groups
 
@@ -129,7 +128,7 @@ class PetatronCache(Cache):
             int(lengths[:num_decodes].max(initial=0)),
             num_decodes,
             tuple(chunks),
-            _documents(chunks, device),
+            fresh_documents(chunks, device),
             state_slots_N=torch.tensor(order, dtype=torch.int64, device=device) if self._states else None,
         )
         return GenerationStep(batch, self._pages, self._states, sequence_groups(batch) if self._states else ()), rows
@@ -163,12 +162,3 @@ class PetatronCache(Cache):
                 grown[:, : self._pages_each] = values.unflatten(0, (count, self._pages_each))
                 pages[name] = grown.flatten(0, 1)
         self._pages_each = wanted
-
-
-def _documents(chunks: list[PromptChunk], device: torch.device) -> Documents | None:
-    """The boundaries of the prompts that begin, where there are several."""
-    fresh = [chunk for chunk in chunks if chunk.context == 0]
-    if len(fresh) < 2:
-        return None
-    starts = [np.full(chunk.stop - chunk.start, chunk.start - fresh[0].start) for chunk in fresh]
-    return Documents.build(np.concatenate(starts)[None].astype(np.int64)).to(device)

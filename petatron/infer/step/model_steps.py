@@ -22,8 +22,7 @@ from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow, SequenceRows
 from petatron.infer.step.layer_states import allocate_pages, allocate_states
 from petatron.infer.step.recorded_depths import RecordedDepths
 from petatron.infer.step.recorded_steps import RecordedSteps
-from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.paged import PagedBatch, PromptChunk
+from petatron.kernels.attention.paged import PagedBatch, PromptChunk, fresh_documents
 from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.spec.sequence_group import sequence_groups
 from petatron.mesh import collectives
@@ -309,21 +308,13 @@ class ModelSteps:
             max(packed.lengths[: packed.num_decodes], default=0),
             packed.num_decodes,
             packed.chunks,
-            self._documents(packed.chunks),
+            fresh_documents(packed.chunks, self.device),
             packed.first_page,
             packed.shares_pages,
             torch.tensor(state_slots, dtype=torch.int64, device=self.device) if self._states else None,
         )
         wanted = torch.tensor(packed.logit_rows, dtype=torch.int64, device=self.device)
         return rows[0], rows[1], batch, wanted
-
-    def _documents(self, chunks: Many[PromptChunk]) -> Documents | None:
-        fresh = [chunk for chunk in chunks if chunk.context == 0]
-        if len(fresh) < 2:
-            return None
-        first = fresh[0].start
-        starts = np.concatenate([np.full(chunk.stop - chunk.start, chunk.start - first) for chunk in fresh])
-        return Documents.build(starts[None].astype(np.int64)).to(self.device)
 
 
 def can_capture(model: ParallelModel) -> bool:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -94,6 +95,15 @@ class PagedAttentionKernels(Protocol):
     ) -> Tensor:
         """Stores the rows of one token of each sequence, and returns its attention."""
         ...
+
+
+def fresh_documents(chunks: Sequence[PromptChunk], device: torch.device) -> Documents | None:
+    """Returns the boundaries of the prompts that begin, where there are several."""
+    fresh = [chunk for chunk in chunks if chunk.context == 0]
+    if len(fresh) < 2:
+        return None
+    starts = [np.full(chunk.stop - chunk.start, chunk.start - fresh[0].start) for chunk in fresh]
+    return Documents.build(np.concatenate(starts)[None].astype(np.int64)).to(device)
 
 
 def paged_attention(

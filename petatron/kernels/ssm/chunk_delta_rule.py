@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
+from petatron.kernels.ssm.chunks import decay_matrix, from_chunks, reverse_cumsum, to_chunks
 from petatron.kernels.ssm.delta_recurrence import l2_normalise, l2_normalise_backward, query_factor
 
 DeltaGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -59,7 +60,7 @@ def chunk_delta_rule(
     states, written = _pass_states(system, decays.whole, initial_state)
     scores = (inputs.q @ inputs.k.mT) * decays.inside
     o = (inputs.q * decays.to_token[..., None]) @ states[:, :-1] + scores @ written
-    return _from_chunks(o, v_SBHP.shape[0]).to(v_SBHP.dtype), states[:, -1].flatten(1, 2)
+    return from_chunks(o, v_SBHP.shape[0]).to(v_SBHP.dtype), states[:, -1].flatten(1, 2)
 
 
 def chunk_delta_rule_backward(
@@ -82,7 +83,7 @@ def chunk_delta_rule_backward(
     system = _solve(inputs, decays)
     states, written = _pass_states(system, decays.whole, initial_state)
     entering = states[:, :-1]
-    grad = _to_chunks(grad_o_SBHP.to(inputs.v.dtype), inputs.chunk_size).unflatten(2, inputs.v.shape[2:4])
+    grad = to_chunks(grad_o_SBHP.to(inputs.v.dtype), inputs.chunk_size).unflatten(2, inputs.v.shape[2:4])
     scores = (inputs.q @ inputs.k.mT) * decays.inside
     decayed_q = inputs.q * decays.to_token[..., None]
     grad_states, grad_written = _pass_state_grads(
@@ -95,12 +96,12 @@ def chunk_delta_rule_backward(
     grad_beta = _beta_grads(grads, inputs, decays, system)
     return (
         l2_normalise_backward(
-            _from_chunks(grad_q[:, :, :, None], length), q_SBGN, factor=query_factor(q_SBGN.shape[-1])
+            from_chunks(grad_q[:, :, :, None], length), q_SBGN, factor=query_factor(q_SBGN.shape[-1])
         ).to(q_SBGN.dtype),
-        l2_normalise_backward(_from_chunks(grad_k[:, :, :, None], length), k_SBGN).to(k_SBGN.dtype),
-        _from_chunks(grads.v_side * inputs.beta[..., None], length).to(v_SBHP.dtype),
-        _from_chunks(grad_g[..., None], length).squeeze(-1).to(g_SBH.dtype),
-        _from_chunks(grad_beta[..., None], length).squeeze(-1).to(beta_SBH.dtype),
+        l2_normalise_backward(from_chunks(grad_k[:, :, :, None], length), k_SBGN).to(k_SBGN.dtype),
+        from_chunks(grads.v_side * inputs.beta[..., None], length).to(v_SBHP.dtype),
+        from_chunks(grad_g[..., None], length).squeeze(-1).to(g_SBH.dtype),
+        from_chunks(grad_beta[..., None], length).squeeze(-1).to(beta_SBH.dtype),
         None if initial_state is None else grad_states[:, 0].flatten(1, 2).to(initial_state.dtype),
     )
 
@@ -145,12 +146,12 @@ def _chunked(
     dtype, groups = compute_dtype(torch.promote_types(v.dtype, g.dtype)), k.shape[2]
     chunk_size = min(chunk_size, v.shape[0])
     heads = (groups, v.shape[2] // groups)
-    g, beta = (_to_chunks(x.to(dtype)[..., None], chunk_size).squeeze(-1).unflatten(2, heads) for x in (g, beta))
-    resets = None if starts is None else _to_chunks(starts[:, :, None, None].to(torch.int32), chunk_size)
+    g, beta = (to_chunks(x.to(dtype)[..., None], chunk_size).squeeze(-1).unflatten(2, heads) for x in (g, beta))
+    resets = None if starts is None else to_chunks(starts[:, :, None, None].to(torch.int32), chunk_size)
     return _ChunkedInputs(
-        q=_to_chunks(l2_normalise(q.to(dtype), factor=query_factor(q.shape[-1])), chunk_size).unsqueeze(3),
-        k=_to_chunks(l2_normalise(k.to(dtype)), chunk_size).unsqueeze(3),
-        v=_to_chunks(v.to(dtype), chunk_size).unflatten(2, heads),
+        q=to_chunks(l2_normalise(q.to(dtype), factor=query_factor(q.shape[-1])), chunk_size).unsqueeze(3),
+        k=to_chunks(l2_normalise(k.to(dtype)), chunk_size).unsqueeze(3),
+        v=to_chunks(v.to(dtype), chunk_size).unflatten(2, heads),
         g=g,
         beta=beta,
         resets=None if resets is None else resets[..., 0].cumsum(dim=-1).unsqueeze(3),
@@ -158,30 +159,13 @@ def _chunked(
     )
 
 
-def _to_chunks(x_SBHP: Tensor, chunk_size: int) -> Tensor:
-    """[S, B, H, P] as [B, c, H, q, P], padded with zeros."""
-    missing = -x_SBHP.shape[0] % chunk_size
-    if missing:
-        x_SBHP = torch.cat((x_SBHP, x_SBHP.new_zeros((missing, *x_SBHP.shape[1:]))))
-    return x_SBHP.unflatten(0, (-1, chunk_size)).permute(2, 0, 3, 1, 4)
-
-
-def _from_chunks(x: Tensor, length: int) -> Tensor:
-    """[b, c, g, r, q, p] as [S, B, H, P], without padding."""
-    return x.flatten(2, 3).permute(1, 3, 0, 2, 4).flatten(0, 1)[:length]
-
-
 def _decays(g: Tensor, resets: Tensor | None) -> _Decays:
     sums = g.cumsum(dim=-1)
-    size = sums.shape[-1]
-    allowed = torch.ones(size, size, dtype=torch.bool, device=sums.device).tril()
     to_token, to_end = sums.exp(), (sums[..., -1:] - sums).exp()
     if resets is not None:
-        allowed = allowed & (resets[..., :, None] == resets[..., None, :])
         to_token = to_token.masked_fill(resets != 0, 0.0)
         to_end = to_end.masked_fill(resets != resets[..., -1:], 0.0)
-    inside = (sums[..., :, None] - sums[..., None, :]).masked_fill(~allowed, -torch.inf).exp()
-    return _Decays(inside, to_token, to_end, to_token[..., -1])
+    return _Decays(decay_matrix(sums, resets), to_token, to_end, to_token[..., -1])
 
 
 def _solve(inputs: _ChunkedInputs, decays: _Decays) -> _System:
@@ -268,12 +252,12 @@ def _decay_grads(
     """
     # From token j to token i: of every g after j and up to i.
     inside = (grads.scores * scores + grads.L * system.lower).tril(-1)
-    crossing = _reverse_cumsum(inside, dim=-2).tril(-1).sum(dim=-1)
+    crossing = reverse_cumsum(inside, dim=-2).tril(-1).sum(dim=-1)
     # From the start to token i: of every g up to i. To the end from token j: of every g after j.
     from_start = (grads.decayed_q * inputs.q + grads.k_side * inputs.k * inputs.beta[..., None]).sum(dim=-1)
     to_end = torch.nn.functional.pad((grads.E * system.E).sum(dim=-1)[..., :-1], (1, 0)).cumsum(dim=-1)
     whole = (by_whole * decays.whole)[..., None]
-    return crossing + _reverse_cumsum(from_start * decays.to_token, dim=-1) + to_end + whole
+    return crossing + reverse_cumsum(from_start * decays.to_token, dim=-1) + to_end + whole
 
 
 def _query_key_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Decays) -> tuple[Tensor, Tensor]:
@@ -289,8 +273,3 @@ def _query_key_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Deca
 def _beta_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Decays, system: _System) -> Tensor:
     by_sides = (grads.v_side * inputs.v).sum(dim=-1) + (grads.k_side * inputs.k).sum(dim=-1) * decays.to_token
     return by_sides + (grads.L * decays.inside * system.kk).sum(dim=-1)
-
-
-def _reverse_cumsum(x: Tensor, *, dim: int) -> Tensor:
-    """Returns the sums of x_i and all after it along a dimension."""
-    return x.flip(dim).cumsum(dim=dim).flip(dim)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
+from petatron.kernels.ssm.chunks import decay_matrix, from_chunks, reverse_cumsum, to_chunks
 
 ScanGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Of x, dt, A, B, C, D and the initial state."""
@@ -55,7 +56,7 @@ def chunk_scan(
     states = torch.einsum("bgrck,bkgrpn->bcgrpn", decays.between_chunks, chunk_states)
     scores = (inputs.C @ inputs.B.mT)[:, :, :, None] * decays.inside
     y = scores @ scaled_x + decays.to_token[..., None] * (inputs.C[:, :, :, None] @ states[:, :-1].mT)
-    y_SBHP = _from_chunks(y, x_SBHP.shape[0]) + D_H.to(y.dtype)[:, None] * x_SBHP
+    y_SBHP = from_chunks(y, x_SBHP.shape[0]) + D_H.to(y.dtype)[:, None] * x_SBHP
     return y_SBHP.to(x_SBHP.dtype), states[:, -1].flatten(1, 2)
 
 
@@ -81,7 +82,7 @@ def chunk_scan_backward(
     chunk_states = _chunk_states(inputs, decays, scaled_x, initial_state)
     states = torch.einsum("bgrck,bkgrpn->bcgrpn", decays.between_chunks, chunk_states)
     C, B = inputs.C[:, :, :, None], inputs.B[:, :, :, None]
-    grad = _to_chunks(grad_y_SBHP.to(inputs.x.dtype), inputs.chunk_size).unflatten(2, inputs.x.shape[2:4])
+    grad = to_chunks(grad_y_SBHP.to(inputs.x.dtype), inputs.chunk_size).unflatten(2, inputs.x.shape[2:4])
 
     # Inside a chunk.
     scores = (inputs.C @ inputs.B.mT)[:, :, :, None] * decays.inside
@@ -104,7 +105,7 @@ def chunk_scan_backward(
     grad_chunk_states = torch.einsum("bgrck,bcgrpn->bkgrpn", decays.between_chunks, grad_states)
     exponents = torch.einsum("bcgrpn,bkgrpn->bgrck", grad_states, chunk_states) * decays.between_chunks
     grad_boundaries = (exponents.sum(dim=-1) - exponents.sum(dim=-2))[..., 1:]
-    grad_last_sums = _reverse_cumsum(grad_boundaries).movedim(-1, 1)
+    grad_last_sums = reverse_cumsum(grad_boundaries).movedim(-1, 1)
 
     # What each chunk adds to the state.
     own = grad_chunk_states[:, 1:]
@@ -116,19 +117,19 @@ def chunk_scan_backward(
     grad_last_sums = grad_last_sums + exponents.sum(dim=-1)
     grad_sums = torch.cat((grad_sums[..., :-1], grad_sums[..., -1:] + grad_last_sums[..., None]), dim=-1)
 
-    grad_log_decay = _reverse_cumsum(grad_sums)
+    grad_log_decay = reverse_cumsum(grad_sums)
     grad_dt = grad_log_decay * inputs.A[:, :, None] + (grad_scaled_x * inputs.x).sum(dim=-1)
     grad_A = (grad_log_decay * inputs.dt).sum(dim=(0, 1, 4)).flatten()
     wide_grad = grad_y_SBHP.to(inputs.x.dtype)
-    grad_x = _from_chunks(grad_scaled_x * inputs.dt[..., None], length) + D_H.to(wide_grad.dtype)[:, None] * wide_grad
+    grad_x = from_chunks(grad_scaled_x * inputs.dt[..., None], length) + D_H.to(wide_grad.dtype)[:, None] * wide_grad
     grad_D = (wide_grad * x_SBHP).sum(dim=(0, 1, 3))
-    grad_dt_SBH = _from_chunks(grad_dt[..., None], length).squeeze(-1)
+    grad_dt_SBH = from_chunks(grad_dt[..., None], length).squeeze(-1)
     return (
         grad_x.to(x_SBHP.dtype),
         grad_dt_SBH.to(dt_SBH.dtype),
         grad_A.to(A_H.dtype),
-        _from_chunks(grad_B[:, :, :, None], length).to(B_SBGN.dtype),
-        _from_chunks(grad_C[:, :, :, None], length).to(C_SBGN.dtype),
+        from_chunks(grad_B[:, :, :, None], length).to(B_SBGN.dtype),
+        from_chunks(grad_C[:, :, :, None], length).to(C_SBGN.dtype),
         grad_D.to(D_H.dtype),
         None if initial_state is None else grad_chunk_states[:, 0].flatten(1, 2).to(initial_state.dtype),
     )
@@ -164,29 +165,16 @@ def _chunked(
     dtype, groups = compute_dtype(torch.promote_types(x.dtype, dt.dtype)), B.shape[2]
     chunk_size = min(chunk_size, x.shape[0])
     heads = (groups, x.shape[2] // groups)
-    resets = None if starts is None else _to_chunks(starts[:, :, None, None].to(torch.int32), chunk_size)
+    resets = None if starts is None else to_chunks(starts[:, :, None, None].to(torch.int32), chunk_size)
     return _ChunkedInputs(
-        x=_to_chunks(x.to(dtype), chunk_size).unflatten(2, heads),
-        dt=_to_chunks(dt.to(dtype)[..., None], chunk_size).squeeze(-1).unflatten(2, heads),
+        x=to_chunks(x.to(dtype), chunk_size).unflatten(2, heads),
+        dt=to_chunks(dt.to(dtype)[..., None], chunk_size).squeeze(-1).unflatten(2, heads),
         A=A.to(dtype).view(heads),
-        B=_to_chunks(B.to(dtype), chunk_size),
-        C=_to_chunks(C.to(dtype), chunk_size),
+        B=to_chunks(B.to(dtype), chunk_size),
+        C=to_chunks(C.to(dtype), chunk_size),
         resets=None if resets is None else resets[:, :, 0, :, 0].cumsum(dim=-1),
         chunk_size=chunk_size,
     )
-
-
-def _to_chunks(x_SBHP: Tensor, chunk_size: int) -> Tensor:
-    """[S, B, H, P] as [B, c, H, q, P], padded with zeros."""
-    missing = -x_SBHP.shape[0] % chunk_size
-    if missing:
-        x_SBHP = torch.cat((x_SBHP, x_SBHP.new_zeros((missing, *x_SBHP.shape[1:]))))
-    return x_SBHP.unflatten(0, (-1, chunk_size)).permute(2, 0, 3, 1, 4)
-
-
-def _from_chunks(x: Tensor, length: int) -> Tensor:
-    """[b, c, g, r, q, p] as [S, B, H, P], without padding."""
-    return x.flatten(2, 3).permute(1, 3, 0, 2, 4).flatten(0, 1)[:length]
 
 
 def _decays(inputs: _ChunkedInputs) -> _Decays:
@@ -195,24 +183,15 @@ def _decays(inputs: _ChunkedInputs) -> _Decays:
     boundaries = torch.nn.functional.pad(last.cumsum(dim=1), (0, 0, 0, 0, 1, 0)).movedim(1, -1)
     to_token, to_end = sums.exp(), (last[..., None] - sums).exp()
     if inputs.resets is None:
-        return _Decays(_decay_matrix(sums), _decay_matrix(boundaries), to_token, to_end)
+        return _Decays(decay_matrix(sums), decay_matrix(boundaries), to_token, to_end)
     resets = inputs.resets[:, :, None, None]
     chunk_resets = torch.nn.functional.pad(inputs.resets[..., -1].cumsum(dim=1), (1, 0))[:, None, None]
     return _Decays(
-        _decay_matrix(sums, resets),
-        _decay_matrix(boundaries, chunk_resets),
+        decay_matrix(sums, resets),
+        decay_matrix(boundaries, chunk_resets),
         to_token.masked_fill(resets != 0, 0.0),
         to_end.masked_fill(resets != resets[..., -1:], 0.0),
     )
-
-
-def _decay_matrix(sums: Tensor, resets: Tensor | None = None) -> Tensor:
-    """Returns exp(sums_i - sums_j) where j <= i and both have the same count of resets, else 0."""
-    size = sums.shape[-1]
-    allowed = torch.ones(size, size, dtype=torch.bool, device=sums.device).tril()
-    if resets is not None:
-        allowed = allowed & (resets[..., :, None] == resets[..., None, :])
-    return (sums[..., :, None] - sums[..., None, :]).masked_fill(~allowed, -torch.inf).exp()
 
 
 def _chunk_states(inputs: _ChunkedInputs, decays: _Decays, scaled_x: Tensor, initial_state: Tensor | None) -> Tensor:
@@ -221,8 +200,3 @@ def _chunk_states(inputs: _ChunkedInputs, decays: _Decays, scaled_x: Tensor, ini
     shape = (own.shape[0], 1, *own.shape[2:])
     first = own.new_zeros(shape) if initial_state is None else initial_state.to(own.dtype).reshape(shape)
     return torch.cat((first, own), dim=1)
-
-
-def _reverse_cumsum(x: Tensor) -> Tensor:
-    """Returns the sums of x_i and all after it along the last dimension."""
-    return x.flip(-1).cumsum(dim=-1).flip(-1)

@@ -19,7 +19,7 @@ from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS
 from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS
-from petatron.models.hf.family import Family, unsupported_setting
+from petatron.models.hf.family import OWN_FOLDER_FIX, Family, unsupported_setting
 from petatron.models.hf.find_family import FAMILIES, family_name_of_config
 from petatron.models.hf.moe_config_json import (
     moe_from_hf_config,
@@ -108,7 +108,7 @@ def _missing_keys(family: Family, hf_config: Mapping[str, Any]) -> list[Problem]
     for ours, key in (*family.keys.items(), *family.moe_keys.items()):
         if key not in hf_config:
             rule = f"is missing, and a {family.name} config.json needs it"
-            problems.append(Problem(key, "", rule, "Take config.json from the model's own folder."))
+            problems.append(Problem(key, "", rule, OWN_FOLDER_FIX))
         elif (ours in _COUNTS or ours in family.moe_keys) and not is_count(hf_config[key], 1):
             found = f"{hf_config[key]!r:.40}"
             problems.append(Problem(key, found, "is not a positive whole number", "Correct config.json."))
@@ -125,7 +125,7 @@ def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
         width = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
     if width is None and hidden % heads:
         rule = f"does not divide the width {hidden}, and no head_dim is given"
-        return {}, [Problem("num_attention_heads", f"{heads}", rule, "Take config.json from the model's own folder.")]
+        return {}, [Problem("num_attention_heads", f"{heads}", rule, OWN_FOLDER_FIX)]
     groups = values.get("num_query_groups") or heads
     return {
         "num_query_groups": groups,

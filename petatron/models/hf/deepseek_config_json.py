@@ -8,9 +8,8 @@ from typing import Any
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.model import MoEConfig
-from petatron.models.hf.family import Family, unsupported_setting
+from petatron.models.hf.family import OWN_FOLDER_FIX, Family, unsupported_setting
 
-_FIX = "Take config.json from the model's own folder."
 _LIMITED, _GREEDY, _BIASED = "group_limited_greedy", "greedy", "noaux_tc"
 _SHARED_WIDTH = "moe_shared_expert_intermediate_size"
 
@@ -26,9 +25,11 @@ def deepseek_routing_from_hf_config(
     factor = float(scaling or 0.0)
     problems: list[Problem] = []
     if not is_count(shared, 1):
-        problems.append(Problem("n_shared_experts", f"{shared!r:.40}", "is not a positive whole number", _FIX))
+        problems.append(
+            Problem("n_shared_experts", f"{shared!r:.40}", "is not a positive whole number", OWN_FOLDER_FIX)
+        )
     if not factor > 0:
-        problems.append(Problem("routed_scaling_factor", f"{scaling!r:.40}", "is not above 0", _FIX))
+        problems.append(Problem("routed_scaling_factor", f"{scaling!r:.40}", "is not above 0", OWN_FOLDER_FIX))
     if values["moe_router_score_function"] == "sigmoid" and values["moe_router_topk"] == 1:
         rule = "with a normalised weight gives every token the weight 1, which the decoder does not for sigmoids"
         problems.append(Problem("num_experts_per_tok", "1", rule, "Use another model."))
@@ -47,22 +48,26 @@ def _read_groups(
     groups, chosen, method = (hf_config.get(key, default) for key, default in _GROUP_KEYS.items())
     if method == _GREEDY or groups is None or chosen is None:
         if method == _LIMITED:
-            return {}, [Problem("n_group", "", f"is missing, and topk_method {_LIMITED} needs it and topk_group", _FIX)]
+            return {}, [
+                Problem(
+                    "n_group", "", f"is missing, and topk_method {_LIMITED} needs it and topk_group", OWN_FOLDER_FIX
+                )
+            ]
         return dict.fromkeys(names), []
     if method not in (_LIMITED, _BIASED):
         rule = "is a way to choose experts that the decoder does not have"
         return {}, [Problem("topk_method", f'"{str(method)[:40]}"', rule, f"It has {_GREEDY} and {_LIMITED}.")]
     experts, topk = values["num_experts"], values["moe_router_topk"]
     if not is_count(groups, 1) or experts % groups:
-        return {}, [Problem("n_group", f"{groups!r:.40}", f"does not divide the {experts} experts", _FIX)]
+        return {}, [Problem("n_group", f"{groups!r:.40}", f"does not divide the {experts} experts", OWN_FOLDER_FIX)]
     if not is_count(chosen, 1) or chosen > groups or topk > chosen * (experts // groups):
         rule = f"of {groups} groups cannot give a token its {topk} experts of {experts}"
-        return {}, [Problem("topk_group", f"{chosen!r:.40}", rule, _FIX)]
+        return {}, [Problem("topk_group", f"{chosen!r:.40}", rule, OWN_FOLDER_FIX)]
     if chosen == groups:
         return dict.fromkeys(names), []
     summed = family.group_score_topk
     if summed is not None and summed > experts // groups:
-        return {}, [Problem("n_group", str(groups), f"leaves groups of fewer than {summed} experts", _FIX)]
+        return {}, [Problem("n_group", str(groups), f"leaves groups of fewer than {summed} experts", OWN_FOLDER_FIX)]
     return dict(zip(names, (groups, chosen, None if summed == max(1, topk // chosen) else summed), strict=True)), []
 
 

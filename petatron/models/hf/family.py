@@ -20,6 +20,10 @@ OWN_MODEL_TYPE = "petatron"
 """The `model_type` of a folder in our own names, for a model that no family can express."""
 
 
+OWN_FOLDER_FIX = "Take config.json from the model's own folder."
+"""What helps where a config.json says what no model of its family does."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleMapping:
     """`logical_modules`, fused along their output if there are several, and the Hugging Face module of the same tensors.

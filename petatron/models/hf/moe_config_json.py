@@ -18,7 +18,7 @@ from petatron.models.hf.deepseek_config_json import (
     deepseek_routing_to_hf_config,
     deepseek_unsupported_settings,
 )
-from petatron.models.hf.family import Family, unsupported_setting
+from petatron.models.hf.family import OWN_FOLDER_FIX, Family, unsupported_setting
 from petatron.models.model_spec import ModelSpec
 
 # Parts of a layer with experts that a family does not have unless its tables name them.
@@ -68,7 +68,7 @@ def moe_from_hf_config(
     if values["moe_router_topk"] > values["num_experts"]:
         rule = f"is more than the {values['num_experts']} experts there are"
         key, found = family.moe_keys["moe_router_topk"], str(values["moe_router_topk"])
-        return {}, [Problem(key, found, rule, "Take config.json from the model's own folder.")]
+        return {}, [Problem(key, found, rule, OWN_FOLDER_FIX)]
     return values | {"moe_layer_freq": _layer_freq(is_moe)}, []
 
 

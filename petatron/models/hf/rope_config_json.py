@@ -17,14 +17,13 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.longrope_factors import format_longrope_factors, is_factor, parse_longrope_factors
 from petatron.config.schema.model import ModelConfig
 from petatron.layers.rope import yarn_attention_scaling
-from petatron.models.hf.family import Family
+from petatron.models.hf.family import OWN_FOLDER_FIX, Family
 from petatron.models.hf.window_config_json import FULL, SLIDING
 
 _DEFAULT_THETA = 10000.0
 _PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 _LONGROPE = ("longrope", "su")  # the second is its name in older files of Phi-3
-_FIX = "Take config.json from the model's own folder."
 
 
 def rope_from_hf_config(
@@ -83,7 +82,7 @@ def _scaling_from_hf(
     factor = given.get("factor") or (max_position_embeddings / original if kind == "yarn" else None)
     if factor is None or (kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= given.keys()):
         rule = "lacks one of factor, low_freq_factor, high_freq_factor"
-        return {}, [Problem(key, f'of type "{kind}"', rule, "Take config.json from the model's own folder.")]
+        return {}, [Problem(key, f'of type "{kind}"', rule, OWN_FOLDER_FIX)]
     if kind == "linear":
         return {"rotary_seq_len_interpolation_factor": float(factor)}, []
     values: dict[str, Any] = {"rope_scaling_factor": float(factor), "original_max_position_embeddings": int(original)}
@@ -108,11 +107,11 @@ def _longrope_from_hf(
         factors = given.get(name)
         if not isinstance(factors, list) or not factors or not all(map(is_factor, factors)):
             rule = "is not a list of positive numbers, one for each rotary pair"
-            return {}, [Problem(f"{key}.{name}", f"{factors!r:.40}", rule, _FIX)]
+            return {}, [Problem(f"{key}.{name}", f"{factors!r:.40}", rule, OWN_FOLDER_FIX)]
         values[f"longrope_{name}"] = format_longrope_factors(factors)
     original = given.get(_ORIGINAL) or hf_config.get(_ORIGINAL) or max_position_embeddings
     if not is_count(original, 2):
-        return {}, [Problem(_ORIGINAL, f"{original!r:.40}", "is not a length of a context", _FIX)]
+        return {}, [Problem(_ORIGINAL, f"{original!r:.40}", "is not a length of a context", OWN_FOLDER_FIX)]
     factor = given.get("factor") or max_position_embeddings / original
     values |= {"rope_scaling_factor": float(factor), "original_max_position_embeddings": original}
     attention = given.get("attention_factor")

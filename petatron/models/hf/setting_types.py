@@ -13,7 +13,7 @@ from typing import Any, Literal
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import MAX_INT64
 from petatron.config.schema.fields import fields_by_name
-from petatron.models.hf.family import Family
+from petatron.models.hf.family import OWN_FOLDER_FIX, Family
 
 SettingType = Literal["whole", "number", "switch", "ids"]
 _RULES: Mapping[SettingType, str] = {
@@ -22,7 +22,6 @@ _RULES: Mapping[SettingType, str] = {
     "switch": "is not true or false",
     "ids": "is not the id of a token, nor a list of them",
 }
-_FIX = "Take config.json from the model's own folder."
 # Keys that families have in common and no field or default says the type of.
 _COMMON: Mapping[str, SettingType] = {
     "rope_theta": "number",
@@ -100,4 +99,4 @@ def _has_type(value: object, kind: SettingType) -> bool:
 
 
 def _problem(key: str, value: object, rule: str) -> Problem:
-    return Problem(key, f"{value!r:.40}", rule, _FIX)
+    return Problem(key, f"{value!r:.40}", rule, OWN_FOLDER_FIX)

@@ -12,10 +12,9 @@ from typing import Any
 from petatron.base.errors import Problem
 from petatron.config.schema.layer_patterns import format_layers, window_layers
 from petatron.config.schema.model import ModelConfig
-from petatron.models.hf.family import Family
+from petatron.models.hf.family import OWN_FOLDER_FIX, Family
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_FIX = "Take config.json from the model's own folder."
 
 
 def windows_from_hf_config(
@@ -34,14 +33,16 @@ def windows_from_hf_config(
         rule = "is missing, and a sliding window in some layers cannot be told from one in all"
         return {}, [Problem("layer_types", "", rule, "Name the kind of every layer in config.json.")]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        return {}, [Problem("layer_types", "", f"does not name the kind of each of the {num_layers} layers", _FIX)]
+        return {}, [
+            Problem("layer_types", "", f"does not name the kind of each of the {num_layers} layers", OWN_FOLDER_FIX)
+        ]
     unknown = sorted({str(kind) for kind in kinds} - {FULL, SLIDING})
     if unknown:
         rule = f"is none of the kinds that a {family.name} model has here: {FULL}, {SLIDING}"
         return {}, [Problem("layer_types", unknown[0][:40], rule, "Use another model; the decoder has no such part.")]
     slides = [kind == SLIDING for kind in kinds]
     if any(slides) and window is None:
-        return {}, [Problem("layer_types", SLIDING, "needs a sliding_window, and there is none", _FIX)]
+        return {}, [Problem("layer_types", SLIDING, "needs a sliding_window, and there is none", OWN_FOLDER_FIX)]
     if not any(slides):
         return {"window_size": None}, []
     pattern = {} if all(slides) else {"window_attn_skip_freq": format_layers(slides)}

@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.ssm import causal_conv as reference
+from petatron.kernels.strides import contiguous_rows
+from petatron.kernels.triton.ssm.scan_tiles import document_numbers
 
 _CHANNELS = 128
 _TOKENS = 32
@@ -38,7 +40,7 @@ def causal_conv(
     window: Tensor | None = None,
 ) -> Tensor:
     """See the reference."""
-    x_SBC = _contiguous_last(x_SBC)
+    x_SBC = contiguous_rows(x_SBC)
     length, batch, channels = x_SBC.shape
     y_SBC = torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device)
     _conv_forward[(triton.cdiv(length, _TOKENS), triton.cdiv(channels, _CHANNELS), batch)](
@@ -46,7 +48,7 @@ def causal_conv(
         None if window is None else window.contiguous(),
         weight_CW.contiguous(),
         bias_C,
-        _documents(starts_SB),
+        document_numbers(starts_SB),
         y_SBC,
         length,
         channels,
@@ -70,9 +72,9 @@ def causal_conv_backward(
     """See the reference, which also takes more taps than are here."""
     if weight_CW.shape[1] > _MOST_TAPS:
         return reference.causal_conv_backward(grad_SBC, x_SBC, weight_CW, bias_C, starts_SB=starts_SB, window=window)
-    x_SBC, grad_SBC = _contiguous_last(x_SBC), _contiguous_last(grad_SBC)
+    x_SBC, grad_SBC = contiguous_rows(x_SBC), contiguous_rows(grad_SBC)
     length, batch, channels = x_SBC.shape
-    taps, documents = weight_CW.shape[1], _documents(starts_SB)
+    taps, documents = weight_CW.shape[1], document_numbers(starts_SB)
     inner_grad, grad_x = (torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device) for _ in range(2))
     programs = triton.cdiv(length, _SUM_TOKENS * _TILES)
     shape = (programs, batch, triton.next_power_of_2(taps + 1), channels)
@@ -108,15 +110,6 @@ def causal_conv_backward(
         first = (grad_SBC[seen], x_SBC[seen], weight_CW, bias_C)
         grad_window = reference.causal_conv_backward(*first, starts_SB=starts, window=window)[3]
     return grad_x, totals[:taps].t(), None if bias_C is None else totals[taps], grad_window
-
-
-def _contiguous_last(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _documents(starts_SB: Tensor | None) -> Tensor | None:
-    """Returns the number of each token's document [B, S]; 0 until one begins, as the window's tokens have."""
-    return None if starts_SB is None else starts_SB.t().cumsum(dim=1, dtype=torch.int32)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.ssm.chunk_scan import ScanGrads
+from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.ssm.scan_grads import chunk_grads
 from petatron.kernels.triton.ssm.scan_outputs import chunk_outputs
 from petatron.kernels.triton.ssm.scan_states import chunk_states
@@ -45,7 +46,7 @@ def chunk_scan(
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the reference; `chunk_size` is an upper bound."""
-    x, B, C = (_contiguous_last(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN))
+    x, B, C = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN))
     decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
     states, final = chunk_states(x, B, decays, initial_state, reverse=False)
     return chunk_outputs(x, B, C, D_H, decays, states), final
@@ -66,7 +67,7 @@ def chunk_scan_backward(
     initial_state: Tensor | None = None,
 ) -> ScanGrads:
     """See the reference; `chunk_size` is an upper bound."""
-    x, B, C, grad_y = (_contiguous_last(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN, grad_y_SBHP))
+    x, B, C, grad_y = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN, grad_y_SBHP))
     decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
     states, _ = chunk_states(x, B, decays, initial_state, reverse=False)
     grad_states, grad_initial = chunk_states(grad_y, C, decays, grad_final_state, reverse=True)
@@ -90,7 +91,3 @@ def _chunk(most: int, B_SBGN: Tensor) -> int:
     if B_SBGN.shape[3] > _WIDE_STATE or B_SBGN.dtype == torch.float32:
         tokens //= 2
     return max(1 << min(tokens, most).bit_length() - 1, 16)
-
-
-def _contiguous_last(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -42,8 +42,12 @@ def chunk_decays(dt_SBH: Tensor, A_H: Tensor, starts_SB: Tensor | None, chunk: i
     sums = torch.empty_like(steps)
     grid = (chunks, batch, triton.cdiv(heads, _HEADS))
     _decay_sums[grid](dt_SBH, A_H, steps, sums, length, heads, *dt_SBH.stride(), CHUNK=chunk, HEADS=_HEADS)
-    documents = None if starts_SB is None else starts_SB.t().cumsum(dim=1, dtype=torch.int32)
-    return ChunkDecays(steps, sums, documents, chunk)
+    return ChunkDecays(steps, sums, document_numbers(starts_SB), chunk)
+
+
+def document_numbers(starts_SB: Tensor | None) -> Tensor | None:
+    """Returns the number of each token's document [B, S]; 0 until one begins, as what was before the first token has."""
+    return None if starts_SB is None else starts_SB.t().cumsum(dim=1, dtype=torch.int32)
 
 
 def head_parts(heads: int, *, programs: int, wanted: int) -> int:

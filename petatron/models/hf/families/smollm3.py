@@ -8,6 +8,7 @@ from typing import Any
 from petatron.base.errors import Problem
 from petatron.config.schema.layer_patterns import format_layers, no_rope_layers
 from petatron.models.hf.families.llama import LLAMA, like_llama
+from petatron.models.hf.family import OWN_FOLDER_FIX
 from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, SLIDING_WINDOW_DEFAULTS
 from petatron.models.model_spec import ModelSpec
 
@@ -25,9 +26,7 @@ def read_no_rope(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
     rotates, num_layers = rotary_layers(hf_config), hf_config["num_hidden_layers"]
     if not isinstance(rotates, list) or len(rotates) != num_layers or any(bit not in (0, 1) for bit in rotates):
         rule = f"is not one 0 or 1 for each of the {num_layers} layers"
-        return {}, [
-            Problem("no_rope_layers", f"{rotates!r:.40}", rule, "Take config.json from the model's own folder.")
-        ]
+        return {}, [Problem("no_rope_layers", f"{rotates!r:.40}", rule, OWN_FOLDER_FIX)]
     return {} if all(rotates) else {"no_rope_freq": format_layers([not bit for bit in rotates])}, []
 
 

@@ -14,13 +14,12 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.layer_patterns import no_rope_layers
 from petatron.models.hf.families.llama import like_llama
 from petatron.models.hf.families.smollm3 import read_no_rope, rotary_layers, write_no_rope
-from petatron.models.hf.family import ModuleMapping
+from petatron.models.hf.family import OWN_FOLDER_FIX, ModuleMapping
 from petatron.models.hf.shared_tables import EXPERTS, LLAMA_DEFAULTS, LLAMA_FIXED, LLAMA_KEYS, LLAMA_MAPPINGS, MOE_FIXED
 from petatron.models.hf.window_config_json import FULL
 from petatron.models.model_spec import ModelSpec
 
 _CHUNKED = "chunked_attention"
-_FIX = "Take config.json from the model's own folder."
 _MLP, _HF = "layers.*.mlp", "model.layers.*.feed_forward"
 
 
@@ -37,13 +36,13 @@ def _read_attention(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         return {}, [Problem("layer_types", "", rule, "Use another model; the decoder has no such part.")]
     if chunk is not None and kinds in (None, by_positions):
         if not is_count(chunk, 1):
-            return {}, [Problem("attention_chunk_size", f"{chunk!r:.40}", "is not a number of tokens", _FIX)]
+            return {}, [Problem("attention_chunk_size", f"{chunk!r:.40}", "is not a number of tokens", OWN_FOLDER_FIX)]
         values["attention_chunk_size"] = chunk
     if hf_config.get("attn_temperature_tuning", True) and not all(rotary):
         scale, floor = hf_config["attn_scale"], hf_config["floor_scale"]
         if not is_count(floor, 1) or not scale > 0:
             rule = f"and attn_scale {scale!r:.40} are no temperature"
-            return {}, [Problem("floor_scale", f"{floor!r:.40}", rule, _FIX)]
+            return {}, [Problem("floor_scale", f"{floor!r:.40}", rule, OWN_FOLDER_FIX)]
         values |= {"attention_temperature_scale": float(scale), "attention_temperature_floor": floor}
     return values, []
 

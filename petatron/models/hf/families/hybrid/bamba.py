@@ -12,7 +12,6 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     BAMBA_DEFAULTS,
     BAMBA_KEYS,
     BAMBA_SINGLE_VALUES,
-    FIX,
     HYBRID_FIXED,
     attention_mappings,
     bamba_expansion,
@@ -21,7 +20,7 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     read_layer_count,
     time_step_problems,
 )
-from petatron.models.hf.family import Family, HybridLayers, ModuleMapping
+from petatron.models.hf.family import OWN_FOLDER_FIX, Family, HybridLayers, ModuleMapping
 from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, LLAMA_KEYS
 from petatron.models.model_spec import ModelSpec
 
@@ -33,7 +32,7 @@ def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
     if isinstance(count, Problem):
         return count
     if not isinstance(chosen, list) or not all(is_count(index) and index < count for index in chosen):
-        return Problem("attn_layer_indices", f"{chosen!r:.40}", f"are not some of the {count} layers", FIX)
+        return Problem("attn_layer_indices", f"{chosen!r:.40}", f"are not some of the {count} layers", OWN_FOLDER_FIX)
     attention = set(chosen)
     return "".join((ATTENTION if index in attention else MAMBA) + MLP for index in range(count))
 

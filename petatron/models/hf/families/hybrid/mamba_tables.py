@@ -14,11 +14,10 @@ from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
-from petatron.models.hf.family import Family, ModuleMapping, unsupported_setting
+from petatron.models.hf.family import OWN_FOLDER_FIX, Family, ModuleMapping, unsupported_setting
 from petatron.models.hf.shared_tables import LLAMA_FIXED
 from petatron.models.model_spec import ModelSpec
 
-FIX = "Take config.json from the model's own folder."
 LAYER_TYPES = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", EXPERTS: "moe"}
 _LETTERS = {kind: letter for letter, kind in LAYER_TYPES.items()} | {"mamba": MAMBA, "attention": ATTENTION}
 """The kinds of transformers 5, and what they were called before."""
@@ -70,7 +69,7 @@ def read_layer_count(hf_config: Mapping[str, Any]) -> int | Problem:
     count: Any = hf_config.get("num_hidden_layers")
     if is_count(count, 1) and count <= MAX_LAYERS:
         return count
-    return Problem("num_hidden_layers", f"{count!r:.40}", "is not a positive whole number of layers", FIX)
+    return Problem("num_hidden_layers", f"{count!r:.40}", "is not a positive whole number of layers", OWN_FOLDER_FIX)
 
 
 def read_layer_types(key: str, kinds: object, letters: str) -> str | Problem:
@@ -80,7 +79,7 @@ def read_layer_types(key: str, kinds: object, letters: str) -> str | Problem:
     'M*'
     """
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not 0 < len(kinds) <= MAX_LAYERS:
-        return Problem(key, "", "is no list of the kinds of layers", FIX)
+        return Problem(key, "", "is no list of the kinds of layers", OWN_FOLDER_FIX)
     found = [_LETTERS.get(kind, "") if isinstance(kind, str) else "" for kind in kinds]
     unknown = next((kind for kind, letter in zip(kinds, found) if not letter or letter not in letters), None)
     if unknown is not None:

@@ -17,7 +17,6 @@ from typing import Any
 from petatron.base.errors import Problem
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.families.hybrid.mamba_tables import (
-    FIX,
     HYBRID_FIXED,
     LAYER_TYPES,
     attention_mappings,
@@ -26,7 +25,7 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     read_layer_types,
     time_step_problems,
 )
-from petatron.models.hf.family import Family, HybridLayers, ModuleMapping, unsupported_setting
+from petatron.models.hf.family import OWN_FOLDER_FIX, Family, HybridLayers, ModuleMapping, unsupported_setting
 from petatron.models.hf.shared_tables import EXPERTS, LLAMA_KEYS
 from petatron.models.model_spec import ModelSpec
 
@@ -71,7 +70,9 @@ def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
     if hf_config.get("layers_block_type") is not None or pattern is None:
         return read_layer_types("layers_block_type", hf_config.get("layers_block_type"), _LETTERS)
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(_LETTERS):
-        return Problem("hybrid_override_pattern", f"{pattern!r:.40}", f"is no pattern of the letters {_LETTERS}", FIX)
+        return Problem(
+            "hybrid_override_pattern", f"{pattern!r:.40}", f"is no pattern of the letters {_LETTERS}", OWN_FOLDER_FIX
+        )
     return pattern
 
 

@@ -17,7 +17,7 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.layer_patterns import format_layers, linear_layers
 from petatron.models.hf.families.llama import like_llama
 from petatron.models.hf.families.qwen import QWEN2_MOE, QWEN3_MOE
-from petatron.models.hf.family import ModuleMapping
+from petatron.models.hf.family import OWN_FOLDER_FIX, ModuleMapping
 from petatron.models.hf.shared_tables import LLAMA_FIXED, LLAMA_KEYS
 from petatron.models.hf.window_config_json import FULL
 from petatron.models.model_spec import ModelSpec
@@ -68,7 +68,7 @@ def _read_layer_types(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         return {"linear_attention_freq": str(every)}, []
     if not isinstance(kinds, list) or len(kinds) != layers or {str(kind) for kind in kinds} - {FULL, LINEAR}:
         rule = f"does not name each of the {layers} layers {FULL} or {LINEAR}"
-        return {}, [Problem("layer_types", "", rule, "Take config.json from the model's own folder.")]
+        return {}, [Problem("layer_types", "", rule, OWN_FOLDER_FIX)]
     return {"linear_attention_freq": format_layers([kind == LINEAR for kind in kinds])}, []
 
 

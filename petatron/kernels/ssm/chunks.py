@@ -1,0 +1,36 @@
+"""What scans in chunks share: sequences cut into chunks and joined again, decays inside a chunk, sums from the end.
+
+S sequence, B batch, H heads, P head dim; inside, c chunks of q tokens, g groups of r heads each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_chunks(x_SBHP: Tensor, chunk_size: int) -> Tensor:
+    """[S, B, H, P] as [B, c, H, q, P], padded with zeros."""
+    missing = -x_SBHP.shape[0] % chunk_size
+    if missing:
+        x_SBHP = torch.cat((x_SBHP, x_SBHP.new_zeros((missing, *x_SBHP.shape[1:]))))
+    return x_SBHP.unflatten(0, (-1, chunk_size)).permute(2, 0, 3, 1, 4)
+
+
+def from_chunks(x: Tensor, length: int) -> Tensor:
+    """[b, c, g, r, q, p] as [S, B, H, P], without padding."""
+    return x.flatten(2, 3).permute(1, 3, 0, 2, 4).flatten(0, 1)[:length]
+
+
+def decay_matrix(sums: Tensor, resets: Tensor | None = None) -> Tensor:
+    """Returns exp(sums_i - sums_j) where j <= i and both have the same count of resets, else 0."""
+    size = sums.shape[-1]
+    allowed = torch.ones(size, size, dtype=torch.bool, device=sums.device).tril()
+    if resets is not None:
+        allowed = allowed & (resets[..., :, None] == resets[..., None, :])
+    return (sums[..., :, None] - sums[..., None, :]).masked_fill(~allowed, -torch.inf).exp()
+
+
+def reverse_cumsum(x: Tensor, *, dim: int = -1) -> Tensor:
+    """Returns the sums of x_i and all after it along a dimension."""
+    return x.flip(dim).cumsum(dim=dim).flip(dim)
