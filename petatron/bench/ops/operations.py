@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, BenchContext, KernelCase, MicroBatchShape, Outputs
+from petatron.bench.ops.delta import delta_cases
 from petatron.bench.ops.qkv_split import qkv_split_cases
 from petatron.bench.ops.scan import scan_cases
 from petatron.kernels import activation, norm
@@ -323,5 +324,6 @@ CASES: Mapping[str, Callable[..., Iterator[KernelCase]]] = {
     "product": weight_grad_cases,
     "fp8": fp8_cases,
     "scan": scan_cases,
+    "delta": delta_cases,
 }
 """By the name for --only."""
