@@ -199,6 +199,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     ),
     "expert permutation": _triton_and_reference("moe.permute", as_record=True),
     "packed documents": _triton_and_reference("attention.rows"),
+    "heads of latent attention": _triton_and_reference("attention.latent_heads"),
     "paged attention": _triton_and_reference("attention.paged"),
     "GEMM of few rows": _triton_and_reference("few_rows_gemm"),
     "most likely id": _triton_and_reference("most_likely"),

@@ -157,6 +157,12 @@ CALLED: dict[str, set[str]] = {
     "adamw": {"adamw", "sum_of_squares"},
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
     "packed documents": {"gather_rows", "scatter_rows"},
+    "heads of latent attention": {
+        "latent_queries",
+        "latent_queries_backward",
+        "latent_keys_values",
+        "latent_keys_values_backward",
+    },
     "paged attention": {"store_key_value", "decode_attention", "store_and_decode"},
     "GEMM of few rows": {"few_rows_gemm", "pack_fp8", "dequantise_weight"},
     "most likely id": {"most_likely"},
