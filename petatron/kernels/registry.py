@@ -183,7 +183,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "softmax and loss": _triton_and_reference("vocab_parallel_cross_entropy", as_record=True),
     "embedding gradient": _triton_and_reference("embedding_grad"),
     "selective scan": _triton_and_reference("ssm.chunk_scan"),
-    "gated delta rule": (KernelImplementation("reference", _module("ssm.chunk_delta_rule"), _always_supported),),
+    "gated delta rule": _triton_and_reference("ssm.chunk_delta_rule"),
     "norm and gate": (
         _compiled("ssm.norm_gate", "norm_gate", "norm_gate_backward"),
         KernelImplementation("reference", _module("ssm.norm_gate"), _always_supported),

@@ -27,7 +27,6 @@ HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
 COMPILED = ("layer_norm", "bounded gated activation", "plain activation", "gated norm", "norm and gate")
-PLAIN_ONLY = ("gated delta rule",)
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -47,7 +46,7 @@ def chosen(
 
 def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(HOPPER, monkeypatch).items():
-        best = "compiled" if operation in COMPILED else "reference" if operation in PLAIN_ONLY else "triton"
+        best = "compiled" if operation in COMPILED else "triton"
         assert name == best == OPERATIONS[operation][0].name
         assert passed_over == ()
 
@@ -64,14 +63,13 @@ def test_what_runs_everywhere(situation: KernelContext, reasons: dict[str, str],
     for operation, (name, passed_over) in chosen(situation, monkeypatch).items():
         assert name == PLAIN_NAMES.get(operation, "reference") == OPERATIONS[operation][-1].name
         better = [kernel.name for kernel in OPERATIONS[operation][:-1]]
-        assert better == [] if operation in PLAIN_ONLY else len(better) == 1
+        assert len(better) == 1
         assert passed_over == tuple((one, reasons.get(operation, NO_GPU)) for one in better)
 
 
 def test_no_compile_leaves_the_handwritten_ones(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(dataclasses.replace(HOPPER, allow_compile=False), monkeypatch).items():
-        wanted = ("reference", ()) if operation in PLAIN_ONLY else ("triton", ())
-        wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else wanted
+        wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else ("triton", ())
         assert (name, passed_over) == wanted
 
 
@@ -200,8 +198,10 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
         for module in (module for name, module in fast if name == "triton"):
             assert module == f"triton.{plain[1]}"
             used.add(f"petatron.kernels.{module}")
-    parts = {f"{folder.__name__}.ssm.scan_{part}" for part in ("tiles", "states", "outputs", "grads")}
-    shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of one operation
+    steps = [*(f"scan_{part}" for part in ("tiles", "states", "outputs", "grads"))]
+    steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "grads")]
+    parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
+    shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of operations
     assert used == written - shared and shared < written
 
 
