@@ -26,7 +26,7 @@ CPU = KernelContext("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
-COMPILED = ("layer_norm", "bounded gated activation", "plain activation", "gated norm", "norm and gate")
+COMPILED = ("layer_norm", "bounded gated activation", "plain activation", "gate, then norm", "norm, then gate")
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -149,9 +149,9 @@ CALLED: dict[str, set[str]] = {
     "embedding gradient": {"embedding_grad"},
     "selective scan": {"chunk_scan", "chunk_scan_backward"},
     "causal convolution": {"causal_conv", "causal_conv_backward"},
-    "gated norm": {"gated_square_sums", "gated_norm", "gated_norm_projections", "gated_norm_backward"},
+    "gate, then norm": {"gated_square_sums", "gate_then_norm", "gate_then_norm_projections", "gate_then_norm_backward"},
     "gated delta rule": {"chunk_delta_rule", "chunk_delta_rule_backward"},
-    "norm and gate": {"norm_gate", "norm_gate_backward"},
+    "norm, then gate": {"norm_then_gate", "norm_then_gate_backward"},
     "adamw": {"adamw", "sum_of_squares"},
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
     "packed documents": {"gather_rows", "scatter_rows"},
