@@ -200,6 +200,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "expert permutation": _triton_and_reference("moe.permute", as_record=True),
     "packed documents": _triton_and_reference("attention.rows"),
     "paged attention": _triton_and_reference("attention.paged"),
+    "paged latent attention": _triton_and_reference("attention.paged_latent"),
     "GEMM of few rows": _triton_and_reference("few_rows_gemm"),
     "most likely id": _triton_and_reference("most_likely"),
     "FP8 casts and GEMMs": _triton_and_reference(

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, paged_latent_attention
+from petatron.kernels.attention import paged_latent
+from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
 from petatron.kernels.rope import apply_rope
 from petatron.layers.attention import CoreAttention
 from petatron.layers.comm_slot import CommSlot, identity
@@ -206,7 +207,11 @@ class MultiLatentAttention(BranchModule):
         self.kv_up = Linear(spec.kv_rank, (heads * (spec.nope_dim + spec.v_dim),), bias=False)
         self.rotary_key_comm: CommSlot = identity
         self.core = CoreAttention(window=spec.window, dropout=spec.dropout)
+        self.latent_kernels: PagedLatentKernels = paged_latent
         self.out = Linear(heads * spec.v_dim, (hidden,), bias=spec.out_bias)
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"latent_kernels": "paged latent attention"}
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"core_attn": self.core, "attention": self}
@@ -233,7 +238,7 @@ class MultiLatentAttention(BranchModule):
         normed = as_recomputable(_normed(self.kv_norm, latent_TC)).value
         whole = self.rotary_key_comm(torch.cat((normed, rotary_TR), dim=-1))
         latent_TC, rotary_TR = whole.split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
-        return paged_latent_attention(
+        return paged_latent.paged_latent_attention(
             self._queries(x_TD, cos_sin).squeeze(1),
             latent_TC,
             apply_rope(_neighbours_to_halves(rotary_TR)[:, None, None], *cos_sin).flatten(1),
@@ -241,6 +246,7 @@ class MultiLatentAttention(BranchModule):
             step.batch,
             up=LatentUpProjection.of(self.kv_up.weight, nope_dim=spec.nope_dim, v_dim=spec.v_dim),
             window=spec.window,
+            kernels=self.latent_kernels,
         )
 
     def _keys_and_values(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin) -> tuple[Tensor, Tensor]:

@@ -158,6 +158,7 @@ CALLED: dict[str, set[str]] = {
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
     "packed documents": {"gather_rows", "scatter_rows"},
     "paged attention": {"store_key_value", "decode_attention", "store_and_decode"},
+    "paged latent attention": {"store_latents", "decode_latents"},
     "GEMM of few rows": {"few_rows_gemm", "pack_fp8", "dequantise_weight"},
     "most likely id": {"most_likely"},
     "FP8 casts and GEMMs": {field.name for field in dataclasses.fields(Fp8Kernels)},
@@ -195,7 +196,8 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
             assert module == f"triton.{plain[1]}"
             used.add(f"petatron.kernels.{module}")
     parts = {f"{folder.__name__}.ssm.scan_{part}" for part in ("tiles", "states", "outputs", "grads")}
-    shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of one operation
+    parts |= {f"{folder.__name__}.attention.split_softmax"}
+    shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of operations
     assert used == written - shared and shared < written
 
 
