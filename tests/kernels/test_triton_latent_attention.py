@@ -10,7 +10,7 @@ from torch import Tensor
 
 from petatron.kernels.attention import paged_latent as plain
 from petatron.kernels.attention.paged import PagedBatch
-from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection
+from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.attention import paged_latent
@@ -170,10 +170,11 @@ def test_rows_of_one_sequence_see_each_other():
     queries = torch.randn(3, heads, nope + case.rotary, device=DEVICE)
     new_latent, new_rope = (rows.flatten(0, 1)[slots] for rows in (pages.latent, pages.rope_key))
     rows = replace(batch, slots_T=slots, page_table_NP=table, lengths_N=lengths, num_decodes=3, shares_pages=True)
+    both: tuple[PagedLatentKernels, ...] = (plain, paged_latent)
     true, found = (
         plain.paged_latent_attention(
             queries, new_latent, new_rope, pages, replace(rows, computed={}), up=up, window=None, kernels=kernels
         )
-        for kernels in (plain, paged_latent)
+        for kernels in both
     )
     assert far(found, true.double()) < BOUNDS[torch.float32]
