@@ -207,6 +207,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "packed documents": _triton_and_reference("attention.rows"),
     "heads of latent attention": _triton_and_reference("attention.latent_heads"),
     "paged attention": _triton_and_reference("attention.paged"),
+    "paged latent attention": _triton_and_reference("attention.paged_latent"),
     "GEMM of few rows": _triton_and_reference("few_rows_gemm"),
     "most likely id": _triton_and_reference("most_likely"),
     "FP8 casts and GEMMs": _triton_and_reference(

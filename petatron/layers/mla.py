@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.attention import latent_heads as reference_heads
-from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, paged_latent_attention
+from petatron.kernels.attention import paged_latent
+from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
 from petatron.layers.attention import CoreAttention
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext, RopeCosSin
@@ -208,10 +209,11 @@ class MultiLatentAttention(BranchModule):
         self.rotary_key_comm: CommSlot = identity
         self.head_kernels: LatentHeadKernels = reference_heads
         self.core = CoreAttention(window=spec.window, dropout=spec.dropout)
+        self.latent_kernels: PagedLatentKernels = paged_latent
         self.out = Linear(heads * spec.v_dim, (hidden,), bias=spec.out_bias)
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"head_kernels": "heads of latent attention"}
+        return {"head_kernels": "heads of latent attention", "latent_kernels": "paged latent attention"}
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"core_attn": self.core, "attention": self}
@@ -236,7 +238,7 @@ class MultiLatentAttention(BranchModule):
         normed = as_recomputable(_normed(self.kv_norm, latent_TC)).value
         whole = self.rotary_key_comm(torch.cat((normed, rotary_TR), dim=-1))
         latent_TC, rotary_TR = whole.split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
-        return paged_latent_attention(
+        return paged_latent.paged_latent_attention(
             self._queries(x_TD, cos_sin).squeeze(1),
             latent_TC,
             latent_queries(rotary_TR[:, None, None], cos_sin, kernels=self.head_kernels).flatten(1),
@@ -244,6 +246,7 @@ class MultiLatentAttention(BranchModule):
             step.batch,
             up=LatentUpProjection.of(self.kv_up.weight, nope_dim=spec.nope_dim, v_dim=spec.v_dim),
             window=spec.window,
+            kernels=self.latent_kernels,
         )
 
     def _keys_and_values(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.models.decoder import Decoder
 from tests.unit.infer.test_recurrent import HYBRID, MAMBA
-from tests.unit.infer.test_sample import POSITIONS, VOCAB, model_in
+from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -32,7 +32,7 @@ def answers(params: SamplingParams, flags: str = "", **options: int | bool) -> l
     return found
 
 
-KINDS = ["", "--window-size 5", "--num-query-groups 2 --group-query-attention", "--fp64"]
+KINDS = ["", "--window-size 5", "--num-query-groups 2 --group-query-attention", LATENT, "--fp64"]
 RECURRENT = [f"--fp64 {MAMBA}", f"--fp64 {HYBRID}", f"--no-compile {HYBRID}"]
 
 
@@ -100,7 +100,7 @@ def test_experts_whose_rows_the_host_must_know_are_not_in_graphs(flags: str):
     engine.close()
 
 
-@pytest.mark.parametrize("flags", ["", "--window-size 5", "--fp64"])
+@pytest.mark.parametrize("flags", ["", "--window-size 5", LATENT, "--fp64"])
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize(
     "params",

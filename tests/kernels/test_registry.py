@@ -162,6 +162,7 @@ CALLED: dict[str, set[str]] = {
         "latent_keys_values_backward",
     },
     "paged attention": {"store_key_value", "decode_attention", "store_and_decode"},
+    "paged latent attention": {"store_latents", "decode_latents"},
     "GEMM of few rows": {"few_rows_gemm", "pack_fp8", "dequantise_weight"},
     "most likely id": {"most_likely"},
     "FP8 casts and GEMMs": {field.name for field in dataclasses.fields(Fp8Kernels)},
@@ -201,6 +202,7 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
     steps = [*(f"scan_{part}" for part in ("tiles", "states", "outputs", "grads"))]
     steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "grads")]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
+    parts |= {f"{folder.__name__}.attention.split_softmax"}
     shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of operations
     assert used == written - shared and shared < written
 
