@@ -318,10 +318,16 @@ class ModelSteps:
 
 
 def can_capture(model: ParallelModel) -> bool:
-    """Whether a decode step is one CUDA graph: on one stage, in fused kernels, and without experts, whose dispatch needs the host."""
+    """Whether a decode step is one CUDA graph: on one stage, in fused kernels, and with no expert that the host has to know the rows of."""
     branches = (branch for layer in set(model.spec.layers) for branch in layer.branches)
     fused = all(branch.decodes_in_fused_kernels for branch in branches)
-    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and model.spec.moe is None and fused
+    grouped = model.spec.moe is None or (model.dtype == torch.bfloat16 and not shares_experts(model))
+    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and grouped and fused
+
+
+def shares_experts(model: ParallelModel) -> bool:
+    """Whether ranks exchange tokens of different sequences, for the experts that each of them has."""
+    return model.spec.moe is not None and model.mesh["ep_etp"].size > 1
 
 
 def can_record(model: ParallelModel) -> bool:

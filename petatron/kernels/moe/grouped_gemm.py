@@ -24,6 +24,8 @@ from petatron.kernels.weight_grad_gemm import matmul_into
 
 ExpertCounts = Tensor | int
 """Rows of each expert: a vector [E] on the device, or one number for all of them."""
+_WIDTH_MULTIPLE = 8
+"""The 16 bytes that the grouped kernel copies at a time."""
 
 
 def looped_linear(x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts) -> Tensor:
@@ -65,12 +67,16 @@ def unsupported_reason(device: str, dtype: torch.dtype) -> str | None:
 
 
 def _supports_grouped_mm(x_RD: Tensor, other: Tensor) -> bool:
-    """The kernel copies 16 bytes at a time: widths are multiples of 8, and a weight in a larger buffer is aligned."""
+    """The kernel copies 16 bytes at a time, so that a weight in a larger buffer must be aligned."""
     supported = (
         unsupported_reason(x_RD.device.type, x_RD.dtype) is None and x_RD.dtype == other.dtype and x_RD.shape[0] > 0
     )
-    widths = (x_RD.shape[1], *other.shape[1:])
-    return supported and all(width % 8 == 0 for width in widths) and is_aligned(other)
+    return supported and supports_widths(x_RD.shape[1], *other.shape[1:]) and is_aligned(other)
+
+
+def supports_widths(*widths: int) -> bool:
+    """Whether the grouped kernel takes matrices of these widths, in bfloat16."""
+    return all(width % _WIDTH_MULTIPLE == 0 for width in widths)
 
 
 @dataclass(frozen=True, slots=True)
