@@ -189,6 +189,9 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
         KernelImplementation("reference", _module("ssm.norm_gate"), _always_supported),
     ),
     "causal convolution": _triton_and_reference("ssm.causal_conv"),
+    "selective scan step": _triton_and_reference("ssm.decode.scan_step"),
+    "gated delta rule step": _triton_and_reference("ssm.decode.delta_step"),
+    "causal convolution step": _triton_and_reference("ssm.decode.conv_step"),
     "gated norm": (
         _compiled("ssm.gated_norm", "gated_square_sums", "gated_norm", "gated_norm_projections", "gated_norm_backward"),
         KernelImplementation("reference", _module("ssm.gated_norm"), _always_supported),

@@ -152,6 +152,9 @@ CALLED: dict[str, set[str]] = {
     "selective scan": {"chunk_scan", "chunk_scan_backward"},
     "causal convolution": {"causal_conv", "causal_conv_backward"},
     "gated norm": {"gated_square_sums", "gated_norm", "gated_norm_projections", "gated_norm_backward"},
+    "selective scan step": {"scan_step"},
+    "gated delta rule step": {"delta_step"},
+    "causal convolution step": {"conv_step"},
     "gated delta rule": {"chunk_delta_rule", "chunk_delta_rule_backward"},
     "norm and gate": {"norm_gate", "norm_gate_backward"},
     "adamw": {"adamw", "sum_of_squares"},
@@ -196,7 +199,7 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
             assert module == f"triton.{plain[1]}"
             used.add(f"petatron.kernels.{module}")
     parts = {f"{folder.__name__}.ssm.scan_{part}" for part in ("tiles", "states", "outputs", "grads")}
-    parts |= {f"{folder.__name__}.attention.split_softmax"}
+    parts |= {f"{folder.__name__}.{part}" for part in ("attention.split_softmax", "ssm.decode.step_tiles")}
     shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of operations
     assert used == written - shared and shared < written
 
