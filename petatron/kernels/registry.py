@@ -189,6 +189,9 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
         KernelImplementation("reference", _module("ssm.norm_then_gate"), _always_supported),
     ),
     "causal convolution": _triton_and_reference("ssm.causal_conv"),
+    "selective scan step": _triton_and_reference("ssm.decode.scan_step"),
+    "gated delta rule step": _triton_and_reference("ssm.decode.delta_step"),
+    "causal convolution step": _triton_and_reference("ssm.decode.conv_step"),
     "gate, then norm": (
         _compiled(
             "ssm.gate_then_norm",

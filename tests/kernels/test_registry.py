@@ -150,6 +150,9 @@ CALLED: dict[str, set[str]] = {
     "selective scan": {"chunk_scan", "chunk_scan_backward"},
     "causal convolution": {"causal_conv", "causal_conv_backward"},
     "gate, then norm": {"gated_square_sums", "gate_then_norm", "gate_then_norm_projections", "gate_then_norm_backward"},
+    "selective scan step": {"scan_step"},
+    "gated delta rule step": {"delta_step"},
+    "causal convolution step": {"conv_step"},
     "gated delta rule": {"chunk_delta_rule", "chunk_delta_rule_backward"},
     "norm, then gate": {"norm_then_gate", "norm_then_gate_backward"},
     "adamw": {"adamw", "sum_of_squares"},
@@ -201,6 +204,7 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
             used.add(f"petatron.kernels.{module}")
     steps = [*(f"scan_{part}" for part in ("tiles", "states", "outputs", "grads"))]
     steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "grads")]
+    steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
     parts |= {f"{folder.__name__}.attention.split_softmax"}
     shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of operations
