@@ -202,6 +202,10 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
         ),
         KernelImplementation("reference", _module("ssm.gate_then_norm"), _always_supported),
     ),
+    "silu gate": (
+        _compiled("ssm.silu_gate", "silu_gate", "silu_gate_backward"),
+        KernelImplementation("reference", _module("ssm.silu_gate"), _always_supported),
+    ),
     "adamw": (
         KernelImplementation("triton", _module("triton.optimizer.adam"), _triton_unsupported_reason),
         KernelImplementation("torch fused", _load_torch_fused_adam, _always_supported),

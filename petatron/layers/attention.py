@@ -80,6 +80,7 @@ class AttentionSpec(BranchSpec):
     temperature: AttentionTemperature | None = None
     qk_l2_norm: float | None = None
     output_gate: bool = False
+    output_multiplier: float = 1.0
 
     @property
     def sequence_sharding(self) -> SequenceSharding:

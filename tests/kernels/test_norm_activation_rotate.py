@@ -190,20 +190,21 @@ def test_gated_activations(name: str):
     assert torch.equal(alone, found) and nothing is None
 
 
-@pytest.mark.parametrize("bounds", [(0.7, 0.0), (None, 1.0), (0.7, 1.0)], ids=str)
-def test_a_bounded_gated_activation_clamps_and_adds(bounds: tuple[float | None, float]):
+@pytest.mark.parametrize("bounds", [(0.7, 0.0, 1.0), (None, 1.0, 1.0), (0.7, 1.0, 1.6), (None, 0.0, 0.4)], ids=str)
+def test_a_bounded_gated_activation_multiplies_clamps_and_adds(bounds: tuple[float | None, float, float]):
     """Numbers beyond the clamp pass no gradient; the compiler takes the bounds as they are."""
     gate_up, grad = rows(9, 14), rows(9, 7)
-    clamp, offset = bounds
+    clamp, offset, factor = bounds
     assert (gate_up.abs() > 0.7).any() and (gate_up.abs() < 0.7).any()
 
     def whole_function(both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
+        gate = gate * factor
         if clamp is not None:
             gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
         return gate * (1.702 * gate).sigmoid() * (up + offset)
 
-    glu_bounds = activation.GluBounds(clamp, offset)
+    glu_bounds = activation.GluBounds(clamp, offset, factor)
     value = activation.gated_activation(gate_up, "quick_geglu", glu_bounds)
     close(value, whole_function(gate_up))
     found, made = activation.gated_activation_backward(grad, gate_up, "quick_geglu", glu_bounds, recompute_output=True)

@@ -26,7 +26,14 @@ CPU = KernelContext("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
-COMPILED = ("layer_norm", "bounded gated activation", "plain activation", "gate, then norm", "norm, then gate")
+COMPILED = (
+    "layer_norm",
+    "bounded gated activation",
+    "plain activation",
+    "gate, then norm",
+    "norm, then gate",
+    "silu gate",
+)
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -154,6 +161,7 @@ CALLED: dict[str, set[str]] = {
     "gated delta rule step": {"delta_step"},
     "causal convolution step": {"conv_step"},
     "gated delta rule": {"chunk_delta_rule", "chunk_delta_rule_backward"},
+    "silu gate": {"silu_gate", "silu_gate_backward"},
     "norm, then gate": {"norm_then_gate", "norm_then_gate_backward"},
     "adamw": {"adamw", "sum_of_squares"},
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},

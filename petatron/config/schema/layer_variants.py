@@ -55,6 +55,22 @@ class LayerVariants(LinearAttention):
     """Factor on what each branch adds to the residual stream (Granite)."""
     logits_scaling: Factor = 1.0
     """Logits are divided by this (Granite)."""
+    attention_in_multiplier: Factor = 1.0
+    """Factor on queries, keys and values (Falcon-H1, where it is one on their input)."""
+    key_multiplier: Factor = 1.0
+    """Factor on keys, besides `--attention-in-multiplier` (Falcon-H1)."""
+    attention_out_multiplier: Factor = 1.0
+    """Factor on what attention adds to the residual stream (Falcon-H1)."""
+    ssm_in_multiplier: Factor = 1.0
+    """Factor on all of Mamba-2's first projection (Falcon-H1, where it is one on its input)."""
+    ssm_multipliers: tuple[Factor, ...] = (1.0,) * 5
+    """Factors on the parts of Mamba-2's first projection, besides `--ssm-in-multiplier`: z, x, B, C and dt (Falcon-H1)."""
+    ssm_out_multiplier: Factor = 1.0
+    """Factor on what Mamba-2 adds to the residual stream (Falcon-H1)."""
+    mlp_multipliers: tuple[Factor, ...] = (1.0,) * 2
+    """Factors on the gate of a gated MLP, and on what an MLP adds to the residual stream (Falcon-H1)."""
+    mamba_gated_norm: Literal["gate_then_norm", "norm_then_gate", "none"] = "gate_then_norm"
+    """Mamba-2: whether the scan's output is gated and then normalised, normalised and then gated, or only gated (Falcon-H1)."""
     attention_chunk_size: SequenceLength | None = None
     """Layers with rotary positions attend within chunks of so many tokens of a document only (Llama 4). Unset means in none."""
     attention_temperature_scale: Factor | None = None

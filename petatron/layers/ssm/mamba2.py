@@ -4,7 +4,9 @@
     x | B | C           =  silu(conv(x | B | C))                    causal, each channel over its last tokens
     dt                  =  softplus(dt + dt_bias),  A = -exp(A_log)
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T,   y_t = h_t C_t + D x_t
-    out                 =  W_out norm(y silu(z))
+    out                 =  W_out norm(y silu(z))                    or W_out norm(y) silu(z), or W_out y silu(z) (`output_gate.py`)
+
+Factors, where there are some (Falcon-H1), are on z, x, B, C and dt as they leave W_in.
 
 Heads of width P share B and C of width N in groups. The norm is over groups of channels: as many groups as B and C have in Mamba-2's own
 code, Megatron and Nemotron-H; all channels in one in `transformers`' Mamba2 and Bamba. Both are `norm_groups`.
@@ -32,7 +34,6 @@ from torch import Tensor, nn
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.ssm import causal_conv as conv_reference
 from petatron.kernels.ssm import chunk_scan as scan_reference
-from petatron.kernels.ssm import gate_then_norm as norm_reference
 from petatron.kernels.ssm.decode import conv_step as conv_step_reference
 from petatron.kernels.ssm.decode import scan_step as scan_step_reference
 from petatron.kernels.ssm.decode.scan_step import ScanHeads
@@ -50,15 +51,13 @@ from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
 from petatron.layers.ssm.ops import (
     ConvKernels,
     ConvStepKernels,
-    GateThenNormKernels,
-    NormGroups,
     ScanInputs,
     ScanKernels,
     ScanStepKernels,
     causal_conv,
-    gate_then_norm,
     selective_scan,
 )
+from petatron.layers.ssm.output_gate import OutputGate, build_output_gate
 from petatron.sharding.initial_values import ONES, UniformValues
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -69,6 +68,8 @@ class Mamba2Spec(BranchSpec):
 
     num_groups: how many B and C there are; each is for num_heads / num_groups heads.
     norm_groups: in how many groups of channels the gated norm is taken: num_groups, or 1.
+    output_gate: in which order the scan's output is normalised and gated.
+    multipliers: the factors on z, x, B, C and dt; None: they have none.
     conv_width: the tokens that the convolution sees, the newest included.
     chunk_size: tokens of a chunk of the scan, which changes no result.
     std, out_std: of the initial weights of the first and of the last GEMM.
@@ -89,6 +90,9 @@ class Mamba2Spec(BranchSpec):
     chunk_size: int
     std: float
     out_std: float
+    output_gate: OutputGate = "gate_then_norm"
+    multipliers: tuple[float, ...] | None = None
+    output_multiplier: float = 1.0
 
     @property
     def sequence_sharding(self) -> SequenceSharding:
@@ -134,6 +138,7 @@ class Mamba2Spec(BranchSpec):
             )
             for name, width in (("weight", (1, self.conv_width)), ("bias", ()))
         }
+        norm_weight = ParamSpec(shape=(self.inner_size,), shard=Shard(tp=0), init=ONES)
         rows = {section.name: section.rows for section in inputs}
         by_head = Shard(tp=0)
         in_proj = linear_params(self.hidden_size, rows, Shard(tp=0, sections=inputs), bias=False, std=self.std)
@@ -146,7 +151,7 @@ class Mamba2Spec(BranchSpec):
             }
             | with_prefix("in_proj", in_proj)
             | with_prefix("conv", conv)
-            | {"norm.weight": ParamSpec(shape=(self.inner_size,), shard=by_head, init=ONES)}
+            | ({} if self.output_gate == "none" else {"norm.weight": norm_weight})
             | with_prefix("out_proj", out_proj)
         )
 
@@ -167,10 +172,13 @@ class Mamba2Spec(BranchSpec):
             return 0
         rows, inner, heads = shape.gathered_tokens, self.inner_size // shape.tp, self.num_heads // shape.tp
         channels = self.conv_channels(shape.tp)
-        # The first GEMM's output, the convolution's, the scan's, and the input of the last GEMM.
-        saved = shape.activation_bytes(rows, inner + channels + heads + channels + 2 * inner)
-        steps_and_statistics = 2 * heads + max(self.norm_groups // shape.tp, 1)
+        # The first GEMM's output, the convolution's, the scan's, its norm where a gate follows, and the input of the last GEMM.
+        outputs = 3 if self.output_gate == "norm_then_gate" else 2
+        saved = shape.activation_bytes(rows, inner + channels + heads + channels + outputs * inner)
+        statistics = 0 if self.output_gate == "none" else max(self.norm_groups // shape.tp, 1)
+        steps_and_statistics = 2 * heads + statistics
         saved += rows * steps_and_statistics * shape.compute_bytes
+        saved += 0 if self.multipliers is None else shape.activation_bytes(1, inner + channels + heads)
         decays = 2 * heads * shape.compute_bytes  # A, and the exponential that it is the negative of
         return saved + decays + shape.fp8_input_bytes(self.hidden_size, inner)
 
@@ -251,26 +259,6 @@ class SelectiveScan(nn.Module):
         return selective_scan(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
 
 
-class GateThenRMSNorm(nn.Module):
-    """norm(y silu(z)) over groups of channels, of which a rank may have a part."""
-
-    def __init__(self, width: int, *, num_groups: int, eps: float) -> None:
-        super().__init__()
-        self.group_width, self.eps = width // num_groups, eps
-        self.weight = nn.Parameter(torch.empty(width))
-        self.sum_over_ranks: CommSlot = identity
-        self.group_sum_slots = {"sum_over_ranks": num_groups}
-        self.kernels: GateThenNormKernels = norm_reference
-
-    def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "gate, then norm"}
-
-    def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        groups_here = max(self.weight.shape[0] // self.group_width, 1)
-        groups = NormGroups(self.group_width, groups_here, self.eps, self.sum_over_ranks)
-        return gate_then_norm(y, z, self.weight, groups, kernels=self.kernels)
-
-
 class Mamba2(BranchModule):
     """out_proj(norm(scan(conv(x | B | C)), z)); z, x, B, C and dt are one GEMM, stored as five logical tensors."""
 
@@ -285,7 +273,7 @@ class Mamba2(BranchModule):
         self.conv = CausalConv(spec.conv_channels(1), spec.conv_width)
         self.scan = SelectiveScan(spec.chunk_size)
         self.step_kernels: ScanStepKernels = scan_step_reference
-        self.norm = GateThenRMSNorm(spec.inner_size, num_groups=spec.norm_groups, eps=spec.norm_eps)
+        self.norm = build_output_gate(spec.output_gate, spec.inner_size, num_groups=spec.norm_groups, eps=spec.norm_eps)
         self.out_proj = Linear(spec.inner_size, (spec.hidden_size,), bias=False)
         self.local_part: CommSlot = identity
 
@@ -332,7 +320,11 @@ class Mamba2(BranchModule):
     def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor]:
         """Returns z, the channels of the convolution and dt."""
         z, x_rows, B, C, dt = self.in_proj.sections
-        z_part, channels, dt_part = self.in_proj(x).split((z, x_rows + B + C, dt), dim=-1)
+        projected = self.in_proj(x)
+        if self.spec.multipliers is not None:
+            sections = zip(self.in_proj.sections, self.spec.multipliers, strict=True)
+            projected = projected * torch.cat([projected.new_full((rows,), factor) for rows, factor in sections])
+        z_part, channels, dt_part = projected.split((z, x_rows + B + C, dt), dim=-1)
         return z_part, channels, dt_part
 
     def _scan_inputs(self, channels: Tensor, dt: Tensor) -> ScanInputs:

@@ -13,6 +13,7 @@ from petatron.models.hf.families.gpt2 import GPT2
 from petatron.models.hf.families.gpt_neox import GPT_NEOX
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
 from petatron.models.hf.families.hybrid.bamba import BAMBA
+from petatron.models.hf.families.hybrid.falcon_h1 import FALCON_H1
 from petatron.models.hf.families.hybrid.granite_hybrid import GRANITE_HYBRID
 from petatron.models.hf.families.hybrid.mamba2 import MAMBA2
 from petatron.models.hf.families.hybrid.nemotron_h import NEMOTRON_H
@@ -60,5 +61,6 @@ FAMILIES = (
     MAMBA2,
     BAMBA,
     NEMOTRON_H,
+    FALCON_H1,
     GRANITE_HYBRID,
 )
