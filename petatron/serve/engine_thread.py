@@ -144,13 +144,13 @@ class EngineThread:
     def _deliver(self, deliveries: list[_Delivery]) -> None:
         for generation, event, outcome in deliveries:
             if event is not None and generation.inbox is not None and not generation.cancelled:
-                generation.inbox.put_nowait((generation, event))
+                generation.inbox.put(generation, event)
             if outcome is None:
                 continue
             self._open.discard(generation)
             generation.finish(outcome)
             if isinstance(outcome, Exception) and generation.inbox is not None:
-                generation.inbox.put_nowait((generation, outcome))
+                generation.inbox.put(generation, outcome)
             if self._on_finish is not None and isinstance(outcome, Completion):
                 self._on_finish(generation, outcome)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.checkpoint.files.step_folder import read_manifest
+from petatron.cli.main import main
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
@@ -216,20 +215,14 @@ def test_flags_that_contradict_the_mesh(ranks: RankPool, tmp_path: Path):
         assert "--tp 1 say another layout than the mesh has, which is tp 2" in text
 
 
-def test_a_run_starts_from_a_folder_of_transformers(tmp_path: Path):
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_run_starts_from_a_folder_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The command line, at two ranks: settings and weights are those of the folder."""
     theirs = their_folder("llama-gqa", tmp_path / "theirs")
     words = "train --from theirs --tp 2 --mock-data --lr 1e-3 --train-iters 2 "
     words += "--eval-iters 0 --log-interval 1 --live off --seq-length 32 --save run --make-vocab-size-divisible-by 4"
-    done = subprocess.run(
-        [sys.executable, "-m", "petatron", *words.split()],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(petatron.__file__).parent.parent), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 0
     begin, end = (
         load_file(theirs / "model.safetensors"),
         load_file(tmp_path / "run/step-00000002/model/model.safetensors"),

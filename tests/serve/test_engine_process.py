@@ -166,7 +166,7 @@ def test_the_engine_ends_with_its_server(run_folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(engine_process, "_send", lambda pipe, message: said.append(message))
     said: list = []
     ours, theirs = Pipe()
-    ours.send_bytes(b'{"step": []}')
+    ours.send_bytes(b'{"commands": []}')
     ours.close()  # as a server that was killed does
     engine_process._run_engine(theirs, str(run_folder), [], OPTIONS)
     first, *others = said

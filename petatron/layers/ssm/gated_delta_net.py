@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.ssm import chunk_delta_rule as delta_reference
-from petatron.kernels.ssm import norm_gate as norm_reference
+from petatron.kernels.ssm import norm_then_gate as norm_reference
 from petatron.kernels.ssm.decode import delta_step as step_reference
 from petatron.kernels.ssm.decode.delta_step import DeltaGates
 from petatron.kernels.ssm.delta_recurrence import delta_gates
@@ -45,9 +45,9 @@ from petatron.layers.ssm.delta_ops import (
     DeltaInputs,
     DeltaKernels,
     DeltaStepKernels,
-    NormGateKernels,
+    NormThenGateKernels,
     delta_rule,
-    norm_gate,
+    norm_then_gate,
 )
 from petatron.layers.ssm.initial_values import LogDecayValues
 from petatron.layers.ssm.mamba2 import CausalConv, document_starts
@@ -201,20 +201,20 @@ class DeltaRule(nn.Module):
         return delta_rule(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
 
 
-class HeadNormGate(nn.Module):
+class HeadNormThenGate(nn.Module):
     """norm(o) silu(z) over the channels of each head, with one weight for all heads."""
 
     def __init__(self, width: int, *, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(width))
-        self.kernels: NormGateKernels = norm_reference
+        self.kernels: NormThenGateKernels = norm_reference
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "norm and gate"}
+        return {"kernels": "norm, then gate"}
 
     def forward(self, o: Tensor, z: Tensor) -> Tensor:
-        return norm_gate(o, z, self.weight, eps=self.eps, kernels=self.kernels)
+        return norm_then_gate(o, z, self.weight, eps=self.eps, kernels=self.kernels)
 
 
 class GatedDeltaNet(BranchModule):
@@ -231,7 +231,7 @@ class GatedDeltaNet(BranchModule):
         self.conv = CausalConv(spec.conv_channels(1), spec.conv_width, bias=False)
         self.delta = DeltaRule(spec.chunk_size)
         self.step_kernels: DeltaStepKernels = step_reference
-        self.norm = HeadNormGate(spec.value_head_dim, eps=spec.norm_eps)
+        self.norm = HeadNormThenGate(spec.value_head_dim, eps=spec.norm_eps)
         self.out_proj = Linear(spec.value_size, (spec.hidden_size,), bias=False)
         self.local_part: CommSlot = identity
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.ssm import causal_conv as conv_reference
 from petatron.kernels.ssm import chunk_scan as scan_reference
-from petatron.kernels.ssm import gated_norm as norm_reference
+from petatron.kernels.ssm import gate_then_norm as norm_reference
 from petatron.kernels.ssm.decode import conv_step as conv_step_reference
 from petatron.kernels.ssm.decode import scan_step as scan_step_reference
 from petatron.kernels.ssm.decode.scan_step import ScanHeads
@@ -50,13 +50,13 @@ from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
 from petatron.layers.ssm.ops import (
     ConvKernels,
     ConvStepKernels,
-    GatedNormKernels,
+    GateThenNormKernels,
     NormGroups,
     ScanInputs,
     ScanKernels,
     ScanStepKernels,
     causal_conv,
-    gated_norm,
+    gate_then_norm,
     selective_scan,
 )
 from petatron.sharding.initial_values import ONES, UniformValues
@@ -251,7 +251,7 @@ class SelectiveScan(nn.Module):
         return selective_scan(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
 
 
-class GatedRMSNorm(nn.Module):
+class GateThenRMSNorm(nn.Module):
     """norm(y silu(z)) over groups of channels, of which a rank may have a part."""
 
     def __init__(self, width: int, *, num_groups: int, eps: float) -> None:
@@ -260,15 +260,15 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.sum_over_ranks: CommSlot = identity
         self.group_sum_slots = {"sum_over_ranks": num_groups}
-        self.kernels: GatedNormKernels = norm_reference
+        self.kernels: GateThenNormKernels = norm_reference
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "gated norm"}
+        return {"kernels": "gate, then norm"}
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         groups_here = max(self.weight.shape[0] // self.group_width, 1)
         groups = NormGroups(self.group_width, groups_here, self.eps, self.sum_over_ranks)
-        return gated_norm(y, z, self.weight, groups, kernels=self.kernels)
+        return gate_then_norm(y, z, self.weight, groups, kernels=self.kernels)
 
 
 class Mamba2(BranchModule):
@@ -285,7 +285,7 @@ class Mamba2(BranchModule):
         self.conv = CausalConv(spec.conv_channels(1), spec.conv_width)
         self.scan = SelectiveScan(spec.chunk_size)
         self.step_kernels: ScanStepKernels = scan_step_reference
-        self.norm = GatedRMSNorm(spec.inner_size, num_groups=spec.norm_groups, eps=spec.norm_eps)
+        self.norm = GateThenRMSNorm(spec.inner_size, num_groups=spec.norm_groups, eps=spec.norm_eps)
         self.out_proj = Linear(spec.inner_size, (spec.hidden_size,), bias=False)
         self.local_part: CommSlot = identity
 

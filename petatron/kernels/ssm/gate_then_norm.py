@@ -21,13 +21,13 @@ def gated_square_sums(y_RD: Tensor, z_RD: Tensor, *, num_groups: int) -> Tensor:
     return _gated(y_RD, z_RD).unflatten(-1, (num_groups, -1)).square().sum(dim=-1)
 
 
-def gated_norm(y_RD: Tensor, z_RD: Tensor, rstd_RK: Tensor, weight_D: Tensor) -> Tensor:
+def gate_then_norm(y_RD: Tensor, z_RD: Tensor, rstd_RK: Tensor, weight_D: Tensor) -> Tensor:
     """Returns the norm, given 1 / rms of every row and group."""
     normal = _normalised(y_RD, z_RD, rstd_RK)
     return normal.to(y_RD.dtype) * weight_D
 
 
-def gated_norm_projections(
+def gate_then_norm_projections(
     grad_RD: Tensor, y_RD: Tensor, z_RD: Tensor, rstd_RK: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the sum of h n of every row and group [R, K], and the gradient of the weight; both in at least float32."""
@@ -37,7 +37,7 @@ def gated_norm_projections(
     return products.sum(dim=-1), by_weight.sum(dim=0)
 
 
-def gated_norm_backward(
+def gate_then_norm_backward(
     grad_RD: Tensor, y_RD: Tensor, z_RD: Tensor, rstd_RK: Tensor, weight_D: Tensor, means_RK: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of y and z, given the mean of h n of every row and group."""
