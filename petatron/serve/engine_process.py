@@ -6,9 +6,10 @@ keeps the event loop, and the engine steps elsewhere.
 
 The pipe carries messages of JSON. One to the engine has commands (requests and cancellations), or asks for another step's weights or the
 end; of every step one comes back, with the events of all sequences, finished answers and counts. The engine steps on while it has work,
-and takes what has come between two steps: a request never misses a step that begins after it came, and a server that is late with its
-answers holds up nothing until they fill the pipe. A thread empties the pipe on the engine's side, so that the two never wait for each
-other to read. What a model cannot serve is found here, where it was asked.
+and takes what has come between two steps; who waits for a step is woken by a new command, and sends it at once. So a request never misses
+a step that begins after it came, and a server that is late with its answers holds up nothing until they fill the pipe. A thread empties
+the pipe on the engine's side, so that the two never wait for each other to read. What a model cannot serve is found here, where it was
+asked.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from __future__ import annotations
 import json
 import queue
 import signal
+import socket
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ from petatron.mesh.launch.process_group import stop_process_group
 from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.open_engine import model_settings
 
-_END_TIMEOUT_S = 30.0
+_END_TIMEOUT_S, _MOST_WAKES = 30.0, 4096
 _stats_content = attrgetter(*(field.name for field in fields(EngineStats)))
 """The counts of an engine, in the order of `EngineStats`: `asdict` would take longer than the events of a step."""
 
@@ -55,6 +57,8 @@ class EngineProcess:
         self.tokenizer: Tokenizer | None = settings.tokenizer
         self.vocab_size = settings.vocab_size
         self._constraints = ConstraintCompiler(settings.tokenizer, vocab_size=settings.vocab_size)
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_writer.setblocking(False)
         self._pipe, other = get_context("spawn").Pipe()
         arguments = (other, str(settings.folder), list(flags), options)
         self._process = get_context("spawn").Process(target=_run_engine, args=arguments, daemon=True)
@@ -89,10 +93,14 @@ class EngineProcess:
         self._commands.append({"request": request})
 
     def step(self) -> list[TokenEvent]:
+        """Returns nothing if it is woken before the step has ended: a request must be there when the next one begins."""
         if self._commands or not self._works:
             commands, self._commands = self._commands, []
             self._send({"commands": commands})
-            self._num_sent += 1
+            self._num_sent, self._works = self._num_sent + 1, True
+        if self._pipe not in wait([self._pipe, self._wake_reader]):
+            self._wake_reader.recv(_MOST_WAKES)
+            return []
         answer = self._receive()
         self._works = answer["works"] or answer["num_taken"] < self._num_sent
         self.stats = EngineStats(*answer["stats"])
@@ -100,6 +108,10 @@ class EngineProcess:
         for request, completion in answer["completions"]:
             self._finished[request] = _read_completion(completion, self._prompts.pop(request))
         return events
+
+    def wake(self) -> None:
+        with suppress(OSError):  # it is closed, or as many wakes wait already as there is room for
+            self._wake_writer.send(b"w")
 
     def take(self, request: int) -> Completion:
         return self._finished.pop(request)
@@ -124,7 +136,8 @@ class EngineProcess:
         # The answer is the last that it does, and an interpreter with torch takes a second to end by itself.
         self._kill()
         self._process.join(_END_TIMEOUT_S)
-        self._pipe.close()
+        for one in (self._pipe, self._wake_reader, self._wake_writer):
+            one.close()
 
     def _learn(self, facts: Mapping[str, Any]) -> None:
         """Takes the facts of an engine that has just been opened, which counts requests from 0."""
