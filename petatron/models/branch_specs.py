@@ -34,7 +34,8 @@ _SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
 
 def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
     """Returns the norm of a config, over the hidden size unless another width is given."""
-    return NormSpec(config.normalization, width or config.hidden_size, config.norm_epsilon, config.apply_layernorm_1p)
+    width, kind = width or config.hidden_size, config.normalization
+    return NormSpec(kind, width, config.norm_epsilon, config.apply_layernorm_1p, config.norm_bias)
 
 
 def mixer_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
@@ -85,6 +86,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         out_std=out_std(config),
         qk_norm_scope=config.qk_layernorm_scope,
         rope_interleaved=config.rotary_interleaved,
+        qkv_clip=config.clip_qkv,
         softmax_scale=softmax_scale,
         softcap=config.attn_logit_softcapping,
         sinks=_SINKS[config.softmax_type],

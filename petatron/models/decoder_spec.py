@@ -45,6 +45,11 @@ class DecoderSpec(ModelSpec):
     final_norm: NormSpec
 
     @property
+    def embedding_norm(self) -> NormSpec | None:
+        """The norm of embeddings before the first layer."""
+        return norm_spec(self.config) if self.config.embed_layernorm else None
+
+    @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct rotary embeddings of all layers."""
         branches = (branch for layer in dict.fromkeys(self.layers) for branch in layer.branches)
@@ -116,6 +121,8 @@ class DecoderSpec(ModelSpec):
         if stage.has_embedding and self.has_position_table:
             rows = (config.max_position_embeddings, config.hidden_size)
             params["position.weight"] = replace(table, shape=rows, shard=REPLICATED, role="other")
+        if stage.has_embedding and self.embedding_norm is not None:
+            params |= with_prefix("embedding_norm", self.embedding_norm.params())
         if stage.has_loss:
             params |= with_prefix("norm", self.final_norm.params())
         if stage.has_loss and not (self.tied_params and stage.has_embedding):
@@ -131,6 +138,8 @@ class DecoderSpec(ModelSpec):
         if stage.has_embedding:
             saved += shape.dropout_mask_bytes(config.hidden_size, config.hidden_dropout)
             saved += 8 * shape.sequence if self.has_position_table else 0
+            if self.embedding_norm is not None:
+                saved += self.num_predictions * self.embedding_norm.saved_bytes(shape, shape.tokens)
             # Row indices of this rank's vocabulary shard, or of tokens with those ahead of them.
             own_indices = shape.tp > 1 or self.num_predictions > 1
             saved += 8 * self.num_predictions * shape.gathered_tokens if own_indices else 0

@@ -50,7 +50,7 @@ def check_gradients(true: Truth, grads: Mapping[str, Tensor], spec: ModelSpec) -
         torch.testing.assert_close(grads[key], value, rtol=1e-4, atol=bound, msg=lambda text, key=key: f"{key}: {text}")
 
 
-STAGES = ["falcon-h1", later("falcon-h1-norm-then-gate")]
+STAGES = ["falcon-h1", later("falcon-h1-norm-then-gate"), "bloom", "mpt-clipped"]
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -127,6 +127,23 @@ _NEMOTRON_EXPERTS = {
 }
 
 
+def _bloom(**changes: Any) -> Any:
+    base = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return transformers.BloomForCausalLM(transformers.BloomConfig(**{**base, **changes}))
+
+
+def _mpt(**changes: Any) -> Any:
+    base = {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "use_cache": True}
+    return transformers.MptForCausalLM(transformers.MptConfig(**{**base, **changes}))
+
+
 def _mamba2(**changes: Any) -> Any:
     shape = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -212,6 +229,10 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     ),
     "mamba2": _mamba2,
     "mamba2-tied-one-group": lambda: _mamba2(n_groups=1, head_dim=16, expand=4, tie_word_embeddings=True),
+    "bloom": _bloom,
+    "bloom-six-heads-untied": lambda: _bloom(n_head=6, hidden_size=36, tie_word_embeddings=False),
+    "mpt": lambda: _mpt(),
+    "mpt-clipped": lambda: _mpt(n_heads=6, d_model=36, attn_config={"clip_qkv": 0.8, "softmax_scale": 0.5}),
     "falcon-h1": lambda: _build("FalconH1", **_FALCON_H1),
     "falcon-h1-norm-then-gate": lambda: _build("FalconH1", **_FALCON_H1, mamba_rms_norm=True, tie_word_embeddings=True),
     "falcon-h1-gate-then-norm": lambda: _build(

@@ -80,6 +80,18 @@ def test_rms_norm(case: str, shape: tuple[int, int]):
     close(rstd, (total.square().mean(-1) + 1e-5).rsqrt())
 
 
+def test_a_layer_norm_without_a_bias_is_that_with_zeros():
+    x, grad, weight = rows(5, 8), rows(5, 8), rows(8)
+    options = {"zero_centered_gamma": False}
+    _, normal, statistics = norm.layer_norm(x, weight, eps=1e-5, **options)
+    _, wanted, _ = norm.layer_norm(x, weight, torch.zeros_like(weight), eps=1e-5, **options)
+    assert torch.equal(normal, wanted)
+    x_grad, weight_grad, none, again = norm.layer_norm_backward(grad, x, statistics, weight, **options)
+    true = norm.layer_norm_backward(grad, x, statistics, weight, torch.zeros_like(weight), **options)
+    assert none is None and again is not None and torch.equal(again, normal)
+    assert torch.equal(x_grad, true[0]) and torch.equal(weight_grad, true[1])
+
+
 @pytest.mark.parametrize("shape", [(1, 2), (5, 8), (33, 7)])
 @pytest.mark.parametrize("case", NORM_CASES)
 def test_layer_norm(case: str, shape: tuple[int, int]):

@@ -45,6 +45,7 @@ _ATTENTION = (
     "qk_layernorm",
     "attention_output_gate",
     "attention_dropout",
+    "clip_qkv",
     "attention_in_multiplier",
     "key_multiplier",
     "attention_out_multiplier",
@@ -212,6 +213,8 @@ def _unused_hybrid(config: RawRunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _unused_attention(config: RawRunConfig) -> Iterator[tuple[str, str]]:
+    if config.model.normalization == "RMSNorm":
+        yield "norm_bias", "an RMSNorm has no bias"
     if not config.model.multi_latent_attention:
         yield from ((name, "it is for --multi-latent-attention") for name in LATENT_WIDTHS)
         return

@@ -31,6 +31,10 @@ class LayerVariants(LinearAttention):
     """LongRoPE: the same where `--seq-length` is longer."""
     longrope_attention_factor: Factor | None = None
     """LongRoPE: factor on cos and sin. Unset means sqrt(1 + log(scaling factor) / log(original context))."""
+    norm_bias: bool = True
+    """Biases of LayerNorms (`--no-norm-bias` leaves them out, as MPT does)."""
+    embed_layernorm: bool = False
+    """Normalise embeddings before the first layer (BLOOM)."""
     norm_placement: Literal["pre", "both", "output"] = "pre"
     """Where a layer's norms are: before each branch, before and after it (Gemma 2), or after it only (OLMo 2)."""
     residual_branches: Literal["sequential", "parallel", "parallel_shared_norm"] = "sequential"
@@ -43,6 +47,8 @@ class LayerVariants(LinearAttention):
     """Attention sinks: whether a head may attend to nothing, with the score 0 or with a learned one (gpt-oss)."""
     attention_output_gate: bool = False
     """Multiply each channel of attention's output by a sigmoid gate that is projected with the queries (Qwen3-Next)."""
+    clip_qkv: Factor | None = None
+    """Clip queries, keys and values to this size, as they are projected (MPT). Unset means not at all."""
     softmax_scale: Factor | None = None
     """Factor on attention scores. Unset means 1 / sqrt(head width)."""
     attn_logit_softcapping: Factor | None = None

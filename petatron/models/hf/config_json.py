@@ -131,8 +131,8 @@ def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
         "num_query_groups": groups,
         "group_query_attention": groups != heads,
         "kv_channels": width or hidden // heads,
-        "ffn_hidden_size": values["ffn_hidden_size"] or 4 * hidden,
-        "attention_dropout": values["attention_dropout"] or 0.0,
+        "ffn_hidden_size": values.get("ffn_hidden_size") or 4 * hidden,
+        "attention_dropout": values.get("attention_dropout") or 0.0,
     }, []
 
 

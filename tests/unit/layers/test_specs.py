@@ -38,6 +38,8 @@ MODELS = {
     "--mamba-gated-norm norm_then_gate --ssm-in-multiplier 2 --attention-out-multiplier 3 --mlp-multipliers 2 3",
     "only gated": "--hybrid-layer-pattern PP --mamba-head-dim 8 --mamba-num-groups 2 --mamba-gated-norm none",
     "delta": "--hybrid-layer-pattern G*E- --num-layers 4 --num-experts 4 --linear-key-head-dim 5 --linear-value-head-dim 6",
+    "bloom": "--position-embedding-type alibi --embed-layernorm",
+    "mpt": "--position-embedding-type alibi --no-norm-bias --disable-bias-linear --clip-qkv 0.5",
     "gated attention": "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --attention-output-gate",
     "gated shared": "--num-experts 4 --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --swiglu",
 }

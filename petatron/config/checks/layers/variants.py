@@ -15,7 +15,7 @@ from petatron.config.schema.model import GATED_ACTIVATIONS, RawModelConfig
 _ROTARY_TYPES = ("rope", "yarn")
 _NOT_LATENT = (
     *("qk_layernorm_scope", "rotary_interleaved", "softmax_type", "softmax_scale", "attn_logit_softcapping"),
-    *("attention_in_multiplier", "key_multiplier", "attention_out_multiplier"),
+    *("clip_qkv", "attention_in_multiplier", "key_multiplier", "attention_out_multiplier"),
     *("attention_output_gate", "attention_chunk_size", "attention_temperature_scale", "qk_l2_norm"),
 )
 _FACTORS = (
@@ -130,7 +130,7 @@ def _norms_and_residuals(model: RawModelConfig) -> Iterator[Problem]:
 
 
 def _scores(model: RawModelConfig) -> Iterator[Problem]:
-    for name in ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"):
+    for name in ("clip_qkv", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"):
         yield from above(name, getattr(model, name), 0)
     plain = variant_defaults()
     for name in _NOT_LATENT if model.multi_latent_attention else ():

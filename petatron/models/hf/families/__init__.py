@@ -3,6 +3,7 @@
 A family is a file of this folder, or a part of one, and a line of this list; nothing else knows it by name.
 """
 
+from petatron.models.hf.families.alibi import BLOOM, MPT
 from petatron.models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from petatron.models.hf.families.experts.glm4_moe import GLM4_MOE
 from petatron.models.hf.families.experts.gpt_oss import GPT_OSS
@@ -47,6 +48,8 @@ FAMILIES = (
     STARCODER2,
     NEMOTRON,
     GPT_NEOX,
+    BLOOM,
+    MPT,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
