@@ -33,6 +33,8 @@ OPERATION_NAMES = (
     "fp8",
     "scan",
     "delta",
+    "latent-decode",
+    "recurrent-decode",
     "attention",
     "moe",
 )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.registry import KernelContext, choose_kernel
-from petatron.kernels.ssm import chunk_delta_rule, norm_gate
+from petatron.kernels.ssm import chunk_delta_rule, norm_then_gate
 from petatron.layers.ssm.delta_ops import DeltaInputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -150,12 +150,15 @@ def test_states_beyond_two_billion_elements():
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)], ids=str)
 def test_the_norm_and_its_gate(dtype: torch.dtype, bound: float):
-    choice = choose_kernel("norm and gate", KernelContext.of(torch.device("cuda"), dtype, allow_compile=True))
+    choice = choose_kernel("norm, then gate", KernelContext.of(torch.device("cuda"), dtype, allow_compile=True))
     assert choice.name == "compiled", str(choice)
     y, z, grad = (torch.randn(64, 2, 32, 128, device="cuda").to(dtype) for _ in range(3))
     weight = torch.randn(128, device="cuda").to(dtype)
     exact = [tensor.double() for tensor in (y, z, weight)]
-    assert far(choice.functions.norm_gate(y, z, weight, eps=1e-6), norm_gate.norm_gate(*exact, eps=1e-6)) <= bound
-    ours = choice.functions.norm_gate_backward(grad, y, z, weight, eps=1e-6)
-    true = norm_gate.norm_gate_backward(grad.double(), *exact, eps=1e-6)
+    assert (
+        far(choice.functions.norm_then_gate(y, z, weight, eps=1e-6), norm_then_gate.norm_then_gate(*exact, eps=1e-6))
+        <= bound
+    )
+    ours = choice.functions.norm_then_gate_backward(grad, y, z, weight, eps=1e-6)
+    true = norm_then_gate.norm_then_gate_backward(grad.double(), *exact, eps=1e-6)
     assert all(far(one, other) <= bound for one, other in zip(ours, true, strict=True))
