@@ -4,18 +4,18 @@ The equations are those of `kernels/ssm/chunk_delta_rule.py`, but for one: what 
 T = (I + L)^{-1}, instead of U - W S_c. The difference is taken in float32, and T has fewer bytes than U and W; in exchange the sequential
 kernel has a GEMM more for each chunk. How long a chunk is changes no result but by rounding, so the kernels take their own.
 
-| step                                                | reads, besides gates                  | writes                   |
-|-----------------------------------------------------|---------------------------------------|--------------------------|
-| `delta_inverses.py`                                 | k                                     | T                        |
-| `delta_states.py`, sequential                       | k, v, T                               | states, written values w |
-| `delta_outputs.py`                                  | q, k, w, states                       | o                        |
-| backward: the first two again; written gradients    | q, k, do                              | dw                       |
-| `delta_states.py`, sequential, in reverse           | q, k, do, dw, T                       | gradients dS and dy      |
-| `delta_grads.py`, scores and systems                | q, k, do, dy, 2 w                     | sums for dq, dk          |
-| `delta_grads.py`, queries                           | q, do, states                         | dq                       |
-| `delta_grads.py`, keys                              | k, v, dy, w, states, dS               | dk, dv, dg, dbeta        |
+| step                                                | reads, besides gates       | writes                          |
+|-----------------------------------------------------|----------------------------|---------------------------------|
+| `delta_inverses.py`                                 | k                          | T                               |
+| `delta_states.py`, sequential                       | k, v, T                    | states, written values w        |
+| `delta_outputs.py`                                  | q, k, w, states            | o                               |
+| backward: the first two again; written gradients    | q, k, do                   | dw                              |
+| `delta_states.py`, sequential, in reverse           | q, k, do, dw, T            | gradients of states; dy over dw |
+| `delta_grads.py`, scores and systems                | q, k, v, do, dy, w twice   | dv, sums for dq and dk          |
+| `delta_grads.py`, queries                           | q, do, states              | dq                              |
+| `delta_grads.py`, keys                              | k, dy, w, states and grads | dk, dg, dbeta                   |
 
-States of 64 tokens each, with N = P = 128, are twice the bytes of v in the same dtype, and T is half of them.
+States of 64 tokens each, with N = P = 128, have twice the bytes of v in the same dtype; T has half the bytes of v.
 
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim.
 """

@@ -3,9 +3,10 @@
 With S the state before a chunk, dS' the gradient of the state after it, w what it writes and dy the gradient of its system's right-hand
 side beta (v - to_token (k S)) (`delta_states.py`):
 
-    _score_grads    scores A = exp(s_i - s_j) (q_i . k_j) have the gradient do w^T, and the system's L the gradient -dy w^T: two launches
+    _score_grads    scores A = exp(s_i - s_j) (q_i . k_j) have the gradient do w^T, and the system's L the gradient -dy w^T: two launches;
+                    dv = beta dy
     _query_grads    dq_i += to_token_i S do_i
-    _key_grads      dk_i += to_end_i dS' w_i - to_token_i beta_i S dy_i;  dv = beta dy;  what is left of dg and dbeta
+    _key_grads      dk_i += to_end_i dS' w_i - to_token_i beta_i S dy_i;  what is left of dg and dbeta
 
 A program has one chunk of one key head and loops over the value heads that share it, so the sums over heads, which the gradients of q
 and k are, stay in registers; several kernels, since one has too few registers for all sums. The last kernel that adds to the gradient
@@ -206,9 +207,10 @@ def _value_grads(
 @triton.jit
 def _crossing_sums(products, CHUNK: tl.constexpr):
     """Returns for each token t the sum of the products [i, j] with j < t <= i."""
-    below = tl.arange(0, CHUNK)[None, :] < tl.arange(0, CHUNK)[:, None]
-    later = tl.cumsum(tl.where(below, products, 0.0), axis=0, reverse=True)
-    return tl.sum(tl.where(below, later, 0.0), axis=1)
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    sums = tl.cumsum(tl.where(column < row, products, 0.0), axis=1)
+    of_next = tl.sum(tl.where(column < row, sums, 0.0), axis=0)  # j <= t < i: of the token after t
+    return tl.sum(tl.where(column + 1 == row, of_next[None, :], 0.0), axis=1)
 
 
 @triton.jit
@@ -253,7 +255,7 @@ def _query_grads(
             PRECISION,
         )
         at = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)
-        from_start = tl.cumsum(products * factor * to_token, axis=0, reverse=True)
+        from_start = _sums_from(products * factor * to_token, CHUNK)
         tl.store(partial_g + at, tl.load(partial_g + at) + from_start)
     row_grad = _row_grads(query_grad, query, factor, scale)
     tl.store(grad_q + to, row_grad.to(grad_q.dtype.element_ty), mask=there)
@@ -319,7 +321,7 @@ def _key_grads(
         )
         kept = _state_product(states, grad_states, head, chunk, b, sizes, KEY_DIM, COLUMNS)
         found *= factor * to_token
-        log_decay = tl.load(partial_g + at) - tl.cumsum(found * beta, axis=0, reverse=True) + whole * kept
+        log_decay = tl.load(partial_g + at) - _sums_from(found * beta, CHUNK) + whole * kept
         log_decay += _sums_before(ended * factor * to_end, CHUNK)
         of_head = (token.to(tl.int64) * tl.num_programs(2) + b) * heads + head
         tl.store(grad_g + of_head, log_decay.to(grad_g.dtype.element_ty), mask=token < length)
@@ -375,6 +377,13 @@ def _load_rows(tensor, strides, token, b, head, begin, sizes, COLUMNS: tl.conste
     """Loads some columns of a head's rows [tokens, COLUMNS]."""
     rows, inside = row_tile(strides, token, b, head, begin, sizes[5], sizes[0], COLUMNS)
     return tl.load(tensor + rows, mask=inside, other=0.0)
+
+
+@triton.jit
+def _sums_from(x, CHUNK: tl.constexpr):
+    """Returns for each token the sum over it and all after it."""
+    after = tl.arange(0, CHUNK)[None, :] >= tl.arange(0, CHUNK)[:, None]
+    return tl.sum(tl.where(after, x[None, :], 0.0), axis=1)
 
 
 @triton.jit
