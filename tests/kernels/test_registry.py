@@ -211,7 +211,7 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
             assert module == f"triton.{plain[1]}"
             used.add(f"petatron.kernels.{module}")
     steps = [*(f"scan_{part}" for part in ("tiles", "states", "outputs", "grads"))]
-    steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "grads")]
+    steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "score_grads", "grads")]
     steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
     parts |= {f"{folder.__name__}.attention.split_softmax"}

@@ -11,7 +11,7 @@ kernel has a GEMM more for each chunk. How long a chunk is changes no result but
 | `delta_outputs.py`                                  | q, k, w, states            | o                               |
 | backward: the first two again; written gradients    | q, k, do                   | dw                              |
 | `delta_states.py`, sequential, in reverse           | q, k, do, dw, T            | gradients of states; dy over dw |
-| `delta_grads.py`, scores and systems                | q, k, v, do, dy, w twice   | dv, sums for dq and dk          |
+| `delta_score_grads.py`                              | q, k, v, do, dy, w twice   | dv, sums for dq and dk          |
 | `delta_grads.py`, queries                           | q, do, states              | dq                              |
 | `delta_grads.py`, keys                              | k, dy, w, states and grads | dk, dg, dbeta                   |
 

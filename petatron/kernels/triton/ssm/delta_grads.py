@@ -3,8 +3,7 @@
 With S the state before a chunk, dS' the gradient of the state after it, w what it writes and dy the gradient of its system's right-hand
 side beta (v - to_token (k S)) (`delta_states.py`):
 
-    _score_grads    scores A = exp(s_i - s_j) (q_i . k_j) have the gradient do w^T, and the system's L the gradient -dy w^T: two launches;
-                    dv = beta dy
+    `delta_score_grads.py`, the parts of scores and systems, and dv; then
     _query_grads    dq_i += to_token_i S do_i
     _key_grads      dk_i += to_end_i dS' w_i - to_token_i beta_i S dy_i;  what is left of dg and dbeta
 
@@ -30,14 +29,16 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.ssm.delta_recurrence import query_factor
+from petatron.kernels.triton.ssm.delta_score_grads import chunk_score_grads
 from petatron.kernels.triton.ssm.delta_tiles import (
     DeltaChunks,
     chunk_row,
+    load_columns,
     load_state,
     row_tile,
     token_decays,
 )
-from petatron.kernels.triton.ssm.scan_tiles import decay_matrix, document_of, load_rows
+from petatron.kernels.triton.ssm.scan_tiles import load_rows
 
 _COLUMNS = 32
 """Columns of a state in a tile; of more, the sums of a program spill."""
@@ -65,29 +66,17 @@ def chunk_grads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v, g and beta in their dtypes."""
 
-    def new(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
+    def new(like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
+    grads = tuple(new(tensor) for tensor in (q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH))
+    sides = made.grad_sides
+    q_sums, k_sums, partial_g, partial_beta = chunk_score_grads(
+        grad_o_SBHP, q_SBGN, k_SBGN, v_SBHP, made.written, sides, grads[2], chunks
+    )
     grid = (chunks.num_chunks, chunks.groups, chunks.batch)
     constants = chunks.constants(v_SBHP, columns=_COLUMNS)
     options = {"num_warps": 4, "num_stages": 1}
-    q_sums, k_sums = (new(tensor, torch.float32) for tensor in (q_SBGN, k_SBGN))
-    partial_g, partial_beta = torch.empty_like(chunks.sums), torch.empty_like(chunks.sums)
-    grads = tuple(new(tensor) for tensor in (q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH))
-    sides = made.grad_sides
-    for rows, upstream, of_keys in ((q_SBGN, grad_o_SBHP, False), (k_SBGN, sides, True)):
-        tensors = (rows, k_SBGN, upstream, made.written, v_SBHP)
-        _score_grads[grid](
-            tensors,
-            tuple(tensor.stride()[:3] for tensor in tensors),
-            chunks.gates,
-            (q_sums, k_sums, q_sums.stride()[:3]),
-            (partial_g, partial_beta, grads[2]),
-            chunks.sizes,
-            KEYS=of_keys,
-            **constants,
-            **options,
-        )
     _query_grads[grid](
         (q_SBGN, grad_o_SBHP, made.states),
         tuple(tensor.stride()[:3] for tensor in (q_SBGN, grad_o_SBHP, q_sums)),
@@ -108,109 +97,6 @@ def chunk_grads(
         **options,
     )
     return grads
-
-
-@triton.jit
-def _score_grads(
-    tensors,
-    strides,
-    gates,
-    sums_over_heads,
-    partial,
-    sizes,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Of scores, written to both sums over heads, or with KEYS of L, added to that of keys."""
-    chunk, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    of_group = chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK)
-    factor, k_factor = tl.load(gates[3 if KEYS else 2] + of_group), tl.load(gates[3] + of_group)
-    row = load_rows(tensors[0], strides[0], token, b, group, key_dim, length, KEY_DIM)
-    key = load_rows(tensors[1], strides[1], token, b, group, key_dim, length, KEY_DIM)
-    scores = tl.dot(row, tl.trans(key), input_precision=PRECISION) * factor[:, None] * k_factor[None, :]
-    scores_grad = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    first = group * heads_per_group
-    for head in range(first, first + heads_per_group):
-        at = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)
-        grad = _decayed_grads(tensors, strides, gates, head, chunk, b, sizes, KEYS, CHUNK, COLUMNS, PRECISION)
-        if KEYS:
-            beta = tl.load(gates[1] + at)
-            by_value = _value_grads(tensors, strides, partial[2], beta, head, token, b, sizes, CHUNK, COLUMNS)
-            tl.store(partial[1] + at, by_value + tl.sum(grad * scores, axis=1))
-            grad *= beta[:, None]
-        scores_grad += grad
-        crossing = _crossing_sums(grad * scores, CHUNK)
-        tl.store(partial[0] + at, crossing + tl.load(partial[0] + at) if KEYS else crossing)
-    q_sums, k_sums, sum_strides = sums_over_heads
-    to, there = row_tile(sum_strides, token, b, group, 0, key_dim, length, KEY_DIM)
-    if KEYS:
-        both = ((scores_grad + tl.trans(scores_grad)) * k_factor[None, :]).to(key.dtype)
-        before = tl.load(k_sums + to, mask=there, other=0.0)
-        tl.store(k_sums + to, before + tl.dot(both, key, input_precision=PRECISION), mask=there)
-    else:
-        of_keys = (scores_grad * k_factor[None, :]).to(key.dtype)
-        tl.store(q_sums + to, tl.dot(of_keys, key, input_precision=PRECISION), mask=there)
-        of_rows = tl.trans((scores_grad * factor[:, None]).to(key.dtype))
-        tl.store(k_sums + to, tl.dot(of_rows, row, input_precision=PRECISION), mask=there)
-
-
-@triton.jit
-def _decayed_grads(
-    tensors,
-    strides,
-    gates,
-    head,
-    chunk,
-    b,
-    sizes,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Returns exp(s_i - s_j) times the gradient of scores, do w^T, or with KEYS of L, -dy w^T below the diagonal [i, j]."""
-    length, num_chunks, heads, value_dim = sizes[0], sizes[1], sizes[2], sizes[5]
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    grad = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    for begin in range(0, value_dim, COLUMNS):
-        upstream = _load_rows(tensors[2], strides[2], token, b, head, begin, sizes, COLUMNS)
-        new = _load_rows(tensors[3], strides[3], token, b, head, begin, sizes, COLUMNS)
-        grad = tl.dot(upstream, tl.trans(new), grad, input_precision=PRECISION)
-    own = token if gates[4] is None else document_of(gates[4], token, b, length)
-    total = tl.load(gates[0] + chunk_row(head, chunk, b, heads, num_chunks, CHUNK))
-    grad *= decay_matrix(total, own, CHUNK, gates[4] is not None)
-    if KEYS:
-        grad = tl.where(tl.arange(0, CHUNK)[None, :] < tl.arange(0, CHUNK)[:, None], -grad, 0.0)
-    return grad
-
-
-@triton.jit
-def _value_grads(
-    tensors, strides, grad_v, beta, head, token, b, sizes, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Writes the gradients of values, beta dy, and returns dy . v of each token."""
-    result = tl.zeros((CHUNK,), dtype=tl.float32)
-    for begin in range(0, sizes[5], COLUMNS):
-        value = _load_rows(tensors[4], strides[4], token, b, head, begin, sizes, COLUMNS).to(tl.float32)
-        rows, inside = row_tile(strides[2], token, b, head, begin, sizes[5], sizes[0], COLUMNS)
-        side = tl.load(tensors[2] + rows, mask=inside, other=0.0).to(tl.float32)
-        result += tl.sum(side * value, axis=1)
-        tl.store(grad_v + rows, (side * beta[:, None]).to(grad_v.dtype.element_ty), mask=inside)
-    return result
-
-
-@triton.jit
-def _crossing_sums(products, CHUNK: tl.constexpr):
-    """Returns for each token t the sum of the products [i, j] with j < t <= i."""
-    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    sums = tl.cumsum(tl.where(column < row, products, 0.0), axis=1)
-    of_next = tl.sum(tl.where(column < row, sums, 0.0), axis=0)  # j <= t < i: of the token after t
-    return tl.sum(tl.where(column + 1 == row, of_next[None, :], 0.0), axis=1)
 
 
 @triton.jit
@@ -353,7 +239,7 @@ def _through_states(
     products = tl.zeros((CHUNK,), dtype=tl.float32)
     for begin in range(0, sizes[5], COLUMNS):
         state = load_state(states, head, chunk, b, begin, sizes, KEY_DIM, COLUMNS)
-        x = _load_rows(tensor, strides, token, b, head, begin, sizes, COLUMNS).to(tl.float32)
+        x = load_columns(tensor, strides, token, b, head, begin, sizes, COLUMNS).to(tl.float32)
         products += tl.sum(x * tl.dot(row, state, input_precision=PRECISION), axis=1)
         total = tl.dot((x * weight[:, None]).to(state.dtype), tl.trans(state), total, input_precision=PRECISION)
     return total, products
@@ -370,13 +256,6 @@ def _state_product(
         grad = load_state(grad_states, head, chunk, b, begin, sizes, KEY_DIM, COLUMNS).to(tl.float32)
         total += tl.sum(state * grad, axis=1)
     return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _load_rows(tensor, strides, token, b, head, begin, sizes, COLUMNS: tl.constexpr):
-    """Loads some columns of a head's rows [tokens, COLUMNS]."""
-    rows, inside = row_tile(strides, token, b, head, begin, sizes[5], sizes[0], COLUMNS)
-    return tl.load(tensor + rows, mask=inside, other=0.0)
 
 
 @triton.jit

@@ -224,3 +224,10 @@ def row_tile(strides, token, b, head, begin, width, length, COLUMNS: tl.constexp
     column = begin + tl.arange(0, COLUMNS)[None, :]
     row = token.to(tl.int64)[:, None] * strides[0] + b.to(tl.int64) * strides[1] + head * strides[2]
     return row + column, (token < length)[:, None] & (column < width)
+
+
+@triton.jit
+def load_columns(tensor, strides, token, b, head, begin, sizes, COLUMNS: tl.constexpr):
+    """Loads some columns of a head's rows [tokens, COLUMNS]."""
+    rows, inside = row_tile(strides, token, b, head, begin, sizes[5], sizes[0], COLUMNS)
+    return tl.load(tensor + rows, mask=inside, other=0.0)
