@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
 from collections.abc import Generator, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.dist import RankPool
+from tests.forked_python import ForkedPython
 
 if not torch.cuda.is_available():
     # Triton kernels run in its CPU interpreter here, which has to be asked for before anything imports triton: also before the
@@ -36,6 +39,13 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a command starts here fork with torch loaded, which takes them seconds less; all else of the launcher is its own."""
+    processes = SimpleNamespace(Popen=ForkedPython, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr("petatron.mesh.launch.local_launcher.subprocess", processes)
 
 
 @pytest.fixture(autouse=True, scope="session")

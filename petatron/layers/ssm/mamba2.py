@@ -29,14 +29,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.kernels.attention.documents import Documents
-from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.ssm import causal_conv as conv_reference
 from petatron.kernels.ssm import chunk_scan as scan_reference
-from petatron.kernels.ssm.recurrence import state_update
+from petatron.kernels.ssm.decode import conv_step as conv_step_reference
+from petatron.kernels.ssm.decode import scan_step as scan_step_reference
+from petatron.kernels.ssm.decode.scan_step import ScanHeads
+from petatron.kernels.ssm.recurrence import decay_rates, step_sizes
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
@@ -49,8 +50,10 @@ from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
 from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
 from petatron.layers.ssm.ops import (
     ConvKernels,
+    ConvStepKernels,
     ScanInputs,
     ScanKernels,
+    ScanStepKernels,
     causal_conv,
     selective_scan,
 )
@@ -203,9 +206,10 @@ class CausalConv(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.halo: CommSlot | None = None
         self.kernels: ConvKernels = conv_reference
+        self.step_kernels: ConvStepKernels = conv_step_reference
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "causal convolution"}
+        return {"kernels": "causal convolution", "step_kernels": "causal convolution step"}
 
     def forward(self, x_SBC: Tensor, starts_SB: Tensor | None) -> Tensor:
         window = None
@@ -216,6 +220,11 @@ class CausalConv(nn.Module):
     def after_window(self, x_SBC: Tensor, window: Tensor) -> Tensor:
         """The convolution of tokens after those of a window [W - 1, B, C]."""
         return self._convolve(x_SBC, None, window)
+
+    def step(self, x_BC: Tensor, *, windows: Tensor, slots_B: Tensor) -> Tensor:
+        """The convolution of one token of each sequence, which is taken into the window of the sequence's slot."""
+        weight_CW = self.weight.squeeze(1)
+        return self.step_kernels.conv_step(x_BC, weight_CW, self.bias, windows=windows, slots_B=slots_B)
 
     def _convolve(self, x_SBC: Tensor, starts_SB: Tensor | None, window: Tensor | None) -> Tensor:
         weight_CW = self.weight.squeeze(1)
@@ -263,9 +272,13 @@ class Mamba2(BranchModule):
         self.in_proj = Linear(spec.hidden_size, rows, bias=False)
         self.conv = CausalConv(spec.conv_channels(1), spec.conv_width)
         self.scan = SelectiveScan(spec.chunk_size)
+        self.step_kernels: ScanStepKernels = scan_step_reference
         self.norm = build_output_gate(spec.output_gate, spec.inner_size, num_groups=spec.norm_groups, eps=spec.norm_eps)
         self.out_proj = Linear(spec.inner_size, (spec.hidden_size,), bias=False)
         self.local_part: CommSlot = identity
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"step_kernels": "selective scan step"}
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"mamba": self}
@@ -285,21 +298,24 @@ class Mamba2(BranchModule):
 
     def _advance(self, group: SequenceGroup, channels_TC: Tensor, dt_TH: Tensor, slots: StateSlots) -> Tensor:
         """Takes the tokens of some sequences into their states, and returns the scan's outputs [S, B, C]."""
+        if group.decodes:
+            return self._decode(group, channels_TC, dt_TH, slots)
         channels_SBC, window = group.gather(channels_TC), group.read(slots["conv"]).transpose(0, 1)
         inputs = self._scan_inputs(self.conv.after_window(channels_SBC, window), group.gather(dt_TH))
         group.write(slots["conv"], group.last_tokens(window, channels_SBC).transpose(0, 1))
-        state = group.read(slots["ssm"])
-        if group.decodes:
-            x, dt, A, B, C, D = inputs
-            y, state = state_update(state, x[0], dt[0], A, B[0], C[0], D)
-            y_SBHP = y.unsqueeze(0)
-        else:
-            inputs = inputs._replace(
-                dt_SBH=group.zero_padding(inputs.dt_SBH)
-            )  # it neither decays a state nor adds to it
-            y_SBHP, state = self.scan.after_state(inputs, state)
+        # Padding neither decays a state nor adds to it.
+        inputs = inputs._replace(dt_SBH=group.zero_padding(inputs.dt_SBH))
+        y_SBHP, state = self.scan.after_state(inputs, group.read(slots["ssm"]))
         group.write(slots["ssm"], state)
         return y_SBHP.flatten(-2)
+
+    def _decode(self, group: SequenceGroup, channels_TC: Tensor, dt_TH: Tensor, slots: StateSlots) -> Tensor:
+        """Takes one token of each sequence into its state, in place, and returns the recurrence's outputs [1, B, C]."""
+        [channels_BC], [dt_BH] = group.gather(channels_TC), group.gather(dt_TH)
+        x, B, C = self._split_channels(self.conv.step(channels_BC, windows=slots["conv"], slots_B=group.slots_B))
+        heads = ScanHeads(self.A_log, self.dt_bias, self.D)
+        y = self.step_kernels.scan_step(x, dt_BH, B, C, heads, states=slots["ssm"], slots_B=group.slots_B)
+        return y.flatten(-2).unsqueeze(0)
 
     def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor]:
         """Returns z, the channels of the convolution and dt."""
@@ -312,17 +328,15 @@ class Mamba2(BranchModule):
         return z_part, channels, dt_part
 
     def _scan_inputs(self, channels: Tensor, dt: Tensor) -> ScanInputs:
+        x, B, C = self._split_channels(channels)
+        return ScanInputs(x, step_sizes(dt, self.dt_bias), decay_rates(self.A_log), B, C, self.D)
+
+    def _split_channels(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns x by heads, and B and C by groups."""
         _, x_rows, B_rows, C_rows, _ = self.in_proj.sections
         x, B, C = channels.split((x_rows, B_rows, C_rows), dim=-1)
-        steps = F.softplus(to_compute_dtype(dt) + to_compute_dtype(self.dt_bias))
-        return ScanInputs(
-            x.unflatten(-1, (-1, self.spec.head_dim)),
-            steps,
-            -to_compute_dtype(self.A_log).exp(),
-            B.unflatten(-1, (-1, self.spec.state_dim)),
-            C.unflatten(-1, (-1, self.spec.state_dim)),
-            self.D,
-        )
+        width, state_dim = self.spec.head_dim, self.spec.state_dim
+        return x.unflatten(-1, (-1, width)), B.unflatten(-1, (-1, state_dim)), C.unflatten(-1, (-1, state_dim))
 
 
 def document_starts(documents: Documents | None, local_part: CommSlot) -> Tensor | None:

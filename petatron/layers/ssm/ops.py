@@ -30,6 +30,18 @@ class ConvKernels(Protocol):
     causal_conv_backward: Callable[..., tuple[Tensor | None, ...]]
 
 
+class ConvStepKernels(Protocol):
+    """See `kernels/ssm/decode/conv_step.py`."""
+
+    conv_step: Callable[..., Tensor]
+
+
+class ScanStepKernels(Protocol):
+    """See `kernels/ssm/decode/scan_step.py`."""
+
+    scan_step: Callable[..., Tensor]
+
+
 class GateThenNormKernels(Protocol):
     """See `kernels/ssm/gate_then_norm.py`."""
 

@@ -46,9 +46,9 @@ RECOMPUTE = {
 def test_kept_bytes_are_those_of_the_formula(kind: str, dtype: torch.dtype):
     run = run_of(MODELS[kind] + (" --bf16" if dtype == torch.bfloat16 else ""))
     found: dict[str, tuple[int, int]] = {}
-    for name, memory in RECOMPUTE.items():
+    for name in RECOMPUTE if dtype == torch.float32 else ("nothing", "attention", "block"):
         model, streams = build(run, dtype=dtype)
-        plan = recompute(run, model, memory, streams)
+        plan = recompute(run, model, RECOMPUTE[name], streams)
         found[name] = measured(model, batch_of(run)), plan.saved_bytes
     assert {name: pair for name, pair in found.items() if pair[0] != pair[1]} == {}
     assert [name for name, (real, _) in found.items() if real >= found["nothing"][0]] == ["nothing"]

@@ -1,0 +1,357 @@
+"""Gradients of the delta rule's inputs, from states, what chunks write, and the gradients of both: all chunks at once.
+
+With S the state before a chunk, dS' the gradient of the state after it, w what it writes and dy the gradient of its system's right-hand
+side beta (v - to_token (k S)) (`delta_states.py`):
+
+    _score_grads    scores A = exp(s_i - s_j) (q_i . k_j) have the gradient do w^T, and the system's L the gradient -dy w^T: two launches
+    _query_grads    dq_i += to_token_i S do_i
+    _key_grads      dk_i += to_end_i dS' w_i - to_token_i beta_i S dy_i;  dv = beta dy;  what is left of dg and dbeta
+
+A program has one chunk of one key head and loops over the value heads that share it, so the sums over heads, which the gradients of q
+and k are, stay in registers; several kernels, since one has too few registers for all sums. The last kernel that adds to the gradient
+of a normalised row turns it into that of the row itself.
+
+The gradient of g at a token is that of every decay over it, times the decay: exp(s_i - s_j) of tokens on its two sides, to_token of
+those after, to_end of those before, and whole. These are added up as they are; differences of sums would lose the small among them.
+
+S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; c chunks.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petatron.kernels.ssm.delta_recurrence import query_factor
+from petatron.kernels.triton.ssm.delta_tiles import (
+    DeltaChunks,
+    chunk_row,
+    row_tile,
+    state_base,
+    state_tile,
+    token_decays,
+)
+from petatron.kernels.triton.ssm.scan_tiles import decay_matrix, document_of, load_rows
+
+
+class DeltaIntermediates(NamedTuple):
+    """What the sequential kernels made: states before the chunks and gradients of those after them [B, c, H, N, P]; what chunks write,
+    and the gradients of their systems' right-hand sides [S, B, H, P], both contiguous."""
+
+    states: Tensor
+    grad_states: Tensor
+    written: Tensor
+    grad_sides: Tensor
+
+
+def chunk_grads(
+    grad_o_SBHP: Tensor,
+    q_SBGN: Tensor,
+    k_SBGN: Tensor,
+    v_SBHP: Tensor,
+    g_SBH: Tensor,
+    beta_SBH: Tensor,
+    made: DeltaIntermediates,
+    chunks: DeltaChunks,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k, v, g and beta in their dtypes."""
+
+    def new(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
+
+    grid = (chunks.num_chunks, chunks.groups, chunks.batch)
+    constants = chunks.constants(v_SBHP)
+    options = {"num_warps": 4, "num_stages": 1}
+    q_sums, k_sums = (new(tensor, torch.float32) for tensor in (q_SBGN, k_SBGN))
+    partial_g, partial_beta = torch.empty_like(chunks.sums), torch.empty_like(chunks.sums)
+    grads = tuple(new(tensor) for tensor in (q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH))
+    sides = made.grad_sides
+    for rows, upstream, of_keys in ((q_SBGN, grad_o_SBHP, False), (k_SBGN, sides, True)):
+        tensors = (rows, k_SBGN, upstream, made.written)
+        _score_grads[grid](
+            tensors,
+            tuple(tensor.stride()[:3] for tensor in tensors),
+            chunks.gates,
+            (q_sums, k_sums, q_sums.stride()[:3]),
+            (partial_g, partial_beta),
+            chunks.sizes,
+            KEYS=of_keys,
+            **constants,
+            **options,
+        )
+    _query_grads[grid](
+        (q_SBGN, grad_o_SBHP, made.states),
+        (q_SBGN.stride()[:3], grad_o_SBHP.stride()[:3], grads[0].stride()[:3]),
+        chunks.gates,
+        (q_sums, partial_g, grads[0]),
+        chunks.sizes,
+        query_factor(chunks.key_dim),
+        **constants,
+        **options,
+    )
+    _key_grads[grid](
+        (k_SBGN, v_SBHP, sides, made.written, made.states, made.grad_states),
+        tuple(tensor.stride()[:3] for tensor in (k_SBGN, v_SBHP, sides, k_sums)),
+        chunks.gates,
+        (k_sums, partial_g, partial_beta),
+        grads[1:],
+        chunks.sizes,
+        **constants,
+        **options,
+    )
+    return grads
+
+
+@triton.jit
+def _score_grads(
+    tensors,
+    strides,
+    gates,
+    sums_over_heads,
+    partial,
+    sizes,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of scores, written to both sums over heads, or with KEYS of L, added to that of keys."""
+    chunk, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    of_group = chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK)
+    factor, k_factor = tl.load(gates[3 if KEYS else 2] + of_group), tl.load(gates[3] + of_group)
+    row = load_rows(tensors[0], strides[0], token, b, group, key_dim, length, KEY_DIM)
+    key = load_rows(tensors[1], strides[1], token, b, group, key_dim, length, KEY_DIM)
+    scores = tl.dot(row, tl.trans(key), input_precision=PRECISION) * factor[:, None] * k_factor[None, :]
+    scores_grad = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    first = group * heads_per_group
+    for head in range(first, first + heads_per_group):
+        at = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)
+        grad = _decayed_grads(tensors, strides, gates, head, chunk, b, sizes, KEYS, CHUNK, COLUMNS, PRECISION)
+        if KEYS:
+            tl.store(partial[1] + at, tl.sum(grad * scores, axis=1))
+            grad *= tl.load(gates[1] + at)[:, None]
+        scores_grad += grad
+        crossing = _crossing_sums(grad * scores, CHUNK)
+        tl.store(partial[0] + at, crossing + tl.load(partial[0] + at) if KEYS else crossing)
+    q_sums, k_sums, sum_strides = sums_over_heads
+    to, there = row_tile(sum_strides, token, b, group, 0, key_dim, length, KEY_DIM)
+    if KEYS:
+        both = ((scores_grad + tl.trans(scores_grad)) * k_factor[None, :]).to(key.dtype)
+        before = tl.load(k_sums + to, mask=there, other=0.0)
+        tl.store(k_sums + to, before + tl.dot(both, key, input_precision=PRECISION), mask=there)
+    else:
+        of_keys = (scores_grad * k_factor[None, :]).to(key.dtype)
+        tl.store(q_sums + to, tl.dot(of_keys, key, input_precision=PRECISION), mask=there)
+        of_rows = tl.trans((scores_grad * factor[:, None]).to(key.dtype))
+        tl.store(k_sums + to, tl.dot(of_rows, row, input_precision=PRECISION), mask=there)
+
+
+@triton.jit
+def _decayed_grads(
+    tensors,
+    strides,
+    gates,
+    head,
+    chunk,
+    b,
+    sizes,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Returns exp(s_i - s_j) times the gradient of scores, do w^T, or with KEYS of L, -dy w^T below the diagonal [i, j]."""
+    length, num_chunks, heads, value_dim = sizes[0], sizes[1], sizes[2], sizes[5]
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    grad = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    for begin in range(0, value_dim, COLUMNS):
+        rows, inside = row_tile(strides[2], token, b, head, begin, value_dim, length, COLUMNS)
+        upstream = tl.load(tensors[2] + rows, mask=inside, other=0.0)
+        rows, inside = row_tile(strides[3], token, b, head, begin, value_dim, length, COLUMNS)
+        new = tl.load(tensors[3] + rows, mask=inside, other=0.0)
+        grad = tl.dot(upstream, tl.trans(new), grad, input_precision=PRECISION)
+    own = token if gates[4] is None else document_of(gates[4], token, b, length)
+    total = tl.load(gates[0] + chunk_row(head, chunk, b, heads, num_chunks, CHUNK))
+    grad *= decay_matrix(total, own, CHUNK, gates[4] is not None)
+    if KEYS:
+        grad = tl.where(tl.arange(0, CHUNK)[None, :] < tl.arange(0, CHUNK)[:, None], -grad, 0.0)
+    return grad
+
+
+@triton.jit
+def _crossing_sums(products, CHUNK: tl.constexpr):
+    """Returns for each token t the sum of the products [i, j] with j < t <= i."""
+    below = tl.arange(0, CHUNK)[None, :] < tl.arange(0, CHUNK)[:, None]
+    later = tl.cumsum(tl.where(below, products, 0.0), axis=0, reverse=True)
+    return tl.sum(tl.where(below, later, 0.0), axis=1)
+
+
+@triton.jit
+def _query_grads(
+    tensors,
+    strides,
+    gates,
+    sums,
+    sizes,
+    scale,
+    CHUNK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    chunk, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    q, grad_o, states = tensors
+    length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
+    q_sums, partial_g, grad_q = sums
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    factor = tl.load(gates[2] + chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK))
+    to, there = row_tile(strides[2], token, b, group, 0, key_dim, length, KEY_DIM)
+    query_grad = tl.load(q_sums + to, mask=there, other=0.0)
+    first = group * heads_per_group
+    for head in range(first, first + heads_per_group):
+        to_token = token_decays(gates, head, chunk, b, sizes, CHUNK)[0]
+        queried = _times_states(
+            grad_o, strides[1], states, token, head, chunk, b, sizes, CHUNK, KEY_DIM, COLUMNS, PRECISION
+        )
+        queried *= to_token[:, None]
+        query_grad += queried
+        query = load_rows(q, strides[0], token, b, group, key_dim, length, KEY_DIM).to(tl.float32)
+        from_start = tl.cumsum(tl.sum(queried * query, axis=1) * factor, axis=0, reverse=True)
+        at = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)
+        tl.store(partial_g + at, tl.load(partial_g + at) + from_start)
+    query = load_rows(q, strides[0], token, b, group, key_dim, length, KEY_DIM).to(tl.float32)
+    row_grad = _row_grads(query_grad, query, factor, scale)
+    tl.store(grad_q + to, row_grad.to(grad_q.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _key_grads(
+    tensors,
+    strides,
+    gates,
+    sums,
+    grads,
+    sizes,
+    CHUNK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    chunk, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    k, v, sides, written, states, grad_states = tensors
+    length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
+    k_sums, partial_g, partial_beta = sums
+    grad_k, grad_v, grad_g, grad_beta = grads
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    factor = tl.load(gates[3] + chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK))
+    to, there = row_tile(strides[3], token, b, group, 0, key_dim, length, KEY_DIM)
+    key_grad = tl.load(k_sums + to, mask=there, other=0.0)
+    first = group * heads_per_group
+    for head in range(first, first + heads_per_group):
+        at = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)
+        beta = tl.load(gates[1] + at)
+        to_token, to_end, whole = token_decays(gates, head, chunk, b, sizes, CHUNK)
+        key = load_rows(k, strides[0], token, b, group, key_dim, length, KEY_DIM).to(tl.float32)
+        stored = _times_states(
+            sides, strides[2], states, token, head, chunk, b, sizes, CHUNK, KEY_DIM, COLUMNS, PRECISION
+        )
+        key_grad -= stored * (to_token * beta)[:, None]
+        found = tl.sum(stored * key, axis=1) * factor * to_token
+        ending = _times_states(
+            written, strides[2], grad_states, token, head, chunk, b, sizes, CHUNK, KEY_DIM, COLUMNS, PRECISION
+        )
+        key_grad += ending * to_end[:, None]
+        ended = tl.sum(ending * key, axis=1) * factor * to_end
+
+        log_decay = tl.load(partial_g + at) - tl.cumsum(found * beta, axis=0, reverse=True) + _sums_before(ended, CHUNK)
+        log_decay += whole * _state_product(states, grad_states, head, chunk, b, sizes, KEY_DIM, COLUMNS)
+        strength = tl.load(partial_beta + at) - found
+        strength += _value_grads(v, strides[1], sides, strides[2], grad_v, beta, head, token, b, sizes, CHUNK, COLUMNS)
+        of_head = (token.to(tl.int64) * tl.num_programs(2) + b) * heads + head
+        tl.store(grad_g + of_head, log_decay.to(grad_g.dtype.element_ty), mask=token < length)
+        tl.store(grad_beta + of_head, strength.to(grad_beta.dtype.element_ty), mask=token < length)
+    key = load_rows(k, strides[0], token, b, group, key_dim, length, KEY_DIM).to(tl.float32)
+    tl.store(grad_k + to, _row_grads(key_grad, key, factor, 1.0).to(grad_k.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _times_states(
+    tensor,
+    strides,
+    states,
+    token,
+    head,
+    chunk,
+    b,
+    sizes,
+    CHUNK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Returns rows times the transposed state of a chunk and head [CHUNK, KEY_DIM], in float32."""
+    length, key_dim, value_dim = sizes[0], sizes[4], sizes[5]
+    base = states + state_base(b, chunk, head, sizes)
+    result = tl.zeros((CHUNK, KEY_DIM), dtype=tl.float32)
+    for begin in range(0, value_dim, COLUMNS):
+        rows, inside = row_tile(strides, token, b, head, begin, value_dim, length, COLUMNS)
+        offsets, there = state_tile(begin, key_dim, value_dim, KEY_DIM, COLUMNS)
+        state = tl.load(base + offsets, mask=there, other=0.0)
+        row = tl.load(tensor + rows, mask=inside, other=0.0)
+        result = tl.dot(row, tl.trans(state), result, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def _state_product(
+    states, grad_states, head, chunk, b, sizes, KEY_DIM: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Returns the sum of a state times its gradient, element by element."""
+    base = state_base(b, chunk, head, sizes)
+    total = 0.0
+    for begin in range(0, sizes[5], COLUMNS):
+        offsets, there = state_tile(begin, sizes[4], sizes[5], KEY_DIM, COLUMNS)
+        state = tl.load(states + base + offsets, mask=there, other=0.0).to(tl.float32)
+        grad = tl.load(grad_states + base + offsets, mask=there, other=0.0).to(tl.float32)
+        total += tl.sum(tl.sum(state * grad, axis=1), axis=0)
+    return total
+
+
+@triton.jit
+def _value_grads(
+    v, v_strides, sides, side_strides, grad_v, beta, head, token, b, sizes, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Writes the gradients of values, beta dy, and returns dy . v of each token."""
+    length, value_dim = sizes[0], sizes[5]
+    result = tl.zeros((CHUNK,), dtype=tl.float32)
+    for begin in range(0, value_dim, COLUMNS):
+        rows, inside = row_tile(v_strides, token, b, head, begin, value_dim, length, COLUMNS)
+        value = tl.load(v + rows, mask=inside, other=0.0).to(tl.float32)
+        rows, inside = row_tile(side_strides, token, b, head, begin, value_dim, length, COLUMNS)
+        side = tl.load(sides + rows, mask=inside, other=0.0).to(tl.float32)
+        result += tl.sum(side * value, axis=1)
+        tl.store(grad_v + rows, (side * beta[:, None]).to(grad_v.dtype.element_ty), mask=inside)
+    return result
+
+
+@triton.jit
+def _sums_before(x, CHUNK: tl.constexpr):
+    """Returns for each token the sum over all before it."""
+    before = tl.arange(0, CHUNK)[None, :] < tl.arange(0, CHUNK)[:, None]
+    return tl.sum(tl.where(before, x[None, :], 0.0), axis=1)
+
+
+@triton.jit
+def _row_grads(grad, row, factor, scale):
+    """Returns the gradient of rows from that of the normalised ones, row times factor; factor: scale / |row|."""
+    unit = row * (factor / scale)[:, None]
+    return (grad - unit * tl.sum(unit * grad, axis=1)[:, None]) * factor[:, None]
