@@ -79,6 +79,7 @@ class HuggingFaceTokenizer:
         with reading_untrusted(file, _tokenizer_file_error):
             content = read_limited_bytes(file, MAX_FILE_BYTES)
             self._fast = _load_fast(content)
+            self._decoder = _IdDecoder(self._fast, given)
             self.vocab_size = _vocab_size(file, self._fast)
         self.name = str(given)
         self.eod = self._find_eod(file.parent / "tokenizer_config.json")
@@ -95,8 +96,7 @@ class HuggingFaceTokenizer:
             return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        with reading_untrusted(Path(self.name), _decode_error):
-            return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
+        return self._decoder.decode(ids)
 
     def files(self) -> dict[str, bytes]:
         return {**_default_tokenizer_config(self._fast, self.eod), **self._files}
@@ -125,6 +125,7 @@ class GPT2BPETokenizer:
             self._fast = FastTokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
             self._fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             self._fast.decoder = decoders.ByteLevel()
+            self._decoder = _IdDecoder(self._fast, Path(vocab_file))
             self.vocab_size = _vocab_size(vocab_file, self._fast)
             self.eod = self._fast.token_to_id(END_OF_TEXT)
         self.name = f"GPT2BPETokenizer({vocab_file}, {merge_file})"
@@ -138,8 +139,7 @@ class GPT2BPETokenizer:
             return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        with reading_untrusted(Path(self.name), _decode_error):
-            return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
+        return self._decoder.decode(ids)
 
     def files(self) -> dict[str, bytes]:
         whole = {"tokenizer.json": self._fast.to_str().encode()}
@@ -292,6 +292,35 @@ def byte_characters() -> list[str]:
     own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in own]
     return [chr(byte) if byte in own else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+class _IdDecoder:
+    """Decodes ids with the library, or from a table of bytes if the decoder is byte-level: generation decodes a few ids per token."""
+
+    def __init__(self, fast: FastTokenizer, file: Path) -> None:
+        self._fast, self._file = fast, file
+        self._table = _TokenBytes(fast, file) if isinstance(fast.decoder, decoders.ByteLevel) else None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if self._table is not None:
+            return b"".join([self._table[number] for number in ids]).decode(errors="replace")
+        with reading_untrusted(self._file, _decode_error):
+            return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of the ids of a byte-level vocabulary, found when they are first asked for."""
+
+    def __init__(self, fast: FastTokenizer, file: Path) -> None:
+        self._fast, self._file = fast, file
+        self._byte_of = {char: byte for byte, char in enumerate(byte_characters())}
+
+    def __missing__(self, number: int) -> bytes:
+        with reading_untrusted(self._file, _decode_error):
+            name = self._fast.id_to_token(int(number)) or ""
+        known = all(char in self._byte_of for char in name)  # an added token may have other characters: it is text
+        self[number] = found = bytes(map(self._byte_of.__getitem__, name)) if known else name.encode()
+        return found
 
 
 def _default_tokenizer_config(fast: FastTokenizer, eod: int | None) -> dict[str, bytes]:

@@ -189,6 +189,9 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
         KernelImplementation("reference", _module("ssm.norm_then_gate"), _always_supported),
     ),
     "causal convolution": _triton_and_reference("ssm.causal_conv"),
+    "selective scan step": _triton_and_reference("ssm.decode.scan_step"),
+    "gated delta rule step": _triton_and_reference("ssm.decode.delta_step"),
+    "causal convolution step": _triton_and_reference("ssm.decode.conv_step"),
     "gate, then norm": (
         _compiled(
             "ssm.gate_then_norm",
@@ -198,6 +201,10 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
             "gate_then_norm_backward",
         ),
         KernelImplementation("reference", _module("ssm.gate_then_norm"), _always_supported),
+    ),
+    "silu gate": (
+        _compiled("ssm.silu_gate", "silu_gate", "silu_gate_backward"),
+        KernelImplementation("reference", _module("ssm.silu_gate"), _always_supported),
     ),
     "adamw": (
         KernelImplementation("triton", _module("triton.optimizer.adam"), _triton_unsupported_reason),

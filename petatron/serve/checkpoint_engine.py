@@ -74,6 +74,9 @@ class CheckpointEngine:
     def step(self) -> list[TokenEvent]:
         return self._running.step()
 
+    def wake(self) -> None:
+        """A step is computed here, and waits for nothing."""
+
     def take(self, request: int) -> Completion:
         return self._running.take(request)
 

@@ -4,10 +4,12 @@ Python runs one thread of a process at a time, and an engine's thread gives way 
 with it, whatever the event loop does for a token (an event, its JSON, a write to a socket) makes a step longer by as much. So the server
 keeps the event loop, and the engine steps elsewhere.
 
-The pipe carries JSON: requests and cancellations go there, and of every step events, finished answers and counts come back. The engine
-steps on while it has work, and takes what has come between two steps: a request never misses a step that begins after it came, and a
-server that is late with its answers holds up nothing until they fill the pipe. A thread empties the pipe on the engine's side, so that the
-two never wait for each other to read. What a model cannot serve is found here, where it was asked.
+The pipe carries messages of JSON. One to the engine has commands (requests and cancellations), or asks for another step's weights or the
+end; of every step one comes back, with the events of all sequences, finished answers and counts. The engine steps on while it has work,
+and takes what has come between two steps; who waits for a step is woken by a new command, and sends it at once. So a request never misses
+a step that begins after it came, and a server that is late with its answers holds up nothing until they fill the pipe. A thread empties
+the pipe on the engine's side, so that the two never wait for each other to read. What a model cannot serve is found here, where it was
+asked.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from __future__ import annotations
 import json
 import queue
 import signal
+import socket
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +43,9 @@ from petatron.mesh.launch.process_group import stop_process_group
 from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.open_engine import model_settings
 
-_END_TIMEOUT_S = 30.0
+_END_TIMEOUT_S, _MOST_WAKES = 30.0, 4096
+_stats_content = attrgetter(*(field.name for field in fields(EngineStats)))
+"""The counts of an engine, in the order of `EngineStats`: `asdict` would take longer than the events of a step."""
 
 
 class EngineProcess:
@@ -51,6 +57,8 @@ class EngineProcess:
         self.tokenizer: Tokenizer | None = settings.tokenizer
         self.vocab_size = settings.vocab_size
         self._constraints = ConstraintCompiler(settings.tokenizer, vocab_size=settings.vocab_size)
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_writer.setblocking(False)
         self._pipe, other = get_context("spawn").Pipe()
         arguments = (other, str(settings.folder), list(flags), options)
         self._process = get_context("spawn").Process(target=_run_engine, args=arguments, daemon=True)
@@ -70,7 +78,7 @@ class EngineProcess:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._outbox) or self._works
+        return bool(self._commands) or self._works
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         check_request(prompt_ids, params, self)
@@ -78,24 +86,32 @@ class EngineProcess:
             self._constraints.check(params.constraint)
         request, self._next_request = self._next_request, self._next_request + 1
         self._prompts[request] = list(prompt_ids)
-        self._outbox.append({"request": request, "prompt": list(prompt_ids), "params": asdict(params)})
+        self._commands.append({"request": request, "prompt": list(prompt_ids), "params": asdict(params)})
         return request
 
     def cancel(self, request: int) -> None:
-        self._outbox.append({"request": request})
+        self._commands.append({"request": request})
 
     def step(self) -> list[TokenEvent]:
-        if self._outbox or not self._works:
-            outbox, self._outbox = self._outbox, []
-            self._send({"step": outbox})
-            self._orders += 1
+        """Returns nothing if it is woken before the step has ended: a request must be there when the next one begins."""
+        if self._commands or not self._works:
+            commands, self._commands = self._commands, []
+            self._send({"commands": commands})
+            self._num_sent, self._works = self._num_sent + 1, True
+        if self._pipe not in wait([self._pipe, self._wake_reader]):
+            self._wake_reader.recv(_MOST_WAKES)
+            return []
         answer = self._receive()
-        self._works = answer["works"] or answer["orders"] < self._orders
-        self.stats = EngineStats(**answer["stats"])
+        self._works = answer["works"] or answer["num_taken"] < self._num_sent
+        self.stats = EngineStats(*answer["stats"])
         events = [_read_event(one) for one in answer["events"]]
         for request, completion in answer["completions"]:
             self._finished[request] = _read_completion(completion, self._prompts.pop(request))
         return events
+
+    def wake(self) -> None:
+        with suppress(OSError):  # it is closed, or as many wakes wait already as there is room for
+            self._wake_writer.send(b"w")
 
     def take(self, request: int) -> Completion:
         return self._finished.pop(request)
@@ -120,16 +136,17 @@ class EngineProcess:
         # The answer is the last that it does, and an interpreter with torch takes a second to end by itself.
         self._kill()
         self._process.join(_END_TIMEOUT_S)
-        self._pipe.close()
+        for one in (self._pipe, self._wake_reader, self._wake_writer):
+            one.close()
 
     def _learn(self, facts: Mapping[str, Any]) -> None:
         """Takes the facts of an engine that has just been opened, which counts requests from 0."""
         self.step_number: int | None = facts["step_number"]
         self.stop_ids: tuple[int, ...] = tuple(facts["stop_ids"])
         self.max_length: int = facts["max_length"]
-        self.stats = EngineStats(**facts["stats"])
-        self._works, self._orders, self._next_request = False, facts["orders"], 0
-        self._outbox: list[dict[str, Any]] = []
+        self.stats = EngineStats(*facts["stats"])
+        self._works, self._num_sent, self._next_request = False, facts["num_taken"], 0
+        self._commands: list[dict[str, Any]] = []
         self._prompts: dict[int, list[int]] = {}
         self._finished: dict[int, Completion] = {}
 
@@ -166,17 +183,17 @@ def _run_engine(pipe: Connection, checkpoint: str, flags: Sequence[str], options
         _send(pipe, {"error": _error_content(error)})
         return
     try:
-        _send(pipe, _facts(engine, orders=0))
+        _send(pipe, _facts(engine, num_taken=0))
         _obey(pipe, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the server was killed
 
 
 def _obey(pipe: Connection, engine: CheckpointEngine) -> None:
-    """Steps while there is work. An answer tells how many orders had been taken before its step."""
+    """Steps while there is work. Each answer tells how many messages of commands had been taken before its step."""
     messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(pipe, messages), daemon=True).start()
-    orders = 0
+    num_taken = 0
     while True:
         while not messages.empty() or not engine.has_work:
             message = messages.get()
@@ -188,13 +205,13 @@ def _obey(pipe: Connection, engine: CheckpointEngine) -> None:
                 _send(pipe, {"closed": True})
                 return
             if "reload" in message:
-                _reload(pipe, engine, Path(message["reload"]), orders)
+                _reload(pipe, engine, Path(message["reload"]), num_taken)
                 continue
-            orders += 1
-            _take_commands(engine, message["step"])
+            num_taken += 1
+            _take_commands(engine, message["commands"])
             if messages.empty():
                 break
-        _send(pipe, _step(engine) | {"orders": orders})
+        _send(pipe, _step(engine) | {"num_taken": num_taken})
 
 
 def _read_messages(pipe: Connection, messages: queue.SimpleQueue[dict[str, Any] | None]) -> None:
@@ -205,13 +222,13 @@ def _read_messages(pipe: Connection, messages: queue.SimpleQueue[dict[str, Any] 
         messages.put(None)
 
 
-def _reload(pipe: Connection, engine: CheckpointEngine, step: Path, orders: int) -> None:
+def _reload(pipe: Connection, engine: CheckpointEngine, step: Path, num_taken: int) -> None:
     try:
         engine.reload(step)
     except PetatronError as error:
         _send(pipe, {"error": _error_content(error)})
     else:
-        _send(pipe, _facts(engine, orders=orders))
+        _send(pipe, _facts(engine, num_taken=num_taken))
 
 
 def _take_commands(engine: CheckpointEngine, commands: Sequence[Mapping[str, Any]]) -> None:
@@ -227,27 +244,29 @@ def _step(engine: CheckpointEngine) -> dict[str, Any]:
     events = engine.step()
     ended = [event.request for event in events if event.finish_reason is not None]
     return {
-        "events": [
-            (one.request, one.token, one.text, _logprob_content(one.logprob), one.finish_reason) for one in events
-        ],
+        "events": [one if one.logprob is None else _event_content(one) for one in events],
         "completions": [(request, _completion_content(engine.take(request))) for request in ended],
         "works": engine.has_work,
-        "stats": asdict(engine.stats),
+        "stats": _stats_content(engine.stats),
     }
 
 
-def _facts(engine: CheckpointEngine, *, orders: int) -> dict[str, Any]:
+def _facts(engine: CheckpointEngine, *, num_taken: int) -> dict[str, Any]:
     return {
-        "orders": orders,
+        "num_taken": num_taken,
         "step_number": engine.step_number,
         "stop_ids": engine.stop_ids,
         "max_length": engine.max_length,
-        "stats": asdict(engine.stats),
+        "stats": _stats_content(engine.stats),
     }
 
 
 def _send(pipe: Connection, message: Mapping[str, Any]) -> None:
     pipe.send_bytes(json.dumps(message, separators=(",", ":")).encode())
+
+
+def _event_content(one: TokenEvent) -> tuple[object, ...]:
+    return one.request, one.token, one.text, _logprob_content(one.logprob), one.finish_reason
 
 
 def _logprob_content(found: TokenLogprob | None) -> tuple[object, ...] | None:
@@ -262,8 +281,8 @@ def _read_logprob(content: Sequence[Any] | None) -> TokenLogprob | None:
 
 
 def _read_event(content: Sequence[Any]) -> TokenEvent:
-    request, token, text, logprob, finish_reason = content
-    return TokenEvent(request, token, text, _read_logprob(logprob), finish_reason)
+    event = TokenEvent(*content)
+    return event if event.logprob is None else event._replace(logprob=_read_logprob(content[3]))
 
 
 def _completion_content(one: Completion) -> dict[str, Any]:

@@ -96,12 +96,12 @@ class EngineThread:
                 f"The server has {len(self._open)} of {self._max_open} sequences open. Try again later."
             )
         self._open.update(generations)
-        self._commands.put(lambda: self._submit(generations))
+        self._command(lambda: self._submit(generations))
 
     def cancel(self, generation: Generation) -> None:
         if generation in self._open and not generation.cancelled:
             generation.cancelled = True
-            self._commands.put(lambda: self._cancel(generation))
+            self._command(lambda: self._cancel(generation))
 
     def cancel_open(self, why: NotServingError) -> int:
         """Ends all open sequences with an error for who waits, without waiting for the step that runs; returns how many."""
@@ -121,7 +121,7 @@ class EngineThread:
             raise NotServingError("The server is loading another model already.")
         swap = _Swap(load, asyncio.get_running_loop().create_future())
         self._swapping = True
-        self._commands.put(lambda: setattr(self, "_swap", swap))
+        self._command(lambda: setattr(self, "_swap", swap))
         try:
             return await swap.done
         finally:
@@ -136,21 +136,25 @@ class EngineThread:
         self._draining = True
         for generation in tuple(self._open):
             self.cancel(generation)
-        self._commands.put(self._stop)
+        self._command(self._stop)
         await asyncio.to_thread(self._thread.join, timeout_s)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        self._engine.wake()
 
     # In the event loop, called by the thread.
 
     def _deliver(self, deliveries: list[_Delivery]) -> None:
         for generation, event, outcome in deliveries:
             if event is not None and generation.inbox is not None and not generation.cancelled:
-                generation.inbox.put_nowait((generation, event))
+                generation.inbox.put(generation, event)
             if outcome is None:
                 continue
             self._open.discard(generation)
             generation.finish(outcome)
             if isinstance(outcome, Exception) and generation.inbox is not None:
-                generation.inbox.put_nowait((generation, outcome))
+                generation.inbox.put(generation, outcome)
             if self._on_finish is not None and isinstance(outcome, Completion):
                 self._on_finish(generation, outcome)
 

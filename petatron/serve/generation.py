@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from petatron.base.errors import PetatronError
 from petatron.infer.completion import Completion, TokenEvent
@@ -56,8 +55,33 @@ class Generation:
             self.done.set_result(outcome)
 
 
-Inbox: TypeAlias = "asyncio.Queue[tuple[Generation, TokenEvent | Exception]]"
-"""Events of the sequences of one request; an exception is the last of its sequence."""
+class Inbox:
+    """Events of the sequences of one request, for the one who writes its answer: woken once for all that a step brings."""
+
+    __slots__ = ("_events", "_waiter")
+
+    def __init__(self) -> None:
+        self._events: list[tuple[Generation, TokenEvent | Exception]] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, generation: Generation, event: TokenEvent | Exception) -> None:
+        """An exception is the last event of its sequence."""
+        self._events.append((generation, event))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take_all(self) -> list[tuple[Generation, TokenEvent]]:
+        """Waits for an event, and returns all there are; raises where a sequence has failed."""
+        if not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        events, self._events, self._waiter = self._events, [], None
+        found: list[tuple[Generation, TokenEvent]] = []
+        for generation, event in events:
+            if isinstance(event, Exception):
+                raise event
+            found.append((generation, event))
+        return found
 
 
 def _mark_retrieved(done: asyncio.Future[Completion]) -> None:

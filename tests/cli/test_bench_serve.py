@@ -158,6 +158,27 @@ def test_clients_read_both_forms_of_answers():
         assert found.tokens == 5 and 0 < found.first_token_s <= found.end_s
 
 
+def test_a_connection_that_the_server_closed_is_not_used_again():
+    async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        usage = b'{"usage":{"completion_tokens":5}}'
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(usage), usage))
+        writer.close()
+
+    async def ask_twice() -> list[int]:
+        server = await asyncio.start_server(serve_once, "127.0.0.1", 0)
+        clients, found = HttpClients(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), []
+        for _ in range(2):
+            answer = await asyncio.wait_for(clients.ask(BenchRequest([1, 2], 5), stream=False), 10)
+            found.append(answer.tokens)
+            while not all(one.closed for one in clients._idle):
+                await asyncio.sleep(0.001)
+        server.close()
+        return found
+
+    assert asyncio.run(ask_twice()) == [5, 5]
+
+
 @pytest.mark.parametrize(
     ("answer", "why"),
     [

@@ -12,7 +12,7 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.models.decoder import Decoder
-from tests.unit.infer.test_recurrent import HYBRID, MAMBA
+from tests.unit.infer.test_recurrent import DELTA, HYBRID, MAMBA
 from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -33,7 +33,13 @@ def answers(params: SamplingParams, flags: str = "", **options: int | bool) -> l
 
 
 KINDS = ["", "--window-size 5", "--num-query-groups 2 --group-query-attention", LATENT, "--fp64"]
-RECURRENT = [f"--fp64 {MAMBA}", f"--fp64 {HYBRID}", f"--no-compile {HYBRID}"]
+RECURRENT = [
+    f"--fp64 {MAMBA}",
+    f"--fp64 {HYBRID}",
+    f"--no-compile {HYBRID}",
+    f"--fp64 {DELTA}",
+    f"--no-compile {DELTA}",
+]
 
 
 @pytest.mark.parametrize("flags", [*KINDS, *RECURRENT])

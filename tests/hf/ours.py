@@ -92,6 +92,22 @@ def continue_all(cases: list[tuple[RunConfig, dict[str, Tensor], Tensor]], new_t
     return found
 
 
+def train_stages(run: RunConfig, logical: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> Computed:
+    """Build and fill this rank's stages, and compute loss and gradients; there are no logits or tokens to look at."""
+    torch.set_num_threads(1)
+    model = build_model(run, ParallelMesh(Layout.from_config(run.parallel), dist.get_rank()))
+    for stage in model.stages.values():
+        fill_model(stage, model.placements, logical)
+        stage.eval()
+    loss = model.train_step([Batch(tokens, tokens.roll(-1, dims=1), counted.float())])
+    grads = [
+        (piece, view.clone())
+        for group in model.param_groups
+        for piece, view in group_tensor_shards(group, group.grads())
+    ]
+    return Computed(tokens, tokens, loss.item(), grads)
+
+
 def assemble(parts: list[Computed]) -> dict[str, Tensor]:
     """Whole logical gradients from every rank's pieces; asserts that they cover everything."""
     whole: dict[str, Tensor] = {}

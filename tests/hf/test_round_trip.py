@@ -22,7 +22,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from tests.dist import RankPool
 from tests.hf.ours import copy_model, logits_of, problem_of, run_config
-from tests.hf.zoo import BUILDERS, NEW_TOKENS, ONE_EXPERT, Truth, build, truth
+from tests.hf.zoo import BUILDERS, NEW_TOKENS, ONE_EXPERT, Truth, build, continued, truth
 from tests.longform import later, one_in
 
 BOUND = 1e-4
@@ -98,8 +98,7 @@ def test_transformers_opens_what_the_trainer_saved(name: str, tmp_path: Path):
         ours = model.module.logits(true.tokens)
         close(opened.eval()(true.tokens).logits, ours)
         grown = true.tokens[:, :8]
-        mask = torch.ones_like(grown)
-        theirs = opened.generate(grown, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS)
+        theirs = continued(opened, name, grown)
         for _ in range(NEW_TOKENS):
             grown = torch.cat((grown, model.module.logits(grown)[:, -1].argmax(-1, keepdim=True)), dim=1)
     assert torch.equal(theirs, grown)

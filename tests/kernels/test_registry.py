@@ -26,7 +26,14 @@ CPU = KernelContext("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
-COMPILED = ("layer_norm", "bounded gated activation", "plain activation", "gate, then norm", "norm, then gate")
+COMPILED = (
+    "layer_norm",
+    "bounded gated activation",
+    "plain activation",
+    "gate, then norm",
+    "norm, then gate",
+    "silu gate",
+)
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -150,7 +157,11 @@ CALLED: dict[str, set[str]] = {
     "selective scan": {"chunk_scan", "chunk_scan_backward"},
     "causal convolution": {"causal_conv", "causal_conv_backward"},
     "gate, then norm": {"gated_square_sums", "gate_then_norm", "gate_then_norm_projections", "gate_then_norm_backward"},
+    "selective scan step": {"scan_step"},
+    "gated delta rule step": {"delta_step"},
+    "causal convolution step": {"conv_step"},
     "gated delta rule": {"chunk_delta_rule", "chunk_delta_rule_backward"},
+    "silu gate": {"silu_gate", "silu_gate_backward"},
     "norm, then gate": {"norm_then_gate", "norm_then_gate_backward"},
     "adamw": {"adamw", "sum_of_squares"},
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
@@ -201,6 +212,7 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
             used.add(f"petatron.kernels.{module}")
     steps = [*(f"scan_{part}" for part in ("tiles", "states", "outputs", "grads"))]
     steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "grads")]
+    steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
     parts |= {f"{folder.__name__}.attention.split_softmax"}
     shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of operations

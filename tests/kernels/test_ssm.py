@@ -10,6 +10,7 @@ from torch import Tensor
 from petatron.kernels.ssm import causal_conv as conv_kernels
 from petatron.kernels.ssm import chunk_scan as scan_kernels
 from petatron.kernels.ssm import gate_then_norm as norm_kernels
+from petatron.kernels.ssm import silu_gate as gate_kernels
 from petatron.kernels.ssm.causal_conv import causal_conv
 from petatron.kernels.ssm.chunk_scan import chunk_scan
 from petatron.kernels.ssm.recurrence import scan_by_token, state_update
@@ -222,6 +223,32 @@ def test_the_norm_after_the_gate_normalises_each_group(num_groups: int):
     assert torch.autograd.gradcheck(gated, (y, z, weight))
 
 
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_the_norm_without_a_gate_normalises_each_group(num_groups: int):
+    torch.manual_seed(3)
+    y, weight = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((4, 2, 6), (6,)))
+    norm = NormGroups(6 // num_groups, num_groups, 1e-5, identity)
+
+    def normed(y: Tensor, weight: Tensor) -> Tensor:
+        return ops.gate_then_norm(y, None, weight, norm, kernels=norm_kernels)
+
+    groups = y.unflatten(-1, (num_groups, -1))
+    expected = F.rms_norm(groups, groups.shape[-1:], eps=1e-5).flatten(-2) * weight
+    torch.testing.assert_close(normed(y, weight), expected, **EXACT)
+    assert torch.autograd.gradcheck(normed, (y, weight))
+
+
+def test_the_gate_is_that_of_pytorch():
+    torch.manual_seed(4)
+    y, z = (torch.randn(4, 2, 6, dtype=torch.float64).requires_grad_() for _ in range(2))
+
+    def gated(y: Tensor, z: Tensor) -> Tensor:
+        return ops.silu_gate(y, z, kernels=gate_kernels)
+
+    torch.testing.assert_close(gated(y, z), y * F.silu(z), **EXACT)
+    assert torch.autograd.gradcheck(gated, (y, z))
+
+
 def test_every_kernel_is_one_graph():
     """What is compiled on a GPU must be traced whole; the backend `eager` traces and compiles nothing."""
     inputs, starts = scan_inputs(6), document_starts(6, (2,), (3,))
@@ -234,6 +261,7 @@ def test_every_kernel_is_one_graph():
         (conv_kernels.causal_conv, (x, weight, bias), {"starts_SB": starts}),
         (conv_kernels.causal_conv_backward, (grad, x, weight, bias), {"starts_SB": starts}),
         (norm_kernels.gate_then_norm_backward, (grad[:, 0], x[:, 0], x[:, 1], rstd, bias, rstd), {}),
+        (gate_kernels.silu_gate_backward, (grad, x, x), {}),
     ]
     for function, arguments, keywords in calls:
         traced = torch.compile(function, fullgraph=True, backend="eager")

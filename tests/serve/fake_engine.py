@@ -108,6 +108,9 @@ class FakeEngine:
         if self.ended_with is not None:
             raise self.ended_with
 
+    def wake(self) -> None:
+        """Its steps wait for nothing."""
+
     def close(self) -> None:
         self.closed = True
 

@@ -97,8 +97,18 @@ def test_the_engine_steps_on_without_being_told(elsewhere: EngineProcess, monkey
     late = elsewhere.submit([90] * 40, SamplingParams(max_new_tokens=3, temperature=0.0))
     while elsewhere.has_work:
         elsewhere.step()
-    assert len(sent) == 2, "one order for each time that something was asked"
+    assert len(sent) == 2, "one message for each time that something was asked"
     assert [len(elsewhere.take(number).ids) for number in (*numbers, late)] == [9, 9, 3]
+
+
+def test_who_waits_for_a_step_can_be_woken(elsewhere: EngineProcess):
+    elsewhere.wake()
+    number = elsewhere.submit(list(b"abc"), SamplingParams(max_new_tokens=4, temperature=0.0))
+    assert elsewhere.step() == [] and elsewhere.has_work, "it returns at once, and the request has been sent"
+    events = []
+    while elsewhere.has_work:
+        events += elsewhere.step()
+    assert len(events) == len(elsewhere.take(number).ids) == 4
 
 
 @pytest.mark.slow
@@ -166,7 +176,7 @@ def test_the_engine_ends_with_its_server(run_folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(engine_process, "_send", lambda pipe, message: said.append(message))
     said: list = []
     ours, theirs = Pipe()
-    ours.send_bytes(b'{"step": []}')
+    ours.send_bytes(b'{"commands": []}')
     ours.close()  # as a server that was killed does
     engine_process._run_engine(theirs, str(run_folder), [], OPTIONS)
     first, *others = said

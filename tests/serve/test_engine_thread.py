@@ -67,6 +67,37 @@ def test_a_stream_that_is_left_while_it_waits_is_cancelled():
         assert len(engine.seen) == 2 and engine.stats.generated_tokens == 90, "nothing was generated for who had left"
 
 
+class _Elsewhere(FakeEngine):
+    """A step ends when it is let go, or is woken, and then brings nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.woken, self.let_go = threading.Event(), False
+
+    def wake(self) -> None:
+        self.woken.set()
+
+    def step(self):
+        while not self.let_go:
+            if self.woken.wait(0.01):
+                self.woken.clear()
+                return []
+        return super().step()
+
+
+def test_a_request_reaches_an_engine_whose_step_has_not_ended():
+    engine = _Elsewhere()
+    with live_server(engine) as server:
+        answers: list = []
+        waiting = [_start(server, {**LONG, "max_tokens": 3 + number}, answers) for number in range(3)]
+        server.wait_until(lambda: len(engine.seen) == 3)
+        assert not answers and engine.stats.generated_tokens == 0
+        engine.let_go = True
+        for thread in waiting:
+            thread.join()
+        assert sorted(answer.json()["usage"]["completion_tokens"] for answer in answers) == [3, 4, 5]
+
+
 def test_a_draining_server_finishes_what_is_open_and_refuses_the_rest():
     engine = FakeEngine(step_s=0.005)
     with live_server(engine) as server:

@@ -18,6 +18,7 @@ from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeLimits
 from petatron.serve.token_texts import TokenTexts
 from tests.serve.fake_engine import FakeEngine
+from tests.serve.live_server import live_server
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -35,6 +36,28 @@ def test_bytes_of_tokens_join_to_the_text(tmp_path: Path):
     assert TokenTexts(bpe).text_of(0) == "<|endoftext|>" and TokenTexts(ByteTokenizer()).text_of(0xE2) == "bytes:\\xe2"
     assert TokenTexts(NullTokenizer(10)).text_of(7) == "7" and TokenTexts(None).text_of(7) == "token_id:7"
     assert TokenTexts(None).decode([1]) == ""
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_streamed_texts_are_the_bytes_of_whole_objects(route: str):
+    """Events are put together around their text: quotes, controls and other scripts are escaped as in the whole object."""
+    letters = iter('a"\\\n\u2028é\x00\x7f东""🙂')
+    engine = FakeEngine()
+    engine._new_text = lambda request, hold: next(letters, "")  # type: ignore[method-assign]
+    name = 'the "" model'
+    body = {"max_tokens": 14, "temperature": 0, "stream": True}
+    body |= {"prompt": "a"} if route == "completions" else {"messages": USER}
+    card = ModelCard.of_engine(engine, name=name, created_s=1)
+    with live_server(engine, card=card) as server, server.client() as http:
+        raw = http.post(f"/v1/{route}", json=body).content.decode()
+    *events, last, end = raw.split("\n\n")
+    assert last == "data: [DONE]" and end == ""
+    contents = [json.loads(event.removeprefix("data: ")) for event in events]
+    whole = [f"data: {json.dumps(one, ensure_ascii=False, separators=(',', ':'))}" for one in contents]
+    assert events == whole and {one["model"] for one in contents} == {name}
+    choices = [one["choices"][0] for one in contents]
+    texts = [one["text"] if route == "completions" else one["delta"].get("content", "") for one in choices]
+    assert "".join(texts) == 'a"\\\n\u2028é\x00\x7f东""🙂'
 
 
 def test_a_text_gets_the_ids_that_its_tokenizer_puts_before_one(tmp_path: Path):

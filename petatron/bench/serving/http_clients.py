@@ -66,7 +66,7 @@ class HttpClients:
         body = request.body(stream=stream)
         due_s = time.perf_counter() if due_s is None else due_s
         try:
-            connection = self._idle.pop() if self._idle else await self._connect()
+            connection = self._idle_connection() or await self._connect()
             await connection.ask(b"".join((self._head, str(len(body)).encode(), b"\r\n\r\n", body)))
         except OSError as error:
             raise LaunchError(f"{self._url} does not answer: {error}. Is the server running?") from error
@@ -110,6 +110,14 @@ class HttpClients:
             connection.close()
         self._idle.clear()
 
+    def _idle_connection(self) -> _Connection | None:
+        """Returns an open one; a server closes those that were idle for long."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed:
+                return connection
+        return None
+
     async def _connect(self) -> _Connection:
         _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)
         return connection
@@ -129,7 +137,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport, self.closed = transport, False
         self._done: asyncio.Future[None] | None = None
 
     async def ask(self, request: bytes) -> None:
@@ -159,6 +167,7 @@ class _Connection(asyncio.Protocol):
             self._end(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
         self._end(exc or ConnectionResetError("the connection was closed"))
 
     def _end(self, error: Exception | None) -> None:

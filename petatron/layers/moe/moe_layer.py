@@ -66,6 +66,7 @@ class MoESpec(ChannelMixerSpec):
     std: float
     out_std: float
     glu_bounds: GluBounds | None = None
+    output_multiplier: float = 1.0
 
     @property
     def expert_hidden_size(self) -> int:

@@ -20,6 +20,12 @@ class DeltaKernels(Protocol):
     chunk_delta_rule_backward: Callable[..., tuple[Tensor | None, ...]]
 
 
+class DeltaStepKernels(Protocol):
+    """See `kernels/ssm/decode/delta_step.py`."""
+
+    delta_step: Callable[..., Tensor]
+
+
 class NormThenGateKernels(Protocol):
     """See `kernels/ssm/norm_then_gate.py`."""
 

@@ -30,13 +30,32 @@ class ConvKernels(Protocol):
     causal_conv_backward: Callable[..., tuple[Tensor | None, ...]]
 
 
+class ConvStepKernels(Protocol):
+    """See `kernels/ssm/decode/conv_step.py`."""
+
+    conv_step: Callable[..., Tensor]
+
+
+class ScanStepKernels(Protocol):
+    """See `kernels/ssm/decode/scan_step.py`."""
+
+    scan_step: Callable[..., Tensor]
+
+
 class GateThenNormKernels(Protocol):
     """See `kernels/ssm/gate_then_norm.py`."""
 
     gated_square_sums: Callable[..., Tensor]
     gate_then_norm: Callable[..., Tensor]
     gate_then_norm_projections: Callable[..., tuple[Tensor, Tensor]]
-    gate_then_norm_backward: Callable[..., tuple[Tensor, Tensor]]
+    gate_then_norm_backward: Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class SiluGateKernels(Protocol):
+    """See `kernels/ssm/silu_gate.py`."""
+
+    silu_gate: Callable[..., Tensor]
+    silu_gate_backward: Callable[..., tuple[Tensor, Tensor]]
 
 
 class ScanInputs(NamedTuple):
@@ -137,19 +156,25 @@ class NormGroups(NamedTuple):
     sum_over_ranks: CommSlot
 
 
-def gate_then_norm(y: Tensor, z: Tensor, weight_D: Tensor, norm: NormGroups, *, kernels: GateThenNormKernels) -> Tensor:
-    """Returns y silu(z) / rms * weight over the last dimension."""
+def gate_then_norm(
+    y: Tensor, z: Tensor | None, weight_D: Tensor, norm: NormGroups, *, kernels: GateThenNormKernels
+) -> Tensor:
+    """Returns y silu(z) / rms * weight over the last dimension; y / rms * weight without z."""
     # z has some columns of a larger tensor, whose rows are in either order.
-    batch_first = z.dim() > 2 and z.stride(0) < z.stride(1)
-    y_rows, z_rows = ((x.transpose(0, 1) if batch_first else x).flatten(0, -2) for x in (y, z))
+    batch_first = z is not None and z.dim() > 2 and z.stride(0) < z.stride(1)
+    y_rows, z_rows = (_rows(x, batch_first=batch_first) for x in (y, z))
     rows: Tensor = _GateThenNorm.apply(kernels, norm, y_rows, z_rows, weight_D)  # pyright: ignore[reportAssignmentType]
     return from_rows(rows, y, batch_first=batch_first)
+
+
+def _rows(x: Tensor | None, *, batch_first: bool) -> Tensor | None:
+    return None if x is None else (x.transpose(0, 1) if batch_first else x).flatten(0, -2)
 
 
 class _GateThenNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kernels: GateThenNormKernels, norm: NormGroups, y: Tensor, z: Tensor, weight: Tensor
+        ctx: Any, kernels: GateThenNormKernels, norm: NormGroups, y: Tensor, z: Tensor | None, weight: Tensor
     ) -> Tensor:
         squares = norm.sum_over_ranks(kernels.gated_square_sums(y, z, num_groups=norm.num_groups))
         rstd = (squares / norm.group_width + norm.eps).rsqrt()
@@ -166,3 +191,21 @@ class _GateThenNorm(torch.autograd.Function):
         means = norm.sum_over_ranks(sums) / norm.group_width
         grad_y, grad_z = ctx.kernels.gate_then_norm_backward(grads[0], y, z, rstd, weight, means)
         return None, None, grad_y, grad_z, grad_weight.to(weight.dtype)
+
+
+def silu_gate(y: Tensor, z: Tensor, *, kernels: SiluGateKernels) -> Tensor:
+    """Returns y silu(z)."""
+    return _SiluGate.apply(kernels, y, z)  # pyright: ignore[reportReturnType]
+
+
+class _SiluGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: SiluGateKernels, y: Tensor, z: Tensor) -> Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(y, z)
+        return kernels.silu_gate(y, z)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *ctx.kernels.silu_gate_backward(grads[0], *ctx.saved_tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from petatron.serve.http.server_state import ServerState
 
 DEADLINE = "petatron.deadline_s"
 """In a request's scope: when its answer must be complete, on the event loop's clock."""
+_LAST = "data: [DONE]\n\n"
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _log = get_logger(__name__)
 
 
@@ -63,7 +65,7 @@ class TokenStream(Response):
     """Server-sent events of sequences that share an inbox.
 
     The request is submitted before the answer begins, so that a refusal still has its status code. An error after that is an event, the
-    last one.
+    last one. text: the content of an event that is new text alone, of a sequence's index, which most events are; chunk: of any other.
     """
 
     media_type = "text/event-stream"
@@ -75,6 +77,7 @@ class TokenStream(Response):
         inbox: Inbox,
         *,
         begin: Sequence[dict[str, Any]],
+        text: Callable[[int, str], dict[str, Any]],
         chunk: Callable[[Generation, TokenEvent], dict[str, Any] | None],
         end: Callable[[list[Completion]], Sequence[dict[str, Any]]],
     ) -> None:
@@ -82,12 +85,13 @@ class TokenStream(Response):
         del self.headers["content-length"]
         self._state, self._generations, self._inbox = state, generations, inbox
         self._begin, self._chunk, self._end = begin, chunk, end
+        self._texts = TextEvents(text)
 
     async def prepare(self, request: Request) -> TokenStream:
         """Submits the sequences and waits for the first event, or for the refusal, which it raises; a client may leave meanwhile."""
         self._submission = _submitted(self._state, self._generations)
         self._submission.__enter__()
-        first = asyncio.ensure_future(self._next())
+        first = asyncio.ensure_future(self._inbox.take_all())
         self._left = asyncio.ensure_future(_wait_for_disconnect(request.receive))
         try:
             async with asyncio.timeout_at(request.scope[DEADLINE]):
@@ -118,38 +122,54 @@ class TokenStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with asyncio.timeout_at(deadline_s):
-                await _send_data(send, self._begin)
-                async for chunks in self._chunks():
-                    await _send_data(send, chunks)
+                await _send_body(send, "".join(map(_event, self._begin)))
+                await self._write_tokens(send)
                 completions = [await generation.done for generation in self._generations]
-                await _send_data(send, self._end(completions), last=True)
+                await _send_body(send, "".join(map(_event, self._end(completions))) + _LAST, last=True)
         except asyncio.CancelledError:
             raise
         except Exception as error:
             answer = to_api_error(error)
             if answer.status == 500:
                 _log.error("a stream failed", exc_info=error)
-            await _send_data(send, [answer.content()], last=True)
+            await _send_body(send, _event(answer.content()) + _LAST, last=True)
 
-    async def _chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
-        """Yields everything there is at once: one write for all tokens of a step."""
-        unfinished = len(self._generations)
-        ready = [self._first]
+    async def _write_tokens(self, send: Send) -> None:
+        """Sends everything there is at once: one write for all tokens of a step, and of all steps while the client does not read."""
+        unfinished, ready = len(self._generations), self._first
         while True:
-            while not self._inbox.empty():
-                ready.append(await self._next())
             unfinished -= sum(event.finish_reason is not None for _, event in ready)
-            yield [chunk for one in joined_texts(ready) if (chunk := self._chunk(*one)) is not None]
+            await _send_body(send, "".join([self._event(*one) for one in joined_texts(ready)]))
             if not unfinished:
                 return
-            ready = [await self._next()]
+            ready = await self._inbox.take_all()
 
-    async def _next(self) -> tuple[Generation, TokenEvent]:
-        """Returns the next event; raises where a sequence has failed."""
-        generation, event = await self._inbox.get()
-        if isinstance(event, Exception):
-            raise event
-        return generation, event
+    def _event(self, generation: Generation, event: TokenEvent) -> str:
+        if event.finish_reason is None and event.logprob is None:
+            return self._texts.event(generation.index, event.text) if event.text else ""
+        content = self._chunk(generation, event)
+        return "" if content is None else _event(content)
+
+
+class TextEvents:
+    """Server-sent events that differ in their text alone: the rest is serialised once for each sequence.
+
+    >>> events = TextEvents(lambda index, text: {"choices": [{"index": index, "text": text, "logprobs": None}]})
+    >>> events.event(1, 'a "b"')
+    'data: {"choices":[{"index":1,"text":"a \\\\"b\\\\"","logprobs":null}]}\\n\\n'
+    """
+
+    def __init__(self, content: Callable[[int, str], dict[str, Any]]) -> None:
+        """content: of an event, in which the text is the last empty one if it is empty."""
+        self._content = content
+        self._around: dict[int, tuple[str, str]] = {}
+
+    def event(self, index: int, text: str) -> str:
+        around = self._around.get(index)
+        if around is None:
+            before, _, after = _event(self._content(index, "")).rpartition('""')
+            around = self._around[index] = before, after
+        return f"{around[0]}{_JSON.encode(text)}{around[1]}"
 
 
 def joined_texts(ready: Sequence[tuple[Generation, TokenEvent]]) -> list[tuple[Generation, TokenEvent]]:
@@ -157,6 +177,8 @@ def joined_texts(ready: Sequence[tuple[Generation, TokenEvent]]) -> list[tuple[G
 
     A server that keeps up sends every token by itself. One that is late has less to write, and catches up.
     """
+    if len(ready) == 1:
+        return list(ready)
     joined: dict[Generation, int] = {}
     events: list[tuple[Generation, TokenEvent]] = []
     for generation, event in ready:
@@ -172,11 +194,13 @@ def joined_texts(ready: Sequence[tuple[Generation, TokenEvent]]) -> list[tuple[G
     return events
 
 
-async def _send_data(send: Send, chunks: Sequence[dict[str, Any]], *, last: bool = False) -> None:
-    parts = [f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n" for chunk in chunks]
-    body = "".join([*parts, "data: [DONE]\n\n"] if last else parts)
-    if body:
-        await send({"type": "http.response.body", "body": body.encode(), "more_body": not last})
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {_JSON.encode(content)}\n\n"
+
+
+async def _send_body(send: Send, text: str, *, last: bool = False) -> None:
+    if text:
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": not last})
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders
 
 from petatron.base.errors import DataError
 from petatron.config.schema.training import TokenizerConfig
@@ -105,6 +107,30 @@ def test_gpt2_files_give_gpt2_ids(tokenizer_json: Path, tmp_path: Path) -> None:
         GPT2BPETokenizer(vocab, merges)
     with pytest.raises(DataError, match=r"nothing does not exist. Check --merge-file"):
         GPT2BPETokenizer(vocab, tmp_path / "nothing")
+
+
+def test_byte_level_ids_decode_as_the_library_decodes_them(tokenizer_json: Path, tmp_path: Path) -> None:
+    """Whole characters, parts of some, added tokens of any text, and ids that no token has."""
+    fast = FastTokenizer.from_file(str(tokenizer_json))
+    fast.add_tokens(["two words", "naïve 🙂", "café"])
+    fast.add_special_tokens(["<|im_start|>"])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    ours, chance = HuggingFaceTokenizer(tmp_path), random.Random(0)
+    ids = range(ours.vocab_size + 3)
+    for some in (*([one] for one in ids), *(chance.choices(ids, k=chance.randint(2, 12)) for _ in range(500))):
+        assert ours.decode(some) == fast.decode(some, skip_special_tokens=False), some
+    with pytest.raises(DataError, match="Token ids for the tokenizer"):
+        ours.decode([-1])
+
+
+def test_other_decoders_are_the_library_s(tokenizer_json: Path, tmp_path: Path) -> None:
+    fast = FastTokenizer.from_file(str(tokenizer_json))
+    fast.decoder = decoders.Metaspace()
+    fast.save(str(tmp_path / "tokenizer.json"))
+    ids = fast.encode(TEXTS[0], add_special_tokens=False).ids
+    assert HuggingFaceTokenizer(tmp_path).decode(ids) == fast.decode(ids)
+    with pytest.raises(DataError, match="Token ids for the tokenizer"):
+        HuggingFaceTokenizer(tmp_path).decode([-1])
 
 
 def test_bytes() -> None:

@@ -63,6 +63,10 @@ MODELS = {
     "norm-without-weights": f"{LLAMA} --qk-l2-norm --num-query-groups 2",
     "neighbouring-pairs": f"{LLAMA} --rotary-interleaved",
     "bounded-gates": f"{LLAMA} --activation quick_geglu --glu-linear-offset 1.0 --activation-func-clamp-value 0.5",
+    "normed-embeddings": f"{BASE} --hidden-dropout 0 --embed-layernorm --no-norm-bias",
+    "clipped": f"{LLAMA} --clip-qkv 0.5 --num-query-groups 2",
+    "clipped-qk-norm": f"{LLAMA} --clip-qkv 0.5 --qk-layernorm",
+    "clipped-gated": f"{LLAMA} --clip-qkv 0.5 --attention-output-gate",
     "mla": f"{LLAMA} {MLA} --q-lora-rank 12 --qk-layernorm",
     "mla-hidden-queries": f"{LLAMA} {MLA} --micro-batch-size 1",
 }

@@ -18,7 +18,13 @@ MODELS = {
     "one row": f"{MAMBA} --micro-batch-size 1",
     "hybrid": f"{LLAMA} {SIZES} --hybrid-layer-pattern M*- --mamba-norm-groups 1",
 }
+FACTORS = (
+    "--key-multiplier 0.5 --attention-out-multiplier 0.9 --ssm-multipliers 0.7 0.8 1.3 0.6 1.1 --ssm-out-multiplier 0.5"
+)
 MODELS |= {
+    "parallel": f"{LLAMA} {SIZES} {FACTORS} --hybrid-layer-pattern P-P --mlp-multipliers 0.75 0.65 --mamba-gated-norm none",
+    "norm then gate": f"{LLAMA} {SIZES} --hybrid-layer-pattern P-M --mamba-gated-norm norm_then_gate",
+    "norm then gate, one row": f"{LLAMA} {SIZES} --hybrid-layer-pattern P-M --mamba-gated-norm norm_then_gate --micro-batch-size 1",
     "delta": f"{LLAMA} {DELTA} --hybrid-layer-pattern GGG",
     "delta, one row": f"{LLAMA} {DELTA} --hybrid-layer-pattern GGG --micro-batch-size 1",
     "next": f"{LLAMA} {DELTA} {GATE} --qk-layernorm --experimental-attention-variant gated_delta_net --linear-attention-freq 3",

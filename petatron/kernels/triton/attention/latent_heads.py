@@ -59,6 +59,44 @@ def _cos_sin(cos, sin, pair, HALF: tl.constexpr, BACKWARD: tl.constexpr):
 
 
 @triton.jit
+def _load_halves(source, stride, head, NUM_HEADS: tl.constexpr, HALF: tl.constexpr):
+    pair = tl.arange(0, triton.next_power_of_2(HALF))
+    mask = (head < NUM_HEADS)[:, None] & (pair < HALF)[None, :]
+    read = source + head.to(tl.int64)[:, None] * stride + pair[None, :]
+    first = tl.load(read, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(read + HALF, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_neighbours(source, stride, head, NUM_HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Loads both of each pair at once: loads of every other element would take twice the instructions."""
+    columns: tl.constexpr = triton.next_power_of_2(HALF)
+    element = tl.arange(0, 2 * columns)
+    mask = (head < NUM_HEADS)[:, None] & (element < 2 * HALF)[None, :]
+    both = tl.load(source + head.to(tl.int64)[:, None] * stride + element[None, :], mask=mask, other=0.0)
+    return tl.split(both.to(tl.float32).reshape(head.shape[0], columns, 2))
+
+
+@triton.jit
+def _store_halves(target, stride, head, first, second, NUM_HEADS: tl.constexpr, HALF: tl.constexpr):
+    pair = tl.arange(0, triton.next_power_of_2(HALF))
+    mask = (head < NUM_HEADS)[:, None] & (pair < HALF)[None, :]
+    write = target + head.to(tl.int64)[:, None] * stride + pair[None, :]
+    tl.store(write, first.to(target.dtype.element_ty), mask=mask)
+    tl.store(write + HALF, second.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_neighbours(target, stride, head, first, second, NUM_HEADS: tl.constexpr, HALF: tl.constexpr):
+    columns: tl.constexpr = triton.next_power_of_2(HALF)
+    element = tl.arange(0, 2 * columns)
+    mask = (head < NUM_HEADS)[:, None] & (element < 2 * HALF)[None, :]
+    both = tl.join(first, second).reshape(head.shape[0], 2 * columns)
+    write = target + head.to(tl.int64)[:, None] * stride + element[None, :]
+    tl.store(write, both.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _latent_queries(
     source,
     target,
@@ -94,21 +132,18 @@ def _latent_queries(
     pair = tl.arange(0, columns)
     cosine, sine = _cos_sin(cos + s * cos_s + b * cos_b, sin + s * cos_s + b * cos_b, pair, half, BACKWARD)
     cosine, sine = cosine[None, :] * scale, sine[None, :] * scale
-    dtype: tl.constexpr = target.dtype.element_ty
-    read_pair: tl.constexpr = 1 if BACKWARD else 2
-    read_other: tl.constexpr = half if BACKWARD else 1
-    write_pair: tl.constexpr = 2 if BACKWARD else 1
-    write_other: tl.constexpr = 1 if BACKWARD else half
+    source, target = source + NOPE, target + NOPE
     for start in tl.static_range(0, NUM_HEADS, at_once):
         head = start + tl.arange(0, at_once)
-        mask = (head < NUM_HEADS)[:, None] & (pair < half)[None, :]
-        this = head.to(tl.int64)[:, None]
-        read = source + this * source_h + NOPE + read_pair * pair[None, :]
-        write = target + this * target_h + NOPE + write_pair * pair[None, :]
-        first = tl.load(read, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(read + read_other, mask=mask, other=0.0).to(tl.float32)
-        tl.store(write, (first * cosine - second * sine).to(dtype), mask=mask)
-        tl.store(write + write_other, (second * cosine + first * sine).to(dtype), mask=mask)
+        if BACKWARD:
+            first, second = _load_halves(source, source_h, head, NUM_HEADS, half)
+        else:
+            first, second = _load_neighbours(source, source_h, head, NUM_HEADS, half)
+        turned, other = first * cosine - second * sine, second * cosine + first * sine
+        if BACKWARD:
+            _store_neighbours(target, target_h, head, turned, other, NUM_HEADS, half)
+        else:
+            _store_halves(target, target_h, head, turned, other, NUM_HEADS, half)
 
 
 @triton.jit
@@ -155,15 +190,10 @@ def _latent_keys_values(
     rotary += s * rotary_s + b * rotary_b + 2 * pair
     first = tl.load(rotary, mask=pair < half, other=0.0).to(tl.float32)
     second = tl.load(rotary + 1, mask=pair < half, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = k.dtype.element_ty
-    upper = (first * cosine - second * sine).to(dtype)[None, :]
-    lower = (second * cosine + first * sine).to(dtype)[None, :]
+    upper = tl.broadcast_to((first * cosine - second * sine)[None, :], (at_once, columns))
+    lower = tl.broadcast_to((second * cosine + first * sine)[None, :], (at_once, columns))
     for start in tl.static_range(0, NUM_HEADS, at_once):
-        head = start + tl.arange(0, at_once)
-        mask = (head < NUM_HEADS)[:, None] & (pair < half)[None, :]
-        write = k + head.to(tl.int64)[:, None] * k_h + NOPE + pair[None, :]
-        tl.store(write, tl.broadcast_to(upper, (at_once, columns)), mask=mask)
-        tl.store(write + half, tl.broadcast_to(lower, (at_once, columns)), mask=mask)
+        _store_halves(k + NOPE, k_h, start + tl.arange(0, at_once), upper, lower, NUM_HEADS, half)
 
 
 @triton.jit
@@ -209,11 +239,9 @@ def _latent_keys_values_backward(
     upper = tl.zeros((at_once, columns), dtype=tl.float32)
     lower = tl.zeros((at_once, columns), dtype=tl.float32)
     for start in tl.static_range(0, NUM_HEADS, at_once):
-        head = start + tl.arange(0, at_once)
-        mask = (head < NUM_HEADS)[:, None] & (pair < half)[None, :]
-        read = grad_k + head.to(tl.int64)[:, None] * k_h + NOPE + pair[None, :]
-        upper += tl.load(read, mask=mask, other=0.0).to(tl.float32)
-        lower += tl.load(read + half, mask=mask, other=0.0).to(tl.float32)
+        first, second = _load_halves(grad_k + NOPE, k_h, start + tl.arange(0, at_once), NUM_HEADS, half)
+        upper += first
+        lower += second
     first, second = tl.sum(upper, 0), tl.sum(lower, 0)
     cosine, sine = _cos_sin(cos + s * cos_s + b * cos_b, sin + s * cos_s + b * cos_b, pair, half, True)
     write = grad_rotary + s * rotary_s + b * rotary_b + 2 * pair

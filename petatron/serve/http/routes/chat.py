@@ -43,7 +43,7 @@ async def post_chat_completion(request: Request) -> Response:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     params = replace(params, stop_strings=tuple(dict.fromkeys((*params.stop_strings, *model.chat_stop_strings))))
-    inbox: Inbox | None = asyncio.Queue() if body.stream else None
+    inbox: Inbox | None = Inbox() if body.stream else None
     generations = [
         Generation(prompt, one, index=index, inbox=inbox)
         for index, (prompt, one) in enumerate(samples([ids], params, n, model))
@@ -114,7 +114,9 @@ class _ChatAnswer:
 
     def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
         begin = [self._piece(one.index, {"role": "assistant", "content": ""}) for one in generations]
-        return TokenStream(state, generations, inbox, begin=begin, chunk=self._chunk, end=self._end)
+        return TokenStream(
+            state, generations, inbox, begin=begin, text=self._text_piece, chunk=self._chunk, end=self._end
+        )
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         logprobs = chat_logprobs(completion.logprobs, self._model.texts) if self._body.logprobs else None
@@ -132,6 +134,9 @@ class _ChatAnswer:
         logprobs = None if event.logprob is None else chat_logprobs([event.logprob], self._model.texts)
         delta = {"content": event.text} if event.text or event.finish_reason is None else {}
         return self._piece(generation.index, delta, logprobs, event.finish_reason)
+
+    def _text_piece(self, index: int, text: str) -> dict[str, Any]:
+        return self._piece(index, {"content": text})
 
     def _piece(
         self,

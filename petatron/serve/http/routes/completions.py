@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ async def post_completion(request: Request) -> Response:
         logprobs=body.logprobs,
         prompt_logprobs=scored,
     )
-    inbox: Inbox | None = asyncio.Queue() if body.stream else None
+    inbox: Inbox | None = Inbox() if body.stream else None
     generations = [
         Generation(prompt, one, index=index, inbox=inbox)
         for index, (prompt, one) in enumerate(samples(ids, params, n, model))
@@ -107,7 +106,7 @@ class _Answer:
 
     def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
         begin = [self._piece(one.index, self._echoed(one.index)) for one in generations] if self._body.echo else []
-        return TokenStream(state, generations, inbox, begin=begin, chunk=self._chunk, end=self._end)
+        return TokenStream(state, generations, inbox, begin=begin, text=self._piece, chunk=self._chunk, end=self._end)
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         body, texts = self._body, self._model.texts
