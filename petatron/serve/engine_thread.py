@@ -154,7 +154,7 @@ class EngineThread:
             self._open.discard(generation)
             generation.finish(outcome)
             if isinstance(outcome, Exception) and generation.inbox is not None:
-                generation.inbox.put(generation, outcome)
+                generation.inbox.fail(outcome)
             if self._on_finish is not None and isinstance(outcome, Completion):
                 self._on_finish(generation, outcome)
 

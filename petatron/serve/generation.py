@@ -58,30 +58,35 @@ class Generation:
 class Inbox:
     """Events of the sequences of one request, for the one who writes its answer: woken once for all that a step brings."""
 
-    __slots__ = ("_events", "_waiter")
+    __slots__ = ("_events", "_failure", "_waiter")
 
     def __init__(self) -> None:
-        self._events: list[tuple[Generation, TokenEvent | Exception]] = []
+        self._events: list[tuple[Generation, TokenEvent]] = []
+        self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, generation: Generation, event: TokenEvent | Exception) -> None:
-        """An exception is the last event of its sequence."""
+    def put(self, generation: Generation, event: TokenEvent) -> None:
         self._events.append((generation, event))
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Notes that a sequence has ended without an answer: the first error is the request's."""
+        self._failure = self._failure or error
+        self._wake()
 
     async def take_all(self) -> list[tuple[Generation, TokenEvent]]:
         """Waits for an event, and returns all there are; raises where a sequence has failed."""
-        if not self._events:
+        if not self._events and self._failure is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        if self._failure is not None:
+            raise self._failure
         events, self._events, self._waiter = self._events, [], None
-        found: list[tuple[Generation, TokenEvent]] = []
-        for generation, event in events:
-            if isinstance(event, Exception):
-                raise event
-            found.append((generation, event))
-        return found
+        return events
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def _mark_retrieved(done: asyncio.Future[Completion]) -> None:

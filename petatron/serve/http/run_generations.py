@@ -139,8 +139,9 @@ class TokenStream(Response):
         """Sends everything there is at once: one write for all tokens of a step, and of all steps while the client does not read."""
         unfinished, ready = len(self._generations), self._first
         while True:
-            unfinished -= sum(event.finish_reason is not None for _, event in ready)
-            await _send_body(send, "".join([self._event(*one) for one in joined_texts(ready)]))
+            events = joined_texts(ready)
+            unfinished -= sum(event.finish_reason is not None for _, event in events)
+            await _send_body(send, "".join([self._event(*one) for one in events]))
             if not unfinished:
                 return
             ready = await self._inbox.take_all()
@@ -180,19 +181,25 @@ def joined_texts(ready: Sequence[tuple[Generation, TokenEvent]]) -> list[tuple[G
     """
     if len(ready) == 1:
         return list(ready)
-    joined: dict[Generation, int] = {}
-    events: list[tuple[Generation, TokenEvent]] = []
+    places: dict[Generation, int] = {}  # of the event that the next one of a sequence joins
+    groups: list[tuple[Generation, list[TokenEvent]]] = []
     for generation, event in ready:
-        place = joined.get(generation)
-        if place is not None and event.logprob is None:
-            events[place] = generation, event._replace(text=events[place][1].text + event.text)
+        place = places.get(generation) if event.logprob is None else None
+        if place is not None:
+            groups[place][1].append(event)
             continue
         if event.logprob is None:
-            joined[generation] = len(events)
+            places[generation] = len(groups)
         else:
-            joined.pop(generation, None)
-        events.append((generation, event))
-    return events
+            places.pop(generation, None)
+        groups.append((generation, [event]))
+    return [(generation, _joined(events)) for generation, events in groups]
+
+
+def _joined(events: list[TokenEvent]) -> TokenEvent:
+    """Returns the last event with the text of all."""
+    last = events[-1]
+    return last if len(events) == 1 else last._replace(text="".join([event.text for event in events]))
 
 
 def _event(content: dict[str, Any]) -> str:
