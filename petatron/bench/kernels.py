@@ -32,6 +32,7 @@ OPERATION_NAMES = (
     "product",
     "fp8",
     "scan",
+    "delta",
     "latent-decode",
     "recurrent-decode",
     "attention",

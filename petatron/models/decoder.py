@@ -49,8 +49,8 @@ class Decoder(StageModule):
         self.embedding = TokenEmbedding(spec.vocab_size, config.hidden_size) if stage.has_embedding else None
         self.position = PositionEmbedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.embedding_scale = spec.embedding_scale
-        normed = spec.embedding_norm is not None and stage.has_embedding
-        self.embedding_norm = spec.embedding_norm.build() if normed else None
+        embedding_norm = spec.embedding_norm if stage.has_embedding else None
+        self.embedding_norm = None if embedding_norm is None else embedding_norm.build()
         self.embedding_dropout = Dropout(config.hidden_dropout)
         self._rotary_embeddings = [RotaryEmbedding(rope) for rope in spec.ropes]  # no parameters
         self._layers_need_positions = spec.layers_need_positions

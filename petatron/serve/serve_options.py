@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.mesh.launch.environment import API_KEY_VARIABLE
+from petatron.serve.tool_calls import ToolCallFormat, template_format
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 MIN_KEY_LENGTH = 16
@@ -45,12 +47,16 @@ class ServeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Where a server listens, who may use it, under which name, and its limits."""
+    """Where a server listens, who may use it, under which name, and its limits.
+
+    tool_call_format: in which the model calls tools (`tool_calls.py`); auto: the one that its chat template shows.
+    """
 
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: str | None = None
+    tool_call_format: ToolCallFormat | Literal["auto", "none"] = "auto"
     limits: ServeLimits = field(default_factory=ServeLimits)
 
     def check(self) -> None:
@@ -70,6 +76,12 @@ class ServeOptions:
             problems.append(Problem("API key", "", rule, fix))
         if problems:
             raise ConfigError(problems)
+
+    def tool_format(self, template: str) -> ToolCallFormat | None:
+        """Returns the format of calls under a chat template; None: answers are text alone."""
+        if self.tool_call_format == "auto":
+            return template_format(template)
+        return None if self.tool_call_format == "none" else self.tool_call_format
 
 
 def flag_of(name: str) -> str:

@@ -168,6 +168,11 @@ class MatrixEntry:
         return "--hybrid-layer-pattern" in MODEL_FLAGS[self.model]
 
     @property
+    def first_letter(self) -> str:
+        """The kind of a hybrid's first layer."""
+        return MODEL_FLAGS[self.model].partition("--hybrid-layer-pattern ")[2][:1]
+
+    @property
     def has_delta_nets(self) -> bool:
         return "gated_delta_net" in MODEL_FLAGS[self.model]
 

@@ -51,7 +51,7 @@ def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
     experts, hybrid, latent = entry.has_experts, entry.is_hybrid, entry.has_latents
     return [
         *_shape_flags(random),
-        *(_hybrid_flags(random) if hybrid else []),
+        *(_hybrid_flags(random, entry.first_letter) if hybrid else []),
         *_component_flags(random),
         *(_latent_flags(random) if latent or (random.random() < 0.2 and not hybrid) else []),
         *([f"--mtp-num-layers {random.randint(1, 2)}"] if latent or (random.random() < 0.2 and not hybrid) else []),
@@ -76,9 +76,9 @@ def _shape_flags(random: Random) -> list[str]:
     return flags
 
 
-def _hybrid_flags(random: Random) -> list[str]:
-    """The pattern's length replaces the number of layers."""
-    pattern = "M" + "".join(random.choice("MMG*-P") for _ in range(random.randint(1, 7)))
+def _hybrid_flags(random: Random, first: str) -> list[str]:
+    """The pattern's length replaces the number of layers; it begins with a kind of layer that the entry's model has."""
+    pattern = first + "".join(random.choice("MMG*-P") for _ in range(random.randint(1, 7)))
     groups = random.choice((1, 2, 4))
     flags = [
         f"--hybrid-layer-pattern {pattern} --num-layers {len(pattern)}",

@@ -67,6 +67,42 @@ def test_every_kind_of_checkpoint_continues_a_text(run: Path, capsys: Captured, 
     assert texts[0].rstrip("\n") == greedy_text(step, "Hello", 12).rstrip("\n")
 
 
+def test_a_beam_search_prints_the_best_answers(run: Path, capsys: Captured):
+    from petatron.infer.beam.beam_search import BeamParams, beam_search
+
+    model, tokenizer = from_pretrained(run), HuggingFaceTokenizer(run / "step-00000001" / "model")
+    params = BeamParams(width=3, max_new_tokens=6, length_penalty=0.5, stop_ids=(256,))
+    [hello, other] = beam_search(Engine(model), [tokenizer.encode("Hello"), tokenizer.encode("x")], params)
+    words = ["--beam-width", 3, "--length-penalty", 0.5, "--max-tokens", 6]
+    best = tokenizer.decode(hello[0].text_ids((256,)))
+    assert generate(capsys, run, "--prompt", "Hello", "--echo", *words) == f"Hello{best}" + "\n" * (best[-1:] != "\n")
+    said = generate(capsys, run, "--prompt", "Hello", "--prompt", "x", "--n", 2, *words)
+    titles = re.findall(r"==> (.*) <==", said)
+    scores = [(prompt, place, row[place - 1].score) for prompt, row in ((1, hello), (2, other)) for place in (1, 2)]
+    assert titles == [f"prompt {prompt}, answer {place}, score {score:.4f}" for prompt, place, score in scores]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--length-penalty", 2], "Add --beam-width N"),
+        (["--beam-width", 2, "--n", 3], "more than the 2 answers of --beam-width"),
+        (["--beam-width", 2, "--temperature", 0.5], "--temperature has no effect on a beam search"),
+        (["--beam-width", 0], "keeps no beam"),
+        (["--beam-width", 500], "an engine reports"),
+        (["--beam-width", 2, "--length-penalty", 99], "is not between -50 and 50"),
+    ],
+)
+def test_a_beam_search_without_sense_is_refused(run: Path, capsys: Captured, words: list, why: str):
+    assert why in refused(capsys, run, "--prompt", "Hello", *words)
+
+
+def test_a_file_of_prompts_is_not_searched(run: Path, capsys: Captured, tmp_path: Path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    words = ["--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "out.jsonl", "--beam-width", 2]
+    assert "--beam-width 2 is for --prompt" in refused(capsys, run, *words)
+
+
 def test_several_prompts_and_answers_are_told_apart(run: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("from the input"))
     words = ["--max-tokens", 4, "--regex", "[a-z]{4}", "--seed", 3]

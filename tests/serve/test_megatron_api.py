@@ -7,13 +7,17 @@ import math
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from petatron.infer.beam.beam_search import BeamParams, BeamSearch
+from petatron.infer.completion import TokenLogprob
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 
@@ -47,6 +51,40 @@ def test_the_answer_has_text_segments_tokens_and_logprobs(server: LiveServer):
         assert "".join(segments) == text == bytes(tokens).decode() and len(logprobs) == len(tokens) - 1
     assert "logprobs" not in _put(server, prompts=["x"], tokens_to_generate=1).json()
     assert _put(server, prompts=["xy"], tokens_to_generate=0, logprobs=True).json()["tokens"] == [[120, 121]]
+
+
+@pytest.mark.parametrize(("stop", "penalty"), [(None, None), (ord("e"), 0.0), (ord("e"), 2.0)])
+def test_beam_search_has_texts_and_scores(server: LiveServer, stop: int | None, penalty: float | None):
+    engine = server.engine
+    assert isinstance(engine, FakeEngine)
+    given = {"stop_token": stop} | ({} if penalty is None else {"length_penalty": penalty})
+    answer = _put(server, prompts=["ab"], tokens_to_generate=4, beam_width=3, **given).json()
+    stop_ids = (256,) if stop is None else (stop,)
+    params = BeamParams(
+        width=3, max_new_tokens=4, length_penalty=1.0 if penalty is None else penalty, stop_ids=stop_ids
+    )
+    search = BeamSearch(list(b"ab"), params, engine.vocab_size)
+    while not search.is_over:
+        rows = [(engine.logprobs(ids), one.logprobs) for ids, one in search.requests()]
+        tops = [tuple((int(token), float(row[token])) for token in (-row).argsort()[:count]) for row, count in rows]
+        search.advance([TokenLogprob(*top[0], top) for top in tops])
+    assert answer["tokens"] == [[*b"ab", *one.ids] for one in search.answers]
+    assert answer["scores"] == pytest.approx([one.score for one in search.answers])
+    assert answer["text"] == ["ab" + bytes(one.text_ids(stop_ids)).decode() for one in search.answers]
+    assert ["".join(row) for row in answer["segments"]] == [bytes(ids).decode() for ids in answer["tokens"]]
+    assert len(answer["text"]) == 3 and answer["scores"] == sorted(answer["scores"], reverse=True)
+
+
+def test_a_client_that_leaves_ends_its_beam_search():
+    engine = FakeEngine(step_s=0.02)
+    with live_server(engine) as server, server.client() as http:
+        body = {"prompts": ["ab"], "beam_width": 4, "tokens_to_generate": 150}
+        with pytest.raises(httpx.ReadTimeout):
+            http.put("/api", json=body, timeout=httpx.Timeout(5, read=0.2))
+        server.wait_until(server.is_idle)
+        num_seen = len(engine.seen)
+        time.sleep(0.1)
+        assert num_seen == len(engine.seen) < 4 * 100, "no further step is asked for"
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
@@ -110,8 +148,14 @@ def test_no_line_break_after_a_colon_is_a_regular_language(server: LiveServer):
         ({"prompts": ["a"], "top_k": 5, "top_p": 0.5}, "not both"),
         ({"prompts": ["a"], "top_p_decay": 0.5}, "need top_p"),
         ({"prompts": ["a"], "top_p": 0.5, "top_p_bound": 0.7}, "more than top_p"),
-        ({"prompts": ["a"], "beam_width": 4}, "Beam search is not supported"),
-        ({"prompts": ["a"], "length_penalty": 2}, "beam search"),
+        ({"prompts": ["a"], "beam_width": 0}, "beam_width"),
+        ({"prompts": ["a"], "beam_width": 1000}, "this server"),
+        ({"prompts": ["a"], "beam_width": 17}, "beam_width 17 is more than the 16"),
+        ({"prompts": ["a", "b"], "beam_width": 2}, "one prompt"),
+        ({"prompts": ["a"], "beam_width": 2, "tokens_to_generate": 0, "logprobs": True}, "one token or more"),
+        ({"prompts": ["a"], "beam_width": 2, "top_k": 5, "stop_on_eol": True}, "top_k, stop_on_eol: has no effect"),
+        ({"prompts": ["a"], "beam_width": 2, "length_penalty": 1e300}, "is not between -50 and 50"),
+        ({"prompts": ["a"], "length_penalty": 2}, "which beam_width asks for"),
         ({"prompts": ["a"], "max_len": 5}, "tokens_to_generate"),
         ({"prompts": ["a"], "sentences": ["b"]}, "prompts"),
         ({"prompts": ["a"], "stop_token": 300}, "outside the vocabulary"),
@@ -144,6 +188,8 @@ NEARLY_RIGHT = st.fixed_dictionaries(
         "random_seed": st.integers(0),
         "stop_token": st.integers(0, 300),
         "prevent_newline_after_colon": st.booleans(),
+        "beam_width": st.integers(0, 4),
+        "length_penalty": st.floats(-2, 2),
     },
 )
 BODIES = NEARLY_RIGHT | st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5) | VALUES
@@ -177,6 +223,7 @@ def _check_answer(server: LiveServer, body: bytes) -> None:
     if answer.status_code == 200:
         assert set(found) >= {"text", "segments", "tokens"}
         assert all(math.isfinite(value) for row in found.get("logprobs", []) for value in row)
+        assert all(math.isfinite(value) for value in found.get("scores", []))
     else:
         assert 400 <= answer.status_code < 500 and set(found["error"]) == {"message", "type", "param", "code"}
     server.wait_until(server.is_idle)

@@ -26,13 +26,20 @@ from petatron.cli.subcommands.sigterm_raises import sigterm_raises
 if TYPE_CHECKING:
     from petatron.data.prompt.prompt_encoder import PromptEncoder
     from petatron.data.tokenizer import Tokenizer
+    from petatron.infer.batch.request_options import RequestOptions
     from petatron.infer.batch.run_batch import BatchProgress
+    from petatron.infer.beam.beam_search import BeamParams
     from petatron.infer.completion import Completion, TokenEvent
     from petatron.infer.engine import Engine
     from petatron.infer.sampling_params import SamplingParams
     from petatron.serve.open_engine import ModelSettings, OpenedEngine
 
 _HASHED_BYTES = 1 << 20
+_NOT_OF_BEAMS = (
+    *("min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "stop", "json_schema", "regex", "logprobs"),
+)
+"""Options of sampling, which a beam search does not do."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,6 +60,9 @@ def parser() -> argparse.ArgumentParser:
     add("--n", type=int, metavar="N", help="answers to each prompt (1)")
     add("--logprobs", type=int, metavar="N", help="report each token's log-probability, and the N most likely ones")
     add("--echo", action="store_true", help="print the prompt before its answer")
+    beams = root.add_argument_group("beam search").add_argument
+    beams("--beam-width", type=int, metavar="N", help="search the likeliest answers with N beams instead of sampling")
+    beams("--length-penalty", type=float, metavar="F", help="above 0 prefers long answers, below 0 short ones (1)")
     add_sampling_arguments(root)
     add_engine_arguments(root)
     return root
@@ -80,8 +90,30 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(Problem("--out", str(options.out), "is for --prompts", "Redirect the output instead: > FILE."))
     if (options.prompt or []).count("-") > 1:
         problems.append(Problem("--prompt", "-", "reads the input twice", "Give it once."))
+    problems += _beam_problems(options)
     if problems:
         raise ConfigError(problems)
+
+
+def _beam_problems(options: argparse.Namespace) -> list[Problem]:
+    if options.beam_width is None:
+        rule, fix = "is one of a beam search", "Add --beam-width N."
+        return [Problem("--length-penalty", str(options.length_penalty), rule, fix)] * (
+            options.length_penalty is not None
+        )
+    problems = []
+    if options.prompts is not None:
+        problems.append(
+            Problem("--beam-width", str(options.beam_width), "is for --prompt", "Give prompts with --prompt.")
+        )
+    if options.n is not None and options.n > options.beam_width:
+        rule = f"is more than the {options.beam_width} answers of --beam-width"
+        problems.append(Problem("--n", str(options.n), rule, "Use fewer, or more beams."))
+    for name in _NOT_OF_BEAMS:
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            problems.append(Problem(flag, "", "has no effect on a beam search", "Leave it out, or --beam-width."))
+    return problems
 
 
 def _generate(command: GenerationCommand, settings: ModelSettings) -> int:
@@ -111,11 +143,17 @@ class _TextWork:
         first = read_environment().rank == 0
         texts = [_read_prompt(text) if first else "" for text in command.options.prompt]
         self._prompts = [(text, encoder.encode(text)) for text in texts] if first else []
+        self._beam_width: int | None = command.options.beam_width
         for _, ids in self._prompts:
             check_request(ids, command.request.samples(ids, max_length=settings.max_length)[0], settings)
+            if self._beam_width is not None:
+                self._beam_params(ids, command.with_stop_ids(settings.stop_ids), self._beam_width)
 
     def run(self, opened: OpenedEngine) -> None:
         options = self._command.with_stop_ids(self._settings.stop_ids)
+        if self._beam_width is not None:
+            self._search(opened.engine, options, self._beam_width)
+            return
         wanted = [
             (text, ids, params, number)
             for number, (text, ids) in enumerate(self._prompts, 1)
@@ -129,6 +167,34 @@ class _TextWork:
             for event in opened.engine.step():
                 printer.take(event, opened.engine, tokenizer)
         _report_drafts(opened.engine)
+
+    def _beam_params(self, ids: list[int], options: RequestOptions, width: int) -> BeamParams:
+        """Returns how a prompt is searched; `ConfigError` for what cannot be."""
+        from petatron.infer.beam.beam_search import BeamParams, BeamSearch
+
+        penalty = self._command.options.length_penalty
+        params = BeamParams(
+            width=width,
+            max_new_tokens=options.samples(ids, max_length=self._settings.max_length)[0].max_new_tokens,
+            length_penalty=1.0 if penalty is None else penalty,
+            stop_ids=options.params.stop_ids,
+        )
+        BeamSearch(ids, params, self._settings.vocab_size)
+        return params
+
+    def _search(self, engine: Engine, options: RequestOptions, width: int) -> None:
+        """Prints the best answers of each prompt with their scores, where there are several."""
+        from petatron.infer.beam.beam_search import beam_search
+
+        printer = _Printer(len(self._prompts), options.n, echo=self._command.options.echo)
+        tokenizer = self._settings.required_tokenizer()
+        for number, (text, ids) in enumerate(self._prompts, 1):
+            params = self._beam_params(ids, options, width)
+            [answers] = beam_search(engine, [ids], params)
+            for place, answer in enumerate(answers[: options.n]):
+                last = number == len(self._prompts) and place + 1 == min(options.n, len(answers))
+                found = tokenizer.decode(answer.text_ids(params.stop_ids))
+                printer.print_whole(text, number, place, found, score=answer.score, last=last)
 
 
 def _read_prompt(text: str) -> str:
@@ -155,10 +221,20 @@ class _Printer:
         self._out = sys.stdout if sys.stdout.isatty() else raw_stream(sys.stdout)
 
     def add(self, request: int, prompt: str, number: int, params: SamplingParams) -> None:
-        names = [f"prompt {number}"] * (self._num_prompts > 1) + [f"answer {params.sample + 1}"] * (self._n > 1)
         self._order.append(request)
-        self._titles[request] = f"==> {', '.join(names)} <==", prompt if self._echo else ""
+        self._titles[request] = self._title(number, params.sample), prompt if self._echo else ""
         self._texts[request] = ""
+
+    def print_whole(self, prompt: str, number: int, place: int, text: str, *, score: float, last: bool) -> None:
+        """Prints an answer that is known, and its score if there are several."""
+        title = f"{self._title(number, place, f'score {score:.4f}')}\n" * self._titled
+        end = "" if text.endswith("\n") else "\n"
+        between = "" if last or not self._titled else "\n"
+        print(f"{title}{prompt if self._echo else ''}{text}{end}{between}", end="", flush=True, file=self._out)
+
+    def _title(self, number: int, place: int, *more: str) -> str:
+        names = [f"prompt {number}"] * (self._num_prompts > 1) + [f"answer {place + 1}"] * (self._n > 1)
+        return f"==> {', '.join((*names, *more))} <=="
 
     def take(self, event: TokenEvent, engine: Engine, tokenizer: Tokenizer) -> None:
         self._texts[event.request] += event.text

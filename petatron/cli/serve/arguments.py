@@ -12,6 +12,7 @@ from petatron.cli.generation.arguments import FP8_WEIGHTS_HELP, SPECULATIVE_HELP
 from petatron.infer.engine_options import EngineOptions
 from petatron.mesh.launch.environment import api_key_from_env
 from petatron.serve.serve_options import ServeLimits, ServeOptions, flag_of
+from petatron.serve.tool_calls import TOOL_CALL_FORMATS
 
 _MAX_FILE_BYTES = 1 << 20
 _LIMITS = {
@@ -63,6 +64,9 @@ def parser() -> argparse.ArgumentParser:
     add("--api-key-file", type=Path, metavar="FILE", help="keys that clients may send, one a line")
     add("--served-model-name", metavar="NAME", help="the model's name in requests and answers (the folder's)")
     add("--chat-template", type=Path, metavar="FILE", help="jinja template for chats, instead of the tokenizer's")
+    formats = ("auto", *TOOL_CALL_FORMATS, "none")
+    text = "how the model writes calls of tools; auto: as its chat template shows (auto)"
+    add("--tool-call-format", choices=formats, default=defaults.tool_call_format, help=text)
     add("--watch", action="store_true", help="follow a training run: swap to its newest sound step between requests")
     add("--watch-interval", type=float, default=5.0, metavar="S", help="seconds between two looks (5)")
     for names, owner in ((_LIMITS, ServeLimits()), (_ENGINE, EngineOptions())):
@@ -102,6 +106,7 @@ def serve_options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
         port=args.port,
         api_keys=(*keys, *([own] if own else [])),
         served_model_name=args.served_model_name,
+        tool_call_format=args.tool_call_format,
         limits=limits,
     )
     options.check()

@@ -40,6 +40,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.source = source
+        self.tool_source = source if tool_use is None else tool_use
         self._special_tokens = dict(special_tokens or {})
         self._plain = _compile(environment, source)
         self._tool_use = self._plain if tool_use is None else _compile(environment, tool_use)

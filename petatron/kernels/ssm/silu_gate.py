@@ -1,6 +1,6 @@
 """A gate on the output of a scan, y silu(z), without a norm. The reference.
 
-Backward saves y and z and nothing else. R any number of dimensions, D channels.
+Backward saves y and z and nothing else. R rows, D channels.
 """
 
 from __future__ import annotations

@@ -160,15 +160,19 @@ def gate_then_norm(
     y: Tensor, z: Tensor | None, weight_D: Tensor, norm: NormGroups, *, kernels: GateThenNormKernels
 ) -> Tensor:
     """Returns y silu(z) / rms * weight over the last dimension; y / rms * weight without z."""
-    # z has some columns of a larger tensor, whose rows are in either order.
-    batch_first = z is not None and z.dim() > 2 and z.stride(0) < z.stride(1)
-    y_rows, z_rows = (_rows(x, batch_first=batch_first) for x in (y, z))
+    batch_first = _is_batch_first(y if z is None else z)
+    y_rows, z_rows = _rows(y, batch_first=batch_first), None if z is None else _rows(z, batch_first=batch_first)
     rows: Tensor = _GateThenNorm.apply(kernels, norm, y_rows, z_rows, weight_D)  # pyright: ignore[reportAssignmentType]
     return from_rows(rows, y, batch_first=batch_first)
 
 
-def _rows(x: Tensor | None, *, batch_first: bool) -> Tensor | None:
-    return None if x is None else (x.transpose(0, 1) if batch_first else x).flatten(0, -2)
+def _is_batch_first(z: Tensor) -> bool:
+    """Whether memory has the batch before the sequence; z has some columns of a larger tensor, whose rows are in either order."""
+    return z.dim() > 2 and z.stride(0) < z.stride(1)
+
+
+def _rows(x: Tensor, *, batch_first: bool) -> Tensor:
+    return (x.transpose(0, 1) if batch_first else x).flatten(0, -2)
 
 
 class _GateThenNorm(torch.autograd.Function):
@@ -195,7 +199,10 @@ class _GateThenNorm(torch.autograd.Function):
 
 def silu_gate(y: Tensor, z: Tensor, *, kernels: SiluGateKernels) -> Tensor:
     """Returns y silu(z)."""
-    return _SiluGate.apply(kernels, y, z)  # pyright: ignore[reportReturnType]
+    batch_first = _is_batch_first(z)
+    y_rows, z_rows = (_rows(x, batch_first=batch_first) for x in (y, z))
+    rows: Tensor = _SiluGate.apply(kernels, y_rows, z_rows)  # pyright: ignore[reportAssignmentType]
+    return from_rows(rows, y, batch_first=batch_first)
 
 
 class _SiluGate(torch.autograd.Function):

@@ -10,8 +10,12 @@ MAX_PROMPTS, DEFAULT_TOKENS = 128, 64
 _REFUSED = {
     "max_len": "max_len is no longer used. Use tokens_to_generate.",
     "sentences": "sentences is no longer used. Use prompts.",
-    "beam_width": "Beam search is not supported: sequences are sampled one token at a time. Leave beam_width out; top_k 1 is greedy.",
 }
+_NOT_OF_BEAMS = (
+    *("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound", "random_seed", "logprobs"),
+    *("stop_on_eol", "stop_on_double_eol", "prevent_newline_after_colon"),
+)
+"""Fields of sampling, which a beam search does not do."""
 
 
 class MegatronRequest(BaseModel):
@@ -33,6 +37,7 @@ class MegatronRequest(BaseModel):
     prevent_newline_after_colon: bool = False
     random_seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stop_token: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    beam_width: Annotated[int, Field(ge=1)] | None = None
     length_penalty: float | None = None
     no_log: bool = False
     """Nothing of a request is logged, with or without it."""
@@ -56,10 +61,24 @@ class MegatronRequest(BaseModel):
             wrong.append("top_p_decay and top_p_bound need top_p.")
         if self.top_p_bound > self.top_p:
             wrong.append("top_p_bound is more than top_p, where it starts.")
-        if self.length_penalty not in (None, 1):
-            wrong.append("length_penalty belongs to beam search, which is not supported. Leave it out.")
+        wrong += self._wrong_beams()
         if not self.add_BOS and not all(self.prompts):
             wrong.append("An empty prompt needs add_BOS true.")
         if wrong:
             raise ValueError(" ".join(wrong))
         return self
+
+    def _wrong_beams(self) -> list[str]:
+        if self.beam_width is None:
+            needless = self.length_penalty not in (None, 1)
+            return ["length_penalty is one of beam search, which beam_width asks for."] * needless
+        wrong = []
+        if len(self.prompts) != 1:
+            wrong.append("A beam search takes one prompt: send several requests.")
+        if self.tokens_to_generate == 0:
+            wrong.append("A beam search generates one token or more.")
+        fields = type(self).model_fields
+        sampled = [name for name in _NOT_OF_BEAMS if getattr(self, name) != fields[name].default]
+        if sampled:
+            wrong.append(f"{', '.join(sampled)}: has no effect on a beam search. Leave it out, or beam_width.")
+        return wrong

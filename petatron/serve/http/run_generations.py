@@ -65,7 +65,8 @@ class TokenStream(Response):
     """Server-sent events of sequences that share an inbox.
 
     The request is submitted before the answer begins, so that a refusal still has its status code. An error after that is an event, the
-    last one. text: the content of an event that is new text alone, of a sequence's index, which most events are; chunk: of any other.
+    last one. text: the content of an event that is new text alone, of a sequence's index, which most events are; chunk: of any other,
+    and of all if text is None.
     """
 
     media_type = "text/event-stream"
@@ -77,7 +78,7 @@ class TokenStream(Response):
         inbox: Inbox,
         *,
         begin: Sequence[dict[str, Any]],
-        text: Callable[[int, str], dict[str, Any]],
+        text: Callable[[int, str], dict[str, Any]] | None,
         chunk: Callable[[Generation, TokenEvent], dict[str, Any] | None],
         end: Callable[[list[Completion]], Sequence[dict[str, Any]]],
     ) -> None:
@@ -85,7 +86,7 @@ class TokenStream(Response):
         del self.headers["content-length"]
         self._state, self._generations, self._inbox = state, generations, inbox
         self._begin, self._chunk, self._end = begin, chunk, end
-        self._texts = TextEvents(text)
+        self._texts = None if text is None else TextEvents(text)
 
     async def prepare(self, request: Request) -> TokenStream:
         """Submits the sequences and waits for the first event, or for the refusal, which it raises; a client may leave meanwhile."""
@@ -145,7 +146,7 @@ class TokenStream(Response):
             ready = await self._inbox.take_all()
 
     def _event(self, generation: Generation, event: TokenEvent) -> str:
-        if event.finish_reason is None and event.logprob is None:
+        if self._texts is not None and event.finish_reason is None and event.logprob is None:
             return self._texts.event(generation.index, event.text) if event.text else ""
         content = self._chunk(generation, event)
         return "" if content is None else _event(content)

@@ -32,12 +32,14 @@ from petatron.kernels.ssm.delta_recurrence import query_factor
 from petatron.kernels.triton.ssm.delta_tiles import (
     DeltaChunks,
     chunk_row,
+    load_state,
     row_tile,
-    state_base,
-    state_tile,
     token_decays,
 )
 from petatron.kernels.triton.ssm.scan_tiles import decay_matrix, document_of, load_rows
+
+_COLUMNS = 32
+"""Columns of a state in a tile; of more, the sums of a program spill."""
 
 
 class DeltaIntermediates(NamedTuple):
@@ -66,20 +68,20 @@ def chunk_grads(
         return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
     grid = (chunks.num_chunks, chunks.groups, chunks.batch)
-    constants = chunks.constants(v_SBHP)
+    constants = chunks.constants(v_SBHP, columns=_COLUMNS)
     options = {"num_warps": 4, "num_stages": 1}
     q_sums, k_sums = (new(tensor, torch.float32) for tensor in (q_SBGN, k_SBGN))
     partial_g, partial_beta = torch.empty_like(chunks.sums), torch.empty_like(chunks.sums)
     grads = tuple(new(tensor) for tensor in (q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH))
     sides = made.grad_sides
     for rows, upstream, of_keys in ((q_SBGN, grad_o_SBHP, False), (k_SBGN, sides, True)):
-        tensors = (rows, k_SBGN, upstream, made.written)
+        tensors = (rows, k_SBGN, upstream, made.written, v_SBHP)
         _score_grads[grid](
             tensors,
             tuple(tensor.stride()[:3] for tensor in tensors),
             chunks.gates,
             (q_sums, k_sums, q_sums.stride()[:3]),
-            (partial_g, partial_beta),
+            (partial_g, partial_beta, grads[2]),
             chunks.sizes,
             KEYS=of_keys,
             **constants,
@@ -87,7 +89,7 @@ def chunk_grads(
         )
     _query_grads[grid](
         (q_SBGN, grad_o_SBHP, made.states),
-        (q_SBGN.stride()[:3], grad_o_SBHP.stride()[:3], grads[0].stride()[:3]),
+        tuple(tensor.stride()[:3] for tensor in (q_SBGN, grad_o_SBHP, q_sums)),
         chunks.gates,
         (q_sums, partial_g, grads[0]),
         chunks.sizes,
@@ -96,11 +98,10 @@ def chunk_grads(
         **options,
     )
     _key_grads[grid](
-        (k_SBGN, v_SBHP, sides, made.written, made.states, made.grad_states),
-        tuple(tensor.stride()[:3] for tensor in (k_SBGN, v_SBHP, sides, k_sums)),
+        (k_SBGN, sides, made.written, made.states, made.grad_states),
+        tuple(tensor.stride()[:3] for tensor in (k_SBGN, sides, k_sums)),
         chunks.gates,
-        (k_sums, partial_g, partial_beta),
-        grads[1:],
+        (k_sums, partial_g, partial_beta, grads[1], *grads[3:]),
         chunks.sizes,
         **constants,
         **options,
@@ -137,8 +138,10 @@ def _score_grads(
         at = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)
         grad = _decayed_grads(tensors, strides, gates, head, chunk, b, sizes, KEYS, CHUNK, COLUMNS, PRECISION)
         if KEYS:
-            tl.store(partial[1] + at, tl.sum(grad * scores, axis=1))
-            grad *= tl.load(gates[1] + at)[:, None]
+            beta = tl.load(gates[1] + at)
+            by_value = _value_grads(tensors, strides, partial[2], beta, head, token, b, sizes, CHUNK, COLUMNS)
+            tl.store(partial[1] + at, by_value + tl.sum(grad * scores, axis=1))
+            grad *= beta[:, None]
         scores_grad += grad
         crossing = _crossing_sums(grad * scores, CHUNK)
         tl.store(partial[0] + at, crossing + tl.load(partial[0] + at) if KEYS else crossing)
@@ -174,10 +177,8 @@ def _decayed_grads(
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     grad = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     for begin in range(0, value_dim, COLUMNS):
-        rows, inside = row_tile(strides[2], token, b, head, begin, value_dim, length, COLUMNS)
-        upstream = tl.load(tensors[2] + rows, mask=inside, other=0.0)
-        rows, inside = row_tile(strides[3], token, b, head, begin, value_dim, length, COLUMNS)
-        new = tl.load(tensors[3] + rows, mask=inside, other=0.0)
+        upstream = _load_rows(tensors[2], strides[2], token, b, head, begin, sizes, COLUMNS)
+        new = _load_rows(tensors[3], strides[3], token, b, head, begin, sizes, COLUMNS)
         grad = tl.dot(upstream, tl.trans(new), grad, input_precision=PRECISION)
     own = token if gates[4] is None else document_of(gates[4], token, b, length)
     total = tl.load(gates[0] + chunk_row(head, chunk, b, heads, num_chunks, CHUNK))
@@ -185,6 +186,21 @@ def _decayed_grads(
     if KEYS:
         grad = tl.where(tl.arange(0, CHUNK)[None, :] < tl.arange(0, CHUNK)[:, None], -grad, 0.0)
     return grad
+
+
+@triton.jit
+def _value_grads(
+    tensors, strides, grad_v, beta, head, token, b, sizes, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Writes the gradients of values, beta dy, and returns dy . v of each token."""
+    result = tl.zeros((CHUNK,), dtype=tl.float32)
+    for begin in range(0, sizes[5], COLUMNS):
+        value = _load_rows(tensors[4], strides[4], token, b, head, begin, sizes, COLUMNS).to(tl.float32)
+        rows, inside = row_tile(strides[2], token, b, head, begin, sizes[5], sizes[0], COLUMNS)
+        side = tl.load(tensors[2] + rows, mask=inside, other=0.0).to(tl.float32)
+        result += tl.sum(side * value, axis=1)
+        tl.store(grad_v + rows, (side * beta[:, None]).to(grad_v.dtype.element_ty), mask=inside)
+    return result
 
 
 @triton.jit
@@ -214,21 +230,31 @@ def _query_grads(
     q_sums, partial_g, grad_q = sums
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     factor = tl.load(gates[2] + chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK))
+    query = load_rows(q, strides[0], token, b, group, key_dim, length, KEY_DIM)
     to, there = row_tile(strides[2], token, b, group, 0, key_dim, length, KEY_DIM)
     query_grad = tl.load(q_sums + to, mask=there, other=0.0)
     first = group * heads_per_group
     for head in range(first, first + heads_per_group):
         to_token = token_decays(gates, head, chunk, b, sizes, CHUNK)[0]
-        queried = _times_states(
-            grad_o, strides[1], states, token, head, chunk, b, sizes, CHUNK, KEY_DIM, COLUMNS, PRECISION
+        query_grad, products = _through_states(
+            query_grad,
+            query,
+            grad_o,
+            strides[1],
+            to_token,
+            states,
+            head,
+            chunk,
+            b,
+            sizes,
+            CHUNK,
+            KEY_DIM,
+            COLUMNS,
+            PRECISION,
         )
-        queried *= to_token[:, None]
-        query_grad += queried
-        query = load_rows(q, strides[0], token, b, group, key_dim, length, KEY_DIM).to(tl.float32)
-        from_start = tl.cumsum(tl.sum(queried * query, axis=1) * factor, axis=0, reverse=True)
         at = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)
+        from_start = tl.cumsum(products * factor * to_token, axis=0, reverse=True)
         tl.store(partial_g + at, tl.load(partial_g + at) + from_start)
-    query = load_rows(q, strides[0], token, b, group, key_dim, length, KEY_DIM).to(tl.float32)
     row_grad = _row_grads(query_grad, query, factor, scale)
     tl.store(grad_q + to, row_grad.to(grad_q.dtype.element_ty), mask=there)
 
@@ -239,7 +265,6 @@ def _key_grads(
     strides,
     gates,
     sums,
-    grads,
     sizes,
     CHUNK: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -247,48 +272,71 @@ def _key_grads(
     PRECISION: tl.constexpr,
 ):
     chunk, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    k, v, sides, written, states, grad_states = tensors
     length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
-    k_sums, partial_g, partial_beta = sums
-    grad_k, grad_v, grad_g, grad_beta = grads
+    k, sides, written, states, grad_states = tensors
+    k_sums, partial_g, partial_beta, grad_k, grad_g, grad_beta = sums
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     factor = tl.load(gates[3] + chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK))
-    to, there = row_tile(strides[3], token, b, group, 0, key_dim, length, KEY_DIM)
+    key = load_rows(k, strides[0], token, b, group, key_dim, length, KEY_DIM)
+    to, there = row_tile(strides[2], token, b, group, 0, key_dim, length, KEY_DIM)
     key_grad = tl.load(k_sums + to, mask=there, other=0.0)
     first = group * heads_per_group
     for head in range(first, first + heads_per_group):
         at = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)
         beta = tl.load(gates[1] + at)
         to_token, to_end, whole = token_decays(gates, head, chunk, b, sizes, CHUNK)
-        key = load_rows(k, strides[0], token, b, group, key_dim, length, KEY_DIM).to(tl.float32)
-        stored = _times_states(
-            sides, strides[2], states, token, head, chunk, b, sizes, CHUNK, KEY_DIM, COLUMNS, PRECISION
+        key_grad, found = _through_states(
+            key_grad,
+            key,
+            sides,
+            strides[1],
+            -beta * to_token,
+            states,
+            head,
+            chunk,
+            b,
+            sizes,
+            CHUNK,
+            KEY_DIM,
+            COLUMNS,
+            PRECISION,
         )
-        key_grad -= stored * (to_token * beta)[:, None]
-        found = tl.sum(stored * key, axis=1) * factor * to_token
-        ending = _times_states(
-            written, strides[2], grad_states, token, head, chunk, b, sizes, CHUNK, KEY_DIM, COLUMNS, PRECISION
+        key_grad, ended = _through_states(
+            key_grad,
+            key,
+            written,
+            strides[1],
+            to_end,
+            grad_states,
+            head,
+            chunk,
+            b,
+            sizes,
+            CHUNK,
+            KEY_DIM,
+            COLUMNS,
+            PRECISION,
         )
-        key_grad += ending * to_end[:, None]
-        ended = tl.sum(ending * key, axis=1) * factor * to_end
-
-        log_decay = tl.load(partial_g + at) - tl.cumsum(found * beta, axis=0, reverse=True) + _sums_before(ended, CHUNK)
-        log_decay += whole * _state_product(states, grad_states, head, chunk, b, sizes, KEY_DIM, COLUMNS)
-        strength = tl.load(partial_beta + at) - found
-        strength += _value_grads(v, strides[1], sides, strides[2], grad_v, beta, head, token, b, sizes, CHUNK, COLUMNS)
+        kept = _state_product(states, grad_states, head, chunk, b, sizes, KEY_DIM, COLUMNS)
+        found *= factor * to_token
+        log_decay = tl.load(partial_g + at) - tl.cumsum(found * beta, axis=0, reverse=True) + whole * kept
+        log_decay += _sums_before(ended * factor * to_end, CHUNK)
         of_head = (token.to(tl.int64) * tl.num_programs(2) + b) * heads + head
         tl.store(grad_g + of_head, log_decay.to(grad_g.dtype.element_ty), mask=token < length)
+        strength = tl.load(partial_beta + at) - found
         tl.store(grad_beta + of_head, strength.to(grad_beta.dtype.element_ty), mask=token < length)
-    key = load_rows(k, strides[0], token, b, group, key_dim, length, KEY_DIM).to(tl.float32)
+    key = load_rows(k, strides[0], token, b, group, key_dim, length, KEY_DIM)
     tl.store(grad_k + to, _row_grads(key_grad, key, factor, 1.0).to(grad_k.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _times_states(
+def _through_states(
+    total,
+    row,
     tensor,
     strides,
+    weight,
     states,
-    token,
     head,
     chunk,
     b,
@@ -298,17 +346,15 @@ def _times_states(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Returns rows times the transposed state of a chunk and head [CHUNK, KEY_DIM], in float32."""
-    length, key_dim, value_dim = sizes[0], sizes[4], sizes[5]
-    base = states + state_base(b, chunk, head, sizes)
-    result = tl.zeros((CHUNK, KEY_DIM), dtype=tl.float32)
-    for begin in range(0, value_dim, COLUMNS):
-        rows, inside = row_tile(strides, token, b, head, begin, value_dim, length, COLUMNS)
-        offsets, there = state_tile(begin, key_dim, value_dim, KEY_DIM, COLUMNS)
-        state = tl.load(base + offsets, mask=there, other=0.0)
-        row = tl.load(tensor + rows, mask=inside, other=0.0)
-        result = tl.dot(row, tl.trans(state), result, input_precision=PRECISION)
-    return result
+    """Returns the total with weight x S^T added, and x . (row S) of each token, for the rows x of a head and its state S in this chunk."""
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    products = tl.zeros((CHUNK,), dtype=tl.float32)
+    for begin in range(0, sizes[5], COLUMNS):
+        state = load_state(states, head, chunk, b, begin, sizes, KEY_DIM, COLUMNS)
+        x = _load_rows(tensor, strides, token, b, head, begin, sizes, COLUMNS).to(tl.float32)
+        products += tl.sum(x * tl.dot(row, state, input_precision=PRECISION), axis=1)
+        total = tl.dot((x * weight[:, None]).to(state.dtype), tl.trans(state), total, input_precision=PRECISION)
+    return total, products
 
 
 @triton.jit
@@ -316,31 +362,19 @@ def _state_product(
     states, grad_states, head, chunk, b, sizes, KEY_DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Returns the sum of a state times its gradient, element by element."""
-    base = state_base(b, chunk, head, sizes)
-    total = 0.0
+    total = tl.zeros((KEY_DIM,), dtype=tl.float32)
     for begin in range(0, sizes[5], COLUMNS):
-        offsets, there = state_tile(begin, sizes[4], sizes[5], KEY_DIM, COLUMNS)
-        state = tl.load(states + base + offsets, mask=there, other=0.0).to(tl.float32)
-        grad = tl.load(grad_states + base + offsets, mask=there, other=0.0).to(tl.float32)
-        total += tl.sum(tl.sum(state * grad, axis=1), axis=0)
-    return total
+        state = load_state(states, head, chunk, b, begin, sizes, KEY_DIM, COLUMNS).to(tl.float32)
+        grad = load_state(grad_states, head, chunk, b, begin, sizes, KEY_DIM, COLUMNS).to(tl.float32)
+        total += tl.sum(state * grad, axis=1)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
-def _value_grads(
-    v, v_strides, sides, side_strides, grad_v, beta, head, token, b, sizes, CHUNK: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Writes the gradients of values, beta dy, and returns dy . v of each token."""
-    length, value_dim = sizes[0], sizes[5]
-    result = tl.zeros((CHUNK,), dtype=tl.float32)
-    for begin in range(0, value_dim, COLUMNS):
-        rows, inside = row_tile(v_strides, token, b, head, begin, value_dim, length, COLUMNS)
-        value = tl.load(v + rows, mask=inside, other=0.0).to(tl.float32)
-        rows, inside = row_tile(side_strides, token, b, head, begin, value_dim, length, COLUMNS)
-        side = tl.load(sides + rows, mask=inside, other=0.0).to(tl.float32)
-        result += tl.sum(side * value, axis=1)
-        tl.store(grad_v + rows, (side * beta[:, None]).to(grad_v.dtype.element_ty), mask=inside)
-    return result
+def _load_rows(tensor, strides, token, b, head, begin, sizes, COLUMNS: tl.constexpr):
+    """Loads some columns of a head's rows [tokens, COLUMNS]."""
+    rows, inside = row_tile(strides, token, b, head, begin, sizes[5], sizes[0], COLUMNS)
+    return tl.load(tensor + rows, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -353,5 +387,5 @@ def _sums_before(x, CHUNK: tl.constexpr):
 @triton.jit
 def _row_grads(grad, row, factor, scale):
     """Returns the gradient of rows from that of the normalised ones, row times factor; factor: scale / |row|."""
-    unit = row * (factor / scale)[:, None]
+    unit = row.to(tl.float32) * (factor / scale)[:, None]
     return (grad - unit * tl.sum(unit * grad, axis=1)[:, None]) * factor[:, None]

@@ -2,9 +2,9 @@
 
 L_ij = beta_i exp(s_i - s_j) (k_i . k_j) for j < i. Powers of L can be of any size (they are sums over all paths between two tokens)
 where T is not, so L is never squared as a whole. Blocks of 16 on the diagonal are inverted row by row in float32, all of a chunk
-together. With D the block diagonal of I + L, O the blocks below it and M = D^{-1} O, which has few blocks to go through,
+together. With D the block diagonal of I + L, O the blocks below it and M = D^{-1} O, of which a chunk has few,
 
-    I + L = D (I + M),      T = (I - M + M^2 - M^3) D^{-1}       for at most four blocks
+    I + L = D (I + M),      X_0 = D^{-1},      X_{n+1} = D^{-1} - M X_n,      T = X_{b-1}     for b blocks on the diagonal, since M^b = 0
 
 S sequence, B batch, H value heads, G key heads, N key head dim; c chunks of Q tokens.
 """
@@ -60,13 +60,13 @@ def _chunk_inverses(
     lower *= (factor * tl.load(betas + at))[:, None] * factor[None, :]
     lower *= decay_matrix(tl.load(sums + at), own, CHUNK, documents is not None)
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    inverse = unit_lower_inverse(tl.where(column < row, lower, 0.0), CHUNK)
+    inverse = unit_lower_inverse(tl.where(column < row, lower, 0.0), CHUNK, PRECISION)
     to = inverses + ((b * heads + head).to(tl.int64) * num_chunks + chunk) * CHUNK * CHUNK
     tl.store(to + row * CHUNK + column, inverse.to(inverses.dtype.element_ty))
 
 
 @triton.jit
-def unit_lower_inverse(lower, SIZE: tl.constexpr):
+def unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """Returns (I + L)^{-1} [SIZE, SIZE] of a strictly lower triangular matrix L of 16, 32 or 64 rows."""
     BLOCKS: tl.constexpr = SIZE // 16
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
@@ -75,14 +75,12 @@ def unit_lower_inverse(lower, SIZE: tl.constexpr):
     blocks = _small_inverses(blocks, BLOCKS)
     own, other = tl.arange(0, BLOCKS)[:, None, None, None], tl.arange(0, BLOCKS)[None, None, :, None]
     inverse = tl.reshape(tl.where(own == other, blocks[:, :, None, :], 0.0), (SIZE, SIZE))
+    result = inverse
     if BLOCKS > 1:
-        below = tl.dot(inverse, tl.where(near, 0.0, lower), input_precision="tf32x3")
-        series = tl.where(row == column, 1.0, 0.0) - below
-        if BLOCKS > 2:
-            square = tl.dot(below, below, input_precision="tf32x3")
-            series += square - tl.dot(below, square, input_precision="tf32x3")
-        inverse = tl.dot(series, inverse, input_precision="tf32x3")
-    return inverse
+        below = tl.dot(inverse, tl.where(near, 0.0, lower), input_precision=PRECISION)
+        for _ in tl.static_range(BLOCKS - 1):
+            result = inverse - tl.dot(below, result, input_precision=PRECISION)
+    return result
 
 
 @triton.jit

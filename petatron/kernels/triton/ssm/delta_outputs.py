@@ -19,9 +19,8 @@ from torch import Tensor
 from petatron.kernels.triton.ssm.delta_tiles import (
     DeltaChunks,
     chunk_row,
+    load_state,
     row_tile,
-    state_base,
-    state_tile,
     token_decays,
 )
 from petatron.kernels.triton.ssm.scan_tiles import decay_matrix, document_of, load_rows
@@ -86,10 +85,8 @@ def _chunk_outputs(
     total = tl.load(gates[0] + chunk_row(head, chunk, b, heads, num_chunks, CHUNK))
     scores = (scores * decay_matrix(total, own, CHUNK, gates[4] is not None)).to(query.dtype)
     to_token = token_decays(gates, head, chunk, b, sizes, CHUNK)[0]
-    base = states + state_base(b, chunk, head, sizes)
     for begin in range(0, value_dim, COLUMNS):
-        offsets, there = state_tile(begin, key_dim, value_dim, KEY_DIM, COLUMNS)
-        state = tl.load(base + offsets, mask=there, other=0.0)
+        state = load_state(states, head, chunk, b, begin, sizes, KEY_DIM, COLUMNS)
         rows, inside = row_tile(strides[2], token, b, head, begin, value_dim, length, COLUMNS)
         new = tl.load(written + rows, mask=inside, other=0.0)
         out = tl.dot(query, state, input_precision=PRECISION) * (to_token * q_factor)[:, None]

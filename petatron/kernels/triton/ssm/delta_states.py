@@ -41,7 +41,8 @@ def chunk_states(
     """Returns the states before the chunks [B, c, H, N, P] and what they write [S, B, H, P], both in the dtype of the values,
     and the state after the last chunk, in float32. first: the state before the first chunk; None: zero.
     """
-    states, written, last = _outputs(v_SBHP, chunks)
+    states, last = _states(v_SBHP, chunks)
+    written = torch.empty(v_SBHP.shape, dtype=v_SBHP.dtype, device=v_SBHP.device)
     constants = chunks.constants(v_SBHP, columns=_columns(v_SBHP, chunks))
     grid = (chunks.batch * chunks.heads, triton.cdiv(chunks.value_dim, constants["COLUMNS"]))
     _chunk_states[grid](
@@ -70,35 +71,35 @@ def chunk_state_grads(
     first: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of the states after the chunks [B, c, H, N, P] and of the systems' right-hand sides [S, B, H, P], and
-    that of the state before the first chunk, in float32. first: the gradient of the final state; None: zero.
+    that of the state before the first chunk, in float32.
+
+    grad_written_SBHP: contiguous, of the outputs of the same chunk alone; the right-hand sides' take its place in memory. first: the
+    gradient of the final state; None: zero.
     """
-    states, sides, last = _outputs(grad_o_SBHP, chunks)
+    states, last = _states(grad_o_SBHP, chunks)
     constants = chunks.constants(grad_o_SBHP, columns=_columns(grad_o_SBHP, chunks))
     grid = (chunks.batch * chunks.heads, triton.cdiv(chunks.value_dim, constants["COLUMNS"]))
     rows = (q_SBGN, k_SBGN, grad_o_SBHP, grad_written_SBHP)
     _chunk_state_grads[grid](
         (*rows, inverses),
-        tuple(tensor.stride()[:3] for tensor in (*rows, sides)),
+        tuple(tensor.stride()[:3] for tensor in rows),
         chunks.gates,
         None if first is None else first.contiguous(),
         states,
-        sides,
         last,
         chunks.sizes,
         **constants,
         num_warps=4,
-        num_stages=1,
+        num_stages=2 if constants["COLUMNS"] < _COLUMNS else 1,  # two of 64 columns leave room for one program
     )
-    return states, sides, last
+    return states, grad_written_SBHP, last
 
 
-def _outputs(rows_SBHP: Tensor, chunks: DeltaChunks) -> tuple[Tensor, Tensor, Tensor]:
-    state = (chunks.heads, chunks.key_dim, chunks.value_dim)
-    device = rows_SBHP.device
+def _states(rows_SBHP: Tensor, chunks: DeltaChunks) -> tuple[Tensor, Tensor]:
+    shape, device = (chunks.heads, chunks.key_dim, chunks.value_dim), rows_SBHP.device
     return (
-        torch.empty((chunks.batch, chunks.num_chunks, *state), dtype=rows_SBHP.dtype, device=device),
-        torch.empty(rows_SBHP.shape, dtype=rows_SBHP.dtype, device=device),
-        torch.empty((chunks.batch, *state), dtype=torch.float32, device=device),
+        torch.empty((chunks.batch, chunks.num_chunks, *shape), dtype=rows_SBHP.dtype, device=device),
+        torch.empty((chunks.batch, *shape), dtype=torch.float32, device=device),
     )
 
 
@@ -162,7 +163,6 @@ def _chunk_state_grads(
     gates,
     first,
     grad_states,
-    grad_sides,
     last,
     sizes,
     CHUNK: tl.constexpr,
@@ -195,8 +195,7 @@ def _chunk_state_grads(
         new_grad += tl.dot(key, narrow, input_precision=PRECISION) * (to_end * k_factor)[:, None]
         inverse = _load_inverse(inverses, head, chunk, b, heads, num_chunks, CHUNK)
         side_grad = tl.dot(tl.trans(inverse), new_grad.to(key.dtype), input_precision=PRECISION)
-        rows, inside = row_tile(strides[4], token, b, head, begin, value_dim, length, COLUMNS)
-        tl.store(grad_sides + rows, side_grad.to(key.dtype), mask=inside)
+        tl.store(grad_written + rows, side_grad.to(key.dtype), mask=inside)
 
         query = load_rows(q, strides[0], token, b, group, key_dim, length, KEY_DIM)
         rows, inside = row_tile(strides[2], token, b, head, begin, value_dim, length, COLUMNS)

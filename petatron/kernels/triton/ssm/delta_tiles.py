@@ -212,6 +212,13 @@ def state_tile(begin, key_dim, value_dim, KEY_DIM: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
+def load_state(states, head, chunk, b, begin, sizes, KEY_DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Loads some columns of the state of a chunk and head [KEY_DIM, COLUMNS]."""
+    offsets, there = state_tile(begin, sizes[4], sizes[5], KEY_DIM, COLUMNS)
+    return tl.load(states + state_base(b, chunk, head, sizes) + offsets, mask=there, other=0.0)
+
+
+@triton.jit
 def row_tile(strides, token, b, head, begin, width, length, COLUMNS: tl.constexpr):
     """Returns the offsets of some columns of tokens' rows [tokens, COLUMNS], and which there are."""
     column = begin + tl.arange(0, COLUMNS)[None, :]

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from petatron.infer.beam.beam_search import BeamParams, BeamSearch
 from petatron.infer.completion import Completion
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.serve.generation import Generation
@@ -19,7 +20,7 @@ from petatron.serve.http.routes.completions import check_batch
 from petatron.serve.http.run_generations import complete
 from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples, stable_temperature
 from petatron.serve.http.server_state import ServerState, state_of
-from petatron.serve.logprob_formats import own_logprob
+from petatron.serve.logprob_formats import finite, own_logprob
 from petatron.serve.model_card import ModelCard
 
 _NO_BREAK = r"(?:[^:]|:+[^:\n])*:*"
@@ -35,6 +36,8 @@ async def put_api(request: Request) -> Response:
     for ids in prompts:
         check_prompt(ids, model, state.options.limits, param="prompts")
     params = _params(body, prompts, state)
+    if body.beam_width is not None:
+        return JSONResponse(await _search_beams(request, body, state, prompts[0], params))
     generations = []
     for index, ((ids, one), text) in enumerate(zip(samples(prompts, params, 1, model), body.prompts)):
         generations.append(Generation(ids, _with_constraint(one, body, text), index=index))
@@ -47,7 +50,10 @@ def _check(body: MegatronRequest, state: ServerState) -> None:
     if len(body.prompts) > limits.max_batch:
         text = f"{len(body.prompts)} prompts are more than the {limits.max_batch} that one request may have."
         raise ApiError(400, text, param="prompts")
-    check_batch(len(body.prompts), state)
+    check_batch(max(len(body.prompts), body.beam_width or 1), state)
+    if (body.beam_width or 1) > limits.max_n:
+        text = f"beam_width {body.beam_width} is more than the {limits.max_n} that this server allows."
+        raise ApiError(400, text, param="beam_width")
     if body.stop_token is not None and body.stop_token >= state.model.vocab_size:
         text = f"Token id {body.stop_token} is outside the vocabulary of {state.model.vocab_size} ids."
         raise ApiError(400, text, param="stop_token")
@@ -88,6 +94,30 @@ def _with_constraint(params: SamplingParams, body: MegatronRequest, prompt: str)
         return params
     grammar = _NO_BREAK_AFTER_COLON if prompt.endswith(":") else _NO_BREAK
     return replace(params, constraint=Constraint(kind="regex", grammar=grammar))
+
+
+async def _search_beams(
+    request: Request, body: MegatronRequest, state: ServerState, prompt_ids: list[int], params: SamplingParams
+) -> dict[str, Any]:
+    """Runs the steps of a beam search as requests of one token; the client may leave between and during them."""
+    assert body.beam_width is not None
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    beams = BeamParams(
+        width=body.beam_width, max_new_tokens=params.max_new_tokens, length_penalty=penalty, stop_ids=params.stop_ids
+    )
+    search = BeamSearch(prompt_ids, beams, state.model.vocab_size)
+    while not search.is_over:
+        generations = [Generation(ids, one, index=index) for index, (ids, one) in enumerate(search.requests())]
+        found = await complete(request, state, generations)
+        search.advance([completion.logprobs[0] for completion in found])
+    texts = state.model.texts
+    tokens = [[*prompt_ids, *one.ids] for one in search.answers]
+    return {
+        "text": [body.prompts[0] + texts.decode(one.text_ids(beams.stop_ids)) for one in search.answers],
+        "segments": [[texts.text_of(token) for token in ids] for ids in tokens],
+        "tokens": tokens,
+        "scores": [finite(one.score) for one in search.answers],
+    }
 
 
 def _answer(body: MegatronRequest, model: ModelCard, completions: list[Completion]) -> dict[str, Any]:
