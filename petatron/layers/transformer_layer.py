@@ -40,6 +40,10 @@ class LayerSpec:
     residual_branches: ResidualBranches = "sequential"
     residual_multiplier: float = 1.0
 
+    def __hash__(self) -> int:
+        """Hashes the kinds of branches alone: estimates count thousands of layers, and equality compares every field."""
+        return hash((type(self.mixer), type(self.channel_mixer), type(self.cross_mixer), self.norm_placement))
+
     @property
     def input_norms(self) -> tuple[str, ...]:
         """The names of the branches that have a norm before (or, placed `post`, after the sum with) them."""
