@@ -13,6 +13,7 @@ from petatron.kernels.ssm.decode import delta_step as plain_delta
 from petatron.kernels.ssm.decode import scan_step as plain_scan
 from petatron.kernels.ssm.decode.delta_step import DeltaGates
 from petatron.kernels.ssm.decode.scan_step import ScanHeads
+from tests.longform import later
 
 pytest.importorskip("triton")
 import triton
@@ -38,7 +39,17 @@ class Sizes(NamedTuple):
     depth: int
 
 
-SIZES = [Sizes(3, 4, 2, 8, 16), Sizes(1, 3, 3, 5, 6), Sizes(2, 4, 1, 64, 128)]
+SIZES = [Sizes(3, 4, 2, 8, 16), Sizes(1, 3, 3, 5, 6), Sizes(1, 2, 1, 64, 128)]
+CASES = [
+    (SIZES[0], torch.float32),
+    (SIZES[1], torch.bfloat16),
+    (SIZES[2], torch.float32),
+    later(SIZES[0], torch.bfloat16),
+    later(SIZES[1], torch.float32),
+    later(SIZES[2], torch.bfloat16),
+]
+INDEX_DTYPES = (torch.int32, torch.int64)
+"""Of slots, those of one step and those of the next."""
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -81,10 +92,8 @@ def test_softplus_is_exact_where_step_sizes_are_small():
     )
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_step_of_the_scan(sizes: Sizes, dtype: torch.dtype, index: torch.dtype):
+@pytest.mark.parametrize(("sizes", "dtype"), CASES, ids=str)
+def test_steps_of_the_scan(sizes: Sizes, dtype: torch.dtype):
     count, heads, groups, width, depth = sizes
     widths = (heads * width, groups * depth, groups * depth, heads)
     states, slots = draw(NUM_SLOTS, heads, width, depth, dtype=torch.float32), slots_of(count)
@@ -92,7 +101,7 @@ def test_a_step_of_the_scan(sizes: Sizes, dtype: torch.dtype, index: torch.dtype
     params = ScanHeads(
         *(draw(heads, dtype=dtype).mul_(scale).add_(shift) for scale, shift in ((1, 1), (1, -4), (1, 0)))
     )
-    for _ in range(3):
+    for index in INDEX_DTYPES:
         parts = columns_of(draw(count, 3 + sum(widths), dtype=dtype), *widths)
         x, B, C = (part.unflatten(1, (number, -1)) for part, number in zip(parts, (heads, groups, groups)))
         found = scan_step.scan_step(x, parts[3], B, C, params, states=states, slots_B=slots.to(index))
@@ -104,19 +113,18 @@ def test_a_step_of_the_scan(sizes: Sizes, dtype: torch.dtype, index: torch.dtype
     check_states(states, exact, before, slots)
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_step_of_the_delta_rule(sizes: Sizes, dtype: torch.dtype):
+@pytest.mark.parametrize(("sizes", "dtype"), CASES, ids=str)
+def test_steps_of_the_delta_rule(sizes: Sizes, dtype: torch.dtype):
     count, heads, key_heads, width, depth = sizes
     widths = (key_heads * depth, key_heads * depth, heads * width, heads, heads)
     states, slots = draw(NUM_SLOTS, heads, depth, width, dtype=torch.float32), slots_of(count)
     exact, before = states.double(), states.clone()
     A_log, dt_bias = (draw(heads, dtype=dtype) for _ in range(2))
-    for _ in range(3):
+    for index in INDEX_DTYPES:
         parts = columns_of(draw(count, 3 + sum(widths), dtype=dtype), *widths)
         q, k, v = (part.unflatten(1, (number, -1)) for part, number in zip(parts, (key_heads, key_heads, heads)))
         gates = DeltaGates(parts[3], parts[4], A_log, dt_bias)
-        found = delta_step.delta_step(q, k, v, gates, states=states, slots_B=slots)
+        found = delta_step.delta_step(q, k, v, gates, states=states, slots_B=slots.to(index))
         exact_gates = DeltaGates(*(each.double() for each in gates))
         true = plain_delta.delta_step(q.double(), k.double(), v.double(), exact_gates, states=exact, slots_B=slots)
         assert found.dtype == dtype and far(found, true) <= BOUNDS[dtype]
@@ -126,14 +134,14 @@ def test_a_step_of_the_delta_rule(sizes: Sizes, dtype: torch.dtype):
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(("count", "channels", "taps"), [(3, 20, 4), (1, 300, 2), (2, 5, 1)])
-def test_a_step_of_the_convolution(count: int, channels: int, taps: int, dtype: torch.dtype, with_bias: bool):
+def test_steps_of_the_convolution(count: int, channels: int, taps: int, dtype: torch.dtype, with_bias: bool):
     windows, slots = draw(NUM_SLOTS, taps - 1, channels, dtype=dtype), slots_of(count)
     exact = windows.double()
     weight, bias = draw(channels, taps, dtype=dtype), draw(channels, dtype=dtype) if with_bias else None
     wide = weight.double(), None if bias is None else bias.double()
-    for _ in range(3):
+    for index in INDEX_DTYPES:
         [x] = columns_of(draw(count, 3 + channels, dtype=dtype), channels)
-        found = conv_step.conv_step(x, weight, bias, windows=windows, slots_B=slots)
+        found = conv_step.conv_step(x, weight, bias, windows=windows, slots_B=slots.to(index))
         true = plain_conv.conv_step(x.double(), *wide, windows=exact, slots_B=slots)
         assert found.dtype == dtype and far(found, true) <= BOUNDS[dtype]
     assert torch.equal(windows.double(), exact), "inputs are kept as they are"
