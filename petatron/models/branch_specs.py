@@ -64,7 +64,8 @@ def mixer_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
 def attention_spec(config: ModelConfig) -> AttentionSpec:
     """Makes attention's spec.
 
-    Factors on queries and keys are one on scores, and a factor on values is one on the output: attention is linear in them.
+    Factors on its input and on keys become one on scores and one on the output: what stands between is refused
+    (`config/checks/layers/variants.py`).
     """
     head_dim, factor = config.kv_channels, config.attention_in_multiplier
     scores = factor * factor * config.key_multiplier

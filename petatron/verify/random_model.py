@@ -131,7 +131,8 @@ def _component_flags(random: Random) -> list[str]:
         ("--eod-mask-loss", 0.3),
     ):
         flags += [flag] * (random.random() < chance)
-    return [*flags, *_variant_flags(random, rotary=positions == "rope", gated=activation.endswith("glu"))]
+    flags += _variant_flags(random, rotary=positions == "rope", gated=activation.endswith("glu"))
+    return [*flags, *_input_factor_flags(random, " ".join(flags))]
 
 
 def _variant_flags(random: Random, *, rotary: bool, gated: bool) -> list[str]:
@@ -148,7 +149,7 @@ def _variant_flags(random: Random, *, rotary: bool, gated: bool) -> list[str]:
         ("--final-logit-softcapping 3", 0.3),
         ("--softmax-scale 0.4", 0.3),
         ("--embedding-multiplier 1.5 --residual-multiplier 0.7 --logits-scaling 1.3", 0.3),
-        ("--attention-out-multiplier 0.9 --attention-in-multiplier 0.8 --key-multiplier 0.7", 0.2),
+        ("--attention-out-multiplier 0.9", 0.2),
         ("--mlp-multipliers 0.75 0.65", 0.2 * gated),
         ("--activation-func-clamp-value 0.5 --glu-linear-offset 0.7", 0.2 * gated),
         ("--no-rope-freq 2", 0.3 * rotary),
@@ -159,6 +160,14 @@ def _variant_flags(random: Random, *, rotary: bool, gated: bool) -> list[str]:
     ):
         flags += [flag] * (random.random() < chance)
     return flags
+
+
+def _input_factor_flags(random: Random, others: str) -> list[str]:
+    """Draws factors on attention's input and keys, where nothing stands between these and scores or output."""
+    between = ("--add-qkv-bias", "--qk-layernorm", "--qk-l2-norm", "--clip-qkv", "--attention-output-gate")
+    between += ("--norm-placement both", "--norm-placement output")
+    linear = "--disable-bias-linear" in others and not any(flag in others for flag in between)
+    return ["--attention-in-multiplier 0.8 --key-multiplier 0.7"] * (linear and random.random() < 0.5)
 
 
 def _latent_flags(random: Random) -> list[str]:

@@ -286,7 +286,7 @@ def test_hooks_of_a_product_run_before_it():
     order: list[str] = []
     multiplication = down.grouped_gemm
     down.register_forward_pre_hook(lambda *_: order.append("hook"))
-    down.grouped_gemm = lambda counts: order.append("product") or multiplication(counts)
+    down.grouped_gemm = lambda counts, write: order.append("product") or multiplication(counts, write)
     run_stage(decoder, batch_of(run)).sum().backward()
     assert order == ["hook", "product"]
 

@@ -31,6 +31,7 @@ def check_layer_variants(model: RawModelConfig) -> Iterator[Problem]:
     yield from _rotary(model)
     yield from _norms_and_residuals(model)
     yield from _scores(model)
+    yield from _input_factors(model)
     yield from _gates(model)
     yield from _chunks(model)
     if model.position_embedding_type == "alibi":
@@ -138,6 +139,25 @@ def _scores(model: RawModelConfig) -> Iterator[Problem]:
         if value != plain[name]:
             rule = "cannot be combined with --multi-latent-attention"
             yield Problem(flag_name(name), f"{value}", rule, "Leave one out.")
+
+
+def _input_factors(model: RawModelConfig) -> Iterator[Problem]:
+    """Factors on attention's input and keys are applied to scores and output, which is the same if nothing in between says otherwise."""
+    on_heads = {
+        "--qk-layernorm": model.qk_layernorm,
+        "--qk-l2-norm": model.qk_l2_norm,
+        "--clip-qkv": model.clip_qkv is not None,
+    }
+    on_input = on_heads | {
+        "biases of attention": bool(model.add_bias_linear or model.add_qkv_bias),
+        "--attention-output-gate": model.attention_output_gate,
+        "a norm after attention": model.norm_placement != "pre",
+    }
+    for name, others in (("attention_in_multiplier", on_input), ("key_multiplier", on_heads)):
+        found = [other for other, is_set in others.items() if is_set]
+        if getattr(model, name) != 1.0 and found:
+            rule = f"cannot be combined with {' and '.join(found)}"
+            yield Problem(flag_name(name), f"{getattr(model, name):g}", rule, "Leave one out.")
 
 
 def _gates(model: RawModelConfig) -> Iterator[Problem]:
