@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Generator, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.dist import RankPool
+from tests.forked_python import ForkedPython
+from tests.triton_interpreter import remap_once
 
 if not torch.cuda.is_available():
     # Triton kernels run in its CPU interpreter here, which has to be asked for before anything imports triton: also before the
@@ -38,9 +44,23 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a command starts here fork with torch loaded, which takes them seconds less; all else of the launcher is its own."""
+    processes = SimpleNamespace(Popen=ForkedPython, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr("petatron.mesh.launch.local_launcher.subprocess", processes)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_interpreter() -> None:
+    """Where some test module has imported Triton."""
+    if "TRITON_INTERPRET" in os.environ and "triton" in sys.modules:
+        remap_once(importlib.import_module("triton.runtime.interpreter"))
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,21 @@ if TYPE_CHECKING:
     from petatron.bench.ops.cases import BenchContext, KernelCase
     from petatron.bench.result import BenchResult
 
-OPERATION_NAMES = ("norm", "activation", "rotary", "loss", "embedding", "product", "fp8", "scan", "attention", "moe")
+OPERATION_NAMES = (
+    "norm",
+    "activation",
+    "rotary",
+    "loss",
+    "embedding",
+    "product",
+    "fp8",
+    "scan",
+    "delta",
+    "latent-decode",
+    "recurrent-decode",
+    "attention",
+    "moe",
+)
 _REPEAT, _WARMUP_S = 10, 0.05
 _LAYER_REPEAT, _LAYER_WARMUP_S = 6, 0.5
 _GEMM_SIZE = {"cuda": 8192, "cpu": 128}

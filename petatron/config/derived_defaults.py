@@ -20,7 +20,7 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
-from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, allocate_layers
+from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, allocate_layers, branch_letters
 from petatron.config.schema.model import GATED_ACTIVATIONS, ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
@@ -143,10 +143,10 @@ def _derive_hybrid(values: _DerivedValues) -> None:
     if not layers:
         values.set("num_layers", len(pattern), "the length of --hybrid-layer-pattern")
     if not values["is_hybrid_model"] and not values.is_chosen("is_hybrid_model"):
-        values.set("is_hybrid_model", True, "layers have one branch each")
+        values.set("is_hybrid_model", True, "layers are given one by one")
     heads = _exact_quotient(2 * max(values["hidden_size"], 0), values["mamba_head_dim"])
     values.fill("mamba_num_heads", heads, "2 x hidden size / head width")
-    if ATTENTION not in pattern and not values["num_attention_heads"]:
+    if ATTENTION not in branch_letters(pattern) and not values["num_attention_heads"]:
         for name in ("num_query_groups", "kv_channels"):
             values.fill(name, 1, "no layer is attention")
 
@@ -173,7 +173,7 @@ def _derive_model(values: _DerivedValues) -> None:
     if values["seq_length"] > 0:
         values.fill("max_position_embeddings", values["seq_length"], "the sequence length")
     # A model without such layers has none of their sizes.
-    if MAMBA not in (values["hybrid_layer_pattern"] or ""):
+    if MAMBA not in branch_letters(values["hybrid_layer_pattern"]):
         values.fill("mamba_num_heads", 0, "no layer is Mamba-2")
     values.fill("mamba_norm_groups", values["mamba_num_groups"], "--mamba-num-groups")
     values.fill("embedding_init_method_std", values["init_method_std"], "--init-method-std")

@@ -19,7 +19,8 @@ width; it multiplies 6 (q + v) per pair instead of 12 q. Without a query latent 
 
 Every depth of multi-token prediction is one more layer, with 2 h^2 for its projection, and one more h V.
 
-In a hybrid each kind of branch is in layers of its own: M of Mamba-2, A of attention, F of MLPs. With d the width of all heads of a
+In a hybrid each kind of branch is in layers of its own: M of Mamba-2, A of attention, F of MLPs; one with
+both mixers in parallel counts as both. With d the width of all heads of a
 Mamba-2 layer, H heads, G groups of state width N and chunks of c tokens, it has weights h (3 d + 2 G N + H), and its scan costs 3
 times c (d + G N) inside chunks (causally half of all pairs of a chunk) and 4 d N into the states and out of them; its convolution, over w
 tokens, 3 times 2 w (d + 2 G N).

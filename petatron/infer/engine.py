@@ -41,7 +41,7 @@ from petatron.infer.step.decode_graphs import SequenceRows, StepOutputs
 from petatron.infer.step.exchange_results import exchange_results
 from petatron.infer.step.generation_weights import GenerationWeights
 from petatron.infer.step.layer_states import any_layer_has
-from petatron.infer.step.model_steps import ModelSteps, PackedStep, pack_step
+from petatron.infer.step.model_steps import ModelSteps, PackedStep, pack_step, shares_experts
 from petatron.infer.step.new_ids import PendingIds, draw_ids, needs_host
 from petatron.infer.step.step_result import NO_TOKEN, SequenceResult, StepLayout, compute_result
 from petatron.infer.text_stream import TextStream
@@ -93,7 +93,7 @@ class Engine:
         self._schedulers = [Scheduler(self.options, cache, prefix_caching=caching) for _ in replicas]
         self._row_multiple = model.mesh.tp.size if model.sequence_parallel else 1
         self._hidden_size = model.spec.config.hidden_size
-        self._shares_experts = model.spec.moe is not None
+        self._shares_experts = shares_experts(model)
         self._constraints = ConstraintCompiler(tokenizer, vocab_size=self.vocab_size)
         self._inbox: list[dict[str, Any]] = []
         self._sequences: dict[int, RunningSequence] = {}

@@ -4,7 +4,8 @@ A gated MLP's first GEMM computes gate and up concatenated, [R, 2F], and the act
 recompute the activation's output on request: they have read its inputs, and the next GEMM need not save it. All in at least
 float32, rounded once.
 
-With `GluBounds` (gpt-oss) it is act(min(gate, c)) x (clamp(up, -c, c) + offset); no gradient passes a number that was clamped.
+With `GluBounds` it is act(min(m gate, c)) x (clamp(up, -c, c) + offset) (gpt-oss; m is Falcon-H1's); no gradient passes a number
+that was clamped.
 """
 
 from __future__ import annotations
@@ -57,10 +58,12 @@ class GluBounds:
 
     clamp: the bound of the gate from above, and of up on both sides; None: they have none.
     offset: added to up after that.
+    gate_multiplier: the factor on the gate before all else.
     """
 
     clamp: float | None = None
     offset: float = 0.0
+    gate_multiplier: float = 1.0
 
 
 def activation(x_RF: Tensor, name: str) -> Tensor:
@@ -93,11 +96,15 @@ def gated_activation_backward(
     output = (active * up).to(gate_up_RG.dtype) if recompute_output else None
     grad_gate, grad_up = _ACTIVATION_GRADS[GATE_ACTIVATIONS[name]](grad * up, gate), grad * active
     if bounds is not None and bounds.clamp is not None:
-        grad_gate, grad_up = grad_gate * (gate_in <= bounds.clamp), grad_up * (up_in.abs() <= bounds.clamp)
+        grad_gate = grad_gate * (gate_in * bounds.gate_multiplier <= bounds.clamp)
+        grad_up = grad_up * (up_in.abs() <= bounds.clamp)
+    if bounds is not None:
+        grad_gate = grad_gate * bounds.gate_multiplier
     return torch.cat((grad_gate, grad_up), dim=-1).to(gate_up_RG.dtype), output
 
 
 def _bounded(gate: Tensor, up: Tensor, bounds: GluBounds) -> tuple[Tensor, Tensor]:
+    gate = gate * bounds.gate_multiplier
     if bounds.clamp is not None:
         gate, up = gate.clamp(max=bounds.clamp), up.clamp(-bounds.clamp, bounds.clamp)
     return gate, up + bounds.offset

@@ -1,7 +1,7 @@
 """Normalisation of rows, fused with the residual addition before it: the reference, which also runs on the CPU.
 
     total = x + branch,   normal = total / rms(total) * weight                  (RMSNorm)
-                          normal = (total - mean) / deviation * weight + bias   (LayerNorm)
+                          normal = (total - mean) / deviation * weight + bias   (LayerNorm; the bias may be missing)
 
 Backward gets the gradient of `normal` and, since the residual stream continues past the norm, that of `total`. With y the
 normalised row before the weight and h = gradient x weight, the row's gradient is
@@ -57,7 +57,7 @@ def rms_norm_backward(
 def layer_norm(
     x_RD: Tensor,
     weight_D: Tensor,
-    bias_D: Tensor,
+    bias_D: Tensor | None = None,
     *,
     eps: float,
     zero_centered_gamma: bool,
@@ -78,13 +78,13 @@ def layer_norm_backward(
     total_RD: Tensor,
     statistics: Tensor,
     weight_D: Tensor,
-    bias_D: Tensor,
+    bias_D: Tensor | None = None,
     *,
     zero_centered_gamma: bool,
     grad_total: Tensor | None = None,
     recompute_output: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of the total, the weight and the bias, and the normalised total if `recompute_output`."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients of the total, the weight and the bias (None without one), and the normalised total if `recompute_output`."""
     mean_R1, rstd_R1 = statistics.unsqueeze(-1)
     normal, grad = (to_compute_dtype(total_RD) - mean_R1) * rstd_R1, to_compute_dtype(grad_RD)
     inner = grad * _effective_weight(weight_D, grad.dtype, zero_centered_gamma=zero_centered_gamma)
@@ -97,7 +97,7 @@ def layer_norm_backward(
         if recompute_output
         else None
     )
-    return out.to(total_RD.dtype), (grad * normal).sum(dim=0), grad.sum(dim=0), output
+    return out.to(total_RD.dtype), (grad * normal).sum(dim=0), None if bias_D is None else grad.sum(dim=0), output
 
 
 def _effective_weight(weight_D: Tensor, dtype: torch.dtype, *, zero_centered_gamma: bool) -> Tensor:
@@ -112,8 +112,9 @@ def _scaled(normal: Tensor, weight_D: Tensor, dtype: torch.dtype, *, zero_center
 
 
 def _shifted(
-    normal: Tensor, weight_D: Tensor, bias_D: Tensor, dtype: torch.dtype, *, zero_centered_gamma: bool
+    normal: Tensor, weight_D: Tensor, bias_D: Tensor | None, dtype: torch.dtype, *, zero_centered_gamma: bool
 ) -> Tensor:
-    weight = _effective_weight(weight_D, normal.dtype, zero_centered_gamma=zero_centered_gamma)
-    shifted = normal * weight + (bias_D if bias_D.dtype == normal.dtype else bias_D.to(normal.dtype))
+    shifted = normal * _effective_weight(weight_D, normal.dtype, zero_centered_gamma=zero_centered_gamma)
+    if bias_D is not None:
+        shifted = shifted + (bias_D if bias_D.dtype == normal.dtype else bias_D.to(normal.dtype))
     return shifted if shifted.dtype == dtype else shifted.to(dtype)

@@ -183,15 +183,28 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "softmax and loss": _triton_and_reference("vocab_parallel_cross_entropy", as_record=True),
     "embedding gradient": _triton_and_reference("embedding_grad"),
     "selective scan": _triton_and_reference("ssm.chunk_scan"),
-    "gated delta rule": (KernelImplementation("reference", _module("ssm.chunk_delta_rule"), _always_supported),),
-    "norm and gate": (
-        _compiled("ssm.norm_gate", "norm_gate", "norm_gate_backward"),
-        KernelImplementation("reference", _module("ssm.norm_gate"), _always_supported),
+    "gated delta rule": _triton_and_reference("ssm.chunk_delta_rule"),
+    "norm, then gate": (
+        _compiled("ssm.norm_then_gate", "norm_then_gate", "norm_then_gate_backward"),
+        KernelImplementation("reference", _module("ssm.norm_then_gate"), _always_supported),
     ),
     "causal convolution": _triton_and_reference("ssm.causal_conv"),
-    "gated norm": (
-        _compiled("ssm.gated_norm", "gated_square_sums", "gated_norm", "gated_norm_projections", "gated_norm_backward"),
-        KernelImplementation("reference", _module("ssm.gated_norm"), _always_supported),
+    "selective scan step": _triton_and_reference("ssm.decode.scan_step"),
+    "gated delta rule step": _triton_and_reference("ssm.decode.delta_step"),
+    "causal convolution step": _triton_and_reference("ssm.decode.conv_step"),
+    "gate, then norm": (
+        _compiled(
+            "ssm.gate_then_norm",
+            "gated_square_sums",
+            "gate_then_norm",
+            "gate_then_norm_projections",
+            "gate_then_norm_backward",
+        ),
+        KernelImplementation("reference", _module("ssm.gate_then_norm"), _always_supported),
+    ),
+    "silu gate": (
+        _compiled("ssm.silu_gate", "silu_gate", "silu_gate_backward"),
+        KernelImplementation("reference", _module("ssm.silu_gate"), _always_supported),
     ),
     "adamw": (
         KernelImplementation("triton", _module("triton.optimizer.adam"), _triton_unsupported_reason),
@@ -199,7 +212,9 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     ),
     "expert permutation": _triton_and_reference("moe.permute", as_record=True),
     "packed documents": _triton_and_reference("attention.rows"),
+    "heads of latent attention": _triton_and_reference("attention.latent_heads"),
     "paged attention": _triton_and_reference("attention.paged"),
+    "paged latent attention": _triton_and_reference("attention.paged_latent"),
     "GEMM of few rows": _triton_and_reference("few_rows_gemm"),
     "most likely id": _triton_and_reference("most_likely"),
     "FP8 casts and GEMMs": _triton_and_reference(

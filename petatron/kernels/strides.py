@@ -10,6 +10,14 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def empty_heads(like_SBHE: Tensor, width: int, *, batch_first: bool) -> Tensor:
+    """Returns an uninitialised tensor of heads of `width`, in memory [B, S, ...] if `batch_first`."""
+    length, batch, heads, _ = like_SBHE.shape
+    if batch_first:
+        return like_SBHE.new_empty((batch, length, heads, width)).transpose(0, 1)
+    return like_SBHE.new_empty((length, batch, heads, width))
+
+
 def align_cos_sin(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Returns cos and sin [S, 1 or B, 1, n] with equal strides, and those along S and B: 0 where all of B share them."""
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:

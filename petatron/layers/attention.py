@@ -46,6 +46,7 @@ class AttentionSpec(BranchSpec):
     window: the number of tokens that one attends to, itself included; None: all.
     chunk: the number of tokens that a document is cut into, which attend to nothing outside; None: it is not cut.
     alibi, temperature: see `attention_positions.py`. qk_l2_norm: the epsilon of a norm of heads without weights.
+    qkv_clip: the largest size of what the first GEMM gives for queries, keys and values; None: it has none.
     softmax_scale: the factor on scores; None: 1 / sqrt(head dim).
     softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.
     sinks: whether every head may attend to nothing, with a learned score or with the score 0.
@@ -72,6 +73,7 @@ class AttentionSpec(BranchSpec):
     out_std: float
     qk_norm_scope: Literal["head", "projection"] = "head"
     rope_interleaved: bool = False
+    qkv_clip: float | None = None
     softmax_scale: float | None = None
     softcap: float | None = None
     sinks: Literal["learned", "zero"] | None = None
@@ -80,6 +82,7 @@ class AttentionSpec(BranchSpec):
     temperature: AttentionTemperature | None = None
     qk_l2_norm: float | None = None
     output_gate: bool = False
+    output_multiplier: float = 1.0
 
     @property
     def sequence_sharding(self) -> SequenceSharding:
@@ -192,12 +195,14 @@ class AttentionSpec(BranchSpec):
             saved += shape.activation_bytes(rows, q_dim) + shape.sequence * shape.compute_bytes
         if self.alibi:
             saved += shape.activation_bytes(rows, both + heads * ALIBI_CHANNELS)
+        if self.qkv_clip is not None:
+            saved += shape.activation_bytes(rows, q_dim + 2 * self.kv_dim(shape.tp))
         return saved
 
     def _saved_gates(self) -> int:
         """Sigmoids, the gated output, and the gates themselves where the first GEMM's output is saved."""
         copied = self.rope is not None and self.qk_norm is None and not self.rope_interleaved
-        return 2 if copied else 3
+        return 2 if copied and self.qkv_clip is None else 3
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         return shape.activation_bytes(shape.gathered_tokens, 2 * self.kv_dim(shape.tp))
@@ -324,11 +329,12 @@ class Attention(BranchModule):
 
     def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor | None]:
         """Returns queries, keys and values, and the gates of the output if it has some."""
-        if not self.spec.output_gate:
-            return self.qkv(x), None
-        *qkv, gate = self.qkv.sections
-        qkv_part, gate_part = self.qkv(x).split((sum(qkv), gate), dim=-1)
-        return qkv_part, gate_part
+        qkv, gate = self.qkv(x), None
+        if self.spec.output_gate:
+            *widths, gate_width = self.qkv.sections
+            qkv, gate = qkv.split((sum(widths), gate_width), dim=-1)
+        clip = self.spec.qkv_clip
+        return qkv if clip is None else qkv.clamp(-clip, clip), gate
 
     def _attend(self, qkv: Tensor, context: ForwardContext) -> Tensor:
         if context.generation is not None:

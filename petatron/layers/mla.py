@@ -25,13 +25,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, paged_latent_attention
-from petatron.kernels.rope import apply_rope
+from petatron.kernels.attention import latent_heads as reference_heads
+from petatron.kernels.attention import paged_latent
+from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
 from petatron.layers.attention import CoreAttention
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext, RopeCosSin
 from petatron.layers.linear import Linear
 from petatron.layers.norm import Norm, NormSpec
+from petatron.layers.ops.latent_heads import LatentHeadKernels, latent_keys_values, latent_queries
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -205,8 +207,13 @@ class MultiLatentAttention(BranchModule):
         self.kv_norm = None if spec.kv_norm is None else spec.kv_norm.build()
         self.kv_up = Linear(spec.kv_rank, (heads * (spec.nope_dim + spec.v_dim),), bias=False)
         self.rotary_key_comm: CommSlot = identity
+        self.head_kernels: LatentHeadKernels = reference_heads
         self.core = CoreAttention(window=spec.window, dropout=spec.dropout)
+        self.latent_kernels: PagedLatentKernels = paged_latent
         self.out = Linear(heads * spec.v_dim, (hidden,), bias=spec.out_bias)
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"head_kernels": "heads of latent attention", "latent_kernels": "paged latent attention"}
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"core_attn": self.core, "attention": self}
@@ -222,9 +229,7 @@ class MultiLatentAttention(BranchModule):
     def _queries(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin) -> Tensor:
         latent = x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
         q_SBHE = _batch_of_one(self.q_up(latent)).unflatten(-1, (-1, self.spec.qk_dim))
-        nope, rotary = q_SBHE.split((self.spec.nope_dim, self.spec.rope.rotary_dim), dim=-1)
-        q_SBHE = torch.cat((nope, apply_rope(_neighbours_to_halves(rotary), *cos_sin)), dim=-1)
-        return q_SBHE if self.spec.query_scale == 1.0 else q_SBHE * self.spec.query_scale
+        return latent_queries(q_SBHE, cos_sin, scale=self.spec.query_scale, kernels=self.head_kernels)
 
     def _cached_attention(self, x_TD: Tensor | Recomputable, cos_sin: RopeCosSin, step: GenerationStep) -> Tensor:
         """Attends through the pages of this layer to the tokens before; of them only latent and rotary key are known."""
@@ -233,29 +238,23 @@ class MultiLatentAttention(BranchModule):
         normed = as_recomputable(_normed(self.kv_norm, latent_TC)).value
         whole = self.rotary_key_comm(torch.cat((normed, rotary_TR), dim=-1))
         latent_TC, rotary_TR = whole.split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
-        return paged_latent_attention(
+        return paged_latent.paged_latent_attention(
             self._queries(x_TD, cos_sin).squeeze(1),
             latent_TC,
-            apply_rope(_neighbours_to_halves(rotary_TR)[:, None, None], *cos_sin).flatten(1),
+            latent_queries(rotary_TR[:, None, None], cos_sin, kernels=self.head_kernels).flatten(1),
             LatentPages(pages["latent"], pages["rope_key"]),
             step.batch,
             up=LatentUpProjection.of(self.kv_up.weight, nope_dim=spec.nope_dim, v_dim=spec.v_dim),
             window=spec.window,
+            kernels=self.latent_kernels,
         )
 
     def _keys_and_values(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin) -> tuple[Tensor, Tensor]:
         spec = self.spec
         latent, rotary_SBR = self.kv_down(x_SBD).split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
         kv = self.kv_up(_normed(self.kv_norm, latent)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
-        nope, v_SBHV = kv.split((spec.nope_dim, spec.v_dim), dim=-1)
-        rotary_SB1R = apply_rope(_neighbours_to_halves(self.rotary_key_comm(rotary_SBR)).unsqueeze(2), *cos_sin)
-        k_SBHE = torch.cat((nope, rotary_SB1R.expand(-1, -1, nope.shape[2], -1)), dim=-1)
-        return k_SBHE, v_SBHV.contiguous()  # a view would keep the keys' part of the GEMM's output for backward
-
-
-def _neighbours_to_halves(rotary: Tensor) -> Tensor:
-    """Permutes pairs of neighbours, DeepSeek's, to the pairs (i, i + n / 2) that rope rotates; scores do not depend on the order."""
-    return rotary.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        rotary_SBR = self.rotary_key_comm(rotary_SBR)
+        return latent_keys_values(kv, rotary_SBR, cos_sin, nope_dim=spec.nope_dim, kernels=self.head_kernels)
 
 
 def _batch_of_one(x: Tensor) -> Tensor:

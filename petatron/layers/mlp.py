@@ -37,6 +37,7 @@ class MLPSpec(ChannelMixerSpec):
     std: float
     out_std: float
     glu_bounds: GluBounds | None = None
+    output_multiplier: float = 1.0
 
     def build(self, layer_index: int) -> MLP:
         return GatedMLP(self) if self.gated else MLP(self)

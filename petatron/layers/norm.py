@@ -129,36 +129,38 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """(x - mean) / standard deviation * weight + bias."""
+    """(x - mean) / standard deviation * weight + bias; the bias may be missing."""
 
     operation = "layer_norm"
 
-    def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
+    def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False, bias: bool = True) -> None:
         super().__init__(width, eps=eps, zero_centered_gamma=zero_centered_gamma)
-        self.bias = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
     def weights(self) -> tuple[Tensor, ...]:
-        return self.weight, self.bias
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """A norm over vectors of `width`."""
+    """A norm over vectors of `width`. bias: whether a LayerNorm has one; an RMSNorm has none."""
 
     kind: Literal["RMSNorm", "LayerNorm"]
     width: int
     eps: float
     zero_centered_gamma: bool = False
+    bias: bool = True
 
     def build(self) -> Norm:
-        norm = RMSNorm if self.kind == "RMSNorm" else LayerNorm
-        return norm(self.width, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma)
+        if self.kind == "RMSNorm":
+            return RMSNorm(self.width, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma)
+        return LayerNorm(self.width, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma, bias=self.bias)
 
     def params(self, *, partial_grad: Literal["sequence", "always"] = "sequence") -> dict[str, ParamSpec]:
         """Returns weight and bias; their gradients are partial sums under sequence parallelism, or always (of one rank's heads)."""
         shard = Shard(partial_grad=partial_grad)
         weight = ParamSpec(shape=(self.width,), shard=shard, init=ZEROS if self.zero_centered_gamma else ONES)
-        bias = {} if self.kind == "RMSNorm" else {"bias": ParamSpec(shape=(self.width,), shard=shard)}
+        bias = {} if self.kind == "RMSNorm" or not self.bias else {"bias": ParamSpec(shape=(self.width,), shard=shard)}
         return {"weight": weight} | bias
 
     def saved_bytes(self, shape: ActivationShape, rows: int) -> int:

@@ -25,16 +25,24 @@ ResidualBranches = Literal["sequential", "parallel", "parallel_shared_norm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer of a model: what it mixes over the sequence, with another sequence, and over channels; any may be missing."""
+    """One layer of a model: what it mixes over the sequence, with another sequence, and over channels; any may be missing.
+
+    parallel_mixer: a second mixer over the sequence, which takes what `mixer` takes if branches are parallel.
+    """
 
     mixer: BranchSpec | None
     channel_mixer: BranchSpec | None
+    parallel_mixer: BranchSpec | None = None
     cross_mixer: BranchSpec | None = None
     norm: NormSpec
     dropout: float = 0.0
     norm_placement: NormPlacement = "pre"
     residual_branches: ResidualBranches = "sequential"
     residual_multiplier: float = 1.0
+
+    def __hash__(self) -> int:
+        """Hashes the kinds of branches alone: estimates count thousands of layers, and equality compares every field."""
+        return hash((type(self.mixer), type(self.channel_mixer), type(self.cross_mixer), self.norm_placement))
 
     @property
     def input_norms(self) -> tuple[str, ...]:
@@ -52,7 +60,7 @@ class LayerSpec:
     @property
     def branches(self) -> tuple[BranchSpec, ...]:
         """The residual branches in their order."""
-        branches = (self.mixer, self.cross_mixer, self.channel_mixer)
+        branches = (self.mixer, self.parallel_mixer, self.cross_mixer, self.channel_mixer)
         return tuple(branch for branch in branches if branch is not None)
 
     def build(self, layer_index: int) -> TransformerLayer:
@@ -93,16 +101,22 @@ class Residual:
 
 
 class _BranchNames(NamedTuple):
-    """The modules of a branch by their names in the layer, formatted once and not in every forward pass."""
+    """The modules of a branch by their names in the layer, formatted once and not in every forward pass.
+
+    multiplier: the factor on what the branch adds to the residual stream; None: 1.
+    """
 
     branch: str
     norm: str
     post_norm: str
     dropout: str
+    multiplier: float | None
 
     @classmethod
-    def of(cls, name: str) -> _BranchNames:
-        return cls(name, f"{name}_norm", f"{name}_post_norm", f"{name}_dropout")
+    def of(cls, branch: BranchSpec, residual_multiplier: float) -> _BranchNames:
+        name, factor = branch.name, residual_multiplier * branch.output_multiplier
+        multiplier = None if factor == 1.0 else factor
+        return cls(name, f"{name}_norm", f"{name}_post_norm", f"{name}_dropout", multiplier)
 
 
 class TransformerLayer(nn.Module):
@@ -111,8 +125,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, spec: LayerSpec, *, layer_index: int = 0) -> None:
         super().__init__()
         self.spec = spec
-        self._branches = tuple(_BranchNames.of(branch.name) for branch in spec.branches)
-        self._multiplier = None if spec.residual_multiplier == 1.0 else spec.residual_multiplier
+        self._branches = tuple(_BranchNames.of(branch, spec.residual_multiplier) for branch in spec.branches)
         for branch in spec.branches:
             if branch.name in spec.input_norms:
                 self.add_module(f"{branch.name}_norm", spec.norm.build())
@@ -179,5 +192,5 @@ class TransformerLayer(nn.Module):
         y_SBD = modules[names.branch](x, context)  # pyright: ignore[reportOptionalCall]
         post_norm = modules.get(names.post_norm)
         y_SBD = y_SBD if post_norm is None else post_norm(y_SBD)
-        y_SBD = y_SBD if self._multiplier is None else y_SBD * self._multiplier
+        y_SBD = y_SBD if names.multiplier is None else y_SBD * names.multiplier
         return modules[names.dropout](y_SBD)  # pyright: ignore[reportOptionalCall]

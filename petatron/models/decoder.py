@@ -49,6 +49,8 @@ class Decoder(StageModule):
         self.embedding = TokenEmbedding(spec.vocab_size, config.hidden_size) if stage.has_embedding else None
         self.position = PositionEmbedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.embedding_scale = spec.embedding_scale
+        embedding_norm = spec.embedding_norm if stage.has_embedding else None
+        self.embedding_norm = None if embedding_norm is None else embedding_norm.build()
         self.embedding_dropout = Dropout(config.hidden_dropout)
         self._rotary_embeddings = [RotaryEmbedding(rope) for rope in spec.ropes]  # no parameters
         self._layers_need_positions = spec.layers_need_positions
@@ -65,7 +67,7 @@ class Decoder(StageModule):
             self.head = OutputHead(spec.vocab_size, config.hidden_size, tied=tied, **rules)
 
     def outer_modules(self) -> Sequence[Sequence[nn.Module]]:
-        groups = ([self.embedding], [self.position], [self.norm, self.head])
+        groups = ([self.embedding], [self.position], [self.embedding_norm], [self.norm, self.head])
         return [modules for group in groups if (modules := [module for module in group if module is not None])]
 
     def reused_params(self) -> Iterator[nn.Parameter]:
@@ -241,4 +243,6 @@ class Decoder(StageModule):
             x_SBD = x_SBD * x_SBD.new_full((), self.embedding_scale)
         if self.position is not None:
             x_SBD = x_SBD + self.position(positions)
+        if self.embedding_norm is not None:
+            x_SBD = self.embedding_norm(x_SBD)
         return self.embedding_dropout(x_SBD)

@@ -98,7 +98,7 @@ class ModelSpec(ABC):
     @property
     def modules_before_layers(self) -> tuple[str, ...]:
         """The modules of the first stage that run before its layers."""
-        return ("embedding", "position")
+        return ("embedding", "position", "embedding_norm")
 
     @property
     def whole(self) -> PipelineStage:

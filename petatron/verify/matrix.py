@@ -61,6 +61,10 @@ _MOE_FLAGS = (
     "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 16 --moe-layer-freq [0,1,1,1]"
 )
 _MAMBA_FLAGS = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-chunk-size 4"
+_MULTIPLIER_FLAGS = (
+    "--embedding-multiplier 1.7 --logits-scaling 1.5 --attention-in-multiplier 0.8 --key-multiplier 0.7 --attention-out-multiplier 0.9 "
+    "--ssm-in-multiplier 1.2 --ssm-multipliers 0.7 0.8 1.3 0.6 1.1 --ssm-out-multiplier 0.5 --mlp-multipliers 0.75 0.65"
+)
 # Whole sequences, eight value heads and two taps: a document's first outputs are normalised products of a query and a key, however small
 # these are, and strong decays have gradients near zero, so that with more of both the noise of float32 comes close to the tolerance
 # after 20 steps. `tests/parity/test_delta.py` has packed documents, and three and four taps.
@@ -85,12 +89,14 @@ MODEL_FLAGS = {
     "muon": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
     "mamba": f"--hybrid-layer-pattern MMMM {_LLAMA_FLAGS} --position-embedding-type none {_MAMBA_FLAGS} --mamba-norm-groups 1",
     "hybrid": f"--hybrid-layer-pattern M-M* {_LLAMA_FLAGS} {_MAMBA_FLAGS} --reset-attention-mask --reset-position-ids",
+    "parallel": f"--hybrid-layer-pattern P-P- {_LLAMA_FLAGS} {_MAMBA_FLAGS} --mamba-gated-norm norm_then_gate {_MULTIPLIER_FLAGS}",
     "delta": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS} {_DELTA_FLAGS}",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
 (biases, LayerNorm, qk-norm, a window, packed documents); an MoE; a DeepSeek-V3 (latent attention, experts in groups with biases,
 multi-token prediction); the MoE trained with Muon, whose rule needs whole matrices; Mamba-2 with a norm over all channels; a hybrid
-of Mamba-2, MLPs and attention over packed documents; and a Qwen3-Next (gated delta nets, gated attention, a gated shared expert)."""
+of Mamba-2, MLPs and attention over packed documents; a Falcon-H1 (attention and Mamba-2 in parallel, factors);
+and a Qwen3-Next (gated delta nets, gated attention, a gated shared expert)."""
 OPTIMIZER_FLAGS = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
@@ -162,6 +168,11 @@ class MatrixEntry:
         return "--hybrid-layer-pattern" in MODEL_FLAGS[self.model]
 
     @property
+    def first_letter(self) -> str:
+        """The kind of a hybrid's first layer."""
+        return MODEL_FLAGS[self.model].partition("--hybrid-layer-pattern ")[2][:1]
+
+    @property
     def has_delta_nets(self) -> bool:
         return "gated_delta_net" in MODEL_FLAGS[self.model]
 
@@ -209,6 +220,8 @@ mla:dp2-zero1 mla:dp2-fsdp
 muon:tp2-sp muon:dp4-zero1 muon:dp4-fsdp
 mamba:tp2 mamba:tp4-sp mamba:pp4 mamba:pp2-zbh1 mamba:cp2 mamba:cp4 mamba:dp4-zero1 mamba:dp2-fsdp
 hybrid:tp2-sp hybrid:tp4 hybrid:tp2-sp-overlap hybrid:pp2 hybrid:pp2-zbv hybrid:dp2-fsdp
+parallel:tp2-sp parallel:tp4 parallel:tp2-sp-overlap parallel:pp2 parallel:pp2-zbv parallel:dp4-zero1 parallel:dp2-fsdp
+parallel:cp2 parallel:cp4 parallel:cp2-gather parallel:cp2-a2a parallel:cp4-both
 hybrid:cp2 hybrid:cp4 hybrid:cp2-gather hybrid:cp2-a2a hybrid:cp4-both
 delta:tp2 delta:tp4-sp delta:tp2-sp-overlap delta:pp2 delta:pp4 delta:pp2-vpp2 delta:pp2-zbh1 delta:pp2-zbv delta:dp2.ep2 delta:dp4.ep4
 delta:dp4-zero1 delta:dp2-fsdp delta:cp2 delta:cp4 delta:cp2-gather delta:cp2-a2a delta:cp4-both
@@ -232,6 +245,7 @@ mla:tp2-sp.pp2 mla:tp2-sp.cp2-a2a mla:tp2-sp.dp2.ep2 mla:pp2.dp2.ep2 mla:pp2-vpp
 mla:tp2-sp-overlap.pp2.recompute-full mla:dp2.ep2.recompute-experts
 muon:tp2-sp.dp2-zero1.ep2 muon:tp2-sp.dp2-zero2.ep2.etp1
 mamba:tp2-sp.cp2 mamba:pp2.cp2 mamba:cp2.dp2-zero1 hybrid:tp2-sp.cp2 hybrid:tp2-sp.pp2 hybrid:cp2.dp2-fsdp hybrid:cp2.recompute-mamba
+parallel:tp2-sp.cp2 parallel:tp2-sp.pp2 parallel:cp2.dp2-fsdp parallel:cp2.recompute-mamba parallel:tp2-sp.pp2.recompute-full
 delta:tp2-sp.cp2 delta:tp2-sp.pp2 delta:pp2.cp2 delta:cp2.ep2 delta:cp2.dp2-fsdp delta:tp2-sp.dp2.ep2 delta:cp2.recompute-delta
 delta:tp2-sp.pp2.recompute-full
 """
@@ -244,7 +258,7 @@ moe:tp2-sp.cp2.dp2-fsdp.ep2 moe:tp2-sp.pp2-vpp2.dp2.ep2 moe:tp2-sp.pp2-vpp2.dp2-
 dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
-hybrid:tp2-sp.pp2.cp2 mamba:tp2-sp.cp2.dp2-zero1
+hybrid:tp2-sp.pp2.cp2 parallel:tp2-sp.pp2.cp2 mamba:tp2-sp.cp2.dp2-zero1
 delta:tp2-sp.pp2.cp2.ep2 delta:pp2.cp2.dp2-zero1.ep2
 mla:pp2.dp4.ep4 mla:tp2-sp.pp2.cp2.ep2 mla:pp2.cp2.dp2-zero1.ep2 mla:pp4-zbh1.dp2.ep2
 """

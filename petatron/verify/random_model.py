@@ -51,7 +51,7 @@ def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
     experts, hybrid, latent = entry.has_experts, entry.is_hybrid, entry.has_latents
     return [
         *_shape_flags(random),
-        *(_hybrid_flags(random) if hybrid else []),
+        *(_hybrid_flags(random, entry.first_letter) if hybrid else []),
         *_component_flags(random),
         *(_latent_flags(random) if latent or (random.random() < 0.2 and not hybrid) else []),
         *([f"--mtp-num-layers {random.randint(1, 2)}"] if latent or (random.random() < 0.2 and not hybrid) else []),
@@ -76,9 +76,9 @@ def _shape_flags(random: Random) -> list[str]:
     return flags
 
 
-def _hybrid_flags(random: Random) -> list[str]:
-    """The pattern's length replaces the number of layers."""
-    pattern = "M" + "".join(random.choice("MMG*-") for _ in range(random.randint(1, 7)))
+def _hybrid_flags(random: Random, first: str) -> list[str]:
+    """The pattern's length replaces the number of layers; it begins with a kind of layer that the entry's model has."""
+    pattern = first + "".join(random.choice("MMG*-P") for _ in range(random.randint(1, 7)))
     groups = random.choice((1, 2, 4))
     flags = [
         f"--hybrid-layer-pattern {pattern} --num-layers {len(pattern)}",
@@ -87,6 +87,10 @@ def _hybrid_flags(random: Random) -> list[str]:
         f"--mamba-chunk-size {random.choice((1, 4, 7, 64))}",
     ]
     flags += ["--mamba-norm-groups 1"] * (random.random() < 0.5)
+    flags += [f"--mamba-gated-norm {random.choice(('gate_then_norm', 'norm_then_gate', 'none'))}"]
+    flags += ["--ssm-in-multiplier 1.2 --ssm-multipliers 0.7 0.8 1.3 0.6 1.1 --ssm-out-multiplier 0.5"] * (
+        random.random() < 0.3
+    )
     return [*flags, *(_delta_sizes(random) if "G" in pattern else [])]
 
 
@@ -119,6 +123,9 @@ def _component_flags(random: Random) -> list[str]:
         ("--qk-layernorm", 0.3),
         ("--untie-embeddings-and-output-weights", 0.5),
         ("--attention-output-gate", 0.2),
+        ("--no-norm-bias", 0.2),
+        ("--embed-layernorm", 0.2),
+        ("--clip-qkv 0.4", 0.2),
         ("--reset-attention-mask", 0.3),
         ("--reset-position-ids", 0.3),
         ("--eod-mask-loss", 0.3),
@@ -141,6 +148,8 @@ def _variant_flags(random: Random, *, rotary: bool, gated: bool) -> list[str]:
         ("--final-logit-softcapping 3", 0.3),
         ("--softmax-scale 0.4", 0.3),
         ("--embedding-multiplier 1.5 --residual-multiplier 0.7 --logits-scaling 1.3", 0.3),
+        ("--attention-out-multiplier 0.9 --attention-in-multiplier 0.8 --key-multiplier 0.7", 0.2),
+        ("--mlp-multipliers 0.75 0.65", 0.2 * gated),
         ("--activation-func-clamp-value 0.5 --glu-linear-offset 0.7", 0.2 * gated),
         ("--no-rope-freq 2", 0.3 * rotary),
         ("--no-rope-freq 2 --attention-temperature-scale 0.2 --attention-temperature-floor 3", 0.2 * rotary),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,12 @@ from petatron.cli.doctor import main
 from petatron.cli.subcommands.doctor_nccl import render
 from petatron.mesh.diagnose.bandwidth import BandwidthResult
 from petatron.verify.communication_check import CommunicationReport
-from tests.cli.test_launch import _run
 
 
-def test_two_ranks_get_a_verdict_and_a_report(tmp_path: Path):
-    words = [sys.executable, "-m", "petatron", "doctor", "--gloo", "--ranks", "2", "--json", "found.json"]
-    done = _run(words, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "VERDICT: communication over gloo works" in done.stdout
+@pytest.mark.usefixtures("forked_ranks")
+def test_two_ranks_get_a_verdict_and_a_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert main(["--gloo", "--ranks", "2", "--json", str(tmp_path / "found.json")]) == 0
+    assert "VERDICT: communication over gloo works" in capfd.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
     assert {one["op"] for one in found["measured"]} >= {"all_reduce", "all_gather", "all_to_all", "send", "shift"}
     assert len(found["losses"]) == 2 and all(one["correct"] for one in found["measured"])

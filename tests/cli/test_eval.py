@@ -103,6 +103,7 @@ def test_checkpoints_are_compared_side_by_side(folder: Path, capsys: pytest.Capt
     assert first["counts"]["examples"] == 1 and first["metrics"]["perplexity"] != second["metrics"]["perplexity"]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_tasks_main_runs_as_typed_and_ranks_give_the_numbers_of_one(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

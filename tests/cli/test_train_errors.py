@@ -278,6 +278,7 @@ def test_a_budget_no_stage_can_keep_is_refused_before_ranks_start():
     assert len(recompute_plans(enough, device="cpu")) == 2
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_finds_a_problem_ends_like_the_command_line():
     """With 2, as for what is found before ranks are started."""
     flags = "train tiny-llama --mock-data --lr 1e-3 --train-iters 1 --recompute-memory-budget-gb 0.00001".split()

@@ -14,6 +14,7 @@ from petatron.verify.verify import parse_injection, plan_verification
 TINY = "tiny-llama --num-layers 1 --hidden-size 32 --seq-length 16 --vocab-size 61 --global-batch-size 4 --num-workers 0".split()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_same_as_another_layout(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     layout = [
         "--tp",
@@ -37,6 +38,7 @@ def test_same_as_another_layout(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert all(step["loss_difference"] <= 1e-9 for step in report["steps"])
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_planted_fault_is_named(capfd: pytest.CaptureFixture[str]):
     fault = ["--tp", "2", "--steps", "2", "--dtype", "float64", "--inject", "layers.0.mlp.up.weight@2"]
     assert main(["verify", *TINY, *fault]) == 1

@@ -13,6 +13,7 @@ from petatron.verify.matrix import parse_entry
 from petatron.verify.matrix_run import STARTED_FILE, MatrixCase, make_case, read_result
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_layouts_of_different_sizes_agree(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     report = tmp_path / "out.json"
     assert main(["verify", "--matrix", "--only", "dense:?p?-sp", "--steps", "2", "--json", str(report)]) == 0
@@ -24,6 +25,7 @@ def test_layouts_of_different_sizes_agree(tmp_path: Path, capfd: pytest.CaptureF
     assert all(outcome["gradient"] < 1e-9 and outcome["departure"] is None for outcome in found)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_random_models_and_the_command_that_repeats_a_fault(capfd: pytest.CaptureFixture[str]):
     fault = "--only dense:dp2 --seed 5 --random-model --steps 2 --inject layers.1.mlp.down.weight@2"
     assert main(["verify", "--matrix", *fault.split()]) == 1
@@ -40,6 +42,7 @@ def _case(name: str) -> MatrixCase:
     return make_case(found, model_flags=found.model_flags, steps=1, dtype="float32")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_failing_rank_costs_one_case(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked_python import run_forked
 from tests.fuzz.__main__ import SUITE_CASES
 from tests.fuzz.kind import Case, Change, Kind
 from tests.fuzz.kinds import KINDS, PLANTED
@@ -37,7 +37,7 @@ def test_mutated_files_are_opened_or_refused_and_nothing_else():
     """Also the corpus. It is a process of its own, because an audit hook stays, and because a failure may be a crash."""
     words = [sys.executable, "-m", "tests.fuzz", "--suite"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = run_forked(words, cwd=ROOT, env=environment, timeout=200)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     cases = sum(line.startswith("begins ") for line in done.stdout.splitlines())
     assert cases >= SUITE_CASES * len(KINDS), done.stdout[-4000:]

@@ -12,8 +12,8 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.models.decoder import Decoder
-from tests.unit.infer.test_recurrent import HYBRID, MAMBA
-from tests.unit.infer.test_sample import POSITIONS, VOCAB, model_in
+from tests.unit.infer.test_recurrent import DELTA, HYBRID, MAMBA
+from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -32,8 +32,14 @@ def answers(params: SamplingParams, flags: str = "", **options: int | bool) -> l
     return found
 
 
-KINDS = ["", "--window-size 5", "--num-query-groups 2 --group-query-attention", "--fp64"]
-RECURRENT = [f"--fp64 {MAMBA}", f"--fp64 {HYBRID}", f"--no-compile {HYBRID}"]
+KINDS = ["", "--window-size 5", "--num-query-groups 2 --group-query-attention", LATENT, "--fp64"]
+RECURRENT = [
+    f"--fp64 {MAMBA}",
+    f"--fp64 {HYBRID}",
+    f"--no-compile {HYBRID}",
+    f"--fp64 {DELTA}",
+    f"--no-compile {DELTA}",
+]
 
 
 @pytest.mark.parametrize("flags", [*KINDS, *RECURRENT])
@@ -72,7 +78,35 @@ def test_graphs_and_run_ahead_change_no_draw(params: SamplingParams, flags: str)
         assert [(each.ids, each.finish_reason) for each in others] == [(each.ids, each.finish_reason) for each in plain]
 
 
-@pytest.mark.parametrize("flags", ["", "--window-size 5", "--fp64"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-experts 4 --moe-router-topk 2",
+        "--num-experts 8 --moe-router-topk 3 --moe-shared-expert-intermediate-size 16 --moe-layer-freq ([0]*1+[1]*1)",
+        "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --add-bias-linear",
+    ],
+)
+def test_experts_are_in_the_graphs(flags: str):
+    flags = f"--bf16 --no-compile {flags}"
+    engine = Engine(model(flags), options=EngineOptions(page_size=4, max_sequences=4))
+    counts: list[int] = []
+    engine.capture_graphs(lambda done, total: counts.append(done))
+    assert counts, "a step of this model is a graph"
+    engine.close()
+    params = SamplingParams(max_new_tokens=9, temperature=0.0, logprobs=1)
+    graphed, eager = (answers(params, flags, max_sequences=4, cuda_graphs=graphs) for graphs in (True, False))
+    assert [each.ids for each in graphed] == [each.ids for each in eager]
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16 --moe-expert-capacity-factor 2", "--bf16 --no-moe-grouped-gemm"])
+def test_experts_whose_rows_the_host_must_know_are_not_in_graphs(flags: str):
+    flags = f"--no-compile --num-experts 4 --moe-router-topk 2 {flags}"
+    engine = Engine(model(flags), options=EngineOptions(page_size=4, max_sequences=4))
+    engine.capture_graphs(lambda done, total: pytest.fail("captured"))
+    engine.close()
+
+
+@pytest.mark.parametrize("flags", ["", "--window-size 5", LATENT, "--fp64"])
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize(
     "params",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import petatron
+from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, load_config
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
@@ -90,6 +92,22 @@ def continue_all(cases: list[tuple[RunConfig, dict[str, Tensor], Tensor]], new_t
     return found
 
 
+def train_stages(run: RunConfig, logical: dict[str, Tensor], tokens: Tensor, counted: Tensor) -> Computed:
+    """Build and fill this rank's stages, and compute loss and gradients; there are no logits or tokens to look at."""
+    torch.set_num_threads(1)
+    model = build_model(run, ParallelMesh(Layout.from_config(run.parallel), dist.get_rank()))
+    for stage in model.stages.values():
+        fill_model(stage, model.placements, logical)
+        stage.eval()
+    loss = model.train_step([Batch(tokens, tokens.roll(-1, dims=1), counted.float())])
+    grads = [
+        (piece, view.clone())
+        for group in model.param_groups
+        for piece, view in group_tensor_shards(group, group.grads())
+    ]
+    return Computed(tokens, tokens, loss.item(), grads)
+
+
 def assemble(parts: list[Computed]) -> dict[str, Tensor]:
     """Whole logical gradients from every rank's pieces; asserts that they cover everything."""
     whole: dict[str, Tensor] = {}
@@ -99,3 +117,31 @@ def assemble(parts: list[Computed]) -> dict[str, Tensor]:
             target[piece.logical_slices()] = view
     assert all(not value.isnan().any() for value in whole.values())
     return whole
+
+
+def opened(folder: str, layout: dict[str, int], dtype: str | None = None, flags: Sequence[str] = ()) -> Model:
+    """This rank's part of a folder's model."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return petatron.from_pretrained(folder, ParallelMesh(Layout(**layout), rank), dtype=dtype, flags=flags)
+
+
+def logits_of(folder: str, tokens: Tensor, layout: dict[str, int], dtype: str | None = None) -> Tensor:
+    with torch.no_grad():
+        return opened(folder, layout, dtype).module.eval().logits(tokens)
+
+
+def weights_of(folder: str, layout: dict[str, int]) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in opened(folder, layout, "float32").module.named_parameters()}
+
+
+def copy_model(source: str, target: str, layout: dict[str, int]) -> None:
+    opened(source, layout).save_pretrained(target)
+
+
+def problem_of(folder: str, layout: dict[str, int], flags: Sequence[str]) -> str:
+    """What is wrong with these flags on this mesh."""
+    try:
+        opened(folder, layout, flags=flags)
+    except ConfigError as error:
+        return str(error)
+    return ""

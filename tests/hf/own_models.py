@@ -22,7 +22,7 @@ KINDS = {  # of models that no family has
     "activation": "--activation squared_relu --num-query-groups 2 --group-query-attention",
     "latent": f"--normalization LayerNorm {LATENT} --window-size 5",
     "learned positions": "--position-embedding-type learned_absolute --swiglu --no-untie-embeddings-and-output-weights",
-    "recurrent": "--hybrid-layer-pattern M-*G --num-layers 4 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 6 "
+    "recurrent": "--hybrid-layer-pattern M-*GP --num-layers 5 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 6 "
     "--mamba-chunk-size 4 --linear-key-head-dim 6 --linear-value-head-dim 5 --linear-num-key-heads 2 "
     "--linear-num-value-heads 4 --linear-chunk-size 4 --activation squared_relu",
     "experts": f"{EXPERTS} --mtp-num-layers 1 --mtp-loss-scaling-factor 0 --normalization LayerNorm",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import petatron.hf
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.hf.packed_inputs import PackedInputs
 from petatron.layers.attention import AttentionSpec
+from tests.forked_python import run_forked
 from tests.hf.own_models import IDS, ROWS, opened, own_model, padded
 from tests.unit.infer.test_sample import VOCAB
 
@@ -188,13 +188,13 @@ def test_a_broken_generation_config_is_named(plain: Path, tmp_path: Path, conten
 
 def test_without_the_import_transformers_says_what_it_misses(plain: Path):
     code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(plain)!r})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    found = run_forked([sys.executable, "-c", code], cwd=plain)
     assert found.returncode and "model type `petatron`" in found.stderr
 
 
-def test_without_transformers_the_import_says_what_to_install():
+def test_without_transformers_the_import_says_what_to_install(tmp_path: Path):
     code = "import sys; sys.modules['transformers'] = None; import petatron.hf"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    found = run_forked([sys.executable, "-c", code], cwd=tmp_path)
     assert found.returncode and "pip install 'petatron[hf]'" in found.stderr
 
 

@@ -40,6 +40,9 @@ QWEN3_MOE = {**LLAMA, **QWEN, "model_type": "qwen3_moe", "num_key_value_heads": 
 SMOLLM3 = {**LLAMA, "model_type": "smollm3"}
 GPT2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 100}
 
+BLOOM: dict[str, Any] = {"model_type": "bloom", "n_layer": 2, "hidden_size": 64, "n_head": 4, "vocab_size": 100}
+MPT: dict[str, Any] = {"model_type": "mpt", "n_layers": 2, "d_model": 64, "n_heads": 4, "vocab_size": 100}
+
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_there_and_back(name: str, tmp_path: Path):
@@ -94,6 +97,19 @@ def test_qwen_ignores_a_window_that_is_turned_off():
     assert from_hf_config({**LLAMA, "model_type": "qwen2", "sliding_window": 8})[0]["window_size"] is None
 
 
+def test_bloom_and_mpt_as_published():
+    """BLOOM's files have older names of keys; MPT's settings of attention are a table."""
+    old = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "vocab_size": 250880}
+    values, _ = from_hf_config(old)
+    sizes = {name: values[name] for name in ("hidden_size", "num_layers", "num_attention_heads", "ffn_hidden_size")}
+    assert sizes == {"hidden_size": 1024, "num_layers": 24, "num_attention_heads": 16, "ffn_hidden_size": 4096}
+    assert values["embed_layernorm"] and values["position_embedding_type"] == "alibi"
+    assert not values["untie_embeddings_and_output_weights"]
+    table = {"clip_qkv": 6, "softmax_scale": None, "alibi": True, "attn_impl": "torch", "attn_pdrop": 0}
+    values, _ = from_hf_config({**MPT, "attn_config": table, "max_seq_len": 8192})
+    assert values["clip_qkv"] == 6.0 and values["max_position_embeddings"] == 8192 and not values["norm_bias"]
+
+
 def test_gpt2_as_published():
     values, _ = from_hf_config(
         {**GPT2, "n_ctx": 1024, "task_specific_params": {}, "architectures": ["GPT2LMHeadModel"]}
@@ -141,7 +157,7 @@ def test_which_layers_have_experts(keys: dict[str, Any], pattern: str):
 
 
 UNREADABLE = {
-    "family": ({"model_type": "bloom"}, r'model_type "bloom" is not a family'),
+    "family": ({"model_type": "opt"}, r'model_type "opt" is not a family'),
     "no family": ({}, "model_type is missing"),
     "missing key": (
         {"model_type": "llama", "hidden_size": 64},
@@ -202,6 +218,12 @@ UNREADABLE = {
         {"model_type": "petatron", "model": {}, "moe": {"moe_grouped_gemm": True}},
         "moe.moe_grouped_gemm True",
     ),
+    "bloom residual": ({**BLOOM, "apply_residual_connection_post_layernorm": True}, "layernorm True is not False"),
+    "mpt table": ({**MPT, "attn_config": [1]}, "attn_config [1] is not a table of settings"),
+    "mpt clip": ({**MPT, "attn_config": {"clip_qkv": "8"}}, "attn_config.clip_qkv '8' is not a positive number"),
+    "mpt queries": ({**MPT, "attn_config": {"attn_type": "multiquery_attention"}}, "is not 'multihead_attention'"),
+    "mpt no alibi": ({**MPT, "attn_config": {"alibi": False}}, "attn_config.alibi False is not True"),
+    "mpt bias": ({**MPT, "no_bias": False}, "no_bias False is not True"),
     "cross attention": ({**GPT2, "add_cross_attention": True}, "add_cross_attention True is not False"),
 }
 
@@ -239,6 +261,14 @@ UNWRITABLE = {
     "window with biases": (
         _ROPE + "--add-bias-linear --window-size 4 --kv-channels 8",
         "--window-size 4 cannot be written as a Hugging Face llama",
+    ),
+    "bloom width": (
+        "--position-embedding-type alibi --embed-layernorm --activation gelu_tanh --ffn-hidden-size 100",
+        "--ffn-hidden-size 100 cannot be written as a Hugging Face bloom model, which has only 4 x hidden size",
+    ),
+    "mpt width": (
+        "--position-embedding-type alibi --no-norm-bias --disable-bias-linear --ffn-hidden-size 100",
+        "--ffn-hidden-size 100 cannot be written as a Hugging Face mpt model, which has only 4 x hidden size",
     ),
     "gpt2 groups": ("--num-query-groups 2", "--num-query-groups 2 cannot be written as a Hugging Face gpt2"),
     "gpt2 head width": ("--kv-channels 8", "--kv-channels 8"),

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -22,13 +21,12 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.config import load_config, resolve_config
-from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.hf import family_name_of_config, from_hf_config, matching_family, to_hf_config
 from petatron.train.build_run import build_model
 from petatron.train.state.run_model import Model
 from tests.dist import RankPool
+from tests.hf.ours import logits_of
 from tests.hf.test_config import derived
 from tests.hf.zoo import build, truth
 
@@ -216,14 +214,6 @@ def quantised(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     return folder, wide
 
 
-def logits_of(folder: str, tokens: Tensor, layout: dict[str, int]) -> Tensor:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    mesh = ParallelMesh(Layout(**layout), rank)
-    model = petatron.from_pretrained(folder, mesh, dtype="float32")
-    with torch.no_grad():
-        return model.module.eval().logits(tokens)
-
-
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     return quantised(tmp_path_factory.mktemp("fp8"))
@@ -245,8 +235,8 @@ def test_weights_in_fp8_are_dequantised_in_every_layout(ranks: RankPool, fp8: tu
                 fused = torch.cat((wide[f"{prefix}gate_proj.weight"], wide[f"{prefix}up_proj.weight"]))
                 experts.gate_up_proj[number], experts.down_proj[number] = fused, wide[f"{prefix}down_proj.weight"]
         expected = model(tokens).logits
-    found = [logits_of(str(folder), tokens, {})]
-    found += ranks.run(logits_of, 2, str(folder), tokens, {"tp": 2})
+    found = [logits_of(str(folder), tokens, {}, "float32")]
+    found += ranks.run(logits_of, 2, str(folder), tokens, {"tp": 2}, "float32")
     for logits in found:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 

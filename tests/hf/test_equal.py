@@ -3,17 +3,20 @@ and with the experts on two ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from petatron.models.hf import family_name_of_config, to_logical
+from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
 from tests.dist import RankPool
-from tests.hf.ours import assemble, compute, run_config
-from tests.hf.zoo import DENSE, MIXED, NEW_TOKENS, PLAIN, truth
+from tests.hf.ours import assemble, compute, run_config, train_stages
+from tests.hf.zoo import DENSE, MIXED, NEW_TOKENS, PLAIN, Truth, truth
 from tests.longform import every_second, later
 
 LAYOUTS = {"tp1": ("", 1), "tp2": ("--tp 2", 2), "tp2-sp": ("--tp 2 --sequence-parallel", 2)}
@@ -33,8 +36,12 @@ def check(ranks: RankPool, name: str, layout: str, world_size: int, folder: Path
         assert torch.equal(part.logits.argmax(-1), true.logits.argmax(-1))
         assert torch.equal(part.greedy, true.greedy)
         assert part.loss == pytest.approx(true.loss, rel=1e-6)
-    grads = assemble(parts)
-    wanted = to_logical(family, true.grads, model_spec(run))
+    check_gradients(true, assemble(parts), model_spec(run))
+
+
+def check_gradients(true: Truth, grads: Mapping[str, Tensor], spec: ModelSpec) -> None:
+    family = family_name_of_config(true.config)
+    wanted = to_logical(family, true.grads, spec)
     wanted = {key: value for key, value in wanted.items() if not key.endswith(".expert_bias")}  # no parameter
     assert grads.keys() == wanted.keys()
     for key, value in wanted.items():
@@ -43,7 +50,21 @@ def check(ranks: RankPool, name: str, layout: str, world_size: int, folder: Path
         torch.testing.assert_close(grads[key], value, rtol=1e-4, atol=bound, msg=lambda text, key=key: f"{key}: {text}")
 
 
-AT_ONCE_DENSE = {("gemma2", "tp2"), ("olmo2", "tp2-sp")}
+STAGES = ["falcon-h1", later("falcon-h1-norm-then-gate"), "bloom", "mpt-clipped"]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_have_the_loss_and_gradients_of_transformers(ranks: RankPool, name: str, tmp_path: Path):
+    true = truth(name)
+    run = run_config(true.config, tmp_path, layout="--pp 2", world_size=2, length=true.tokens.shape[1])
+    spec = model_spec(run)
+    logical = to_logical(family_name_of_config(true.config), true.weights, spec)
+    parts = ranks.run(train_stages, 2, run, logical, true.tokens, true.counted)
+    assert [part.loss for part in parts] == pytest.approx([true.loss] * 2, rel=1e-6)
+    check_gradients(true, assemble(parts), spec)
+
+
+AT_ONCE_DENSE = {("gemma2", "tp2"), ("olmo2", "tp2-sp"), ("falcon-h1", "tp2-sp")}
 MODELS = [
     (name, layout)
     if layout == "tp1" or (name in PLAIN and layout == ("tp2", "tp2-sp")[at % 2]) or (name, layout) in AT_ONCE_DENSE

@@ -47,8 +47,8 @@ SHAPE = {
 }
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": (
-        {"model_type": "bloom"},
-        'model_type "bloom" is not a family this version can read or write. Families: gpt2',
+        {"model_type": "opt"},
+        'model_type "opt" is not a family this version can read or write. Families: gpt2',
     ),
     "more settings": (
         {

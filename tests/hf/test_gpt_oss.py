@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
@@ -24,11 +23,10 @@ from petatron.checkpoint.load.mxfp4 import dequantise
 from petatron.cli.main import main
 from petatron.config import load_config
 from petatron.estimate.flops import parameter_count
-from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.rank_layout import Layout
 from petatron.models.hf import from_hf_config, matching_family, to_hf_config
 from petatron.models.registry import model_spec
 from tests.dist import RankPool
+from tests.hf.ours import weights_of
 from tests.hf.variant_zoo import SHAPE
 from tests.longform import later
 
@@ -140,12 +138,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     config["quantization_config"] = PUBLISHED["quantization_config"]
     (packed / "config.json").write_text(json.dumps(config))
     return packed, plain
-
-
-def weights_of(folder: str, layout: dict[str, int]) -> dict[str, Tensor]:
-    mesh = ParallelMesh(Layout(**layout), dist.get_rank() if dist.is_initialized() else 0)
-    model = petatron.from_pretrained(folder, mesh, dtype="float32")
-    return {name: value.detach() for name, value in model.module.named_parameters()}
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -28,7 +28,7 @@ from petatron.models.hf import (
     to_logical,
 )
 from petatron.models.model_spec import ModelSpec
-from petatron.models.registry import model_spec
+from petatron.models.registry import model_spec, spec_from_config
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_model
 from tests.hf.zoo import truth
@@ -40,6 +40,39 @@ BASE = (
     "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --hybrid-layer-pattern"
 )
 SWIGLU_ROPE = "--swiglu --position-embedding-type rope --rotary-percent 0.5 --mamba-norm-groups 1"
+
+FALCON = "--swiglu --position-embedding-type rope"
+PUBLISHED_FALCON = {
+    "model_type": "falcon_h1",
+    "attention_in_multiplier": 1.0,
+    "attention_out_multiplier": 0.9375,
+    "embedding_multiplier": 5.656854249492381,
+    "head_dim": 64,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "key_multiplier": 0.39062499999999994,
+    "lm_head_multiplier": 0.0390625,
+    "mamba_chunk_size": 128,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 24,
+    "mamba_norm_before_gate": False,
+    "mamba_rms_norm": False,
+    "max_position_embeddings": 16384,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "num_attention_heads": 8,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    "ssm_out_multiplier": 0.23570226039551587,
+    "tie_word_embeddings": False,
+    "vocab_size": 32784,
+}
 
 
 def spec_of(flags: str) -> ModelSpec:
@@ -64,6 +97,7 @@ def changed(name: str, **changes: Any) -> dict[str, Any]:
         (changed("mamba2", time_step_limit=[0.0, {"__float__": "Infinity"}]), "MM"),
         (changed("mamba2", time_step_limit=[0.0, float("inf")]), "MM"),
         (changed("mamba2", time_step_limit=None), "MM"),
+        (changed("falcon-h1", num_hidden_layers=3), "P-P-P-"),
     ],
 )
 def test_layers_are_read_in_every_spelling(content: dict[str, Any], pattern: str):
@@ -108,6 +142,18 @@ def test_layers_are_read_in_every_spelling(content: dict[str, Any], pattern: str
         ),
         (changed("mamba2", time_step_limit=[0.0, 0.5]), "time_step_limit [0.0, 0.5] bounds the step sizes"),
         (changed("mamba2", conv_kernel=3), "conv_kernel 3 is not 4"),
+        (changed("falcon-h1", num_hidden_layers=0), "num_hidden_layers 0 is not a positive whole number of layers"),
+        (
+            changed("falcon-h1", ssm_multipliers=[1.0, 2.0]),
+            "ssm_multipliers [1.0, 2.0] is no list of 5 positive numbers",
+        ),
+        (changed("falcon-h1", mlp_multipliers="2"), "mlp_multipliers '2' is no list of 2 positive numbers"),
+        (changed("falcon-h1", lm_head_multiplier=0.0), "lm_head_multiplier 0.0 is not a positive number"),
+        (changed("falcon-h1", key_multiplier=True), "key_multiplier True is not a number"),
+        (changed("falcon-h1", mamba_d_ssm=64), "mamba_d_ssm 64 is not the width of 8 heads of 6 channels"),
+        ({**changed("falcon-h1"), "mamba_d_ssm": None}, "mamba_expand 2 is not the width of 8 heads of 6 channels"),
+        (changed("falcon-h1", projectors_bias=True), "projectors_bias True is not False"),
+        (changed("falcon-h1", time_step_limit=[0.0, 0.5]), "time_step_limit [0.0, 0.5] bounds the step sizes"),
     ],
 )
 def test_what_the_decoder_cannot_express_is_named(content: dict[str, Any], message: str):
@@ -129,6 +175,11 @@ def test_what_the_decoder_cannot_express_is_named(content: dict[str, Any], messa
         ("M*-- --mamba-num-groups 1 --swiglu", None),
         ("M-*- --mamba-num-groups 1 --swiglu --window-size 5", None),
         ("*-*- --swiglu --softmax-scale 0.2", "granitemoehybrid"),
+        (f"P-P- --mamba-num-groups 2 --key-multiplier 0.5 {FALCON}", "falcon_h1"),
+        (f"P-P- --mamba-num-groups 2 --mamba-norm-groups 1 --mamba-gated-norm none {FALCON}", "falcon_h1"),
+        (f"P-P- --mamba-num-groups 2 --mamba-norm-groups 1 {FALCON}", None),
+        (f"P-M- --mamba-num-groups 2 {FALCON}", None),
+        ("M-*- --mamba-num-groups 1 --swiglu --softmax-scale 0.2 --ssm-out-multiplier 2", None),
     ],
 )
 def test_a_model_is_saved_as_the_family_that_has_its_details(flags: str, family: str | None):
@@ -156,10 +207,18 @@ def test_reasons_why_no_family_has_a_model(flags: str, message: str):
     assert message in str(caught.value)
 
 
+def test_the_preset_of_falcon_h1_is_what_its_config_json_says():
+    model = load_config([], preset="falcon-h1-0.5b", require_training=False).config.model
+    values, _ = from_hf_config(PUBLISHED_FALCON)
+    assert {name: getattr(model, name) for name in values} == values
+    written = to_hf_config(spec_from_config(model))
+    assert {key: written[key] for key in PUBLISHED_FALCON} == PUBLISHED_FALCON
+
+
 @pytest.mark.parametrize(
     "preset",
     [
-        *("mamba2-130m", "nemotron-h-8b", "bamba-9b"),
+        *("mamba2-130m", "nemotron-h-8b", "bamba-9b", "falcon-h1-0.5b"),
         *map(later, ("mamba2-370m", "mamba2-780m", "mamba2-1.3b", "mamba2-2.7b")),
     ],
 )
@@ -194,11 +253,11 @@ def test_transformers_computes_a_model_of_ours(flags: str, tmp_path: Path):
         torch.testing.assert_close(ours, theirs.eval()(tokens).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("pattern", ["MM", "M-*-"])
+@pytest.mark.parametrize("pattern", ["MM", "M-*-", "P-P-"])
 def test_bench_compares_with_transformers(pattern: str):
     """Also a model without attention, which takes no kernel for it."""
     flags = "--preset tiny-llama --hidden-size 32 --vocab-size 64 --device cpu --no-compile --fp64"
-    flags += "" if pattern == "MM" else " --softmax-scale 0.3"
+    flags += "" if pattern == "MM" else " --key-multiplier 0.3" if "P" in pattern else " --softmax-scale 0.3"
     mamba = f"--hybrid-layer-pattern {pattern} --num-layers {len(pattern)} --mamba-head-dim 8 --mamba-num-groups 1"
     spec = bench_spec(f"{flags} {mamba}".split())
     theirs = build_peer(spec.run, device=torch.device("cpu"), dtype=torch.float64).eval()

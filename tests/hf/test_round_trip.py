@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import petatron
-from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.errors import CheckpointError
 from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.checkpoint.files.step_folder import read_manifest
+from petatron.cli.main import main
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from tests.dist import RankPool
-from tests.hf.ours import run_config
-from tests.hf.zoo import BUILDERS, NEW_TOKENS, ONE_EXPERT, Truth, build, truth
+from tests.hf.ours import copy_model, logits_of, problem_of, run_config
+from tests.hf.zoo import BUILDERS, NEW_TOKENS, ONE_EXPERT, Truth, build, continued, truth
 from tests.longform import later, one_in
 
 BOUND = 1e-4
@@ -40,22 +37,13 @@ def their_folder(name: str, folder: Path) -> Path:
     return folder
 
 
-def our_logits(folder: str, tokens: Tensor, layout: dict[str, int]) -> Tensor:
-    """On one rank or, from the pool, on several."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    model = petatron.from_pretrained(folder, ParallelMesh(Layout(**layout), rank))
-    model.module.eval()
-    with torch.no_grad():
-        return model.module.logits(tokens)
-
-
 @pytest.mark.parametrize("name", one_in(3, [*ONE_EXPERT, *BUILDERS]))
 def test_a_folder_of_transformers_is_converted(name: str, tmp_path: Path):
     """There: the same logits. Back: the same tensors, bit for bit, and the same settings."""
     true = truth(name)
     theirs = their_folder(name, tmp_path / "theirs")
     convert(open_model_source(theirs), tmp_path / "ours", ConversionOptions(target_format="petatron"))
-    close(our_logits(str(tmp_path / "ours"), true.tokens, {}), true.logits)
+    close(logits_of(str(tmp_path / "ours"), true.tokens, {}), true.logits)
     convert(open_model_source(tmp_path / "ours"), tmp_path / "back", ConversionOptions(target_format="huggingface"))
     again = load_file(tmp_path / "back" / "model.safetensors")
     assert again.keys() == true.weights.keys()
@@ -81,7 +69,7 @@ def test_any_layout_reads_a_converted_model(ranks: RankPool, name: str, layout: 
         tmp_path / "ours",
         ConversionOptions(target_format="petatron"),
     )
-    for logits in ranks.run(our_logits, 2, str(tmp_path / "ours"), true.tokens, layout):
+    for logits in ranks.run(logits_of, 2, str(tmp_path / "ours"), true.tokens, layout):
         close(logits, true.logits)
 
 
@@ -110,8 +98,7 @@ def test_transformers_opens_what_the_trainer_saved(name: str, tmp_path: Path):
         ours = model.module.logits(true.tokens)
         close(opened.eval()(true.tokens).logits, ours)
         grown = true.tokens[:, :8]
-        mask = torch.ones_like(grown)
-        theirs = opened.generate(grown, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS)
+        theirs = continued(opened, name, grown)
         for _ in range(NEW_TOKENS):
             grown = torch.cat((grown, model.module.logits(grown)[:, -1].argmax(-1, keepdim=True)), dim=1)
     assert torch.equal(theirs, grown)
@@ -158,16 +145,11 @@ def test_a_transformers_model_in_memory(name: str, tmp_path: Path):
         close(model.module.logits(true.tokens), true.logits)
 
 
-def _save_split(name: str, folder: str, layout: dict[str, int]) -> None:
-    model = petatron.from_pretrained(f"{folder}/theirs", ParallelMesh(Layout(**layout), dist.get_rank()))
-    model.save_pretrained(f"{folder}/ours")
-
-
 @pytest.mark.parametrize(("name", "layout"), [("qwen3-head-norm", {"tp": 2}), ("mixtral", {"pp": 2})])
 def test_a_split_model_is_saved_whole(ranks: RankPool, name: str, layout: dict[str, int], tmp_path: Path):
     true = truth(name)
     their_folder(name, tmp_path / "theirs")
-    ranks.run(_save_split, 2, name, str(tmp_path), layout)
+    ranks.run(copy_model, 2, str(tmp_path / "theirs"), str(tmp_path / "ours"), layout)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"], "nothing else is left"
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     with torch.no_grad():
@@ -199,37 +181,25 @@ def test_a_tied_head_that_is_stored_anyway(tmp_path: Path):
     tensors = load_file(theirs / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, theirs / "model.safetensors")
     convert(open_model_source(theirs), tmp_path / "ours", ConversionOptions(target_format="petatron"))
-    close(our_logits(str(tmp_path / "ours"), truth("llama-mha-tied").tokens, {}), truth("llama-mha-tied").logits)
+    close(logits_of(str(tmp_path / "ours"), truth("llama-mha-tied").tokens, {}), truth("llama-mha-tied").logits)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, theirs / "model.safetensors")
     with pytest.raises(CheckpointError, match="differs from the embedding"):
         open_model_source(theirs)
 
 
-def _contradicted(folder: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        petatron.from_pretrained(folder, ParallelMesh(Layout(tp=2), dist.get_rank()), flags=["--tp", "1"])
-    return str(caught.value)
-
-
 def test_flags_that_contradict_the_mesh(ranks: RankPool, tmp_path: Path):
-    for text in ranks.run(_contradicted, 2, str(their_folder("gpt2", tmp_path))):
+    for text in ranks.run(problem_of, 2, str(their_folder("gpt2", tmp_path)), {"tp": 2}, ["--tp", "1"]):
         assert "--tp 1 say another layout than the mesh has, which is tp 2" in text
 
 
-def test_a_run_starts_from_a_folder_of_transformers(tmp_path: Path):
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_run_starts_from_a_folder_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The command line, at two ranks: settings and weights are those of the folder."""
     theirs = their_folder("llama-gqa", tmp_path / "theirs")
     words = "train --from theirs --tp 2 --mock-data --lr 1e-3 --train-iters 2 "
     words += "--eval-iters 0 --log-interval 1 --live off --seq-length 32 --save run --make-vocab-size-divisible-by 4"
-    done = subprocess.run(
-        [sys.executable, "-m", "petatron", *words.split()],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(petatron.__file__).parent.parent), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 0
     begin, end = (
         load_file(theirs / "model.safetensors"),
         load_file(tmp_path / "run/step-00000002/model/model.safetensors"),

@@ -103,6 +103,21 @@ _GLM_EXPERTS = {
 
 _MAMBA_2 = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 6, "chunk_size": 8}
 _BAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 8}
+_FALCON_H1 = {
+    **_BAMBA,
+    "mamba_d_head": 6,
+    "mamba_d_ssm": 48,
+    "head_dim": 12,
+    "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 0.6,
+    "attention_in_multiplier": 0.8,
+    "key_multiplier": 0.7,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_multipliers": [0.7, 0.8, 1.3, 0.6, 1.1],
+    "ssm_out_multiplier": 0.5,
+    "mlp_multipliers": [0.75, 0.65],
+}
 _HYBRID = ["linear_attention", "full_attention"]
 _NEMOTRON_EXPERTS = {
     "n_routed_experts": 4,
@@ -110,6 +125,23 @@ _NEMOTRON_EXPERTS = {
     "moe_shared_expert_intermediate_size": 20,
     "routed_scaling_factor": 1.7,
 }
+
+
+def _bloom(**changes: Any) -> Any:
+    base = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return transformers.BloomForCausalLM(transformers.BloomConfig(**{**base, **changes}))
+
+
+def _mpt(**changes: Any) -> Any:
+    base = {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "use_cache": True}
+    return transformers.MptForCausalLM(transformers.MptConfig(**{**base, **changes}))
 
 
 def _mamba2(**changes: Any) -> Any:
@@ -197,6 +229,15 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     ),
     "mamba2": _mamba2,
     "mamba2-tied-one-group": lambda: _mamba2(n_groups=1, head_dim=16, expand=4, tie_word_embeddings=True),
+    "bloom": _bloom,
+    "bloom-six-heads-untied": lambda: _bloom(n_head=6, hidden_size=36, tie_word_embeddings=False),
+    "mpt": lambda: _mpt(),
+    "mpt-clipped": lambda: _mpt(n_heads=6, d_model=36, attn_config={"clip_qkv": 0.8, "softmax_scale": 0.5}),
+    "falcon-h1": lambda: _build("FalconH1", **_FALCON_H1),
+    "falcon-h1-norm-then-gate": lambda: _build("FalconH1", **_FALCON_H1, mamba_rms_norm=True, tie_word_embeddings=True),
+    "falcon-h1-gate-then-norm": lambda: _build(
+        "FalconH1", **_FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=False
+    ),
     "bamba": lambda: _build("Bamba", **_BAMBA, attn_layer_indices=[1]),
     "nemotron-h": lambda: _nemotron_h("linear_attention", "mlp", "full_attention", "linear_attention"),
     "nemotron-h-moe": lambda: _nemotron_h(

@@ -140,6 +140,8 @@ ONE_EXPERT: dict[str, Callable[[], Any]] = {
     "mixtral-one-expert": lambda: _mixtral(num_experts_per_tok=1),
     "qwen3-moe-one-expert": lambda: _qwen3_moe(num_experts_per_tok=1, norm_topk_prob=True),
 }
+ONE_BY_ONE = ("falcon-h1-norm-then-gate", "falcon-h1-gate-then-norm")
+"""transformers mixes the sequences of a batch where it decodes with Falcon-H1's norm; without a cache, or one by one, it does not."""
 PLAIN = tuple(BUILDERS)
 """The models that every test has in every form; of the variants most forms are later."""
 BUILDERS |= VARIANT_BUILDERS
@@ -174,6 +176,13 @@ def build(name: str) -> Any:
     return model
 
 
+def continued(model: Any, name: str, prompts: Tensor) -> Tensor:
+    """Greedy continuations by transformers."""
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    batches = prompts.split(1 if name in ONE_BY_ONE else len(prompts))
+    return torch.cat([model.generate(each, attention_mask=torch.ones_like(each), **options) for each in batches])
+
+
 def saved(model: Any) -> dict[str, Tensor]:
     """What transformers writes into the model's file, which is not what it has in memory: no tied head, single experts."""
     with tempfile.TemporaryDirectory() as folder:
@@ -188,9 +197,7 @@ def truth(name: str) -> Truth:
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         logits = model(tokens).logits
-        prompt = tokens[:, :8]
-        everything = torch.ones_like(prompt)
-        greedy = model.generate(prompt, attention_mask=everything, do_sample=False, max_new_tokens=NEW_TOKENS)
+        greedy = continued(model, name, tokens[:, :8])
     labels = tokens.clone()
     labels[0, 3:6] = -100
     loss = model(tokens, labels=labels).loss

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.ssm import chunk_delta_rule as delta_kernels
-from petatron.kernels.ssm import norm_gate as norm_kernels
+from petatron.kernels.ssm import norm_then_gate as norm_kernels
 from petatron.kernels.ssm.chunk_delta_rule import chunk_delta_rule
 from petatron.kernels.ssm.delta_recurrence import L2_EPS, delta_rule_by_token, delta_update
 from petatron.layers.ssm import delta_ops as ops
@@ -166,7 +166,7 @@ def test_long_sequences_stay_finite_without_decay():
     assert (o - exact).norm() / exact.norm() < 1e-5
 
 
-def norm_gate_inputs() -> tuple[Tensor, Tensor, Tensor]:
+def norm_then_gate_inputs() -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(2)
     shapes = ((4, 2, 3, 6), (4, 2, 3, 6), (6,))
     y, z, weight = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes)
@@ -174,10 +174,10 @@ def norm_gate_inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_the_norm_comes_before_its_gate():
-    y, z, weight = norm_gate_inputs()
+    y, z, weight = norm_then_gate_inputs()
 
     def gated(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        return ops.norm_gate(y, z, weight, eps=1e-5, kernels=norm_kernels)
+        return ops.norm_then_gate(y, z, weight, eps=1e-5, kernels=norm_kernels)
 
     expected = F.rms_norm(y, (6,), weight, eps=1e-5) * F.silu(z)
     torch.testing.assert_close(gated(y, z, weight), expected, **EXACT)
@@ -186,10 +186,10 @@ def test_the_norm_comes_before_its_gate():
 
 def test_every_kernel_is_one_graph():
     """What is compiled on a GPU must be traced whole; the backend `eager` traces and compiles nothing."""
-    y, z, weight = (tensor.detach() for tensor in norm_gate_inputs())
+    y, z, weight = (tensor.detach() for tensor in norm_then_gate_inputs())
     for function, arguments in (
-        (norm_kernels.norm_gate, (y, z, weight)),
-        (norm_kernels.norm_gate_backward, (y, y, z, weight)),
+        (norm_kernels.norm_then_gate, (y, z, weight)),
+        (norm_kernels.norm_then_gate_backward, (y, y, z, weight)),
     ):
         traced = torch.compile(function, fullgraph=True, backend="eager")
         for one, other in zip(traced(*arguments, eps=1e-5), function(*arguments, eps=1e-5)):

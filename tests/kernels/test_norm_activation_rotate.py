@@ -80,6 +80,18 @@ def test_rms_norm(case: str, shape: tuple[int, int]):
     close(rstd, (total.square().mean(-1) + 1e-5).rsqrt())
 
 
+def test_a_layer_norm_without_a_bias_is_that_with_zeros():
+    x, grad, weight = rows(5, 8), rows(5, 8), rows(8)
+    options = {"zero_centered_gamma": False}
+    _, normal, statistics = norm.layer_norm(x, weight, eps=1e-5, **options)
+    _, wanted, _ = norm.layer_norm(x, weight, torch.zeros_like(weight), eps=1e-5, **options)
+    assert torch.equal(normal, wanted)
+    x_grad, weight_grad, none, again = norm.layer_norm_backward(grad, x, statistics, weight, **options)
+    true = norm.layer_norm_backward(grad, x, statistics, weight, torch.zeros_like(weight), **options)
+    assert none is None and again is not None and torch.equal(again, normal)
+    assert torch.equal(x_grad, true[0]) and torch.equal(weight_grad, true[1])
+
+
 @pytest.mark.parametrize("shape", [(1, 2), (5, 8), (33, 7)])
 @pytest.mark.parametrize("case", NORM_CASES)
 def test_layer_norm(case: str, shape: tuple[int, int]):
@@ -190,20 +202,21 @@ def test_gated_activations(name: str):
     assert torch.equal(alone, found) and nothing is None
 
 
-@pytest.mark.parametrize("bounds", [(0.7, 0.0), (None, 1.0), (0.7, 1.0)], ids=str)
-def test_a_bounded_gated_activation_clamps_and_adds(bounds: tuple[float | None, float]):
+@pytest.mark.parametrize("bounds", [(0.7, 0.0, 1.0), (None, 1.0, 1.0), (0.7, 1.0, 1.6), (None, 0.0, 0.4)], ids=str)
+def test_a_bounded_gated_activation_multiplies_clamps_and_adds(bounds: tuple[float | None, float, float]):
     """Numbers beyond the clamp pass no gradient; the compiler takes the bounds as they are."""
     gate_up, grad = rows(9, 14), rows(9, 7)
-    clamp, offset = bounds
+    clamp, offset, factor = bounds
     assert (gate_up.abs() > 0.7).any() and (gate_up.abs() < 0.7).any()
 
     def whole_function(both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
+        gate = gate * factor
         if clamp is not None:
             gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
         return gate * (1.702 * gate).sigmoid() * (up + offset)
 
-    glu_bounds = activation.GluBounds(clamp, offset)
+    glu_bounds = activation.GluBounds(clamp, offset, factor)
     value = activation.gated_activation(gate_up, "quick_geglu", glu_bounds)
     close(value, whole_function(gate_up))
     found, made = activation.gated_activation_backward(grad, gate_up, "quick_geglu", glu_bounds, recompute_output=True)

@@ -26,8 +26,14 @@ CPU = KernelContext("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
 AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
-COMPILED = ("layer_norm", "bounded gated activation", "plain activation", "gated norm", "norm and gate")
-PLAIN_ONLY = ("gated delta rule",)
+COMPILED = (
+    "layer_norm",
+    "bounded gated activation",
+    "plain activation",
+    "gate, then norm",
+    "norm, then gate",
+    "silu gate",
+)
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -47,7 +53,7 @@ def chosen(
 
 def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(HOPPER, monkeypatch).items():
-        best = "compiled" if operation in COMPILED else "reference" if operation in PLAIN_ONLY else "triton"
+        best = "compiled" if operation in COMPILED else "triton"
         assert name == best == OPERATIONS[operation][0].name
         assert passed_over == ()
 
@@ -64,14 +70,13 @@ def test_what_runs_everywhere(situation: KernelContext, reasons: dict[str, str],
     for operation, (name, passed_over) in chosen(situation, monkeypatch).items():
         assert name == PLAIN_NAMES.get(operation, "reference") == OPERATIONS[operation][-1].name
         better = [kernel.name for kernel in OPERATIONS[operation][:-1]]
-        assert better == [] if operation in PLAIN_ONLY else len(better) == 1
+        assert len(better) == 1
         assert passed_over == tuple((one, reasons.get(operation, NO_GPU)) for one in better)
 
 
 def test_no_compile_leaves_the_handwritten_ones(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(dataclasses.replace(HOPPER, allow_compile=False), monkeypatch).items():
-        wanted = ("reference", ()) if operation in PLAIN_ONLY else ("triton", ())
-        wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else wanted
+        wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else ("triton", ())
         assert (name, passed_over) == wanted
 
 
@@ -151,13 +156,24 @@ CALLED: dict[str, set[str]] = {
     "embedding gradient": {"embedding_grad"},
     "selective scan": {"chunk_scan", "chunk_scan_backward"},
     "causal convolution": {"causal_conv", "causal_conv_backward"},
-    "gated norm": {"gated_square_sums", "gated_norm", "gated_norm_projections", "gated_norm_backward"},
+    "gate, then norm": {"gated_square_sums", "gate_then_norm", "gate_then_norm_projections", "gate_then_norm_backward"},
+    "selective scan step": {"scan_step"},
+    "gated delta rule step": {"delta_step"},
+    "causal convolution step": {"conv_step"},
     "gated delta rule": {"chunk_delta_rule", "chunk_delta_rule_backward"},
-    "norm and gate": {"norm_gate", "norm_gate_backward"},
+    "silu gate": {"silu_gate", "silu_gate_backward"},
+    "norm, then gate": {"norm_then_gate", "norm_then_gate_backward"},
     "adamw": {"adamw", "sum_of_squares"},
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
     "packed documents": {"gather_rows", "scatter_rows"},
+    "heads of latent attention": {
+        "latent_queries",
+        "latent_queries_backward",
+        "latent_keys_values",
+        "latent_keys_values_backward",
+    },
     "paged attention": {"store_key_value", "decode_attention", "store_and_decode"},
+    "paged latent attention": {"store_latents", "decode_latents"},
     "GEMM of few rows": {"few_rows_gemm", "pack_fp8", "dequantise_weight"},
     "most likely id": {"most_likely"},
     "FP8 casts and GEMMs": {field.name for field in dataclasses.fields(Fp8Kernels)},
@@ -194,8 +210,12 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
         for module in (module for name, module in fast if name == "triton"):
             assert module == f"triton.{plain[1]}"
             used.add(f"petatron.kernels.{module}")
-    parts = {f"{folder.__name__}.ssm.scan_{part}" for part in ("tiles", "states", "outputs", "grads")}
-    shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of one operation
+    steps = [*(f"scan_{part}" for part in ("tiles", "states", "outputs", "grads"))]
+    steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "score_grads", "grads")]
+    steps += ["decode.step_tiles"]
+    parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
+    parts |= {f"{folder.__name__}.attention.split_softmax"}
+    shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of operations
     assert used == written - shared and shared < written
 
 

@@ -1,4 +1,4 @@
-"""The selective scan in chunks, the causal convolution and the gated norm against their definitions, in float64."""
+"""The selective scan in chunks, the causal convolution and the norm of a gated output against their definitions, in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from petatron.kernels.ssm import causal_conv as conv_kernels
 from petatron.kernels.ssm import chunk_scan as scan_kernels
-from petatron.kernels.ssm import gated_norm as norm_kernels
+from petatron.kernels.ssm import gate_then_norm as norm_kernels
+from petatron.kernels.ssm import silu_gate as gate_kernels
 from petatron.kernels.ssm.causal_conv import causal_conv
 from petatron.kernels.ssm.chunk_scan import chunk_scan
 from petatron.kernels.ssm.recurrence import scan_by_token, state_update
@@ -208,18 +209,44 @@ def test_the_gradients_of_the_convolution(packed: bool):
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])
-def test_the_gated_norm_normalises_each_group(num_groups: int):
+def test_the_norm_after_the_gate_normalises_each_group(num_groups: int):
     torch.manual_seed(2)
     y, z, weight = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((4, 2, 6), (4, 2, 6), (6,)))
     norm = NormGroups(6 // num_groups, num_groups, 1e-5, identity)
 
     def gated(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        return ops.gated_norm(y, z, weight, norm, kernels=norm_kernels)
+        return ops.gate_then_norm(y, z, weight, norm, kernels=norm_kernels)
 
     value = (y * F.silu(z)).unflatten(-1, (num_groups, -1))
     expected = F.rms_norm(value, value.shape[-1:], eps=1e-5).flatten(-2) * weight
     torch.testing.assert_close(gated(y, z, weight), expected, **EXACT)
     assert torch.autograd.gradcheck(gated, (y, z, weight))
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_the_norm_without_a_gate_normalises_each_group(num_groups: int):
+    torch.manual_seed(3)
+    y, weight = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((4, 2, 6), (6,)))
+    norm = NormGroups(6 // num_groups, num_groups, 1e-5, identity)
+
+    def normed(y: Tensor, weight: Tensor) -> Tensor:
+        return ops.gate_then_norm(y, None, weight, norm, kernels=norm_kernels)
+
+    groups = y.unflatten(-1, (num_groups, -1))
+    expected = F.rms_norm(groups, groups.shape[-1:], eps=1e-5).flatten(-2) * weight
+    torch.testing.assert_close(normed(y, weight), expected, **EXACT)
+    assert torch.autograd.gradcheck(normed, (y, weight))
+
+
+def test_the_gate_is_that_of_pytorch():
+    torch.manual_seed(4)
+    y, z = (torch.randn(4, 2, 6, dtype=torch.float64).requires_grad_() for _ in range(2))
+
+    def gated(y: Tensor, z: Tensor) -> Tensor:
+        return ops.silu_gate(y, z, kernels=gate_kernels)
+
+    torch.testing.assert_close(gated(y, z), y * F.silu(z), **EXACT)
+    assert torch.autograd.gradcheck(gated, (y, z))
 
 
 def test_every_kernel_is_one_graph():
@@ -233,7 +260,8 @@ def test_every_kernel_is_one_graph():
         (scan_kernels.chunk_scan_backward, (inputs.x_SBHP, None, *inputs), options),
         (conv_kernels.causal_conv, (x, weight, bias), {"starts_SB": starts}),
         (conv_kernels.causal_conv_backward, (grad, x, weight, bias), {"starts_SB": starts}),
-        (norm_kernels.gated_norm_backward, (grad[:, 0], x[:, 0], x[:, 1], rstd, bias, rstd), {}),
+        (norm_kernels.gate_then_norm_backward, (grad[:, 0], x[:, 0], x[:, 1], rstd, bias, rstd), {}),
+        (gate_kernels.silu_gate_backward, (grad, x, x), {}),
     ]
     for function, arguments, keywords in calls:
         traced = torch.compile(function, fullgraph=True, backend="eager")

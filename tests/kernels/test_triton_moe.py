@@ -157,3 +157,20 @@ def test_rows_too_wide_for_registers(monkeypatch: pytest.MonkeyPatch):
         for kind in (twins, permute)
     )
     assert all(torch.equal(mine, true) for mine, true in zip(ours, wanted, strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 64, 33), (1, 0, 4)], ids=str)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_gradients_are_written_in_float32(shape: tuple[int, ...], dtype: torch.dtype, accumulate: bool):
+    grad = torch.randn(shape, device=DEVICE).to(dtype)
+    found, wanted = (torch.full(shape, 0.25, device=DEVICE) for _ in "ab")
+    twins.TRITON.write_grad(found, grad, accumulate)
+    permute.REFERENCE.write_grad(wanted, grad, accumulate)
+    assert torch.equal(found, wanted)
+
+
+def test_gradients_of_another_memory_order_go_the_plain_way():
+    grad, out = torch.randn(3, 5, 4, device=DEVICE), torch.ones(3, 4, 5, device=DEVICE)
+    twins.TRITON.write_grad(out, grad.transpose(1, 2), True)
+    torch.testing.assert_close(out, grad.transpose(1, 2) + 1)

@@ -27,7 +27,7 @@ ONE_KEY_HEAD = f"--hybrid-layer-pattern GG {SIZES} --linear-num-key-heads 1"
 THREE_TAPS = f"{VARIANT} 2 {SIZES} --linear-conv-kernel-dim 3 --normalization LayerNorm --add-bias-linear"
 GATE = "--attention-output-gate --num-query-groups 2 --qk-layernorm --apply-layernorm-1p --rotary-percent 0.5"
 NEXT = (
-    f"--num-layers 4 {VARIANT} 2 {SIZES} {GATE} --num-experts 4 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0.01 "
+    f"{VARIANT} 2 {SIZES} {GATE} --num-experts 4 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0.01 "
     "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
 )
 BOTH_SCANS = (
@@ -46,7 +46,7 @@ PACKED = "--reset-attention-mask --reset-position-ids"
         later("--tp 2 --sequence-parallel", 2, THREE_TAPS),
         later("--tp 2 --sequence-parallel --tp-comm-overlap", 2, HYBRID),
         ("--pp 2", 2, HYBRID),
-        later("--pp 2 --num-layers-per-virtual-pipeline-stage 1", 2, NEXT),
+        later("--pp 2 --num-layers-per-virtual-pipeline-stage 1", 2, f"{NEXT} --num-layers 4"),
         later("--pp 2 --pipeline-schedule zb-h1 --tp 2 --sequence-parallel", 4, HYBRID),
         later("--pp 2 --pipeline-schedule zb-v", 2, HYBRID),
         later("--dp 2 --use-distributed-optimizer", 2, NEXT),

@@ -13,7 +13,7 @@ MODEL = (
     "--num-query-groups 2 --activation quick_geglu --activation-func-clamp-value 0.3 --glu-linear-offset 1.0 --add-bias-linear "
     "--softmax-type learnable --window-size 5 --window-attn-skip-freq 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
     "--moe-router-linear-bias --moe-aux-loss-coeff 0.05 --position-embedding-type yarn --rope-scaling-factor 4 "
-    "--rotary-base 100 --original-max-position-embeddings 64 --yarn-beta-fast 4 --no-yarn-correction-range-round-to-int --train-iters 4"
+    "--rotary-base 100 --original-max-position-embeddings 64 --yarn-beta-fast 4 --no-yarn-correction-range-round-to-int"
 )
 A2A, GATHER = "--moe-token-dispatcher-type alltoall", "--moe-token-dispatcher-type allgather"
 LAYOUTS = [

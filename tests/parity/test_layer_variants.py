@@ -36,6 +36,12 @@ MODELS = {
     ),
     "linear biases": "--position-embedding-type alibi --num-query-groups 2 --softmax-scale 0.6",
     "linear biases in a window": "--position-embedding-type alibi --num-attention-heads 6 --kv-channels 8 --window-size 7",
+    "normed embeddings": (
+        "--position-embedding-type alibi --embed-layernorm --normalization LayerNorm --add-bias-linear --activation gelu_tanh"
+    ),
+    "no biases at all, clipped": (
+        "--position-embedding-type alibi --normalization LayerNorm --no-norm-bias --clip-qkv 0.2 --activation gelu"
+    ),
 }
 PLAIN = {
     "windows and positions by layer": "--num-layers 4 --window-size 5",
@@ -48,6 +54,8 @@ PLAIN = {
     "chunks, temperature and norms without weights": "--num-layers 4 --no-rope-freq [0,1,0,0] --rotary-interleaved --num-query-groups 2",
     "linear biases": "--position-embedding-type none --num-query-groups 2 --softmax-scale 0.6",
     "linear biases in a window": "--position-embedding-type none --num-attention-heads 6 --kv-channels 8 --window-size 7",
+    "normed embeddings": "--position-embedding-type alibi --normalization LayerNorm --add-bias-linear --activation gelu_tanh",
+    "no biases at all, clipped": "--position-embedding-type alibi --normalization LayerNorm --no-norm-bias --activation gelu",
 }
 """The model without its variants, or without one of them."""
 LAYOUTS = {

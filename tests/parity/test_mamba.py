@@ -23,6 +23,12 @@ MAMBA = f"--hybrid-layer-pattern MM --mamba-num-groups 2 {SIZES}"
 WHOLE_NORM = f"{MAMBA} --mamba-norm-groups 1"
 ONE_GROUP = f"--hybrid-layer-pattern MM --mamba-num-groups 1 {SIZES}"
 HYBRID = f"--hybrid-layer-pattern M-M* --num-layers 4 --mamba-num-groups 2 {SIZES}"
+FACTORS = (
+    "--key-multiplier 0.7 --attention-in-multiplier 0.8 --attention-out-multiplier 0.9 --ssm-in-multiplier 1.2 "
+    "--ssm-multipliers 0.7 0.8 1.3 0.6 1.1 --ssm-out-multiplier 0.5 --mlp-multipliers 0.75 0.65"
+)
+PARALLEL = f"--hybrid-layer-pattern P-P- --num-layers 4 --mamba-num-groups 2 {SIZES} {FACTORS} --swiglu --mamba-gated-norm none"
+NORM_FIRST = PARALLEL.replace("norm none", "norm norm_then_gate --mamba-norm-groups 1")
 EXPERTS = (
     f"--hybrid-layer-pattern MEM* --num-layers 4 --mamba-num-groups 2 {SIZES} --num-experts 4 --moe-aux-loss-coeff 0.01"
 )
@@ -51,6 +57,25 @@ PACKED = "--reset-attention-mask --reset-position-ids"
         later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --pp 2", 2, HYBRID),
         later("--tp 2 --sequence-parallel --recompute-granularity selective --recompute-modules mamba mlp", 2, HYBRID),
         later("--tp 2 --pp 2 --sequence-parallel --cpu-offloading-num-layers 1", 4, HYBRID),
+        ("--tp 2 --sequence-parallel", 2, NORM_FIRST),
+        ("--pp 2", 2, PARALLEL),
+        ("--cp 2", 2, f"{PARALLEL} {PACKED}"),
+        ("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, PARALLEL),
+        later("--tp 4", 4, NORM_FIRST),
+        later("--tp 2", 2, PARALLEL),
+        later("--tp 2 --pp 2 --sequence-parallel --pipeline-schedule zb-h1", 4, PARALLEL),
+        later("--dp 2 --use-distributed-optimizer", 2, NORM_FIRST),
+        later("--cp 2 --tp 2 --sequence-parallel", 4, NORM_FIRST),
+        later("--cp 2 --cp-comm-type a2a", 2, PARALLEL),
+        later(
+            "--tp 2 --sequence-parallel --recompute-granularity selective --recompute-modules mamba mlp attention",
+            2,
+            PARALLEL,
+        ),
+        later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --pp 2", 2, NORM_FIRST),
+        later(
+            "--ep 2", 2, EXPERTS.replace("MEM*", "PEPE").replace("--num-experts", f"{FACTORS} --swiglu --num-experts")
+        ),
         ("--cp 2", 2, HYBRID),
         ("--cp 4", 4, f"{HYBRID} {PACKED}"),
         later("--cp 4", 4, MAMBA),

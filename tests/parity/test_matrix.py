@@ -53,21 +53,25 @@ def _check(ranks: RankPool, found: MatrixEntry, *, steps: int, dtype: str, model
 @pytest.mark.parametrize("name", CORE)
 def test_core(ranks: RankPool, name: str):
     found = parse_entry(name)
-    _check(ranks, found, steps=2, dtype="float64", model_flags=f"{found.model_flags} {_small_batch(found)}")
+    _check(ranks, found, steps=2, dtype="float64", model_flags=f"{found.model_flags} {_small(found)}")
 
 
-def _small_batch(found: MatrixEntry) -> str:
-    """Two micro-batches on every rank, four in a pipeline: the matrix itself has 16 samples in every layout."""
+def _small(found: MatrixEntry) -> str:
+    """A model of two layers, four where ranks have two stages each, on two micro-batches of every rank, four in a pipeline: in the
+    matrix itself models have four layers, and 16 samples in every layout."""
     words = f"{found.model_flags} {found.flags} --train-iters 2".split()
     parallel = load_config(words, world_size=found.world_size).config.parallel
     micro_batches = 4 if parallel.pipeline_model_parallel_size > 1 else 2
-    return f"--global-batch-size {parallel.data_parallel_size * 2 * micro_batches}"
+    batch = f"--global-batch-size {parallel.data_parallel_size * 2 * micro_batches}"
+    if "vpp" in found.name or "zbv" in found.name:
+        return batch
+    return f"{batch} --num-layers 2 {'--moe-layer-freq [0,1]' if '--num-experts' in found.model_flags else ''}"
 
 
 @pytest.mark.parametrize("name", SINGLE_PRECISION)
 def test_single_precision(ranks: RankPool, name: str):
     found = parse_entry(name)
-    _check(ranks, found, steps=3, dtype="float32", model_flags=f"{found.model_flags} {_small_batch(found)}")
+    _check(ranks, found, steps=3, dtype="float32", model_flags=f"{found.model_flags} {_small(found)}")
 
 
 def test_twenty_steps_in_single_precision(ranks: RankPool):

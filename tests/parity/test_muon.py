@@ -70,7 +70,7 @@ def test_dense(ranks: RankPool, layout: str, world_size: int):
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [
-        ("--dp 2 --ep 2", 2),
+        later("--dp 2 --ep 2", 2),
         ("--tp 2 --expert-tensor-parallel-size 2", 2),
         (f"--tp 2 --dp 2 --ep 2 {ZERO1}", 4),
         later(f"--dp 4 --ep 2 {ZERO1} --ddp-bucket-size 1", 4),
@@ -121,7 +121,7 @@ def test_a_rank_that_owns_a_matrix_asks_nobody_for_it(ranks: RankPool, bucket_si
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [
-        ("--bf16", 1),
+        later("--bf16", 1),
         ("--fp16 --initial-loss-scale 1e6 --loss-scale-window 2 --hysteresis 1", 1),
         (f"--tp 2 --dp 2 {ZERO1} --bf16 --overlap-grad-reduce --overlap-param-gather", 4),
         later(f"--dp 2 {ZERO3} --bf16", 2),

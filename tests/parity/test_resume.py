@@ -26,7 +26,10 @@ from tests.longform import later
 from tests.parity.harness import tiny_run
 
 ITERATIONS, STOP = 4, 2
-MODEL = f"--train-iters {ITERATIONS} --hidden-dropout 0.1 --attention-dropout 0.1 --lr-decay-iters {ITERATIONS}"
+MODEL = (
+    f"--train-iters {ITERATIONS} --hidden-dropout 0.1 --attention-dropout 0.1 --lr-decay-iters {ITERATIONS} "
+    "--global-batch-size 4"
+)
 DELAYED = "--fp8-hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 
 
@@ -70,8 +73,8 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
         ("", 1),
         later("--tp 2 --dp 2 --sequence-parallel", 4),
         later("--tp 2 --bf16", 2),
-        ("--fp16 --initial-loss-scale 65536 --loss-scale-window 3 --global-batch-size 4", 1),
-        ("--pp 2 --dp 2 --use-distributed-optimizer --overlap-param-gather --bf16", 4),
+        ("--fp16 --initial-loss-scale 65536 --loss-scale-window 3", 1),
+        ("--pp 2 --dp 2 --use-distributed-optimizer --overlap-param-gather --bf16 --micro-batch-size 1", 4),
         (
             "--pp 2 --pipeline-schedule zb-h1 --cp 2 --recompute-granularity full --recompute-method uniform "
             "--recompute-num-layers 1",
@@ -143,7 +146,7 @@ CHAIN = ("pp2-interleaved-zero1", "zero3", "cp2-zb-v-zero1", "hybrid", "tp2", "p
 def test_state_moves_from_one_way_of_sharding_to_the_next(ranks: RankPool, tmp_path: Path, tied: str):
     """One step in each: wrong weights show in its loss, wrong moments in the next one's."""
     end = len(CHAIN) + 2
-    quiet = f"{QUIET} --num-layers 4 --train-iters {end} --lr-decay-iters {end} {tied}"
+    quiet = f"{QUIET} --global-batch-size 8 --num-layers 4 --train-iters {end} --lr-decay-iters {end} {tied}"
     whole, losses = _losses_of_one_process(quiet), {}
     for stop, name in enumerate(CHAIN, start=2):
         flags, world_size = ANY[name]

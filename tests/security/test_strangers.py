@@ -30,6 +30,7 @@ from petatron.mesh.launch.environment import (
 )
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE, secret_folder, wait_for_secret, write_secret
+from tests.forked_python import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET, OTHER = "correct horse battery", "staple staple staple"
@@ -221,7 +222,7 @@ def listening(pids: list[int]) -> list[tuple[str, int]]:
 def test_a_run_on_one_machine_can_be_reached_by_nobody_else(tmp_path: Path) -> None:
     """The attack that once worked: find the port before the second rank joins, join in its place."""
     script = tmp_path / "slow.py"
-    script.write_text(SLOW.format(delay=3, rank_of="__import__('os').environ['RANK'] == '1'"))
+    script.write_text(SLOW.format(delay=2, rank_of="__import__('os').environ['RANK'] == '1'"))
     flags = "tiny-llama --mock-data --train-iters 2 --lr 1e-3 --dp 2 --device cpu --live off --eval-iters 0".split()
     launch = (
         "import sys; from petatron.mesh.launch.local_launcher import run_ranks;"
@@ -243,7 +244,7 @@ def test_a_run_on_one_machine_can_be_reached_by_nobody_else(tmp_path: Path) -> N
             open_to_all = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             ports = [open_to_all.port, *(port for _, port in sockets)]
             code = ATTACK.format(nobody=NOBODY, paths=[str(stores[0])], ports=ports)
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+            done = run_forked([sys.executable, "-c", code], cwd=ROOT)
             # A store of the old kind is joined, so the attack works; the run's is neither read nor joined.
             assert json.loads(done.stdout) == {"read": [], "joined": [open_to_all.port]}, done.stderr
         assert run.wait(timeout=60) == 0, "and the run itself goes on"

@@ -28,6 +28,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.http.follow_run import follow_run
 from petatron.serve.model_card import ModelCard
+from tests.forked_python import ForkedPython
 from tests.serve.live_server import TEMPLATE, live_server
 from tests.serve.load import LoadClients, LoadReport, SerialAnswers, make_prompts
 
@@ -80,7 +81,7 @@ def _resident_bytes(pid: int) -> int:
 class ServerProcess:
     """`petatron serve` in a process of its own."""
 
-    process: subprocess.Popen[bytes]
+    process: ForkedPython
     url: str
     log: Path
     resident_bytes: list[tuple[float, int]] = field(default_factory=list)
@@ -90,7 +91,7 @@ class ServerProcess:
         log, template = scratch / "serve.log", scratch / "chat.jinja"
         template.write_text(TEMPLATE)
         words = ["-m", "petatron", "serve", str(folder), "--port", "0", "--fp64", "--chat-template", str(template)]
-        process = subprocess.Popen(
+        process = ForkedPython(
             [sys.executable, *words, *flags],
             stdout=log.open("wb"),
             stderr=subprocess.STDOUT,

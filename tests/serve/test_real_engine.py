@@ -28,6 +28,7 @@ from petatron.serve.http.follow_run import follow_run
 from petatron.serve.model_card import ModelCard
 from petatron.serve.newest_step import newest_sound_step
 from petatron.serve.open_engine import model_settings
+from tests.forked_python import ForkedPython
 from tests.serve.live_server import TEMPLATE, LiveServer, live_server
 
 ROOT = Path(__file__).parent.parent.parent
@@ -193,9 +194,9 @@ def test_the_layout_says_how_many_ranks(run_folder: Path):
     assert model_settings(run_folder, ["--tp", "2", "--pp", "2"]).loaded.config.parallel.world_size == 4
 
 
-def _serve(command: list[str], log: Path) -> tuple[subprocess.Popen[bytes], str]:
+def _serve(command: list[str], log: Path) -> tuple[ForkedPython, str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
+    process = ForkedPython(
         [sys.executable, *command], stdout=log.open("wb"), stderr=subprocess.STDOUT, env=env, cwd=ROOT
     )
     end = time.monotonic() + 120
@@ -205,7 +206,7 @@ def _serve(command: list[str], log: Path) -> tuple[subprocess.Popen[bytes], str]
     return process, log.read_text().split(" at ")[1].split(" ")[0]
 
 
-def _stop(process: subprocess.Popen[bytes]) -> int:
+def _stop(process: ForkedPython) -> int:
     process.send_signal(signal.SIGTERM)
     try:
         return process.wait(30)

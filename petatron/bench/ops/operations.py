@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 
 from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, BenchContext, KernelCase, MicroBatchShape, Outputs
+from petatron.bench.ops.delta import delta_cases
+from petatron.bench.ops.latent_decode import latent_decode_cases
 from petatron.bench.ops.qkv_split import qkv_split_cases
+from petatron.bench.ops.recurrent_decode import recurrent_decode_cases
 from petatron.bench.ops.scan import scan_cases
 from petatron.kernels import activation, norm
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, dequantise
@@ -323,5 +326,8 @@ CASES: Mapping[str, Callable[..., Iterator[KernelCase]]] = {
     "product": weight_grad_cases,
     "fp8": fp8_cases,
     "scan": scan_cases,
+    "delta": delta_cases,
+    "latent-decode": latent_decode_cases,
+    "recurrent-decode": recurrent_decode_cases,
 }
 """By the name for --only."""

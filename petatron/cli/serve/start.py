@@ -98,6 +98,7 @@ def _answer(
     app = build_app(engine, describe(), options, background=watch)
     step = "" if engine.step_number is None else f", step {engine.step_number}"
     ready = f"serving {name}{step} at {address_of(listener)} (Ctrl-C finishes what is open, and ends)"
+    gc.freeze()  # a collection need not look through what was imported: streams would wait for it
     run_server(app, listener, on_ready=lambda: print(ready, flush=True))
 
 

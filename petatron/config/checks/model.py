@@ -8,7 +8,7 @@ from petatron.base.errors import Problem
 from petatron.config.checks.layers.variants import check_layer_variants
 from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, within
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.hybrid_pattern import ATTENTION
+from petatron.config.schema.hybrid_pattern import ATTENTION, branch_letters
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
 
@@ -32,7 +32,7 @@ def check_model(config: RawRunConfig) -> Iterator[Problem]:
 
 def has_attention(model: RawModelConfig) -> bool:
     """Whether a model has attention layers."""
-    return model.hybrid_layer_pattern is None or ATTENTION in model.hybrid_layer_pattern
+    return model.hybrid_layer_pattern is None or ATTENTION in branch_letters(model.hybrid_layer_pattern)
 
 
 def _sizes(model: RawModelConfig) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from petatron.config.checks.layers.linear_attention import LINEAR_SIZES, has_del
 from petatron.config.checks.model import LATENT_WIDTHS
 from petatron.config.checks.moe import router_cannot_learn
 from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, flatten_config
-from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, MLP
+from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP, branch_letters
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin
@@ -45,7 +45,12 @@ _ATTENTION = (
     "qk_layernorm",
     "attention_output_gate",
     "attention_dropout",
+    "clip_qkv",
+    "attention_in_multiplier",
+    "key_multiplier",
+    "attention_out_multiplier",
 )
+_MAMBA = ("mamba_norm_groups", "mamba_gated_norm", "ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier")
 _CONTEXT = ("cp_comm_type", "hierarchical_context_parallel_sizes")
 _PIPELINE = (
     "pipeline_schedule",
@@ -140,7 +145,7 @@ def _different_effect_notices(config: RawRunConfig, origins: Mapping[str, ValueO
 
 def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     positions = config.model.position_embedding_type
-    compiles = MAMBA in (config.model.hybrid_layer_pattern or "") or has_delta_layers(config.model)
+    compiles = MAMBA in branch_letters(config.model.hybrid_layer_pattern) or has_delta_layers(config.model)
     compiles |= config.model.activation_func_clamp_value is not None or config.model.glu_linear_offset != 0.0
     if config.model.normalization == "RMSNorm" and config.model.activation in GATED_ACTIVATIONS and not compiles:
         yield "compile", "nothing of this model is compiled: on GPUs it has kernels of its own"
@@ -191,20 +196,25 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
 
 def _unused_hybrid(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     pattern = config.model.hybrid_layer_pattern
-    if pattern is None or MAMBA not in pattern:
-        yield from ((name, "no layer is Mamba-2") for name in (*MAMBA_SIZES, "mamba_norm_groups"))
+    branches = branch_letters(pattern)
+    if MAMBA not in branches:
+        yield from ((name, "no layer is Mamba-2") for name in (*MAMBA_SIZES, *_MAMBA))
     if not has_delta_layers(config.model):
         yield from ((name, "no layer is a gated delta net") for name in LINEAR_SIZES)
     if pattern is None:
         return
     yield "moe_layer_freq", "--hybrid-layer-pattern says which layers have experts"
-    if ATTENTION not in pattern:
+    if ATTENTION not in branches:
         yield from ((name, "no layer is attention") for name in _ATTENTION)
     if MLP not in pattern:
         yield "ffn_hidden_size", "no layer is an MLP"
+    if MLP not in pattern and EXPERTS not in pattern:
+        yield "mlp_multipliers", "no layer is an MLP"
 
 
 def _unused_attention(config: RawRunConfig) -> Iterator[tuple[str, str]]:
+    if config.model.normalization == "RMSNorm":
+        yield "norm_bias", "an RMSNorm has no bias"
     if not config.model.multi_latent_attention:
         yield from ((name, "it is for --multi-latent-attention") for name in LATENT_WIDTHS)
         return
@@ -344,11 +354,11 @@ def _unused_recompute_modules(config: RawRunConfig) -> Iterator[str]:
         lacking |= {"moe": "the model has no experts", "moe_act": "the model has no experts"}
     if config.moe.num_experts is None or config.moe.moe_shared_expert_intermediate_size is None:
         lacking["shared_experts"] = "there is no shared expert"
-    if pattern is None or MAMBA not in pattern:
+    if MAMBA not in branch_letters(pattern):
         lacking["mamba"] = "no layer is Mamba-2"
     if not has_delta_layers(config.model):
         lacking["delta"] = "no layer is a gated delta net"
-    if pattern is not None and ATTENTION not in pattern:
+    if pattern is not None and ATTENTION not in branch_letters(pattern):
         lacking |= dict.fromkeys(("attention", "core_attn"), "no layer is attention")
     for module in config.memory.recompute_modules:
         if module in lacking:

@@ -1,18 +1,28 @@
 """The layers of a hybrid model, one letter each: the value of `--hybrid-layer-pattern`, or what ratios of kinds give.
 
-    M  Mamba-2      G  gated delta net      *  attention      -  MLP      E  experts
+    M  Mamba-2      G  gated delta net      *  attention      -  MLP      E  experts      P  attention and Mamba-2 in parallel
 
-Each letter is a layer with this one residual branch.
+Each letter is a layer with this one residual branch; P has two, which take the same normed input and are added (Falcon-H1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-MAMBA, DELTA, ATTENTION, MLP, EXPERTS = "M", "G", "*", "-", "E"
-SYMBOLS = MAMBA + DELTA + ATTENTION + MLP + EXPERTS
+MAMBA, DELTA, ATTENTION, MLP, EXPERTS, PARALLEL = "M", "G", "*", "-", "E", "P"
+SYMBOLS = MAMBA + DELTA + ATTENTION + MLP + EXPERTS + PARALLEL
+_BRANCHES = {PARALLEL: ATTENTION + MAMBA}
 STAGE_BOUNDARY, PREDICTION_DEPTH = "|", "/"
 """Of Megatron's newer patterns, and not of ours: where pipeline stages end, and where the layers of multi-token prediction begin."""
+
+
+def branch_letters(pattern: str | None) -> str:
+    """Returns the letters of all branches, in their order; those of no pattern are none.
+
+    >>> branch_letters("P-M")
+    '*M-M'
+    """
+    return "".join(_BRANCHES.get(letter, letter) for letter in pattern or "")
 
 
 def allocate_layers(num_layers: int, attention_ratio: float, mlp_ratio: float) -> str:

@@ -31,6 +31,10 @@ class LayerVariants(LinearAttention):
     """LongRoPE: the same where `--seq-length` is longer."""
     longrope_attention_factor: Factor | None = None
     """LongRoPE: factor on cos and sin. Unset means sqrt(1 + log(scaling factor) / log(original context))."""
+    norm_bias: bool = True
+    """Biases of LayerNorms (`--no-norm-bias` leaves them out, as MPT does)."""
+    embed_layernorm: bool = False
+    """Normalise embeddings before the first layer (BLOOM)."""
     norm_placement: Literal["pre", "both", "output"] = "pre"
     """Where a layer's norms are: before each branch, before and after it (Gemma 2), or after it only (OLMo 2)."""
     residual_branches: Literal["sequential", "parallel", "parallel_shared_norm"] = "sequential"
@@ -43,6 +47,8 @@ class LayerVariants(LinearAttention):
     """Attention sinks: whether a head may attend to nothing, with the score 0 or with a learned one (gpt-oss)."""
     attention_output_gate: bool = False
     """Multiply each channel of attention's output by a sigmoid gate that is projected with the queries (Qwen3-Next)."""
+    clip_qkv: Factor | None = None
+    """Clip queries, keys and values to this size, as they are projected (MPT). Unset means not at all."""
     softmax_scale: Factor | None = None
     """Factor on attention scores. Unset means 1 / sqrt(head width)."""
     attn_logit_softcapping: Factor | None = None
@@ -55,6 +61,22 @@ class LayerVariants(LinearAttention):
     """Factor on what each branch adds to the residual stream (Granite)."""
     logits_scaling: Factor = 1.0
     """Logits are divided by this (Granite)."""
+    attention_in_multiplier: Factor = 1.0
+    """Factor on queries, keys and values (Falcon-H1, where it is one on their input)."""
+    key_multiplier: Factor = 1.0
+    """Factor on keys, besides `--attention-in-multiplier` (Falcon-H1)."""
+    attention_out_multiplier: Factor = 1.0
+    """Factor on what attention adds to the residual stream (Falcon-H1)."""
+    ssm_in_multiplier: Factor = 1.0
+    """Factor on all of Mamba-2's first projection (Falcon-H1, where it is one on its input)."""
+    ssm_multipliers: tuple[Factor, ...] = (1.0,) * 5
+    """Factors on the parts of Mamba-2's first projection, besides `--ssm-in-multiplier`: z, x, B, C and dt (Falcon-H1)."""
+    ssm_out_multiplier: Factor = 1.0
+    """Factor on what Mamba-2 adds to the residual stream (Falcon-H1)."""
+    mlp_multipliers: tuple[Factor, ...] = (1.0,) * 2
+    """Factors on the gate of a gated MLP, and on what an MLP adds to the residual stream (Falcon-H1)."""
+    mamba_gated_norm: Literal["gate_then_norm", "norm_then_gate", "none"] = "gate_then_norm"
+    """Mamba-2: whether the scan's output is gated and then normalised, normalised and then gated, or only gated (Falcon-H1)."""
     attention_chunk_size: SequenceLength | None = None
     """Layers with rotary positions attend within chunks of so many tokens of a document only (Llama 4). Unset means in none."""
     attention_temperature_scale: Factor | None = None

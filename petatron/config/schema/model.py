@@ -105,9 +105,10 @@ class RawModelConfig(LayerVariants):
     v_head_dim: Width = 128
     """Latent attention: width of a value head."""
     is_hybrid_model: bool = False
-    """A model of layers with one branch each, by letters or ratios of kinds. Derived: on with a pattern or a ratio of them."""
+    """A model whose layers are given one by one, by letters or ratios of kinds. Derived: on with a pattern or a ratio of them."""
     hybrid_layer_pattern: str | None = None
-    """The layers of a hybrid model, one letter each: M Mamba-2, G gated delta net, * attention, - MLP, E experts. Derived: from ratios."""
+    """The layers of a hybrid model, one letter each: M Mamba-2, G gated delta net, * attention, - MLP, E experts, P
+    attention and Mamba-2 in parallel. Derived: from ratios."""
     hybrid_attention_ratio: Fraction = 0.0
     """Hybrid models without a pattern: the share of layers that are attention."""
     hybrid_mlp_ratio: Fraction = 0.0

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import ATTENTION, DELTA, MAMBA, MLP
+from petatron.config.schema.hybrid_pattern import ATTENTION, DELTA, MAMBA, MLP, branch_letters
 from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS, MoELayerFreqError, parse_moe_layer_freq
@@ -155,13 +155,14 @@ def _unused_fields(settings: Mapping[str, Any]) -> frozenset[str]:
         return unused
     unused |= {"rotary_percent", "kv_channels"} if settings.get("multi_latent_attention") else _LATENT_SIZES
     pattern = settings.get("hybrid_layer_pattern")
-    if not isinstance(pattern, str) or MAMBA not in pattern:
+    branches = branch_letters(pattern) if isinstance(pattern, str) else ""
+    if MAMBA not in branches:
         unused |= _MAMBA_FIELDS
     delta = DELTA in pattern if isinstance(pattern, str) else settings.get("experimental_attention_variant") is not None
     unused |= frozenset() if delta else _DELTA_FIELDS
     if isinstance(pattern, str):
         unused |= {"moe_layer_freq"} | (frozenset() if MLP in pattern else {"ffn_hidden_size"})
-    if isinstance(pattern, str) and ATTENTION not in pattern:
+    if isinstance(pattern, str) and ATTENTION not in branches:
         unused |= _ATTENTION_FIELDS
     positions = settings.get("position_embedding_type")
     if positions not in (None, "rope", "yarn"):

@@ -2,7 +2,7 @@
 
 A decode step of a small batch is hundreds of kernels of a few microseconds, more than a host can launch in time. Batches are padded to
 the next captured size; padding is stored in the scratch page, and its states in the scratch slot. What changes from step to step (ids,
-positions, slots, lengths, slots of states and page tables) is one tensor of integers, copied in one transfer.
+positions, page rows, lengths, state slots and page tables) is one tensor of integers, copied in one transfer.
 
 The most likely ids stay on the device, and the next step may take its inputs from there: it is started before the host has seen them, and
 the host's work of one step overlaps the next.
@@ -40,7 +40,7 @@ class SequenceRows(NamedTuple):
 
 _WARM_UP_STEPS = 2
 _NUM_COLUMNS = 6
-"""Ids, rows of the step before whose new ids to take instead (-1: none), positions, slots, lengths, slots of states; after them the
+"""Ids, rows of the step before whose new ids to take instead (-1: none), positions, page rows, lengths, state slots; after them the
 page table."""
 _LENGTHS = 4
 _PADDING = np.array([[0], [-1], [0], [SCRATCH_PAGE], [1], [SCRATCH_SLOT]], dtype=np.int32)
@@ -80,8 +80,8 @@ class _HostInputs:
         count, columns = len(sequences.page_lists), self._columns
         self._fill_table(sequences.page_lists)
         pages = self._table[np.arange(count), positions // page_size]
-        slots = pages * page_size + positions % page_size
-        for column, values in zip(columns, (ids, sources, positions, slots, positions + 1, sequences.state_slots)):
+        page_rows = pages * page_size + positions % page_size
+        for column, values in zip(columns, (ids, sources, positions, page_rows, positions + 1, sequences.state_slots)):
             column[:count] = values
         columns[:, count:] = _PADDING
 
@@ -192,11 +192,11 @@ class DecodeGraphs:
         return self._captured[size]
 
     def _step(self, inputs: Tensor, size: int) -> StepOutputs:
-        typed, sources, positions, slots, lengths, state_slots = inputs[:_NUM_COLUMNS]
+        typed, sources, positions, page_rows, lengths, state_slots = inputs[:_NUM_COLUMNS]
         tokens = torch.where(sources < 0, typed, self.ids[sources.clamp(min=0).long()])
         table = inputs[_NUM_COLUMNS:].view(size, -1)
         batch = PagedBatch(
-            slots,
+            page_rows,
             table,
             lengths,
             self._max_length,

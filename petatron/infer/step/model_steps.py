@@ -33,20 +33,21 @@ from petatron.parallel.parallel_model import ParallelModel
 class RowsOfSequence(NamedTuple):
     """Tokens of a sequence at positions from `start` on. decodes: each is a row by itself, which attends through pages; else a chunk.
 
-    slot: of its recurrent states.
+    state_slot: that of its recurrent states.
     """
 
     tokens: Many[int]
     start: int
     pages: list[int]
     decodes: bool
-    slot: int = SCRATCH_SLOT
+    state_slot: int = SCRATCH_SLOT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedStep:
-    """The host's side of a step: ids, positions and slots of all rows, and the rows whose logits are wanted.
+    """The host's side of a step: ids, positions and page rows of all rows, and the rows whose logits are wanted.
 
+    The page row of a token is where its keys and values are stored: page x page size + offset.
     sequences, lengths: of every row that decodes, and then of every chunk. shares_pages: several rows are of one sequence.
     """
 
@@ -105,26 +106,26 @@ def pack_rows(
     parts: list[np.ndarray] = []
     chunks: list[PromptChunk] = []
     page_tables: list[list[int]] = []
-    slots_of_states: list[int] = []
+    state_slots: list[int] = []
     lengths: list[int] = []
     wanted: list[int] = []
     begin = 0
     for (tokens, start, pages, decoded, state_slot), rows in zip(sequences, logit_rows):
         end = begin + len(tokens)
-        slots_of_states += [state_slot] * (len(tokens) if decoded else 1)
+        state_slots += [state_slot] * (len(tokens) if decoded else 1)
         wanted += [begin + row for row in rows]
         if decoded:
             assert not chunks, "decodes come first"
             for at, token in enumerate(tokens, start):
-                slot = pages[at // page_size] * page_size + at % page_size
-                for column, value in zip(decodes, (token, at, slot)):
+                page_row = pages[at // page_size] * page_size + at % page_size
+                for column, value in zip(decodes, (token, at, page_row)):
                     column.append(value)
                 page_tables.append(pages)
                 lengths.append(at + 1)
         else:
             positions = np.arange(start, start + len(tokens))
-            slots = np.array(pages)[positions // page_size] * page_size + positions % page_size
-            parts.append(np.stack([np.array(tokens), positions, slots]))
+            page_rows = np.array(pages)[positions // page_size] * page_size + positions % page_size
+            parts.append(np.stack([np.array(tokens), positions, page_rows]))
             chunks.append(PromptChunk(begin, end, len(page_tables), start))
             page_tables.append(pages)
             lengths.append(start + len(tokens))
@@ -135,7 +136,7 @@ def pack_rows(
         parts.append(np.array([[0] * padding, [0] * padding, [SCRATCH_PAGE * page_size] * padding]))
     return PackedStep(
         np.concatenate([np.array(decodes, dtype=np.int64), *parts], axis=1),
-        SequenceRows(page_tables, slots_of_states),
+        SequenceRows(page_tables, state_slots),
         lengths,
         len(decodes[0]),
         tuple(chunks),
@@ -318,10 +319,16 @@ class ModelSteps:
 
 
 def can_capture(model: ParallelModel) -> bool:
-    """Whether a decode step is one CUDA graph: on one stage, in fused kernels, and without experts, whose dispatch needs the host."""
+    """Whether a decode step is one CUDA graph: on one stage, in fused kernels, and with no expert that the host has to know the rows of."""
     branches = (branch for layer in set(model.spec.layers) for branch in layer.branches)
     fused = all(branch.decodes_in_fused_kernels for branch in branches)
-    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and model.spec.moe is None and fused
+    grouped = model.spec.moe is None or (model.dtype == torch.bfloat16 and not shares_experts(model))
+    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and grouped and fused
+
+
+def shares_experts(model: ParallelModel) -> bool:
+    """Whether ranks exchange tokens of different sequences, for the experts that each of them has."""
+    return model.spec.moe is not None and model.mesh["ep_etp"].size > 1
 
 
 def can_record(model: ParallelModel) -> bool:

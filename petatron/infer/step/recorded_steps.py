@@ -52,7 +52,7 @@ def padded_pages(pages: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RecordedStep:
-    """The tensors that a recording reads (ids, positions and slots; lengths; slots of states; page tables), and its calls."""
+    """The tensors that a recording reads (ids, positions and page rows; lengths; state slots; page tables), and its calls."""
 
     rows_3N: Tensor
     lengths_N: Tensor
@@ -81,7 +81,7 @@ class RecordedSteps:
         self._recordable = True
 
     def run(self, rows: np.ndarray, lengths: list[int], sequences: SequenceRows) -> StepOutputs | None:
-        """Runs a step of ids, positions and slots; None if its shape is not recorded. The outputs are valid until the next step."""
+        """Runs a step of ids, positions and page rows; None if its shape is not recorded. The outputs are valid until the next step."""
         shape = StepShape(len(lengths), padded_pages(max(map(len, sequences.page_lists))))
         if not self._recordable or shape.sequences * shape.pages * self._page_size > _MAX_GATHERED_TOKENS:
             return None
@@ -110,16 +110,16 @@ class RecordedSteps:
 
     @torch.inference_mode(False)  # tensors made in it would hide what operations are made of
     def _record(self, shape: StepShape) -> _RecordedStep:
-        rows_3N = torch.zeros((3, shape.sequences), dtype=torch.int64)  # slot 0 is in the scratch page
+        rows_3N = torch.zeros((3, shape.sequences), dtype=torch.int64)  # page row 0 is in the scratch page
         lengths_N = torch.ones(shape.sequences, dtype=torch.int32)
         state_slots_N = torch.full((shape.sequences,), SCRATCH_SLOT, dtype=torch.int64)
         table_NP = torch.full((shape.sequences, shape.pages), SCRATCH_PAGE, dtype=torch.int32)
-        tokens, positions, slots = rows_3N
+        tokens, positions, page_rows = rows_3N
         wanted = torch.arange(shape.sequences)
         most = shape.pages * self._page_size
 
         def step() -> StepOutputs:
-            batch = PagedBatch(slots, table_NP, lengths_N, most, shape.sequences, state_slots_N=state_slots_N)
+            batch = PagedBatch(page_rows, table_NP, lengths_N, most, shape.sequences, state_slots_N=state_slots_N)
             return self._run((tokens, positions, batch, wanted))
 
         return _RecordedStep(rows_3N, lengths_N, state_slots_N, table_NP, RecordedCalls(step))

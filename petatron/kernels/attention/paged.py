@@ -49,7 +49,7 @@ class PromptChunk:
 class PagedBatch:
     """The tokens of one step.
 
-    slots_T: where each token's rows are stored: page x page size + offset. Padding is stored in page 0, which no sequence has.
+    slots_T: the page row of each token, where it is stored: page x page size + offset. Padding is stored in page 0, which no sequence has.
     page_table_NP: the pages of each sequence, those that decode first; page 0 after its last. int32.
     lengths_N: its tokens, this step's included; int32. max_length: the longest that decodes.
     num_decodes: so many first rows are one token of a sequence each, or consecutive tokens of one, each with a row of the page table.

@@ -10,7 +10,8 @@ token computes for itself (DeepSeek-V2, section 2.1.2).
 Absorbed, all heads share one key of latent and rotary width, and its first part is the value: multi-query attention with wide heads. A
 fresh chunk of a prompt has all its keys in the step; there heads of ordinary width cost less, and it is attended to as in training.
 
-On a GPU a decode step neither waits for the device nor depends on lengths, so it can be captured in a CUDA graph.
+Decode steps have a kernel on GPUs (`kernels/triton/attention/paged_latent.py`). Here the pages that they read are gathered; on a GPU also
+this neither waits for the device nor depends on lengths, so it can be captured in a CUDA graph.
 
 T tokens, N sequences, H heads of this rank, E width of a query head without position and rotary, C of the latent, R of the rotary key,
 V of a value head.
@@ -19,6 +20,7 @@ V of a value head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -53,10 +55,10 @@ class LatentUpProjection:
         key, value = by_head.split((nope_dim, v_dim), dim=1)
         return cls(key, value)
 
-    def absorb(self, q_THE: Tensor) -> Tensor:
-        """Returns the queries of absorbed keys, [T, H, C + R]."""
+    def absorb(self, q_THE: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the queries of absorbed keys: those of latents [T, H, C], and those of rotary keys [T, H, R]."""
         nope, rotary = q_THE.split((self.key_HNC.shape[1], q_THE.shape[-1] - self.key_HNC.shape[1]), dim=-1)
-        return torch.cat((matmul(nope.transpose(0, 1), self.key_HNC).transpose(0, 1), rotary), dim=-1)
+        return matmul(nope.transpose(0, 1), self.key_HNC).transpose(0, 1), rotary
 
     def values(self, mixed_THC: Tensor) -> Tensor:
         """Returns the output of every head from its weighted sum of latents, [T, H, V]."""
@@ -76,12 +78,6 @@ class LatentPages:
 
     latent: Tensor
     rope_key: Tensor
-
-    def store(self, latent_TC: Tensor, rope_key_TR: Tensor, slots_T: Tensor) -> None:
-        """Writes the rows of every token to its slot."""
-        slots = slots_T if slots_T.dtype == torch.int64 else slots_T.long()
-        self.latent.flatten(0, 1).index_copy_(0, slots, latent_TC)
-        self.rope_key.flatten(0, 1).index_copy_(0, slots, rope_key_TR)
 
     def keys_of_chunk(self, page_table_P: Tensor, length: int) -> Tensor:
         """Returns the absorbed keys of one sequence's first tokens, [L, C + R]."""
@@ -109,6 +105,22 @@ class LatentPages:
         return torch.cat(parts, dim=-1).unsqueeze(0)
 
 
+class PagedLatentKernels(Protocol):
+    """The interface of this module and its faster implementations."""
+
+    def store_latents(self, pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, slots_T: Tensor) -> None: ...
+    def decode_latents(
+        self,
+        q_NHC: Tensor,
+        q_rope_NHR: Tensor,
+        pages: LatentPages,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor: ...
+
+
 def paged_latent_attention(
     q_THE: Tensor,
     latent_TC: Tensor,
@@ -118,15 +130,17 @@ def paged_latent_attention(
     *,
     up: LatentUpProjection,
     window: int | None,
+    kernels: PagedLatentKernels,
 ) -> Tensor:
     """Stores the rows of all tokens, and returns the attention of each to those of its sequence up to itself, [T, H, V]."""
-    pages.store(latent_TC, rope_key_TR, batch.slots_T)
-    if not batch.chunks and batch.num_decodes == q_THE.shape[0]:
-        return decode_latent_attention(q_THE, pages, batch, up=up, window=window)
+    kernels.store_latents(pages, latent_TC, rope_key_TR, batch.slots_T)
+    scale, num_decodes = q_THE.shape[-1] ** -0.5, batch.num_decodes
+    if not batch.chunks and num_decodes == q_THE.shape[0]:
+        return up.values(kernels.decode_latents(*up.absorb(q_THE), pages, batch, scale=scale, window=window))
     out = q_THE.new_zeros((*q_THE.shape[:2], up.value_HVC.shape[1]))
-    if batch.num_decodes:
-        decodes = slice(0, batch.num_decodes)
-        out[decodes] = decode_latent_attention(q_THE[decodes], pages, batch, up=up, window=window)
+    if num_decodes:
+        absorbed = up.absorb(q_THE[:num_decodes])
+        out[:num_decodes] = up.values(kernels.decode_latents(*absorbed, pages, batch, scale=scale, window=window))
     fresh = [chunk for chunk in batch.chunks if chunk.context == 0]
     if fresh:
         rows = slice(fresh[0].start, fresh[-1].stop)
@@ -139,17 +153,34 @@ def paged_latent_attention(
     return out
 
 
-def decode_latent_attention(
-    q_NHE: Tensor, pages: LatentPages, batch: PagedBatch, *, up: LatentUpProjection, window: int | None
+def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, slots_T: Tensor) -> None:
+    """Writes the rows of every token to its slot."""
+    slots = slots_T if slots_T.dtype == torch.int64 else slots_T.long()
+    pages.latent.flatten(0, 1).index_copy_(0, slots, latent_TC)
+    pages.rope_key.flatten(0, 1).index_copy_(0, slots, rope_key_TR)
+
+
+def decode_latents(
+    q_NHC: Tensor,
+    q_rope_NHR: Tensor,
+    pages: LatentPages,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
-    """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
+    """Returns the weighted sum of latents [N, H, C] of one token of each sequence, over all its rows in pages, its own included.
+
+    q_NHC, q_rope_NHR: absorbed queries. scale: the factor on scores. window: the most tokens that one attends to.
+    """
     k = pages.keys_of_decodes(batch, window).unsqueeze(1)
     mask = None if batch.first_page is not None else added_mask(batch, pages.latent, window)
-    q, v = up.absorb(q_NHE).unsqueeze(1), k[..., : pages.latent.shape[2]]  # heads are rows of one sequence
+    q = torch.cat((q_NHC, q_rope_NHR), dim=-1).unsqueeze(1)  # heads are rows of one sequence
+    v = k[..., : pages.latent.shape[2]]
     if widens(q):
         q, k, v = map(to_compute_dtype, (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q_NHE.shape[-1] ** -0.5)
-    return up.values(mixed.squeeze(1).to(q_NHE.dtype))
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return mixed.squeeze(1).to(q_NHC.dtype)
 
 
 def _continued_chunk(
@@ -159,7 +190,7 @@ def _continued_chunk(
     bounds = AttentionBounds.build(length, window=window, document_starts_BS=None, device=q_THE.device)
     mask = BlockMask((range(chunk.context, length),), (range(length),), bounds)
     # Blocks divide scores by the root of the absorbed width; they are to be divided by that of a head.
-    q = up.absorb(q_THE) * (keys_LK.shape[-1] / q_THE.shape[-1]) ** 0.5
+    q = torch.cat(up.absorb(q_THE), dim=-1) * (keys_LK.shape[-1] / q_THE.shape[-1]) ** 0.5
     k = keys_LK[:, None, None]
     mixed = block_attention(q.unsqueeze(1), k, k[..., :latent_width], mask).squeeze(1)
     return up.values(mixed)

@@ -12,6 +12,7 @@ R rows, E experts, D width, O output width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,15 @@ from petatron.kernels.weight_grad_gemm import matmul_into
 
 ExpertCounts = Tensor | int
 """Rows of each expert: a vector [E] on the device, or one number for all of them."""
+WriteGrad = Callable[[Tensor, Tensor, bool], None]
+"""Writes a gradient, the second argument, to a buffer, or adds it to what is there."""
+_WIDTH_MULTIPLE = 8
+"""The 16 bytes that the grouped kernel copies at a time."""
+
+
+def write_grad(out: Tensor, grad: Tensor, accumulate: bool) -> None:
+    """The reference of `WriteGrad`."""
+    out.add_(grad) if accumulate else out.copy_(grad)
 
 
 def looped_linear(x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts) -> Tensor:
@@ -65,12 +75,16 @@ def unsupported_reason(device: str, dtype: torch.dtype) -> str | None:
 
 
 def _supports_grouped_mm(x_RD: Tensor, other: Tensor) -> bool:
-    """The kernel copies 16 bytes at a time: widths are multiples of 8, and a weight in a larger buffer is aligned."""
+    """The kernel copies 16 bytes at a time, so that a weight in a larger buffer must be aligned."""
     supported = (
         unsupported_reason(x_RD.device.type, x_RD.dtype) is None and x_RD.dtype == other.dtype and x_RD.shape[0] > 0
     )
-    widths = (x_RD.shape[1], *other.shape[1:])
-    return supported and all(width % 8 == 0 for width in widths) and is_aligned(other)
+    return supported and supports_widths(x_RD.shape[1], *other.shape[1:]) and is_aligned(other)
+
+
+def supports_widths(*widths: int) -> bool:
+    """Whether the grouped kernel takes matrices of these widths, in bfloat16."""
+    return all(width % _WIDTH_MULTIPLE == 0 for width in widths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +96,14 @@ class GroupedWeightGrad:
 
     grad_RO: Tensor
     counts: ExpertCounts
+    write_grad: WriteGrad = write_grad
     looped: bool = False
     needs_input: bool = True
 
     def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
         assert x_RD is not None
         if isinstance(self.counts, int) or (not self.looped and _supports_grouped_mm(x_RD, self.grad_RO)):
-            weight_grad = grouped_weight_grad(x_RD, self.grad_RO, self.counts)
-            out.add_(weight_grad) if accumulate else out.copy_(weight_grad)
+            self.write_grad(out, grouped_weight_grad(x_RD, self.grad_RO, self.counts), accumulate)
             return
         *grads, _ = _split_by_expert(self.grad_RO, self.counts)
         *xs, _ = _split_by_expert(x_RD, self.counts)
@@ -102,6 +116,7 @@ class GroupedGemm:
     """Computes a GEMM of every expert's rows with its matrix, [E, O, D]; without autograd. `looped`: one expert after the other."""
 
     counts: ExpertCounts
+    write_grad: WriteGrad = write_grad
     looped: bool = False
 
     def forward(self, x_RD: Tensor, weight_EOD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -113,7 +128,8 @@ class GroupedGemm:
     ) -> tuple[Tensor, GroupedWeightGrad]:
         """Returns the input's gradient, and the computation of the weights'."""
         grad_RO = grad_RO.contiguous()
-        return self._matmul(grad_RO, weight_EOD.transpose(1, 2)), GroupedWeightGrad(grad_RO, self.counts, self.looped)
+        weight_grad = GroupedWeightGrad(grad_RO, self.counts, self.write_grad, self.looped)
+        return self._matmul(grad_RO, weight_EOD.transpose(1, 2)), weight_grad
 
     def _matmul(self, rows: Tensor, weight: Tensor) -> Tensor:
         if isinstance(self.counts, int) or self.looped or not _supports_grouped_mm(rows, weight):

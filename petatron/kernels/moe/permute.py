@@ -49,7 +49,7 @@ from petatron.kernels.activation import (
     gated_activation_backward,
 )
 from petatron.kernels.compute_dtype import to_compute_dtype
-from petatron.kernels.moe.grouped_gemm import ExpertCounts
+from petatron.kernels.moe.grouped_gemm import ExpertCounts, WriteGrad, write_grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,17 +241,18 @@ def weighted_activation_backward(
 
 @dataclass(frozen=True, slots=True)
 class MoEKernels:
-    """One implementation of each row kernel; the functions of this file are the reference."""
+    """One implementation of each row kernel, and of writing weight gradients; the functions of this file are the reference."""
 
     permute_rows: Callable[[Tensor, Permutation], Tensor]
     unpermute_rows: Callable[..., Tensor]
     unpermute_backward: Callable[[Tensor, Tensor, Tensor, Permutation], tuple[Tensor, Tensor]]
     weighted_activation: Callable[..., Tensor]
     weighted_activation_backward: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+    write_grad: WriteGrad
 
 
 REFERENCE = MoEKernels(
-    permute_rows, unpermute_rows, unpermute_backward, weighted_activation, weighted_activation_backward
+    permute_rows, unpermute_rows, unpermute_backward, weighted_activation, weighted_activation_backward, write_grad
 )
 
 

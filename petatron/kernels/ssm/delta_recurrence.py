@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
+from petatron.kernels.ssm.recurrence import decay_rates, step_sizes
 
 L2_EPS = 1e-6
 """Added to the sum of squares of a query or key."""
@@ -41,6 +42,11 @@ def l2_normalise_backward(grad: Tensor, x: Tensor, *, factor: float = 1.0) -> Te
 def query_factor(key_dim: int) -> float:
     """The factor on normalised queries."""
     return 1.0 / math.sqrt(key_dim)
+
+
+def delta_gates(b: Tensor, a: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the log decay g = -exp(A_log) softplus(a + dt_bias) and the writing strength sigmoid(b), in at least float32."""
+    return decay_rates(A_log_H) * step_sizes(a, dt_bias_H), to_compute_dtype(b).sigmoid()
 
 
 def delta_update(

@@ -12,9 +12,20 @@ S sequence, B batch, H heads, P head dim, G groups, N state dim.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
+
+
+def step_sizes(dt: Tensor, dt_bias_H: Tensor) -> Tensor:
+    """Returns softplus(dt + bias), in at least float32."""
+    return F.softplus(to_compute_dtype(dt) + to_compute_dtype(dt_bias_H))
+
+
+def decay_rates(A_log_H: Tensor) -> Tensor:
+    """Returns A = -exp(A_log), in at least float32."""
+    return -to_compute_dtype(A_log_H).exp()
 
 
 def state_update(

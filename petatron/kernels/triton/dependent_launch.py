@@ -24,12 +24,13 @@ _HOPPER = (9, 0)
 
 def launch_options(rows: int, x: Tensor) -> dict[str, bool]:
     """Returns the `DEPENDENT` argument of a kernel over so many rows, and the launch option that goes with it."""
-    overlap = rows <= FEW_ROWS and x.is_cuda and _capability(x.get_device()) >= _HOPPER
+    overlap = rows <= FEW_ROWS and x.is_cuda and device_capability(x.get_device()) >= _HOPPER
     return {"DEPENDENT": True, "launch_pdl": True} if overlap else {"DEPENDENT": False}
 
 
 @cache
-def _capability(index: int) -> tuple[int, int]:
+def device_capability(index: int) -> tuple[int, int]:
+    """Returns the compute capability of a device, by its index."""
     return torch.cuda.get_device_capability(index)
 
 

@@ -28,13 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.rope import split_qkv
-from petatron.kernels.strides import align_cos_sin, contiguous_rows
+from petatron.kernels.strides import align_cos_sin, contiguous_rows, empty_heads
 from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 
 
@@ -191,17 +190,10 @@ def split_qkv_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns rotated q [S, B, H, E] and k [S, B, K, E], and v, from [S, B, (H + 2K) E]; in memory [B, S, ...] if `batch_first`."""
     sources = split_qkv(contiguous_rows(qkv), num_heads=num_heads, num_kv_heads=num_kv_heads)
-    targets = [_empty_heads(part, batch_first=batch_first) for part in sources]
+    targets = [empty_heads(part, part.shape[-1], batch_first=batch_first) for part in sources]
     _launch(sources, targets, cos, sin, backward=False)
     q, k, v = targets
     return q, k, v
-
-
-def _empty_heads(part: Tensor, *, batch_first: bool) -> Tensor:
-    length, batch, heads, width = part.shape
-    shape = (batch, length, heads, width) if batch_first else (length, batch, heads, width)
-    memory = torch.empty(shape, dtype=part.dtype, device=part.device)
-    return memory.transpose(0, 1) if batch_first else memory
 
 
 def split_qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.kernels.activation import GluBounds
 from petatron.kernels.gemm import Gemm
-from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm
+from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, WriteGrad
 from petatron.kernels.moe.permute import REFERENCE, MoEKernels
 from petatron.layers.mlp import Activation
 from petatron.layers.ops.linear_op import GemmOp, WeightGradSink
@@ -33,7 +33,7 @@ from petatron.layers.ops.recompute_output import (
 
 
 class GroupedLinear(nn.Module):
-    """x W^T + b with a W and b per expert; `grouped_gemm` and `weight_grad_sink` are slots.
+    """x W^T + b with a W and b per expert; `grouped_gemm`, `kernels` and `weight_grad_sink` are slots.
 
     `bias_scale` multiplies the bias: 0 on all but one of the ranks whose partial outputs are summed.
     """
@@ -43,11 +43,16 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if bias else None
         self.bias_scale = 1.0
-        self.grouped_gemm: Callable[[ExpertCounts], Gemm] = GroupedGemm
+        self.grouped_gemm: Callable[[ExpertCounts, WriteGrad], Gemm] = GroupedGemm
+        self.kernels: MoEKernels = REFERENCE
         self.weight_grad_sink: WeightGradSink | None = None
 
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "expert permutation"}
+
     def forward(self, x_RD: Tensor | Recomputable, counts: ExpertCounts) -> Tensor:
-        y_RO = GemmOp(self.grouped_gemm(counts), self.weight_grad_sink)(as_recomputable(x_RD), self.weight)
+        gemm = self.grouped_gemm(counts, self.kernels.write_grad)
+        y_RO = GemmOp(gemm, self.weight_grad_sink)(as_recomputable(x_RD), self.weight)
         if self.bias is None:
             return y_RO
         bias = self.bias if self.bias_scale == 1.0 else self.bias * self.bias_scale

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
 from petatron.kernels.activation import GluBounds
-from petatron.kernels.moe.grouped_gemm import ExpertCounts
+from petatron.kernels.moe.grouped_gemm import ExpertCounts, supports_widths
 from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
@@ -66,11 +66,19 @@ class MoESpec(ChannelMixerSpec):
     std: float
     out_std: float
     glu_bounds: GluBounds | None = None
+    output_multiplier: float = 1.0
 
     @property
     def expert_hidden_size(self) -> int:
         """The width of an expert's input and output."""
         return self.latent_size or self.hidden_size
+
+    @property
+    def decodes_in_fused_kernels(self) -> bool:
+        """Whether grouped GEMMs run all experts, and no choice is dropped: the host need not know how many rows an expert has."""
+        routing = self.routing
+        supported = supports_widths(self.expert_hidden_size, self.width)
+        return routing.moe_grouped_gemm and routing.moe_expert_capacity_factor is None and supported
 
     def build(self, layer_index: int) -> MoELayer:
         return MoELayer(self, layer_index=layer_index)

@@ -39,7 +39,7 @@ from petatron.base.log import get_logger
 from petatron.config.schema.parallel import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Scaling
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
-from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad
+from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad, WriteGrad, write_grad
 
 _log = get_logger(__name__)
 
@@ -295,9 +295,9 @@ class Fp8ExpertGemms:
         self._kernels = kernels
         self._weight_cache = _Fp8WeightCache(self._cast_weight, keep=cache_weights)
 
-    def __call__(self, counts: ExpertCounts) -> Gemm:
+    def __call__(self, counts: ExpertCounts, write_grad: WriteGrad = write_grad) -> Gemm:
         """Returns the grouped GEMM for rows sorted by expert, with their counts."""
-        return _Fp8GroupedGemm(self, counts)
+        return _Fp8GroupedGemm(self, counts, write_grad)
 
     def new_step(self) -> None:
         self._weight_cache.new_step()
@@ -320,6 +320,7 @@ class Fp8ExpertGemms:
 class _Fp8GroupedGemm:
     experts: Fp8ExpertGemms
     counts: ExpertCounts
+    write_grad: WriteGrad
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
         if not self._supports(x_RD, weight):
@@ -328,9 +329,9 @@ class _Fp8GroupedGemm:
 
     def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         if not self._supports(grad_RO, weight):
-            return GroupedGemm(self.counts).backward(grad_RO, weight, saved)
+            return GroupedGemm(self.counts, self.write_grad).backward(grad_RO, weight, saved)
         x_grad = self.experts.grouped_gemm(grad_RO, weight, self.counts, transposed=True)
-        return x_grad, GroupedWeightGrad(grad_RO.contiguous(), self.counts)
+        return x_grad, GroupedWeightGrad(grad_RO.contiguous(), self.counts, self.write_grad)
 
     def _supports(self, rows: Tensor, weight: Tensor) -> bool:
         return rows.shape[0] > 0 and _sizes_fit(weight.shape[1:], 16)

@@ -62,6 +62,7 @@ class BranchSpec(ABC):
     name: of the module in its layer, and so of its tensors: `layers.3.attention.q.weight`.
     title: what messages call it; None: its name.
     hidden_size: the width of the residual stream.
+    output_multiplier: the factor on what the branch adds to it.
     region: the name of the whole branch in `--recompute-modules`; `inner_regions` are parts of it.
     """
 
@@ -70,6 +71,7 @@ class BranchSpec(ABC):
     region: ClassVar[str]
     inner_regions: ClassVar[tuple[str, ...]] = ()
     hidden_size: int
+    output_multiplier: float = 1.0
 
     @property
     def sequence_sharding(self) -> SequenceSharding:

@@ -20,11 +20,17 @@ class DeltaKernels(Protocol):
     chunk_delta_rule_backward: Callable[..., tuple[Tensor | None, ...]]
 
 
-class NormGateKernels(Protocol):
-    """See `kernels/ssm/norm_gate.py`."""
+class DeltaStepKernels(Protocol):
+    """See `kernels/ssm/decode/delta_step.py`."""
 
-    norm_gate: Callable[..., Tensor]
-    norm_gate_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    delta_step: Callable[..., Tensor]
+
+
+class NormThenGateKernels(Protocol):
+    """See `kernels/ssm/norm_then_gate.py`."""
+
+    norm_then_gate: Callable[..., Tensor]
+    norm_then_gate_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class DeltaInputs(NamedTuple):
@@ -72,21 +78,21 @@ class _DeltaRule(torch.autograd.Function):
         return None, None, None, initial_grad, *input_grads
 
 
-def norm_gate(y: Tensor, z: Tensor, weight_P: Tensor, *, eps: float, kernels: NormGateKernels) -> Tensor:
+def norm_then_gate(y: Tensor, z: Tensor, weight_P: Tensor, *, eps: float, kernels: NormThenGateKernels) -> Tensor:
     """Returns y / rms * weight * silu(z) over the last dimension."""
-    return _NormGate.apply(kernels, eps, y, z, weight_P)  # pyright: ignore[reportReturnType]
+    return _NormThenGate.apply(kernels, eps, y, z, weight_P)  # pyright: ignore[reportReturnType]
 
 
-class _NormGate(torch.autograd.Function):
+class _NormThenGate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: NormGateKernels, eps: float, y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, kernels: NormThenGateKernels, eps: float, y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
         ctx.kernels, ctx.eps = kernels, eps
         ctx.save_for_backward(y, z, weight)
-        return kernels.norm_gate(y, z, weight, eps=eps)
+        return kernels.norm_then_gate(y, z, weight, eps=eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         y, z, weight = ctx.saved_tensors
-        grad_y, grad_z, grad_weight = ctx.kernels.norm_gate_backward(grads[0], y, z, weight, eps=ctx.eps)
+        grad_y, grad_z, grad_weight = ctx.kernels.norm_then_gate_backward(grads[0], y, z, weight, eps=ctx.eps)
         return None, None, grad_y, grad_z, grad_weight.to(weight.dtype)

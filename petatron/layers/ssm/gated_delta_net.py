@@ -25,13 +25,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.ssm import chunk_delta_rule as delta_reference
-from petatron.kernels.ssm import norm_gate as norm_reference
-from petatron.kernels.ssm.delta_recurrence import delta_update
+from petatron.kernels.ssm import norm_then_gate as norm_reference
+from petatron.kernels.ssm.decode import delta_step as step_reference
+from petatron.kernels.ssm.decode.delta_step import DeltaGates
+from petatron.kernels.ssm.delta_recurrence import delta_gates
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
@@ -41,7 +41,14 @@ from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceShardi
 from petatron.layers.spec.generation_state import GenerationStep, RecurrentState, StateSlots, StateTensor
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
-from petatron.layers.ssm.delta_ops import DeltaInputs, DeltaKernels, NormGateKernels, delta_rule, norm_gate
+from petatron.layers.ssm.delta_ops import (
+    DeltaInputs,
+    DeltaKernels,
+    DeltaStepKernels,
+    NormThenGateKernels,
+    delta_rule,
+    norm_then_gate,
+)
 from petatron.layers.ssm.initial_values import LogDecayValues
 from petatron.layers.ssm.mamba2 import CausalConv, document_starts
 from petatron.sharding.initial_values import ONES, NormalValues
@@ -194,20 +201,20 @@ class DeltaRule(nn.Module):
         return delta_rule(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
 
 
-class HeadNormGate(nn.Module):
+class HeadNormThenGate(nn.Module):
     """norm(o) silu(z) over the channels of each head, with one weight for all heads."""
 
     def __init__(self, width: int, *, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(width))
-        self.kernels: NormGateKernels = norm_reference
+        self.kernels: NormThenGateKernels = norm_reference
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "norm and gate"}
+        return {"kernels": "norm, then gate"}
 
     def forward(self, o: Tensor, z: Tensor) -> Tensor:
-        return norm_gate(o, z, self.weight, eps=self.eps, kernels=self.kernels)
+        return norm_then_gate(o, z, self.weight, eps=self.eps, kernels=self.kernels)
 
 
 class GatedDeltaNet(BranchModule):
@@ -223,9 +230,13 @@ class GatedDeltaNet(BranchModule):
         self.in_proj = Linear(spec.hidden_size, rows, bias=False)
         self.conv = CausalConv(spec.conv_channels(1), spec.conv_width, bias=False)
         self.delta = DeltaRule(spec.chunk_size)
-        self.norm = HeadNormGate(spec.value_head_dim, eps=spec.norm_eps)
+        self.step_kernels: DeltaStepKernels = step_reference
+        self.norm = HeadNormThenGate(spec.value_head_dim, eps=spec.norm_eps)
         self.out_proj = Linear(spec.value_size, (spec.hidden_size,), bias=False)
         self.local_part: CommSlot = identity
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"step_kernels": "gated delta rule step"}
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"delta": self}
@@ -248,20 +259,28 @@ class GatedDeltaNet(BranchModule):
         self, group: SequenceGroup, channels_TC: Tensor, b_TH: Tensor, a_TH: Tensor, slots: StateSlots
     ) -> Tensor:
         """Takes the tokens of some sequences into their states, and returns the delta rule's outputs [S, B, H, P]."""
+        if group.decodes:
+            return self._decode(group, channels_TC, b_TH, a_TH, slots)
         channels_SBC, window = group.gather(channels_TC), group.read(slots["conv"]).transpose(0, 1)
         convolved = self.conv.after_window(channels_SBC, window)
         inputs = self._delta_inputs(convolved, group.gather(b_TH), group.gather(a_TH))
         group.write(slots["conv"], group.last_tokens(window, channels_SBC).transpose(0, 1))
+        # Padding neither decays a state nor writes to it.
+        g, beta = group.zero_padding(inputs.g_SBH), group.zero_padding(inputs.beta_SBH)
         state = group.read(slots["delta"])
-        if group.decodes:
-            o, state = delta_update(state, *(part[0] for part in inputs))
-            o_SBHP = o.unsqueeze(0)
-        else:
-            # Padding neither decays a state nor writes to it.
-            g, beta = group.zero_padding(inputs.g_SBH), group.zero_padding(inputs.beta_SBH)
-            o_SBHP, state = self.delta.after_state(inputs._replace(g_SBH=g, beta_SBH=beta), state)
+        o_SBHP, state = self.delta.after_state(inputs._replace(g_SBH=g, beta_SBH=beta), state)
         group.write(slots["delta"], state)
         return o_SBHP
+
+    def _decode(
+        self, group: SequenceGroup, channels_TC: Tensor, b_TH: Tensor, a_TH: Tensor, slots: StateSlots
+    ) -> Tensor:
+        """Takes one token of each sequence into its state, in place, and returns the delta rule's outputs [1, B, H, P]."""
+        [channels_BC], [b_BH], [a_BH] = (group.gather(each) for each in (channels_TC, b_TH, a_TH))
+        q, k, v = self._split_channels(self.conv.step(channels_BC, windows=slots["conv"], slots_B=group.slots_B))
+        gates = DeltaGates(b_BH, a_BH, self.A_log, self.dt_bias)
+        o = self.step_kernels.delta_step(q, k, v, gates, states=slots["delta"], slots_B=group.slots_B)
+        return o.unsqueeze(0)
 
     def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the channels of the convolution, z, b and a."""
@@ -270,12 +289,10 @@ class GatedDeltaNet(BranchModule):
         return channels, z_part.unflatten(-1, (-1, self.spec.value_head_dim)), b_part, a_part
 
     def _delta_inputs(self, channels: Tensor, b: Tensor, a: Tensor) -> DeltaInputs:
+        return DeltaInputs(*self._split_channels(channels), *delta_gates(b, a, self.A_log, self.dt_bias))
+
+    def _split_channels(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries and keys by key heads, and values by value heads."""
         q, k, v = channels.split(self.in_proj.sections[:3], dim=-1)
-        steps = F.softplus(to_compute_dtype(a) + to_compute_dtype(self.dt_bias))
-        return DeltaInputs(
-            q.unflatten(-1, (-1, self.spec.key_head_dim)),
-            k.unflatten(-1, (-1, self.spec.key_head_dim)),
-            v.unflatten(-1, (-1, self.spec.value_head_dim)),
-            -to_compute_dtype(self.A_log).exp() * steps,
-            to_compute_dtype(b).sigmoid(),
-        )
+        keys, values = self.spec.key_head_dim, self.spec.value_head_dim
+        return q.unflatten(-1, (-1, keys)), k.unflatten(-1, (-1, keys)), v.unflatten(-1, (-1, values))

@@ -4,7 +4,9 @@
     x | B | C           =  silu(conv(x | B | C))                    causal, each channel over its last tokens
     dt                  =  softplus(dt + dt_bias),  A = -exp(A_log)
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T,   y_t = h_t C_t + D x_t
-    out                 =  W_out norm(y silu(z))
+    out                 =  W_out norm(y silu(z))                    or W_out norm(y) silu(z), or W_out y silu(z) (`output_gate.py`)
+
+Factors, where there are some (Falcon-H1), are on z, x, B, C and dt as they leave W_in.
 
 Heads of width P share B and C of width N in groups. The norm is over groups of channels: as many groups as B and C have in Mamba-2's own
 code, Megatron and Nemotron-H; all channels in one in `transformers`' Mamba2 and Bamba. Both are `norm_groups`.
@@ -27,15 +29,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.kernels.attention.documents import Documents
-from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.ssm import causal_conv as conv_reference
 from petatron.kernels.ssm import chunk_scan as scan_reference
-from petatron.kernels.ssm import gated_norm as norm_reference
-from petatron.kernels.ssm.recurrence import state_update
+from petatron.kernels.ssm.decode import conv_step as conv_step_reference
+from petatron.kernels.ssm.decode import scan_step as scan_step_reference
+from petatron.kernels.ssm.decode.scan_step import ScanHeads
+from petatron.kernels.ssm.recurrence import decay_rates, step_sizes
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
@@ -48,14 +50,14 @@ from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
 from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
 from petatron.layers.ssm.ops import (
     ConvKernels,
-    GatedNormKernels,
-    NormGroups,
+    ConvStepKernels,
     ScanInputs,
     ScanKernels,
+    ScanStepKernels,
     causal_conv,
-    gated_norm,
     selective_scan,
 )
+from petatron.layers.ssm.output_gate import OutputGate, build_output_gate
 from petatron.sharding.initial_values import ONES, UniformValues
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -66,6 +68,8 @@ class Mamba2Spec(BranchSpec):
 
     num_groups: how many B and C there are; each is for num_heads / num_groups heads.
     norm_groups: in how many groups of channels the gated norm is taken: num_groups, or 1.
+    output_gate: in which order the scan's output is normalised and gated.
+    multipliers: the factors on z, x, B, C and dt; None: they have none.
     conv_width: the tokens that the convolution sees, the newest included.
     chunk_size: tokens of a chunk of the scan, which changes no result.
     std, out_std: of the initial weights of the first and of the last GEMM.
@@ -86,6 +90,9 @@ class Mamba2Spec(BranchSpec):
     chunk_size: int
     std: float
     out_std: float
+    output_gate: OutputGate = "gate_then_norm"
+    multipliers: tuple[float, ...] | None = None
+    output_multiplier: float = 1.0
 
     @property
     def sequence_sharding(self) -> SequenceSharding:
@@ -131,6 +138,7 @@ class Mamba2Spec(BranchSpec):
             )
             for name, width in (("weight", (1, self.conv_width)), ("bias", ()))
         }
+        norm_weight = ParamSpec(shape=(self.inner_size,), shard=Shard(tp=0), init=ONES)
         rows = {section.name: section.rows for section in inputs}
         by_head = Shard(tp=0)
         in_proj = linear_params(self.hidden_size, rows, Shard(tp=0, sections=inputs), bias=False, std=self.std)
@@ -143,7 +151,7 @@ class Mamba2Spec(BranchSpec):
             }
             | with_prefix("in_proj", in_proj)
             | with_prefix("conv", conv)
-            | {"norm.weight": ParamSpec(shape=(self.inner_size,), shard=by_head, init=ONES)}
+            | ({} if self.output_gate == "none" else {"norm.weight": norm_weight})
             | with_prefix("out_proj", out_proj)
         )
 
@@ -164,10 +172,13 @@ class Mamba2Spec(BranchSpec):
             return 0
         rows, inner, heads = shape.gathered_tokens, self.inner_size // shape.tp, self.num_heads // shape.tp
         channels = self.conv_channels(shape.tp)
-        # The first GEMM's output, the convolution's, the scan's, and the input of the last GEMM.
-        saved = shape.activation_bytes(rows, inner + channels + heads + channels + 2 * inner)
-        steps_and_statistics = 2 * heads + max(self.norm_groups // shape.tp, 1)
+        # The first GEMM's output, the convolution's, the scan's, its norm where a gate follows, and the input of the last GEMM.
+        outputs = 3 if self.output_gate == "norm_then_gate" else 2
+        saved = shape.activation_bytes(rows, inner + channels + heads + channels + outputs * inner)
+        statistics = 0 if self.output_gate == "none" else max(self.norm_groups // shape.tp, 1)
+        steps_and_statistics = 2 * heads + statistics
         saved += rows * steps_and_statistics * shape.compute_bytes
+        saved += 0 if self.multipliers is None else shape.activation_bytes(1, inner + channels + heads)
         decays = 2 * heads * shape.compute_bytes  # A, and the exponential that it is the negative of
         return saved + decays + shape.fp8_input_bytes(self.hidden_size, inner)
 
@@ -195,9 +206,10 @@ class CausalConv(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.halo: CommSlot | None = None
         self.kernels: ConvKernels = conv_reference
+        self.step_kernels: ConvStepKernels = conv_step_reference
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "causal convolution"}
+        return {"kernels": "causal convolution", "step_kernels": "causal convolution step"}
 
     def forward(self, x_SBC: Tensor, starts_SB: Tensor | None) -> Tensor:
         window = None
@@ -208,6 +220,11 @@ class CausalConv(nn.Module):
     def after_window(self, x_SBC: Tensor, window: Tensor) -> Tensor:
         """The convolution of tokens after those of a window [W - 1, B, C]."""
         return self._convolve(x_SBC, None, window)
+
+    def step(self, x_BC: Tensor, *, windows: Tensor, slots_B: Tensor) -> Tensor:
+        """The convolution of one token of each sequence, which is taken into the window of the sequence's slot."""
+        weight_CW = self.weight.squeeze(1)
+        return self.step_kernels.conv_step(x_BC, weight_CW, self.bias, windows=windows, slots_B=slots_B)
 
     def _convolve(self, x_SBC: Tensor, starts_SB: Tensor | None, window: Tensor | None) -> Tensor:
         weight_CW = self.weight.squeeze(1)
@@ -242,26 +259,6 @@ class SelectiveScan(nn.Module):
         return selective_scan(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
 
 
-class GatedRMSNorm(nn.Module):
-    """norm(y silu(z)) over groups of channels, of which a rank may have a part."""
-
-    def __init__(self, width: int, *, num_groups: int, eps: float) -> None:
-        super().__init__()
-        self.group_width, self.eps = width // num_groups, eps
-        self.weight = nn.Parameter(torch.empty(width))
-        self.sum_over_ranks: CommSlot = identity
-        self.group_sum_slots = {"sum_over_ranks": num_groups}
-        self.kernels: GatedNormKernels = norm_reference
-
-    def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "gated norm"}
-
-    def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        groups_here = max(self.weight.shape[0] // self.group_width, 1)
-        groups = NormGroups(self.group_width, groups_here, self.eps, self.sum_over_ranks)
-        return gated_norm(y, z, self.weight, groups, kernels=self.kernels)
-
-
 class Mamba2(BranchModule):
     """out_proj(norm(scan(conv(x | B | C)), z)); z, x, B, C and dt are one GEMM, stored as five logical tensors."""
 
@@ -275,9 +272,13 @@ class Mamba2(BranchModule):
         self.in_proj = Linear(spec.hidden_size, rows, bias=False)
         self.conv = CausalConv(spec.conv_channels(1), spec.conv_width)
         self.scan = SelectiveScan(spec.chunk_size)
-        self.norm = GatedRMSNorm(spec.inner_size, num_groups=spec.norm_groups, eps=spec.norm_eps)
+        self.step_kernels: ScanStepKernels = scan_step_reference
+        self.norm = build_output_gate(spec.output_gate, spec.inner_size, num_groups=spec.norm_groups, eps=spec.norm_eps)
         self.out_proj = Linear(spec.inner_size, (spec.hidden_size,), bias=False)
         self.local_part: CommSlot = identity
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"step_kernels": "selective scan step"}
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"mamba": self}
@@ -297,40 +298,45 @@ class Mamba2(BranchModule):
 
     def _advance(self, group: SequenceGroup, channels_TC: Tensor, dt_TH: Tensor, slots: StateSlots) -> Tensor:
         """Takes the tokens of some sequences into their states, and returns the scan's outputs [S, B, C]."""
+        if group.decodes:
+            return self._decode(group, channels_TC, dt_TH, slots)
         channels_SBC, window = group.gather(channels_TC), group.read(slots["conv"]).transpose(0, 1)
         inputs = self._scan_inputs(self.conv.after_window(channels_SBC, window), group.gather(dt_TH))
         group.write(slots["conv"], group.last_tokens(window, channels_SBC).transpose(0, 1))
-        state = group.read(slots["ssm"])
-        if group.decodes:
-            x, dt, A, B, C, D = inputs
-            y, state = state_update(state, x[0], dt[0], A, B[0], C[0], D)
-            y_SBHP = y.unsqueeze(0)
-        else:
-            inputs = inputs._replace(
-                dt_SBH=group.zero_padding(inputs.dt_SBH)
-            )  # it neither decays a state nor adds to it
-            y_SBHP, state = self.scan.after_state(inputs, state)
+        # Padding neither decays a state nor adds to it.
+        inputs = inputs._replace(dt_SBH=group.zero_padding(inputs.dt_SBH))
+        y_SBHP, state = self.scan.after_state(inputs, group.read(slots["ssm"]))
         group.write(slots["ssm"], state)
         return y_SBHP.flatten(-2)
+
+    def _decode(self, group: SequenceGroup, channels_TC: Tensor, dt_TH: Tensor, slots: StateSlots) -> Tensor:
+        """Takes one token of each sequence into its state, in place, and returns the recurrence's outputs [1, B, C]."""
+        [channels_BC], [dt_BH] = group.gather(channels_TC), group.gather(dt_TH)
+        x, B, C = self._split_channels(self.conv.step(channels_BC, windows=slots["conv"], slots_B=group.slots_B))
+        heads = ScanHeads(self.A_log, self.dt_bias, self.D)
+        y = self.step_kernels.scan_step(x, dt_BH, B, C, heads, states=slots["ssm"], slots_B=group.slots_B)
+        return y.flatten(-2).unsqueeze(0)
 
     def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor]:
         """Returns z, the channels of the convolution and dt."""
         z, x_rows, B, C, dt = self.in_proj.sections
-        z_part, channels, dt_part = self.in_proj(x).split((z, x_rows + B + C, dt), dim=-1)
+        projected = self.in_proj(x)
+        if self.spec.multipliers is not None:
+            sections = zip(self.in_proj.sections, self.spec.multipliers, strict=True)
+            projected = projected * torch.cat([projected.new_full((rows,), factor) for rows, factor in sections])
+        z_part, channels, dt_part = projected.split((z, x_rows + B + C, dt), dim=-1)
         return z_part, channels, dt_part
 
     def _scan_inputs(self, channels: Tensor, dt: Tensor) -> ScanInputs:
+        x, B, C = self._split_channels(channels)
+        return ScanInputs(x, step_sizes(dt, self.dt_bias), decay_rates(self.A_log), B, C, self.D)
+
+    def _split_channels(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns x by heads, and B and C by groups."""
         _, x_rows, B_rows, C_rows, _ = self.in_proj.sections
         x, B, C = channels.split((x_rows, B_rows, C_rows), dim=-1)
-        steps = F.softplus(to_compute_dtype(dt) + to_compute_dtype(self.dt_bias))
-        return ScanInputs(
-            x.unflatten(-1, (-1, self.spec.head_dim)),
-            steps,
-            -to_compute_dtype(self.A_log).exp(),
-            B.unflatten(-1, (-1, self.spec.state_dim)),
-            C.unflatten(-1, (-1, self.spec.state_dim)),
-            self.D,
-        )
+        width, state_dim = self.spec.head_dim, self.spec.state_dim
+        return x.unflatten(-1, (-1, width)), B.unflatten(-1, (-1, state_dim)), C.unflatten(-1, (-1, state_dim))
 
 
 def document_starts(documents: Documents | None, local_part: CommSlot) -> Tensor | None:

@@ -30,13 +30,32 @@ class ConvKernels(Protocol):
     causal_conv_backward: Callable[..., tuple[Tensor | None, ...]]
 
 
-class GatedNormKernels(Protocol):
-    """See `kernels/ssm/gated_norm.py`."""
+class ConvStepKernels(Protocol):
+    """See `kernels/ssm/decode/conv_step.py`."""
+
+    conv_step: Callable[..., Tensor]
+
+
+class ScanStepKernels(Protocol):
+    """See `kernels/ssm/decode/scan_step.py`."""
+
+    scan_step: Callable[..., Tensor]
+
+
+class GateThenNormKernels(Protocol):
+    """See `kernels/ssm/gate_then_norm.py`."""
 
     gated_square_sums: Callable[..., Tensor]
-    gated_norm: Callable[..., Tensor]
-    gated_norm_projections: Callable[..., tuple[Tensor, Tensor]]
-    gated_norm_backward: Callable[..., tuple[Tensor, Tensor]]
+    gate_then_norm: Callable[..., Tensor]
+    gate_then_norm_projections: Callable[..., tuple[Tensor, Tensor]]
+    gate_then_norm_backward: Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class SiluGateKernels(Protocol):
+    """See `kernels/ssm/silu_gate.py`."""
+
+    silu_gate: Callable[..., Tensor]
+    silu_gate_backward: Callable[..., tuple[Tensor, Tensor]]
 
 
 class ScanInputs(NamedTuple):
@@ -137,30 +156,63 @@ class NormGroups(NamedTuple):
     sum_over_ranks: CommSlot
 
 
-def gated_norm(y: Tensor, z: Tensor, weight_D: Tensor, norm: NormGroups, *, kernels: GatedNormKernels) -> Tensor:
-    """Returns y silu(z) / rms * weight over the last dimension."""
-    # z has some columns of a larger tensor, whose rows are in either order.
-    batch_first = z.dim() > 2 and z.stride(0) < z.stride(1)
-    y_rows, z_rows = ((x.transpose(0, 1) if batch_first else x).flatten(0, -2) for x in (y, z))
-    rows: Tensor = _GatedNorm.apply(kernels, norm, y_rows, z_rows, weight_D)  # pyright: ignore[reportAssignmentType]
+def gate_then_norm(
+    y: Tensor, z: Tensor | None, weight_D: Tensor, norm: NormGroups, *, kernels: GateThenNormKernels
+) -> Tensor:
+    """Returns y silu(z) / rms * weight over the last dimension; y / rms * weight without z."""
+    batch_first = _is_batch_first(y if z is None else z)
+    y_rows, z_rows = _rows(y, batch_first=batch_first), None if z is None else _rows(z, batch_first=batch_first)
+    rows: Tensor = _GateThenNorm.apply(kernels, norm, y_rows, z_rows, weight_D)  # pyright: ignore[reportAssignmentType]
     return from_rows(rows, y, batch_first=batch_first)
 
 
-class _GatedNorm(torch.autograd.Function):
+def _is_batch_first(z: Tensor) -> bool:
+    """Whether memory has the batch before the sequence; z has some columns of a larger tensor, whose rows are in either order."""
+    return z.dim() > 2 and z.stride(0) < z.stride(1)
+
+
+def _rows(x: Tensor, *, batch_first: bool) -> Tensor:
+    return (x.transpose(0, 1) if batch_first else x).flatten(0, -2)
+
+
+class _GateThenNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: GatedNormKernels, norm: NormGroups, y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, kernels: GateThenNormKernels, norm: NormGroups, y: Tensor, z: Tensor | None, weight: Tensor
+    ) -> Tensor:
         squares = norm.sum_over_ranks(kernels.gated_square_sums(y, z, num_groups=norm.num_groups))
         rstd = (squares / norm.group_width + norm.eps).rsqrt()
         ctx.kernels, ctx.norm = kernels, norm
         ctx.save_for_backward(y, z, rstd, weight)
-        return kernels.gated_norm(y, z, rstd, weight)
+        return kernels.gate_then_norm(y, z, rstd, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         y, z, rstd, weight = ctx.saved_tensors
         norm: NormGroups = ctx.norm
-        sums, grad_weight = ctx.kernels.gated_norm_projections(grads[0], y, z, rstd, weight)
+        sums, grad_weight = ctx.kernels.gate_then_norm_projections(grads[0], y, z, rstd, weight)
         means = norm.sum_over_ranks(sums) / norm.group_width
-        grad_y, grad_z = ctx.kernels.gated_norm_backward(grads[0], y, z, rstd, weight, means)
+        grad_y, grad_z = ctx.kernels.gate_then_norm_backward(grads[0], y, z, rstd, weight, means)
         return None, None, grad_y, grad_z, grad_weight.to(weight.dtype)
+
+
+def silu_gate(y: Tensor, z: Tensor, *, kernels: SiluGateKernels) -> Tensor:
+    """Returns y silu(z)."""
+    batch_first = _is_batch_first(z)
+    y_rows, z_rows = (_rows(x, batch_first=batch_first) for x in (y, z))
+    rows: Tensor = _SiluGate.apply(kernels, y_rows, z_rows)  # pyright: ignore[reportAssignmentType]
+    return from_rows(rows, y, batch_first=batch_first)
+
+
+class _SiluGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: SiluGateKernels, y: Tensor, z: Tensor) -> Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(y, z)
+        return kernels.silu_gate(y, z)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *ctx.kernels.silu_gate_backward(grads[0], *ctx.saved_tensors)

@@ -15,7 +15,7 @@ from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS
+from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, branch_letters
 from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS
@@ -131,8 +131,8 @@ def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
         "num_query_groups": groups,
         "group_query_attention": groups != heads,
         "kv_channels": width or hidden // heads,
-        "ffn_hidden_size": values["ffn_hidden_size"] or 4 * hidden,
-        "attention_dropout": values["attention_dropout"] or 0.0,
+        "ffn_hidden_size": values.get("ffn_hidden_size") or 4 * hidden,
+        "attention_dropout": values.get("attention_dropout") or 0.0,
     }, []
 
 
@@ -325,7 +325,7 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
     if family.activation_key and model.activation not in _activation_names(family):
         known = ", ".join(_activation_names(family))
         problems.append(unsupported_setting("activation", model.activation, family, known))
-    if pattern is not None and ATTENTION not in pattern:
+    if pattern is not None and ATTENTION not in branch_letters(pattern):
         return problems
     if "num_query_groups" not in family.keys and model.num_query_groups != model.num_attention_heads:
         problems.append(unsupported_setting("num_query_groups", model.num_query_groups, family, "as many as heads"))

@@ -62,7 +62,12 @@ def parse_config_json(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     ]
     if problems:
         raise ConfigError(problems)
-    return dict(content["model"]), dict(content.get("moe", {}))
+    return _with_tuples(content["model"]), _with_tuples(content.get("moe", {}))
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings as the schema has them: JSON has no tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _own_problems(section: str, values: Any, known: Collection[str]) -> list[Problem]:

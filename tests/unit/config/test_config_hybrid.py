@@ -36,6 +36,9 @@ def test_a_pattern_is_the_layers_of_the_model():
         [Mamba2Spec], [AttentionSpec], [MLPSpec], [MoESpec], [GatedDeltaNetSpec],
     ]  # fmt: skip
     assert model_spec(run).moe_layers == (3,)
+    beside = model_spec(run_of(f"{PATTERN} P-")).layers[0]
+    assert [type(branch) for branch in beside.branches] == [AttentionSpec, Mamba2Spec]
+    assert beside.residual_branches == "parallel_shared_norm" and beside.input_norms == ("attention",)
     assert run_of("--hybrid-override-pattern M*- --num-layers 3").model.hybrid_layer_pattern == "M*-"
 
 
@@ -83,22 +86,23 @@ ONE_PROBLEM = [
     (
         f"{PATTERN} MX-",
         "--hybrid-layer-pattern MX- has 'X', which is no kind of layer. "
-        "Write one of M G * - E (Mamba-2, gated delta net, attention, MLP, experts) for each layer.",
+        "Write one of M G * - E P (Mamba-2, gated delta net, attention, MLP, experts, attention and Mamba-2 in parallel) for each layer.",
     ),
     (
         f"{PATTERN} M*|M-",
         "--hybrid-layer-pattern M*|M- has a '|', which marks pipeline stages, which are set with --pipeline-model-parallel-layout "
-        "here. Write one of M G * - E (Mamba-2, gated delta net, attention, MLP, experts) for each layer.",
+        "here. Write one of M G * - E P (Mamba-2, gated delta net, attention, MLP, experts, attention and Mamba-2 in parallel) "
+        "for each layer.",
     ),
     (
         f"{PATTERN} MM/M*",
         "--hybrid-layer-pattern MM/M* has a '/', which marks layers of multi-token prediction, which this version does not have. "
-        "Write one of M G * - E (Mamba-2, gated delta net, attention, MLP, experts) for each layer.",
+        "Write one of M G * - E P (Mamba-2, gated delta net, attention, MLP, experts, attention and Mamba-2 in parallel) for each layer.",
     ),
     (
         f"{PATTERN}= --num-layers 2",
         "--hybrid-layer-pattern '' has no layers. "
-        "Write one of M G * - E (Mamba-2, gated delta net, attention, MLP, experts) for each layer.",
+        "Write one of M G * - E P (Mamba-2, gated delta net, attention, MLP, experts, attention and Mamba-2 in parallel) for each layer.",
     ),
     (
         f"{PATTERN} MM --num-layers 3",
@@ -125,6 +129,23 @@ ONE_PROBLEM = [
         f"{PATTERN} M- --mtp-num-layers 1 --position-embedding-type none",
         "--mtp-num-layers 1 repeats the last layer, and those of --hybrid-layer-pattern have one branch. Leave it out.",
     ),
+    (
+        f"{PATTERN} P- --norm-placement both",
+        "--norm-placement both puts norms after branches, and the two of a P in --hybrid-layer-pattern share the one before them. Use pre.",
+    ),
+    (
+        f"{PATTERN} P- --ssm-multipliers 1 2",
+        "--ssm-multipliers 1 2 is not 5 positive numbers. Give one each for z, x, B, C, dt.",
+    ),
+    (
+        f"{PATTERN} P- --mlp-multipliers 1 0",
+        "--mlp-multipliers 1 0 is not 2 positive numbers. Give one each for the gate, the output.",
+    ),
+    (
+        f"{PATTERN} P- --mlp-multipliers 2 1",
+        "--mlp-multipliers 2 begins with a factor on gates, but --activation is gelu. Use --swiglu, or begin with 1.",
+    ),
+    (f"{PATTERN} P- --key-multiplier 0", "--key-multiplier 0.0 is not above 0. Use a number above 0."),
     (f"{PATTERN} ME", "--hybrid-layer-pattern ME has layers of experts (E), but no --num-experts. Give it."),
     (
         f"{PATTERN} M- --num-experts 2",
@@ -179,6 +200,15 @@ def test_each_rule_and_nothing_else(flags: str, message: str):
             },
         ),
         (
+            f"{PATTERN} ** --ssm-out-multiplier 2 --mamba-gated-norm none --mlp-multipliers 1 2",
+            {
+                "--ssm-out-multiplier has no effect: no layer is Mamba-2",
+                "--mamba-gated-norm has no effect: no layer is Mamba-2",
+                "--mlp-multipliers has no effect: no layer is an MLP",
+            },
+        ),
+        (f"{PATTERN} PP --recompute-granularity selective --recompute-modules mamba core_attn", set()),
+        (
             f"{PATTERN} MM --recompute-granularity selective --recompute-modules mamba core_attn",
             {
                 "--num-attention-heads has no effect: no layer is attention",
@@ -210,5 +240,10 @@ def test_which_settings_make_another_model():
     assert "hybrid_layer_pattern" in identity_differences(plain, ours) + identity_differences(ours, plain)
     same = model_identity(run_of(f"{PATTERN} M-M* --mamba-chunk-size 16").model, None)
     assert identity_differences(same, ours) == []
-    for flags, name in (("--mamba-state-dim 16", "mamba_state_dim"), ("--mamba-norm-groups 1", "mamba_norm_groups")):
+    for flags, name in (
+        ("--mamba-state-dim 16", "mamba_state_dim"),
+        ("--mamba-norm-groups 1", "mamba_norm_groups"),
+        ("--mamba-gated-norm none", "mamba_gated_norm"),
+        ("--ssm-multipliers 1 1 1 1 2", "ssm_multipliers"),
+    ):
         assert identity_differences(model_identity(run_of(f"{PATTERN} M-M* {flags}").model, None), ours) == [name]

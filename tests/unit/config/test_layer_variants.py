@@ -17,6 +17,8 @@ BASE = (
 )
 
 PROBLEMS = {
+    "--clip-qkv 0": "--clip-qkv 0.0 is not above 0. Use a number above 0.",
+    "--clip-qkv 2 --multi-latent-attention": "--clip-qkv 2.0 cannot be combined with --multi-latent-attention",
     "--window-attn-skip-freq 2": "--window-attn-skip-freq 2 says which layers have a window, but there is no --window-size",
     "--window-size 4 --window-attn-skip-freq 0": "--window-attn-skip-freq 0 is below 1",
     "--window-size 4 --window-attn-skip-freq some": "--window-attn-skip-freq some is neither a number nor a list",
@@ -72,6 +74,13 @@ def test_bounds_of_gates_need_gates(flag: str):
     ungated = BASE.replace("--swiglu", "--activation gelu")
     with pytest.raises(ConfigError, match=f"{flag} is about gated activations, but --activation is gelu"):
         load_config([*ungated.split(), *flag.split()], require_training=False)
+
+
+def test_an_rms_norm_has_no_bias_to_leave_out():
+    notices = load_config([*BASE.split(), "--no-norm-bias"], require_training=False).notices
+    assert [notice for notice in notices if "norm-bias" in notice] == [
+        "--no-norm-bias has no effect: an RMSNorm has no bias"
+    ]
 
 
 def test_a_number_marks_every_nth_layer_and_a_list_each():

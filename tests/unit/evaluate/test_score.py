@@ -21,7 +21,6 @@ from petatron.models.hf import fill_model, to_logical
 from petatron.models.registry import model_spec
 from petatron.train.build_run import build_model
 from tests.dist import RankPool
-from tests.hf import zoo
 from tests.hf.ours import run_config
 from tests.parity.harness import tiny_run
 
@@ -29,19 +28,21 @@ LENGTHS = (24, 3, 1, 9, 64, 2, 17)
 FAMILIES = ("gpt2", "llama-gqa", "mixtral")
 
 
-def _sequences(vocab_size: int = zoo.VOCABULARY, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+def _sequences(vocab_size: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_equal_transformers(family: str, tmp_path: Path):
+    from tests.hf import zoo  # transformers, which the ranks that score need not import
+
     reference = zoo.build(family)
     run = run_config(reference.config.to_dict(), tmp_path, length=32)
     model = build_model(run, ParallelMesh.single())
     logical = to_logical(reference.config.model_type, zoo.saved(reference), model_spec(run))
     fill_model(model.module, model.placements, logical)
-    sequences = _sequences()
+    sequences = _sequences(zoo.VOCABULARY)
     for ids, score in zip(sequences, score_sequences(model, sequences, batch_tokens=64), strict=True):
         with torch.no_grad():
             logits = reference(torch.tensor([ids])).logits[0, :-1].double()

@@ -45,7 +45,7 @@ def test_the_up_projections_are_absorbed_exactly():
     )
     up = LatentUpProjection.of(weight, nope_dim=nope, v_dim=value)
     k, v = up.keys_and_values(c, r)
-    absorbed = torch.einsum("thk,sk->hts", up.absorb(q), torch.cat((c, r), dim=-1))
+    absorbed = torch.einsum("thk,sk->hts", torch.cat(up.absorb(q), dim=-1), torch.cat((c, r), dim=-1))
     torch.testing.assert_close(absorbed, torch.einsum("the,she->hts", q, k), rtol=0, atol=1e-12)
     weights = absorbed.softmax(-1)
     mixed = torch.einsum("hts,sc->thc", weights, c)

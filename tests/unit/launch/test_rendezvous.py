@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from petatron.mesh.launch.environment import (
 )
 from petatron.mesh.launch.rendezvous import Rendezvous, notify_peers
 from petatron.mesh.launch.shared_secret import write_secret
+from tests.forked_python import ForkedPython
 
 ROOT = Path(__file__).resolve().parents[3]
 SOON, LATE = timedelta(seconds=0.5), timedelta(seconds=20)
@@ -156,15 +156,19 @@ def test_under_srun_a_rank_that_fails_early_ends_the_other(tmp_path: Path, faili
     }
     flags = "tiny-llama --mock-data --train-iters 2 --lr 1e-3 --dp 2 --device cpu --live off".split()
     ranks = [
-        subprocess.Popen(
+        ForkedPython(
             [sys.executable, "-c", FAILS.format(rank=rank, failing=failing), *flags, "--save", str(tmp_path / "out")],
             env={**os.environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=(tmp_path / f"said-{rank}").open("w"),
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=50)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1], said
+    try:
+        codes = [rank.wait(timeout=50) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
+    assert codes == [1, 1], said
     assert "cannot read corpus.idx here" in said[failing]
     assert f"Rank {failing} of 2 failed:\ncannot read corpus.idx here" in said[1 - failing]

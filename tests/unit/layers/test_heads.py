@@ -14,7 +14,7 @@ from petatron.kernels.rope import apply_rope
 from petatron.layers.attention import Attention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.rope import RotaryEmbedding
-from petatron.models.decoder_spec import attention_spec
+from petatron.models.branch_specs import attention_spec
 from petatron.parallel.select_kernels import select_kernels
 from tests.unit.models.kept import alive_bytes
 

@@ -55,7 +55,9 @@ def inputs() -> Tensor:
 def plain_mamba2(x_SBD: Tensor, weights: dict[str, Tensor], spec: Mamba2Spec) -> Tensor:
     """Token by token, head by head."""
     rows = x_SBD @ weights["in_proj.weight"].T
-    z, channels, dt = rows.split((INNER, INNER + 2 * G * N, H), dim=-1)
+    factors = zip(rows.split((INNER, INNER, G * N, G * N, H), dim=-1), spec.multipliers or (1.0,) * 5)
+    z, *of_channels, dt = (part * factor for part, factor in factors)
+    channels = torch.cat(of_channels, dim=-1)
     padded = F.pad(channels.permute(1, 2, 0), (W - 1, 0))
     conv = F.conv1d(padded, weights["conv.weight"], weights["conv.bias"], groups=channels.shape[-1])
     x, B_states, C_states = F.silu(conv).permute(2, 0, 1).split((INNER, G * N, G * N), dim=-1)
@@ -72,13 +74,33 @@ def plain_mamba2(x_SBD: Tensor, weights: dict[str, Tensor], spec: Mamba2Spec) ->
             state = decay * state + step * own[:, :, None] * B_states[token, :, None, states]
             of_head.append((state * C_states[token, :, None, states]).sum(-1) + weights["D"][head] * own)
         outputs.append(torch.stack(of_head))
-    gated = torch.cat(outputs, dim=-1) * F.silu(z)
-    groups = gated.unflatten(-1, (spec.norm_groups, -1))
-    normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + spec.norm_eps)
-    return (normed.flatten(-2) * weights["norm.weight"]) @ weights["out_proj.weight"].T
+    return plain_gate(torch.cat(outputs, dim=-1), F.silu(z), weights, spec) @ weights["out_proj.weight"].T
 
 
-@pytest.mark.parametrize("flags", ["", "--mamba-norm-groups 1"])
+def plain_gate(y: Tensor, gate: Tensor, weights: dict[str, Tensor], spec: Mamba2Spec) -> Tensor:
+    def norm(x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (spec.norm_groups, -1))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + spec.norm_eps)
+        return normed.flatten(-2) * weights["norm.weight"]
+
+    if spec.output_gate == "none":
+        return y * gate
+    return norm(y) * gate if spec.output_gate == "norm_then_gate" else norm(y * gate)
+
+
+FACTORS = "--ssm-in-multiplier 1.2 --ssm-multipliers 0.7 0.8 1.3 0.6 1.1"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--mamba-norm-groups 1",
+        f"--mamba-gated-norm none {FACTORS}",
+        "--mamba-gated-norm norm_then_gate",
+        f"--mamba-gated-norm norm_then_gate --mamba-norm-groups 1 {FACTORS}",
+    ],
+)
 def test_outputs_and_gradients_are_those_of_plain_pytorch(flags: str):
     spec = mixer_of(flags)
     module, x = module_of(spec), inputs()
@@ -136,6 +158,12 @@ def test_parameters_and_flops_by_hand():
     scan = 2 * 2 * (G * N + INNER) + 4 * INNER * N  # half of a chunk of 4; into the states and out of them
     assert "12 A q" in flops_formula(hybrid=True) and "F g h f + MoE" in flops_formula(hybrid=True, experts=True)
     assert model_flops_per_token(spec) == pytest.approx(6 * (2 * gemms + 90 * D) + 2 * 3 * (scan + 2 * W * channels))
+    beside = model_spec(
+        run_of("--hybrid-layer-pattern PM --num-attention-heads 2 --disable-bias-linear --mamba-gated-norm none")
+    )
+    assert parameter_count(beside) == parameter_count(spec) + 4 * D * D - 2 * INNER
+    attention = 6 * 4 * D * D + 12 * D * S / 2
+    assert model_flops_per_token(beside) == pytest.approx(model_flops_per_token(spec) + attention)
 
 
 def test_forward_flops_on_one_rank_are_a_third_of_the_layer_s():

@@ -15,7 +15,8 @@ from petatron.layers.attention import AttentionSpec
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.transformer_layer import LayerSpec, TransformerLayer
-from petatron.models.decoder_spec import attention_spec, decoder_spec
+from petatron.models.branch_specs import attention_spec
+from petatron.models.decoder_spec import decoder_spec
 from petatron.models.registry import model_spec
 from petatron.models.stage_module import run_layers_sequentially
 from tests.unit.models.kept import kept_bytes
@@ -33,7 +34,12 @@ MODELS = {
     "hidden queries": "--multi-latent-attention --num-query-groups 4 --position-embedding-type yarn",
     "mamba": "--hybrid-layer-pattern MM --mamba-head-dim 8 --mamba-num-groups 2",
     "hybrid": "--num-layers 4 --hybrid-layer-pattern M-*E --num-experts 4 --mamba-head-dim 8 --mamba-num-groups 4",
+    "parallel": "--num-layers 4 --hybrid-layer-pattern P-PE --num-experts 4 --mamba-head-dim 8 --mamba-num-groups 4 --swiglu "
+    "--mamba-gated-norm norm_then_gate --ssm-in-multiplier 2 --attention-out-multiplier 3 --mlp-multipliers 2 3",
+    "only gated": "--hybrid-layer-pattern PP --mamba-head-dim 8 --mamba-num-groups 2 --mamba-gated-norm none",
     "delta": "--hybrid-layer-pattern G*E- --num-layers 4 --num-experts 4 --linear-key-head-dim 5 --linear-value-head-dim 6",
+    "bloom": "--position-embedding-type alibi --embed-layernorm",
+    "mpt": "--position-embedding-type alibi --no-norm-bias --disable-bias-linear --clip-qkv 0.5",
     "gated attention": "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --attention-output-gate",
     "gated shared": "--num-experts 4 --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --swiglu",
 }

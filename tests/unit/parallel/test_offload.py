@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -69,11 +70,16 @@ def differing(found: Bits, wanted: Bits) -> list[str]:
     return [name for name in wanted if not torch.equal(found[name], wanted[name])]
 
 
+@cache
+def _without_offload(model: str) -> Bits:
+    run = run_of(MODELS[model])
+    return train(offloading(run, 0)[0], run)
+
+
 @pytest.mark.parametrize("recompute", ["nothing", "layernorm", "three", "all", "uniform-1", "uniform-2", "block-2"])
 @pytest.mark.parametrize("model", MODELS)
 def test_no_bit_changes(model: str, recompute: str):
-    run = run_of(MODELS[model])
-    wanted = train(offloading(run, 0)[0], run)
+    run, wanted = run_of(MODELS[model]), _without_offload(model)
     for number in (1, 3):
         offloaded, link = offloading(run, number, RECOMPUTE[recompute])
         assert differing(train(offloaded, run), wanted) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from petatron.parallel.activation_recompute import RecomputeRegion, recomputed
 from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.dist import RankPool
-from tests.longform import one_in
+from tests.longform import later, one_in
 from tests.run_stage import run_stage
 from tests.unit.models.kept import alive_bytes
 from tests.unit.models.test_activations import (
@@ -116,13 +117,22 @@ def assert_same(found: Bits, wanted: Bits) -> None:
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
-@pytest.mark.parametrize(("model", "shared"), [*((name, False) for name in MODELS), ("gpt", True), ("moe", True)])
-def test_no_bit_changes(model: str, shared: bool):
-    run = run_of(MODELS[model])
-    wanted = train(run, MemoryConfig(), shared=shared)
+@cache
+def _plain(model: str, shared: bool) -> Bits:
+    return train(run_of(MODELS[model]), MemoryConfig(), shared=shared)
+
+
+def _in_turn(first: int) -> list[Any]:
+    """Every second kind of recompute of each model, and the others in the long form; every kind has a dense model in either."""
+    cases = [(model, False, (first + at) % 2) for at, model in enumerate(MODELS)]
+    return [*cases, *(later(model, False, 1 - half) for model, _, half in cases)]
+
+
+@pytest.mark.parametrize(("model", "shared", "half"), [*_in_turn(0), ("gpt", True, 0), ("moe", True, 0)])
+def test_no_bit_changes(model: str, shared: bool, half: int):
+    run, wanted = run_of(MODELS[model]), _plain(model, shared)
     assert any(name.startswith("report") for name in wanted) == model.startswith("moe")
-    kinds = list((MIXED if model.startswith("moe") else DENSE).values())
-    for memory in kinds[::2] if shared else kinds:
+    for memory in list((MIXED if model.startswith("moe") else DENSE).values())[half::2]:
         assert_same(train(run, memory, shared=shared), wanted)
 
 
@@ -130,7 +140,7 @@ def test_no_bit_changes(model: str, shared: bool):
 def test_no_bit_changes_where_gradients_are_taken(model: str):
     run = run_of(MODELS[model])
     wanted = train(run, MemoryConfig(), taken=True)
-    for name, through_autograd in train(run, MemoryConfig()).items():
+    for name, through_autograd in _plain(model, False).items():
         torch.testing.assert_close(wanted[name], through_autograd, atol=1e-5, rtol=1e-4, msg=name)
     kinds = MIXED if model.startswith("moe") else DENSE
     for memory in list(kinds.values())[1::2]:
@@ -139,13 +149,15 @@ def test_no_bit_changes_where_gradients_are_taken(model: str):
 
 def test_the_test_sees_a_stream_that_is_not_restored(monkeypatch: pytest.MonkeyPatch):
     run = run_of(MODELS["llama"])
-    wanted = train(run, MemoryConfig())
+    wanted = _plain("llama", False)
     monkeypatch.setattr(RandomStreams, "restore", lambda self, states: None)
     found = train(run, RECOMPUTE["uniform-1"])
     assert any(not torch.equal(found[name], wanted[name]) for name in wanted if name.startswith("gradient"))
 
 
-def _flops(run: RunConfig, memory: MemoryConfig) -> int:
+@cache
+def _flops(flags: str, memory: MemoryConfig) -> int:
+    run = run_of(flags)
     model, streams = build(run)
     recompute(run, model, memory, streams)
     with FlopCounterMode(display=False) as counter:
@@ -157,8 +169,8 @@ def _flops(run: RunConfig, memory: MemoryConfig) -> int:
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_the_last_product_of_a_branch_is_not_repeated(model: str, name: str):
     """Counted are products; the formula has attention scores, norms and activations too."""
-    run = run_of({"gpt": f"{BASE} --hidden-dropout 0", "llama": LLAMA}[model])
-    more = _flops(run, RECOMPUTE[name]) - _flops(run, MemoryConfig())
+    flags = {"gpt": f"{BASE} --hidden-dropout 0", "llama": LLAMA}[model]
+    run, more = run_of(flags), _flops(flags, RECOMPUTE[name]) - _flops(flags, MemoryConfig())
     shape, layer_spec = ActivationShape.from_config(run, device="cpu"), model_spec(run).layers[0]
     tokens, hidden, inner = shape.tokens, 32, 48
     qkv, out = 6 * tokens * hidden * hidden, 2 * tokens * hidden * hidden
@@ -185,9 +197,9 @@ def test_the_last_product_of_a_branch_is_not_repeated(model: str, name: str):
 
 @pytest.mark.parametrize("name", ["layernorm", "moe_act", "moe_act layernorm shared_experts core_attn"])
 def test_norms_and_activations_repeat_no_product(name: str):
-    run = run_of(f"{LLAMA} {MIXTURE}")
+    flags = f"{LLAMA} {MIXTURE}"
     products = [word for word in name.split() if word in ("shared_experts", "core_attn")]
-    assert _flops(run, MIXED[name]) == _flops(run, replace(SELECTIVE, recompute_modules=tuple(products)))
+    assert _flops(flags, MIXED[name]) == _flops(flags, replace(SELECTIVE, recompute_modules=tuple(products)))
 
 
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24"
@@ -207,10 +219,11 @@ EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24"
 )
 def test_what_experts_repeat(flags: str, name: str):
     """Products are those of the formula, once; it has attention scores, norms and activations besides."""
-    run = run_of(f"{LLAMA} {flags} --num-layers 1")
+    flags = f"{LLAMA} {flags} --num-layers 1"
+    run = run_of(flags)
     shape, (layer,) = ActivationShape.from_config(run, device="cpu"), model_spec(run).layers
     kind = "moe" if name == "moe" else FULL
-    more = _flops(run, (MIXED | RECOMPUTE)[name]) - _flops(run, MemoryConfig())
+    more = _flops(flags, (MIXED | RECOMPUTE)[name]) - _flops(flags, MemoryConfig())
     scores = 2 * 16 * 32 if kind == FULL else 0
     elementwise = shape.tokens * (scores + 12 * (2 * 32 + 2 * 24 + 40))
     gate = 2 * shape.tokens * 32

@@ -43,6 +43,7 @@ def options(tmp_path: Path) -> QuickstartOptions:
     )
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_from_nothing_through_a_time_limit_to_a_sample_and_again(
     options: QuickstartOptions, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,11 +20,12 @@ ATTENTION = "--ffn-hidden-size 48 --num-attention-heads 4 --num-query-groups 2 -
 PRESETS = {
     "mamba2-130m": "--num-layers 2",
     "nemotron-h-8b": f"--hybrid-layer-pattern M-M*- --num-layers 5 {ATTENTION}",
+    "falcon-h1-0.5b": f"--hybrid-layer-pattern P-P- --num-layers 4 --logits-scaling 1 {ATTENTION}",
     "bamba-9b": f"--hybrid-layer-pattern M-*-M- --num-layers 6 {ATTENTION}",
 }
 
 
-@pytest.mark.parametrize("preset", [later("mamba2-130m"), "nemotron-h-8b", later("bamba-9b")])
+@pytest.mark.parametrize("preset", [later("mamba2-130m"), "nemotron-h-8b", later("bamba-9b"), "falcon-h1-0.5b"])
 def test_a_small_one_learns_and_generates(preset: str):
     run = load_config(f"{SMALL} {PRESETS[preset]}".split(), preset=preset).config
     losses = [step.loss for step in train(run)]

@@ -57,11 +57,13 @@ def _sizes(config: RunConfig) -> Counter[str]:
     return Counter({name: size for name, size in sizes.items() if size > 1})
 
 
-SIZES = {found.name: _sizes(_config(found)) for found in MATRIX}
+@cache
+def _all_sizes() -> dict[str, Counter[str]]:
+    return {found.name: _sizes(_config(found)) for found in MATRIX}
 
 
 def test_entries_are_layouts_of_their_size():
-    assert len(SIZES) == len(MATRIX), "names are unique"
+    assert len(_all_sizes()) == len(MATRIX), "names are unique"
     for found in MATRIX:
         assert found.world_size == _config(found).parallel.world_size <= 8, found.name
     assert {found.model for found in MATRIX} == set(MODEL_FLAGS)
@@ -70,13 +72,15 @@ def test_entries_are_layouts_of_their_size():
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_axis_alone(size: int):
     """Experts need ranks of another axis to live on, so theirs are layouts of plain data parallel beside them."""
-    alone = {name for sizes in SIZES.values() for name, n in sizes.items() if len(sizes) == 1 and n == size}
+    alone = {name for sizes in _all_sizes().values() for name, n in sizes.items() if len(sizes) == 1 and n == size}
     assert alone >= {"tp", "tp+sp", "pp", "vpp", "cp", "dp", "dp+zero1", "zero2", "fsdp"}
     for axis in ("ep", "etp"):
-        assert Counter({"dp": size, axis: size}) in SIZES.values()
+        assert Counter({"dp": size, axis: size}) in _all_sizes().values()
     forms = {(_config(found).parallel.pipeline_schedule, _sizes(_config(found))["pp"]) for found in MATRIX}
     assert {("1f1b", size), ("gpipe", size), ("zb-h1", size)} <= forms
-    kinds = {_config(found).parallel.cp_comm_type for found in MATRIX if SIZES[found.name] == Counter({"cp": size})}
+    kinds = {
+        _config(found).parallel.cp_comm_type for found in MATRIX if _all_sizes()[found.name] == Counter({"cp": size})
+    }
     assert kinds >= {"p2p", "all_gather", "a2a"}
 
 
@@ -86,11 +90,13 @@ def test_every_pair_of_axes():
             continue
         spare = {"ep": ("dp", "etp")}  # what experts are folded over, and how tp splits them
         free = {name for axis in pair for name in spare.get(axis, ())}
-        assert any(set(pair) <= set(sizes) <= set(pair) | free for sizes in SIZES.values()), f"no entry for {pair}"
+        assert any(set(pair) <= set(sizes) <= set(pair) | free for sizes in _all_sizes().values()), (
+            f"no entry for {pair}"
+        )
 
 
 def test_products_of_three_and_four_on_eight_ranks():
-    large = [SIZES[found.name] for found in MATRIX if found.world_size == 8]
+    large = [_all_sizes()[found.name] for found in MATRIX if found.world_size == 8]
     assert sum(len(set(sizes) - {"etp"}) == 3 for sizes in large) >= 8
     assert sum(len(set(sizes) - {"etp"}) >= 4 for sizes in large) >= 2
     for wanted in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from functools import cache
 from itertools import combinations, product
 
 import pytest
@@ -43,9 +44,15 @@ def open_to(run: RunConfig) -> set[str]:
     return {variant.flags for kind in option_groups(run) for variant in kind.options}
 
 
-def brute_force(run: RunConfig, capacity: int, most: int) -> list[tuple[float, int]]:
-    """Cost and bytes of everything that fits with at most so many kinds of change, worked out one by one."""
-    found: list[tuple[float, int]] = []
+def brute_force(flags: str, world_size: int, capacity: int) -> list[tuple[float, int]]:
+    """Cost and bytes of everything that fits with at most three kinds of change."""
+    return [(cost, size) for cost, size in _all_changes(flags, world_size) if size <= capacity]
+
+
+@cache
+def _all_changes(flags: str, world_size: int, most: int = 3) -> list[tuple[float, int]]:
+    """Cost and bytes of all changes, worked out one by one."""
+    run, found = load("tiny-llama", flags, world_size), []
     kinds, before = list(option_groups(run)), predicted_step_time(run)
     for together in range(1, most + 1):
         for chosen in combinations(kinds, together):
@@ -59,8 +66,7 @@ def brute_force(run: RunConfig, capacity: int, most: int) -> list[tuple[float, i
                     size = needs(changed)
                 except ConfigError:
                     continue
-                if size <= capacity:
-                    found.append((predicted_step_time(changed) / before - 1.0, size))
+                found.append((predicted_step_time(changed) / before - 1.0, size))
     return sorted(found)
 
 
@@ -81,7 +87,7 @@ RUNS = [
 def test_nothing_cheaper_is_missed(flags: str, world_size: int, share: float):
     run = load("tiny-llama", flags, world_size)
     capacity = int(share * needs(run))
-    cheapest, found = brute_force(run, capacity, 3), suggest_changes(run, capacity)
+    cheapest, found = brute_force(flags, world_size, capacity), suggest_changes(run, capacity)
     if cheapest:
         # A per cent is not worth another kind of change.
         assert cheapest[0][0] - 1e-9 <= found[0].time_cost <= cheapest[0][0] + 0.011
@@ -165,7 +171,7 @@ def test_sharing_that_the_schedule_refuses_is_not_offered():
 def test_more_than_three_changes_if_no_three_do():
     flags = f"{SMALL} --global-batch-size 8 --tp 2"
     run = load("tiny-llama", flags, 4)
-    capacity = min(size for _, size in brute_force(run, needs(run), 3)) - 1
+    capacity = min(size for _, size in brute_force(flags, 4, needs(run))) - 1
     found = suggest_changes(run, capacity)
     assert found
     for change in found:

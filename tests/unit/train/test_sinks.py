@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
+import signal
 import sys
 import types
 from pathlib import Path
@@ -19,9 +19,8 @@ from petatron.history.metrics_file import METRICS_FILE
 from petatron.train.report.console import ConsoleSink
 from petatron.train.report.metrics import event_record, sample_record, validation_record
 from petatron.train.report.sinks import JsonlSink, TensorBoardSink, WandbSink, build_sinks, tagged_scalars
+from tests.forked_python import run_forked
 from tests.unit.train.records import log_record
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 class FakeRun:
@@ -98,7 +97,7 @@ def test_a_killed_process_has_lost_nothing(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     path = tmp_path / METRICS_FILE
-    subprocess.run([sys.executable, "-c", code, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert run_forked([sys.executable, "-c", code, str(path)], cwd=tmp_path).returncode == -signal.SIGKILL
     assert [record["iteration"] for record in lines(path)] == list(range(100))
 
 

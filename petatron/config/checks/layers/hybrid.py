@@ -11,9 +11,11 @@ from petatron.config.schema.hybrid_pattern import (
     EXPERTS,
     MAMBA,
     MLP,
+    PARALLEL,
     PREDICTION_DEPTH,
     STAGE_BOUNDARY,
     SYMBOLS,
+    branch_letters,
 )
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
@@ -43,7 +45,10 @@ def check_hybrid(config: RawRunConfig) -> Iterator[Problem]:
     if not wrong_letters:
         yield from _experts(config, pattern)
         yield from _ratios_of_pattern(model, pattern)
-    if MAMBA in pattern:
+    if PARALLEL in pattern and model.norm_placement != "pre":
+        rule = f"puts norms after branches, and the two of a {PARALLEL} in {_PATTERN} share the one before them"
+        yield Problem("--norm-placement", model.norm_placement, rule, "Use pre.")
+    if MAMBA in branch_letters(pattern):
         wrong_sizes = list(_mamba_sizes(model))
         yield from wrong_sizes
         if not wrong_sizes:
@@ -71,7 +76,8 @@ def _ratios_of_pattern(model: RawModelConfig, pattern: str) -> Iterator[Problem]
 
 
 def _letters(pattern: str, model: RawModelConfig) -> Iterator[Problem]:
-    fix = f"Write one of {' '.join(SYMBOLS)} (Mamba-2, gated delta net, attention, MLP, experts) for each layer."
+    kinds = "Mamba-2, gated delta net, attention, MLP, experts, attention and Mamba-2 in parallel"
+    fix = f"Write one of {' '.join(SYMBOLS)} ({kinds}) for each layer."
     for symbol, rule in (
         (STAGE_BOUNDARY, "marks pipeline stages, which are set with --pipeline-model-parallel-layout here"),
         (PREDICTION_DEPTH, "marks layers of multi-token prediction, which this version does not have"),

@@ -15,8 +15,14 @@ from petatron.config.schema.model import GATED_ACTIVATIONS, RawModelConfig
 _ROTARY_TYPES = ("rope", "yarn")
 _NOT_LATENT = (
     *("qk_layernorm_scope", "rotary_interleaved", "softmax_type", "softmax_scale", "attn_logit_softcapping"),
+    *("clip_qkv", "attention_in_multiplier", "key_multiplier", "attention_out_multiplier"),
     *("attention_output_gate", "attention_chunk_size", "attention_temperature_scale", "qk_l2_norm"),
 )
+_FACTORS = (
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_in_multiplier", "key_multiplier"),
+    *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+)
+_FACTOR_LISTS = {"ssm_multipliers": ("z", "x", "B", "C", "dt"), "mlp_multipliers": ("the gate", "the output")}
 _MAX_ALIBI_POSITIONS = 1 << 16
 
 
@@ -109,15 +115,22 @@ def _norms_and_residuals(model: RawModelConfig) -> Iterator[Problem]:
     if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
         rule = f"is an RMSNorm, but --normalization is {model.normalization}"
         yield Problem("--qk-layernorm-scope", "projection", rule, "Use --normalization RMSNorm.")
-    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+    for name in _FACTORS:
         yield from above(name, getattr(model, name), 0)
+    for name, parts in _FACTOR_LISTS.items():
+        given: tuple[float, ...] = getattr(model, name)
+        if len(given) != len(parts) or min(given) <= 0:
+            rule = f"is not {len(parts)} positive numbers"
+            yield Problem(
+                flag_name(name), " ".join(f"{each:g}" for each in given), rule, f"Give one each for {', '.join(parts)}."
+            )
     if model.scale_embeddings and model.embedding_multiplier != 1.0:
         rule = "and --scale-embeddings are two factors on embeddings"
         yield Problem("--embedding-multiplier", f"{model.embedding_multiplier:g}", rule, "Leave one out.")
 
 
 def _scores(model: RawModelConfig) -> Iterator[Problem]:
-    for name in ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"):
+    for name in ("clip_qkv", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"):
         yield from above(name, getattr(model, name), 0)
     plain = variant_defaults()
     for name in _NOT_LATENT if model.multi_latent_attention else ():
@@ -134,6 +147,10 @@ def _gates(model: RawModelConfig) -> Iterator[Problem]:
         if value != variant_defaults()[name] and model.activation not in GATED_ACTIVATIONS:
             rule = f"is about gated activations, but --activation is {model.activation}"
             yield Problem(flag_name(name), f"{value:g}", rule, "Use --quick-geglu or --swiglu, or leave it out.")
+    gate, *_ = (*model.mlp_multipliers, 1.0)
+    if gate != 1.0 and model.activation not in GATED_ACTIVATIONS:
+        rule = f"begins with a factor on gates, but --activation is {model.activation}"
+        yield Problem("--mlp-multipliers", f"{gate:g}", rule, "Use --swiglu, or begin with 1.")
 
 
 def _chunks(model: RawModelConfig) -> Iterator[Problem]:

@@ -20,6 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.attention.paged import PagedBatch
+from petatron.kernels.triton.attention.split_softmax import (
+    add_to_softmax,
+    log_sum_exp,
+    merge_splits,
+    rows_in_pages,
+    split_range,
+    visible_scores,
+)
 from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 
 _TILE = 64
@@ -84,95 +92,63 @@ def _decode_split(
     wait_for_inputs(DEPENDENT)
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0) // TILE * TILE
-    each = tl.cdiv(tl.cdiv(length - first, TILE), SPLITS) * TILE
-    begin = first + split * each
-    end = tl.minimum(begin + each, length)
+    begin, end = split_range(length, split, WINDOW, SPLITS, TILE, TILE)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     valid = (row[:, None] < GROUP) & (column[None, :] < WIDTH)
     heads = head * GROUP + row
     x = tl.load(
         q + sequence.to(tl.int64) * q_stride_n + heads[:, None] * q_stride_h + column[None, :], mask=valid, other=0.0
     )
+    pages_of_sequence = table + sequence * table_stride
+    own_k, own_v = x, x  # without STORE, neither is used
+    if STORE:
+        own_k = _new_row(k_new, sequence, k_stride_n, head, column, WIDTH)
+        own_v = _new_row(v_new, sequence, v_stride_n, head, column, WIDTH)
+        if begin < length and end == length:
+            last = rows_in_pages(pages_of_sequence, length - 1, True, PAGE)
+            at = (last * NUM_KV_HEADS + head) * WIDTH + column
+            tl.store(k_pages + at, own_k, mask=column < WIDTH)
+            tl.store(v_pages + at, own_v, mask=column < WIDTH)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    if STORE:
-        own = tl.load(
-            k_new + sequence.to(tl.int64) * k_stride_n + head * WIDTH + column, mask=column < WIDTH, other=0.0
-        )
-        own_v = tl.load(
-            v_new + sequence.to(tl.int64) * v_stride_n + head * WIDTH + column, mask=column < WIDTH, other=0.0
-        )
-        if begin < length and end == length:
-            last = length - 1
-            page = tl.load(table + sequence * table_stride + last // PAGE).to(tl.int64)
-            at = ((page * PAGE + last % PAGE) * NUM_KV_HEADS + head) * WIDTH + column
-            tl.store(k_pages + at, own, mask=column < WIDTH)
-            tl.store(v_pages + at, own_v, mask=column < WIDTH)
     out = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
         inside = position < end
-        page = tl.load(table + sequence * table_stride + position // PAGE, mask=inside, other=0).to(tl.int64)
-        at = ((page * PAGE + position % PAGE) * NUM_KV_HEADS + head) * WIDTH
-        readable = inside[:, None] & (column[None, :] < WIDTH)
-        if STORE:
-            is_new = position == length - 1  # it is being written: taken from where it comes from
-            readable = readable & (position < length - 1)[:, None]
-        k = tl.load(k_pages + at[:, None] + column[None, :], mask=readable, other=0.0)
-        if STORE:
-            k = tl.where(is_new[:, None], own[None, :], k)
+        stored, is_new = inside, inside
+        if STORE:  # the new row is being written: it is taken from where it comes from
+            stored, is_new = inside & (position < length - 1), position == length - 1
+        at = (rows_in_pages(pages_of_sequence, position, inside, PAGE) * NUM_KV_HEADS + head) * WIDTH
+        k = _rows_of_tile(k_pages, at, stored, own_k, is_new, column, WIDTH, STORE)
         scores = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
-        visible = inside
-        if WINDOW > 0:
-            visible = visible & (position >= length - WINDOW)
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp(scores - safe[:, None])
-        rescale = tl.exp(top - safe)
-        total = total * rescale + tl.sum(weights, 1)
-        v = tl.load(v_pages + at[:, None] + column[None, :], mask=readable, other=0.0)
-        if STORE:
-            v = tl.where(is_new[:, None], own_v[None, :], v)
+        scores = visible_scores(scores, position, inside, length, WINDOW)
+        weights, rescale, top, total = add_to_softmax(scores, top, total)
+        v = _rows_of_tile(v_pages, at, stored, own_v, is_new, column, WIDTH, STORE)
         out = out * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        top = new_top
-    divisor = tl.where(total == 0.0, 1.0, total)
+    out = out / tl.where(total == 0.0, 1.0, total)[:, None]
     pair = sequence * NUM_KV_HEADS + head
     if SPLITS == 1:
         target = output + (pair.to(tl.int64) * GROUP + row[:, None]) * WIDTH + column[None, :]
-        tl.store(target, (out / divisor[:, None]).to(output.dtype.element_ty), mask=valid)
+        tl.store(target, out.to(output.dtype.element_ty), mask=valid)
     else:
         place = (pair * SPLITS + split).to(tl.int64) * GROUP
-        tl.store(partial + (place + row[:, None]) * WIDTH + column[None, :], out / divisor[:, None], mask=valid)
-        tl.store(lse + place + row, tl.where(total == 0.0, float("-inf"), top + tl.log(divisor)), mask=row < GROUP)
+        tl.store(partial + (place + row[:, None]) * WIDTH + column[None, :], out, mask=valid)
+        tl.store(lse + place + row, log_sum_exp(top, total), mask=row < GROUP)
 
 
 @triton.jit
-def _merge_splits(
-    partial,
-    lse,
-    output,
-    GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    wait_for_inputs(DEPENDENT)
-    pair, member = tl.program_id(0), tl.program_id(1)  # of (sequence, kv head), and a query head of it
-    split, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    place = (pair * SPLITS + split).to(tl.int64) * GROUP + member
-    sums = tl.load(lse + place, mask=split < SPLITS, other=float("-inf"))
-    weights = tl.exp(sums - tl.max(sums, 0))
-    weights = weights / tl.sum(weights, 0)
-    readable = (weights[:, None] > 0.0) & (column[None, :] < WIDTH)
-    values = tl.load(partial + place[:, None] * WIDTH + column[None, :], mask=readable, other=0.0)
-    target = output + (pair.to(tl.int64) * GROUP + member) * WIDTH + column
-    tl.store(target, tl.sum(values * weights[:, None], 0).to(output.dtype.element_ty), mask=column < WIDTH)
+def _new_row(rows, sequence, stride, head, column, WIDTH: tl.constexpr):
+    """Returns the key or value of the sequence's new token."""
+    return tl.load(rows + sequence.to(tl.int64) * stride + head * WIDTH + column, mask=column < WIDTH, other=0.0)
+
+
+@triton.jit
+def _rows_of_tile(pages, at, stored, own, is_new, column, WIDTH: tl.constexpr, STORE: tl.constexpr):
+    """Returns the keys or values of a tile of tokens, those stored from pages, the new one as it is given."""
+    rows = tl.load(pages + at[:, None] + column[None, :], mask=stored[:, None] & (column[None, :] < WIDTH), other=0.0)
+    if STORE:
+        rows = tl.where(is_new[:, None], own[None, :], rows)
+    return rows
 
 
 def decode_attention(
@@ -249,7 +225,7 @@ def _decode(
         **launch_options(count, q),
     )
     if splits > 1:
-        _merge_splits[(count * kv_heads, group)](
+        merge_splits[(count * kv_heads, group, 1)](
             partial,
             lse,
             out,

@@ -9,6 +9,7 @@ of a cast depends on its scale. Per number of a bfloat16 tensor, at 4.0 TB/s and
     | tensor, known    | cast; `amax` is given                   | 4        | 1.00 |
     | tensor, delayed  | cast, which computes amax as well       | 4        | 1.00 |
     | rows             | amax by row and column (2), cast (4)    | 6        | 1.50 |
+    | rows, only       | cast, a program holds its row           | 3        | 0.75 |
     | blocks, squares  | cast, each tile has its own amax        | 4 + 8/128| 1.02 |
 
 So a scale per row costs no more than one per tensor. The second of two passes goes through the tensor backwards: what the
@@ -44,6 +45,7 @@ _TILE = BLOCK
 _WARPS = 8
 _REGISTERS_LINES, _REGISTERS_BLOCKS = 80, 128
 """Per thread, so that three and two tiles are resident on a multiprocessor; more would leave it waiting for memory."""
+_ELEMENTS_OF_WARP = 512
 _RUN = 16384
 """Elements of which one program computes amax: eight loads of 16 bytes per thread."""
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -148,12 +150,11 @@ def _cast_tensor(
 
 
 @triton.jit
-def _row_and_column_amax(x_RC, rows_R, columns_C, R, C, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+def _row_and_column_amax(x_RC, rows_R, columns_C, R, C, TILE: tl.constexpr):
     row, column, inside = _tile_offsets(tl.program_id(0), R, C, TILE)
     bits = magnitude_bits(_load(x_RC, row, column, inside, C))
     tl.atomic_max(rows_R + row, tl.max(bits, axis=1), mask=row < R, sem="relaxed")
-    if COLUMNS:
-        tl.atomic_max(columns_C + column, tl.max(bits, axis=0), mask=column < C, sem="relaxed")
+    tl.atomic_max(columns_C + column, tl.max(bits, axis=0), mask=column < C, sem="relaxed")
 
 
 @triton.jit
@@ -167,7 +168,6 @@ def _cast_rows_and_columns(
     scale_C,
     R,
     C,
-    COLUMNS: tl.constexpr,
     TOP: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -179,11 +179,22 @@ def _cast_rows_and_columns(
     if tile % tl.cdiv(C, TILE) == 0:
         tl.store(scale_R + row, bits_R, mask=row < R)
     _store_rows(rows_RC, quantise_unclamped(x, inverse_scale(bits_R)[:, None], dtype), row, column, inside, C)
-    if COLUMNS:
-        bits_C = _scale_bits(tl.load(amax_C + column, mask=column < C, other=0), TOP)
-        if tile < tl.cdiv(C, TILE):
-            tl.store(scale_C + column, bits_C, mask=column < C)
-        _store_columns(columns_CR, quantise_unclamped(x, inverse_scale(bits_C)[None, :], dtype), row, column, R, C)
+    bits_C = _scale_bits(tl.load(amax_C + column, mask=column < C, other=0), TOP)
+    if tile < tl.cdiv(C, TILE):
+        tl.store(scale_C + column, bits_C, mask=column < C)
+    _store_columns(columns_CR, quantise_unclamped(x, inverse_scale(bits_C)[None, :], dtype), row, column, R, C)
+
+
+@triton.jit
+def _cast_whole_rows(x_RC, rows_RC, scale_R, C, TOP: tl.constexpr, WIDTH: tl.constexpr):
+    """One row per program, which holds all of it: a single pass."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    x = tl.load(x_RC + row * C + column, mask=column < C, other=0.0)
+    bits = _scale_bits(tl.max(magnitude_bits(x), axis=0), TOP)
+    tl.store(scale_R + row, bits)
+    values = quantise_unclamped(x, inverse_scale(bits), rows_RC.dtype.element_ty)
+    tl.store(rows_RC + row * C + column, values, mask=column < C)
 
 
 @triton.jit
@@ -263,16 +274,36 @@ def cast_delayed(x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tenso
 
 
 def cast_rows(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
-    return _cast_rowwise(x_RC[None], dtype, transposed=True)[0]
+    one = cast_matrices(x_RC[None], dtype)
+    scales = (one.rows.scale[0, :, None], one.columns.scale[0, :, None])
+    return Fp8Matrix(
+        Fp8Operand(one.rows.values[0], scales[0], "rows"), Fp8Operand(one.columns.values[0], scales[1], "rows")
+    )
 
 
 def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
-    return _cast_rowwise(x_RC[None], dtype, transposed=False)[0].rows
+    x_RC = x_RC.contiguous()
+    R, C = x_RC.shape
+    rows, scale_R = torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty((R, 1), dtype=torch.float32)
+    width = max(triton.next_power_of_2(C), 16)
+    warps = min(max(width // _ELEMENTS_OF_WARP, 1), _WARPS)
+    _cast_whole_rows[(R,)](x_RC, rows, _bits(scale_R), C, TOP=max_exponent(dtype), WIDTH=width, num_warps=warps)
+    return Fp8Operand(rows, scale_R, "rows")
 
 
 def cast_matrices(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
     """Two launches per expert, and no copy: the transposed matrices come out of the same pass."""
-    return _cast_rowwise(x_ERC, dtype, transposed=True)[1]
+    x_ERC = x_ERC.contiguous()
+    E, R, C = x_ERC.shape
+    rows, columns = _outputs(x_ERC, dtype)
+    amax = torch.zeros((E, R + C), dtype=torch.int32, device=x_ERC.device)
+    scale_R, scale_C = (x_ERC.new_empty((E, each), dtype=torch.float32) for each in (R, C))
+    scales = _bits(scale_R), _bits(scale_C)
+    options = {"TOP": max_exponent(dtype), "maxnreg": _REGISTERS_LINES}
+    for x, to_rows, to_columns, peaks, *bits in zip(x_ERC, rows, columns, amax, *scales, strict=True):
+        _launch(_row_and_column_amax, x, peaks[:R], peaks[R:], R, C)
+        _launch(_cast_rows_and_columns, x, to_rows, to_columns, peaks[:R], peaks[R:], *bits, R, C, **options)
+    return Fp8Matrix(Fp8Operand(rows, scale_R, "rows"), Fp8Operand(columns, scale_C, "rows"))
 
 
 def cast_blocks(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
@@ -304,33 +335,12 @@ def _cast_with_scale(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tens
     return Fp8Matrix(Fp8Operand(rows, scale, "tensor"), Fp8Operand(columns, scale, "tensor"))
 
 
-def _cast_rowwise(x_ERC: Tensor, dtype: torch.dtype, *, transposed: bool) -> tuple[Fp8Matrix, Fp8Matrix]:
-    """Returns the first matrix, with scales [R, 1], and all of them; the columns are empty unless `transposed`."""
-    x_ERC = x_ERC.contiguous()
-    E, R, C = x_ERC.shape
-    rows, columns = _outputs(x_ERC, dtype, transposed=transposed)
-    amax = torch.zeros((E, R + C if transposed else R), dtype=torch.int32, device=x_ERC.device)
-    scale_R = x_ERC.new_empty((E, R), dtype=torch.float32)
-    scale_C = x_ERC.new_empty((E, C if transposed else 0), dtype=torch.float32)
-    options = {"TOP": max_exponent(dtype), "maxnreg": _REGISTERS_LINES}
-    scales = _bits(scale_R), _bits(scale_C)
-    for x, to_rows, to_columns, peaks, *bits in zip(x_ERC, rows, columns, amax, *scales, strict=True):
-        _launch(_row_and_column_amax, x, peaks[:R], peaks[R:], R, C, COLUMNS=transposed)
-        tensors = x, to_rows, to_columns, peaks[:R], peaks[R:], *bits
-        _launch(_cast_rows_and_columns, *tensors, R, C, COLUMNS=transposed, **options)
-    one = Fp8Matrix(
-        Fp8Operand(rows[0], scale_R[0, :, None], "rows"), Fp8Operand(columns[0], scale_C[0, :, None], "rows")
-    )
-    return one, Fp8Matrix(Fp8Operand(rows, scale_R, "rows"), Fp8Operand(columns, scale_C, "rows"))
-
-
-def _outputs(x_RC: Tensor, dtype: torch.dtype, *, transposed: bool = True) -> tuple[Tensor, Tensor]:
-    """Allocates the rows, and the columns if `transposed`."""
+def _outputs(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allocates the rows and the columns."""
     # Triton 3.6 garbles a transposed FP8 tile that was float32; nothing here is.
-    assert x_RC.element_size() == 2 or not transposed, f"{x_RC.dtype} is not half precision"
+    assert x_RC.element_size() == 2, f"{x_RC.dtype} is not half precision"
     *experts, R, C = x_RC.shape
-    columns = (*experts, C, R) if transposed else (*experts, 0)
-    return torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty(columns, dtype=dtype)
+    return torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty((*experts, C, R), dtype=dtype)
 
 
 def _empty_block_scales(x: Tensor, rows: int, length: int) -> Tensor:

@@ -307,6 +307,24 @@ def weighted_activation_backward(
     return grad_inner, grad_weight, output
 
 
+@triton.jit
+def _write_grad(out, grad, count, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(grad + at, mask=at < count, other=0.0).to(out.dtype.element_ty)
+    if ACCUMULATE:
+        values += tl.load(out + at, mask=at < count, other=0.0)
+    tl.store(out + at, values, mask=at < count)
+
+
+def write_grad(out: Tensor, grad: Tensor, accumulate: bool) -> None:
+    """See the reference, which reads and writes a number at a time if the dtypes differ."""
+    if not (out.is_contiguous() and grad.is_contiguous()):
+        reference.write_grad(out, grad, accumulate)
+        return
+    count = out.numel()
+    _write_grad[(triton.cdiv(count, _TILE),)](out, grad, count, ACCUMULATE=accumulate, BLOCK=_TILE, num_warps=4)
+
+
 def _row_options(width: int) -> dict[str, int]:
     """Returns a block that holds a row, 16 elements per thread: two loads of 16 bytes in half precision."""
     block = triton.next_power_of_2(width)
@@ -331,4 +349,6 @@ def _kept_mask(permutation: Permutation) -> Tensor:
     return permutation.row_TK if kept_TK is None else kept_TK.contiguous().view(torch.uint8)
 
 
-TRITON = MoEKernels(permute_rows, unpermute_rows, unpermute_backward, weighted_activation, weighted_activation_backward)
+TRITON = MoEKernels(
+    permute_rows, unpermute_rows, unpermute_backward, weighted_activation, weighted_activation_backward, write_grad
+)

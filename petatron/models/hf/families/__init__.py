@@ -3,6 +3,7 @@
 A family is a file of this folder, or a part of one, and a line of this list; nothing else knows it by name.
 """
 
+from petatron.models.hf.families.alibi import BLOOM, MPT
 from petatron.models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from petatron.models.hf.families.experts.glm4_moe import GLM4_MOE
 from petatron.models.hf.families.experts.gpt_oss import GPT_OSS
@@ -13,6 +14,7 @@ from petatron.models.hf.families.gpt2 import GPT2
 from petatron.models.hf.families.gpt_neox import GPT_NEOX
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
 from petatron.models.hf.families.hybrid.bamba import BAMBA
+from petatron.models.hf.families.hybrid.falcon_h1 import FALCON_H1
 from petatron.models.hf.families.hybrid.granite_hybrid import GRANITE_HYBRID
 from petatron.models.hf.families.hybrid.mamba2 import MAMBA2
 from petatron.models.hf.families.hybrid.nemotron_h import NEMOTRON_H
@@ -46,6 +48,8 @@ FAMILIES = (
     STARCODER2,
     NEMOTRON,
     GPT_NEOX,
+    BLOOM,
+    MPT,
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
@@ -60,5 +64,6 @@ FAMILIES = (
     MAMBA2,
     BAMBA,
     NEMOTRON_H,
+    FALCON_H1,
     GRANITE_HYBRID,
 )

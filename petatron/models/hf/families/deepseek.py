@@ -98,13 +98,15 @@ V3_MOE_KEYS = {
     "moe_router_topk": "num_experts_per_tok",
     "moe_ffn_hidden_size": "moe_intermediate_size",
 }
-_MOE_FIXED = {"moe_latent_size": None, "moe_shared_expert_gate": False, "moe_router_dtype": "fp32"}
-V3_MOE_FIXED = {
-    **_MOE_FIXED,
+_ROUTER_FIXED = {"moe_shared_expert_gate": False, "moe_router_dtype": "fp32"}
+V3_ROUTER_FIXED = {
+    **_ROUTER_FIXED,
     "moe_router_score_function": "sigmoid",
     "moe_router_pre_softmax": False,
     "moe_router_enable_expert_bias": True,
 }
+_NO_LATENT = {"moe_latent_size": None}
+V3_MOE_FIXED = {**V3_ROUTER_FIXED, **_NO_LATENT}
 
 DEEPSEEK_V2 = like_llama(
     name="deepseek_v2",
@@ -132,7 +134,8 @@ DEEPSEEK_V2 = like_llama(
     heads_divide_width=True,
     moe_keys=V3_MOE_KEYS,
     moe_fixed={
-        **_MOE_FIXED,
+        **_ROUTER_FIXED,
+        **_NO_LATENT,
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": True,
         "moe_router_enable_expert_bias": False,

@@ -12,7 +12,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
+from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP, branch_letters
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.family import OWN_FOLDER_FIX, Family, ModuleMapping, unsupported_setting
 from petatron.models.hf.shared_tables import LLAMA_FIXED
@@ -101,7 +101,7 @@ def time_step_problems(hf_config: Mapping[str, Any]) -> list[Problem]:
 
 
 def has_mamba(spec: ModelSpec) -> bool:
-    return MAMBA in (spec.config.hybrid_layer_pattern or "")
+    return MAMBA in branch_letters(spec.config.hybrid_layer_pattern)
 
 
 def expansion(spec: ModelSpec) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
+from petatron.models.hf.families.deepseek import V3_MOE_KEYS, V3_ROUTER_FIXED
 from petatron.models.hf.families.hybrid.mamba_tables import (
     HYBRID_FIXED,
     LAYER_TYPES,
@@ -169,19 +170,8 @@ NEMOTRON_H = Family(
     },
     aliases={"n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv", "chunk_size": "mamba_chunk_size"},
     has_rope=False,
-    moe_keys={
-        "num_experts": "n_routed_experts",
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_ffn_hidden_size": "moe_intermediate_size",
-        "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-    },
-    moe_fixed={
-        "moe_shared_expert_gate": False,
-        "moe_router_dtype": "fp32",
-        "moe_router_score_function": "sigmoid",
-        "moe_router_pre_softmax": False,
-        "moe_router_enable_expert_bias": True,
-    },
+    moe_keys={**V3_MOE_KEYS, "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"},
+    moe_fixed=V3_ROUTER_FIXED,
     group_score_topk=2,
     read_more=_read_more,
     write_more=_write_more,

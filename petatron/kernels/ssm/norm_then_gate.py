@@ -17,13 +17,13 @@ from torch import Tensor
 from petatron.kernels.compute_dtype import to_compute_dtype
 
 
-def norm_gate(y_RP: Tensor, z_RP: Tensor, weight_P: Tensor, *, eps: float) -> Tensor:
+def norm_then_gate(y_RP: Tensor, z_RP: Tensor, weight_P: Tensor, *, eps: float) -> Tensor:
     """Returns the norm of y, times silu(z), in the dtype of y."""
     normal = to_compute_dtype(y_RP) * _rstd(y_RP, eps)
     return (normal * to_compute_dtype(weight_P) * F.silu(to_compute_dtype(z_RP))).to(y_RP.dtype)
 
 
-def norm_gate_backward(
+def norm_then_gate_backward(
     grad_RP: Tensor, y_RP: Tensor, z_RP: Tensor, weight_P: Tensor, *, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of y, z and, in at least float32, weight."""

@@ -2,6 +2,8 @@
 
     v = y silu(z),   out = v / rms(v) * weight          with the mean over the channels of a group
 
+Without a gate, v = y: the norm of a scan's output that is gated after it.
+
 A group may be spread over ranks: the sum of squares, and in backward one more sum per row and group, are then added over them. With
 n the normalised v and h = gradient x weight, the gradient of v is (h - n mean(h n)) / rms(v). Backward saves y, z and 1 / rms.
 
@@ -16,19 +18,19 @@ from torch import Tensor
 from petatron.kernels.compute_dtype import to_compute_dtype
 
 
-def gated_square_sums(y_RD: Tensor, z_RD: Tensor, *, num_groups: int) -> Tensor:
+def gated_square_sums(y_RD: Tensor, z_RD: Tensor | None, *, num_groups: int) -> Tensor:
     """Returns the sum of squares of every row and group [R, K]."""
     return _gated(y_RD, z_RD).unflatten(-1, (num_groups, -1)).square().sum(dim=-1)
 
 
-def gated_norm(y_RD: Tensor, z_RD: Tensor, rstd_RK: Tensor, weight_D: Tensor) -> Tensor:
+def gate_then_norm(y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor, weight_D: Tensor) -> Tensor:
     """Returns the norm, given 1 / rms of every row and group."""
     normal = _normalised(y_RD, z_RD, rstd_RK)
     return normal.to(y_RD.dtype) * weight_D
 
 
-def gated_norm_projections(
-    grad_RD: Tensor, y_RD: Tensor, z_RD: Tensor, rstd_RK: Tensor, weight_D: Tensor
+def gate_then_norm_projections(
+    grad_RD: Tensor, y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the sum of h n of every row and group [R, K], and the gradient of the weight; both in at least float32."""
     normal, grad = _normalised(y_RD, z_RD, rstd_RK), to_compute_dtype(grad_RD)
@@ -37,23 +39,26 @@ def gated_norm_projections(
     return products.sum(dim=-1), by_weight.sum(dim=0)
 
 
-def gated_norm_backward(
-    grad_RD: Tensor, y_RD: Tensor, z_RD: Tensor, rstd_RK: Tensor, weight_D: Tensor, means_RK: Tensor
-) -> tuple[Tensor, Tensor]:
+def gate_then_norm_backward(
+    grad_RD: Tensor, y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor, weight_D: Tensor, means_RK: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Returns the gradients of y and z, given the mean of h n of every row and group."""
     groups = (rstd_RK.shape[-1], -1)
     normal = _normalised(y_RD, z_RD, rstd_RK).unflatten(-1, groups)
     h = (to_compute_dtype(grad_RD) * to_compute_dtype(weight_D)).unflatten(-1, groups)
     grad = ((h - normal * means_RK[..., None]) * rstd_RK[..., None]).flatten(-2)
+    if z_RD is None:
+        return grad.to(y_RD.dtype), None
     z = to_compute_dtype(z_RD)
     gate = z.sigmoid()
     grad_z = grad * to_compute_dtype(y_RD) * gate * (1.0 + z * (1.0 - gate))
     return (grad * z * gate).to(y_RD.dtype), grad_z.to(z_RD.dtype)
 
 
-def _gated(y_RD: Tensor, z_RD: Tensor) -> Tensor:
-    return to_compute_dtype(y_RD) * F.silu(to_compute_dtype(z_RD))
+def _gated(y_RD: Tensor, z_RD: Tensor | None) -> Tensor:
+    y = to_compute_dtype(y_RD)
+    return y if z_RD is None else y * F.silu(to_compute_dtype(z_RD))
 
 
-def _normalised(y_RD: Tensor, z_RD: Tensor, rstd_RK: Tensor) -> Tensor:
+def _normalised(y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor) -> Tensor:
     return (_gated(y_RD, z_RD).unflatten(-1, (rstd_RK.shape[-1], -1)) * rstd_RK[..., None]).flatten(-2)

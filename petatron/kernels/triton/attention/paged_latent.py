@@ -1,0 +1,278 @@
+"""Latent attention of one token per sequence over latents and rotary keys in pages, and the storing of new ones.
+
+Absorbed keys are one per token for all heads, so a decode step is multi-query attention with keys of C + R and values of C, the same
+latents: each tile of tokens is read once and serves both GEMMs. A program has a block of heads, 16 or more since tensor cores take no
+fewer, and a split of a sequence; its output in latent space, 16 x 512 in float32 and more, stays in registers. Where there are several
+blocks, the programs of one split run side by side and find its tiles in the L2 cache. So a block is as large as registers allow: of a
+rank's 128 heads, blocks of 16 would read every tile eight times from that cache, two blocks of 64 do so twice.
+
+As in `paged.py`, the number of splits follows from the number of sequences and heads alone, and their lengths from those on the device:
+a CUDA graph replays for any lengths. A split has some tokens at least, so that a short sequence leaves few partial outputs to merge,
+each of which is as many bytes as 28 tokens in pages for 16 heads.
+
+Bytes that must be read, DeepSeek-V3 in bf16: 1,152 for each token of a sequence, on every rank.
+
+T tokens, N sequences, H heads of this rank, C width of the latent, R of the rotary key, P pages of a sequence.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petatron.kernels.attention import paged_latent as reference
+from petatron.kernels.attention.paged import PagedBatch
+from petatron.kernels.attention.paged_latent import LatentPages
+from petatron.kernels.triton.attention.split_softmax import (
+    add_to_softmax,
+    log_sum_exp,
+    merge_splits,
+    rows_in_pages,
+    split_range,
+    visible_scores,
+)
+from petatron.kernels.triton.dependent_launch import device_capability, launch_options, wait_for_inputs
+
+
+class _Blocking(NamedTuple):
+    """How a program is cut: its heads, the tokens that it reads at once, and its warps and stages.
+
+    A tile is prefetched while the one before is used, by copies into a second buffer or by another program of the multiprocessor:
+    a stage more than usual reads the page table.
+    """
+
+    heads: int
+    tile: int
+    warps: int
+    stages: int
+
+
+_FEW = _Blocking(16, 32, 8, 5)
+"""100 registers a thread and 94 KB of shared memory for latents of 512: two programs on a multiprocessor."""
+_SOME = _Blocking(32, 32, 8, 4)
+"""128 registers and 76 KB."""
+_MANY = _Blocking(64, 64, 8, 2)
+"""255 registers and 221 KB: one program, with the tensor cores' instructions for 64 rows, which Hopper has."""
+_FLOAT32 = _Blocking(16, 16, 8, 2)
+_HOPPER = 9
+
+_LEAST_TOKENS = 64
+"""Of a split."""
+_WANTED_PROGRAMS = 512
+"""Two or more rounds of them on a large GPU, which has room for 132 or 264 at once: the last round is seldom nearly empty."""
+_MAX_SPLITS = 64
+_WIDEST = 512
+"""Of latents: an accumulator that is wider does not fit into registers."""
+_MERGED_COLUMNS = 128
+
+
+@triton.jit
+def _store_rows(
+    latent,
+    rope_key,
+    latent_pages,
+    rope_pages,
+    slots,
+    latent_stride,
+    rope_stride,
+    LATENT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_inputs(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    column, rotary = tl.arange(0, COLUMNS), tl.arange(0, ROTARY_COLUMNS)
+    row = tl.load(latent + token * latent_stride + column, mask=column < LATENT)
+    tl.store(latent_pages + slot * LATENT + column, row, mask=column < LATENT)
+    key = tl.load(rope_key + token * rope_stride + rotary, mask=rotary < ROTARY)
+    tl.store(rope_pages + slot * ROTARY + rotary, key, mask=rotary < ROTARY)
+
+
+def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, slots_T: Tensor) -> None:
+    """Writes the rows of every token to its slot, latents and rotary keys in one launch."""
+    latent, rope_key = (x if x.stride(-1) == 1 else x.contiguous() for x in (latent_TC, rope_key_TR))
+    tokens, width = latent.shape
+    rotary = rope_key.shape[1]
+    _store_rows[(tokens,)](
+        latent,
+        rope_key,
+        pages.latent,
+        pages.rope_key,
+        slots_T,
+        latent.stride(0),
+        rope_key.stride(0),
+        LATENT=width,
+        COLUMNS=triton.next_power_of_2(width),
+        ROTARY=rotary,
+        ROTARY_COLUMNS=triton.next_power_of_2(rotary),
+        **launch_options(tokens, latent),
+    )
+
+
+@triton.jit
+def _decode_split(
+    q_latent,
+    q_rope,
+    latent_pages,
+    rope_pages,
+    table,
+    lengths,
+    partial,
+    lse,
+    output,
+    scale,
+    latent_stride_n,
+    latent_stride_h,
+    rope_stride_n,
+    rope_stride_h,
+    table_stride,
+    WINDOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_inputs(DEPENDENT)
+    block, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    begin, end = split_range(length, split, WINDOW, SPLITS, TILE, LEAST)
+    head = block * HEADS + tl.arange(0, HEADS)
+    column, rotary = tl.arange(0, COLUMNS), tl.arange(0, ROTARY_COLUMNS)
+    there, n = head < NUM_HEADS, sequence.to(tl.int64)
+    q_c = _rows(q_latent + n * latent_stride_n, head * latent_stride_h, there, column, LATENT)
+    q_r = _rows(q_rope + n * rope_stride_n, head * rope_stride_h, there, rotary, ROTARY)
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    out = tl.zeros((HEADS, COLUMNS), tl.float32)
+    for start in range(begin, end, TILE):
+        position = start + tl.arange(0, TILE)
+        inside = position < end
+        row = rows_in_pages(table + n * table_stride, position, inside, PAGE)
+        latent = _rows(latent_pages, row * LATENT, inside, column, LATENT)
+        rope_key = _rows(rope_pages, row * ROTARY, inside, rotary, ROTARY)
+        scores = tl.dot(q_c, tl.trans(latent), input_precision="ieee")
+        scores = tl.dot(q_r, tl.trans(rope_key), scores, input_precision="ieee") * scale
+        scores = visible_scores(scores, position, inside, length, WINDOW)
+        weights, rescale, top, total = add_to_softmax(scores, top, total)
+        out = tl.dot(weights.to(latent.dtype), latent, out * rescale[:, None], input_precision="ieee")
+    out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+    valid = there[:, None] & (column[None, :] < LATENT)
+    if SPLITS == 1:
+        target = output + (n * NUM_HEADS + head[:, None]) * LATENT + column[None, :]
+        tl.store(target, out.to(output.dtype.element_ty), mask=valid)
+    else:
+        place = (n * SPLITS + split) * NUM_HEADS + head
+        tl.store(lse + place, log_sum_exp(top, total), mask=there)
+        if begin < end:  # the merge reads no partial output without weight
+            tl.store(partial + place[:, None] * LATENT + column[None, :], out, mask=valid)
+
+
+@triton.jit
+def _rows(tensor, at, there, column, WIDTH: tl.constexpr):
+    """Returns rows of a tensor that begin at some elements, zeros where they are not there and after their width."""
+    mask = there[:, None] & (column[None, :] < WIDTH)
+    return tl.load(tensor + at[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+def decode_latents(
+    q_NHC: Tensor,
+    q_rope_NHR: Tensor,
+    pages: LatentPages,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """See the reference, which also takes wider latents than are here."""
+    count, heads, width = q_NHC.shape
+    if width > _WIDEST:
+        return reference.decode_latents(q_NHC, q_rope_NHR, pages, batch, scale=scale, window=window)
+    blocking, rotary = _blocking(q_NHC), q_rope_NHR.shape[-1]
+    blocks = triton.cdiv(heads, blocking.heads)
+    splits = _num_splits(count * blocks)
+    q_latent, q_rope = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_NHC, q_rope_NHR))
+    out = q_latent.new_empty((count, heads, width))
+    partial, lse = out, out
+    if splits > 1:
+        partial = out.new_empty((count, splits, heads, width), dtype=torch.float32)
+        lse = out.new_empty((count, splits, heads), dtype=torch.float32)
+    columns = max(16, triton.next_power_of_2(width))
+    _decode_split[(blocks, count, splits)](
+        q_latent,
+        q_rope,
+        pages.latent,
+        pages.rope_key,
+        batch.page_table_NP,
+        batch.lengths_N,
+        partial,
+        lse,
+        out,
+        scale,
+        *q_latent.stride()[:2],
+        *q_rope.stride()[:2],
+        batch.page_table_NP.stride(0),
+        WINDOW=window or 0,
+        NUM_HEADS=heads,
+        HEADS=blocking.heads,
+        LATENT=width,
+        COLUMNS=columns,
+        ROTARY=rotary,
+        ROTARY_COLUMNS=max(16, triton.next_power_of_2(rotary)),
+        PAGE=pages.latent.shape[1],
+        SPLITS=splits,
+        TILE=blocking.tile,
+        LEAST=_LEAST_TOKENS,
+        num_warps=blocking.warps,
+        num_stages=blocking.stages,
+        **launch_options(count, out),
+    )
+    if splits > 1:
+        merged = min(columns, _MERGED_COLUMNS)
+        merge_splits[(count, heads, triton.cdiv(width, merged))](
+            partial,
+            lse,
+            out,
+            GROUP=heads,
+            WIDTH=width,
+            COLUMNS=merged,
+            SPLITS=splits,
+            ROWS=triton.next_power_of_2(splits),
+            num_warps=4,
+            **launch_options(count, out),
+        )
+    return out
+
+
+def _blocking(q_NHC: Tensor) -> _Blocking:
+    """Returns how programs are cut for these queries."""
+    if q_NHC.itemsize > 2:
+        return _FLOAT32
+    heads, hopper = q_NHC.shape[1], q_NHC.is_cuda and device_capability(q_NHC.get_device())[0] == _HOPPER
+    if heads > _SOME.heads and hopper:
+        return _MANY
+    return _FEW if heads <= _FEW.heads else _SOME
+
+
+def _num_splits(programs: int) -> int:
+    """Returns into how many splits the sequences are cut, for so many pairs of sequence and block of heads.
+
+    >>> _num_splits(1), _num_splits(64), _num_splits(300)
+    (64, 8, 1)
+    """
+    return max(1, min(_MAX_SPLITS, _WANTED_PROGRAMS // programs))

@@ -1,0 +1,83 @@
+"""What decode attention over pages consists of, for keys of any kind: a split of a sequence, its rows, its softmax, the merge of splits.
+
+A split attends to some tokens of a sequence and leaves a partial output, normalised by its own weights, with the log-sum-exp of its
+scores. The merge weighs partial outputs by that.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from petatron.kernels.triton.dependent_launch import wait_for_inputs
+
+
+@triton.jit
+def split_range(length, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr):
+    """Returns the first token of a split and the one after its last: whole tiles, `LEAST` tokens or more. Later splits may be empty."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // TILE * TILE
+    each = tl.maximum(tl.cdiv(tl.cdiv(length - first, TILE), SPLITS) * TILE, LEAST)
+    begin = first + split * each
+    return begin, tl.minimum(begin + each, length)
+
+
+@triton.jit
+def rows_in_pages(pages_of_sequence, position, inside, PAGE: tl.constexpr):
+    """Returns the rows of a sequence's tokens in the tensor of pages, as 64-bit integers."""
+    page = tl.load(pages_of_sequence + position // PAGE, mask=inside, other=0).to(tl.int64)
+    return page * PAGE + position % PAGE
+
+
+@triton.jit
+def visible_scores(scores, position, inside, length, WINDOW: tl.constexpr):
+    """Returns scores [queries, tokens], minus infinity for tokens that the last one of the sequence does not see."""
+    visible = inside
+    if WINDOW > 0:
+        visible = visible & (position >= length - WINDOW)
+    return tl.where(visible[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def add_to_softmax(scores, top, total):
+    """Returns the weights of more scores, the factor on what was summed before, and the running maximum and sum with them."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp(scores - safe[:, None])
+    rescale = tl.exp(top - safe)
+    return weights, rescale, new_top, total * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def log_sum_exp(top, total):
+    """Returns that of all scores summed; minus infinity for none."""
+    return tl.where(total == 0.0, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
+
+
+@triton.jit
+def merge_splits(
+    partial,
+    lse,
+    output,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Writes the output [pairs, GROUP, WIDTH] of partial ones [pairs, SPLITS, GROUP, WIDTH]: a program has a query head's columns."""
+    wait_for_inputs(DEPENDENT)
+    pair, member = tl.program_id(0), tl.program_id(1)  # of (sequence, kv head), and a query head of it
+    split, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    place = (pair * SPLITS + split).to(tl.int64) * GROUP + member
+    sums = tl.load(lse + place, mask=split < SPLITS, other=float("-inf"))
+    weights = tl.exp(sums - tl.max(sums, 0))
+    weights = weights / tl.sum(weights, 0)
+    readable = (weights[:, None] > 0.0) & (column[None, :] < WIDTH)
+    values = tl.load(partial + place[:, None] * WIDTH + column[None, :], mask=readable, other=0.0)
+    target = output + (pair.to(tl.int64) * GROUP + member) * WIDTH + column
+    tl.store(target, tl.sum(values * weights[:, None], 0).to(output.dtype.element_ty), mask=column < WIDTH)

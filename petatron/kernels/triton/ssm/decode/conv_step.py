@@ -1,0 +1,73 @@
+"""One step of the causal convolution in Triton: a program reads its channels of a window, convolves and shifts them in place.
+
+B sequences, C channels, W taps.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.triton.ssm.decode.step_tiles import contiguous_tokens
+
+_CHANNELS = 256
+
+
+def conv_step(x_BC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *, windows: Tensor, slots_B: Tensor) -> Tensor:
+    """See the reference."""
+    x = contiguous_tokens(x_BC)
+    count, channels = x.shape
+    y = torch.empty((count, channels), dtype=x.dtype, device=x.device)
+    _conv_step[(triton.cdiv(channels, _CHANNELS), count)](
+        x,
+        weight_CW.contiguous(),
+        bias_C,
+        windows,
+        slots_B,
+        y,
+        channels,
+        x.stride(0),
+        TAPS=weight_CW.shape[1],
+        CHANNELS=_CHANNELS,
+        num_warps=2,
+        **launch_options(count, x),
+    )
+    return y
+
+
+@triton.jit
+def _conv_step(
+    x,
+    weight,
+    bias,
+    windows,
+    slots,
+    y,
+    channels,
+    x_stride,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_inputs(DEPENDENT)
+    sequence = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < channels
+    window = windows + tl.load(slots + sequence).to(tl.int64) * (TAPS - 1) * channels + channel
+    total = tl.zeros((CHANNELS,), tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    for tap in tl.static_range(TAPS):
+        if tap < TAPS - 1:
+            token = tl.load(window + tap * channels, mask=inside, other=0.0)
+        else:
+            token = tl.load(x + sequence * x_stride + channel, mask=inside, other=0.0)
+        if tap > 0:  # a thread has read what it overwrites
+            tl.store(window + (tap - 1) * channels, token.to(windows.dtype.element_ty), mask=inside)
+        factor = tl.load(weight + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+        total += token.to(tl.float32) * factor
+    tl.store(y + sequence * channels + channel, (total * tl.sigmoid(total)).to(y.dtype.element_ty), mask=inside)

@@ -1,0 +1,120 @@
+"""One step of the gated delta rule in Triton: a state is read and written once, in its slot.
+
+A program has some columns of a head's state, those of as many value channels; what is stored under a key is a sum over its rows. Bytes,
+Qwen3-Next (32 value heads of 128 x 128 in float32): 4.2 MB a sequence and layer, both ways; the inputs are 33 KB.
+
+B sequences, H value heads, P value head dim, G key heads, N key head dim.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petatron.kernels.ssm.decode.delta_step import DeltaGates
+from petatron.kernels.ssm.delta_recurrence import L2_EPS, query_factor
+from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.triton.ssm.decode.step_tiles import contiguous_tokens, softplus
+
+_CHANNELS = 32
+"""Value channels of a program: rows of 128 bytes."""
+
+
+def delta_step(
+    q_BGN: Tensor, k_BGN: Tensor, v_BHP: Tensor, gates: DeltaGates, *, states: Tensor, slots_B: Tensor
+) -> Tensor:
+    """See the reference."""
+    q, k, v, b, a = (contiguous_tokens(each) for each in (q_BGN, k_BGN, v_BHP, gates.b_BH, gates.a_BH))
+    count, heads, value_dim = v.shape
+    key_heads, key_dim = k.shape[1:]
+    o = torch.empty((count, heads, value_dim), dtype=v.dtype, device=v.device)
+    channels = min(_CHANNELS, triton.next_power_of_2(value_dim))
+    _delta_step[(triton.cdiv(value_dim, channels), heads, count)](
+        q,
+        k,
+        v,
+        b,
+        a,
+        gates.A_log_H,
+        gates.dt_bias_H,
+        states,
+        slots_B,
+        o,
+        query_factor(key_dim),
+        L2_EPS,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        b.stride(0),
+        a.stride(0),
+        HEADS_PER_KEY=heads // key_heads,
+        KEY_DIM=key_dim,
+        ROWS=triton.next_power_of_2(key_dim),
+        VALUE_DIM=value_dim,
+        CHANNELS=channels,
+        num_warps=4,
+        **launch_options(count, v),
+    )
+    return o
+
+
+@triton.jit
+def _delta_step(
+    q,
+    k,
+    v,
+    b,
+    a,
+    A_log,
+    dt_bias,
+    states,
+    slots,
+    o,
+    q_factor,
+    eps,
+    q_stride,
+    k_stride,
+    v_stride,
+    b_stride,
+    a_stride,
+    HEADS_PER_KEY: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_inputs(DEPENDENT)
+    head, num_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
+    row, channel = tl.arange(0, ROWS), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    at = states + (slot * num_heads + head) * KEY_DIM * VALUE_DIM + row[:, None] * VALUE_DIM + channel[None, :]
+    inside = (row < KEY_DIM)[:, None] & (channel < VALUE_DIM)[None, :]
+    state = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+    of_key = head // HEADS_PER_KEY * KEY_DIM + row
+    query = _unit(q + sequence * q_stride + of_key, row < KEY_DIM, eps) * q_factor
+    key = _unit(k + sequence * k_stride + of_key, row < KEY_DIM, eps)
+    there = channel < VALUE_DIM
+    value = tl.load(v + sequence * v_stride + head * VALUE_DIM + channel, mask=there, other=0.0).to(tl.float32)
+    raw = tl.load(a + sequence * a_stride + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+    decay = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(raw))
+    beta = tl.sigmoid(tl.load(b + sequence * b_stride + head).to(tl.float32))
+
+    state = decay * state
+    written = beta * (value - tl.sum(state * key[:, None], 0))
+    state = state + key[:, None] * written[None, :]
+    tl.store(at, state.to(states.dtype.element_ty), mask=inside)
+    result = tl.sum(state * query[:, None], 0)
+    to = o + (sequence * num_heads + head) * VALUE_DIM + channel
+    tl.store(to, result.to(o.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _unit(at, there, eps):
+    """Returns a vector divided by its length."""
+    x = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) + eps)

@@ -1,0 +1,102 @@
+"""One step of Mamba-2's recurrence in Triton: a state is read and written once, in its slot.
+
+A program has some rows of a head's state. Bytes, Mamba-2 2.7B (80 heads of 64 x 128 in float32): 5.2 MB a sequence and layer, both ways;
+the inputs are 21 KB.
+
+B sequences, H heads, P head dim, G groups, N state dim.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petatron.kernels.ssm.decode.scan_step import ScanHeads
+from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.triton.ssm.decode.step_tiles import contiguous_tokens, softplus
+
+_ELEMENTS = 4096
+"""Of a program's tile: 32 registers a thread, and 16 KB that are read at once."""
+
+
+def scan_step(
+    x_BHP: Tensor, dt_BH: Tensor, B_BGN: Tensor, C_BGN: Tensor, heads: ScanHeads, *, states: Tensor, slots_B: Tensor
+) -> Tensor:
+    """See the reference."""
+    x, dt, B, C = (contiguous_tokens(each) for each in (x_BHP, dt_BH, B_BGN, C_BGN))
+    count, num_heads, head_dim = x.shape
+    groups, state_dim = B.shape[1:]
+    y = torch.empty((count, num_heads, head_dim), dtype=x.dtype, device=x.device)
+    columns = triton.next_power_of_2(state_dim)
+    rows = min(triton.next_power_of_2(head_dim), max(_ELEMENTS // columns, 1))
+    _scan_step[(triton.cdiv(head_dim, rows), num_heads, count)](
+        x,
+        dt,
+        B,
+        C,
+        *heads,
+        states,
+        slots_B,
+        y,
+        x.stride(0),
+        dt.stride(0),
+        B.stride(0),
+        C.stride(0),
+        HEADS_PER_GROUP=num_heads // groups,
+        HEAD_DIM=head_dim,
+        ROWS=rows,
+        STATE_DIM=state_dim,
+        COLUMNS=columns,
+        num_warps=4,
+        **launch_options(count, x),
+    )
+    return y
+
+
+@triton.jit
+def _scan_step(
+    x,
+    dt,
+    B,
+    C,
+    A_log,
+    dt_bias,
+    D,
+    states,
+    slots,
+    y,
+    x_stride,
+    dt_stride,
+    B_stride,
+    C_stride,
+    HEADS_PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_inputs(DEPENDENT)
+    head, num_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    at = states + (slot * num_heads + head) * HEAD_DIM * STATE_DIM + row[:, None] * STATE_DIM + column[None, :]
+    inside = (row < HEAD_DIM)[:, None] & (column < STATE_DIM)[None, :]
+    state = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+    raw = tl.load(dt + sequence * dt_stride + head).to(tl.float32)
+    step = softplus(raw + tl.load(dt_bias + head).to(tl.float32))
+    decay = tl.exp(-step * tl.exp(tl.load(A_log + head).to(tl.float32)))
+    token = tl.load(x + sequence * x_stride + head * HEAD_DIM + row, mask=row < HEAD_DIM, other=0.0).to(tl.float32)
+    of_group = head // HEADS_PER_GROUP * STATE_DIM + column
+    into = tl.load(B + sequence * B_stride + of_group, mask=column < STATE_DIM, other=0.0).to(tl.float32)
+    out_of = tl.load(C + sequence * C_stride + of_group, mask=column < STATE_DIM, other=0.0).to(tl.float32)
+
+    state = decay * state + (step * token)[:, None] * into[None, :]
+    tl.store(at, state.to(states.dtype.element_ty), mask=inside)
+    result = tl.sum(state * out_of[None, :], 1) + tl.load(D + head).to(tl.float32) * token
+    to = y + (sequence * num_heads + head) * HEAD_DIM + row
+    tl.store(to, result.to(y.dtype.element_ty), mask=row < HEAD_DIM)

@@ -1,0 +1,202 @@
+"""The spec of each kind of branch of a decoder, made from the settings of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from petatron.config.required_settings import required
+from petatron.config.schema.hybrid_pattern import branch_letters
+from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
+from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.kernels.activation import GluBounds
+from petatron.layers.attention import AttentionSpec
+from petatron.layers.attention_positions import AttentionTemperature
+from petatron.layers.mla import MlaSpec
+from petatron.layers.mlp import MLPSpec
+from petatron.layers.moe.moe_layer import MoESpec
+from petatron.layers.norm import NormSpec
+from petatron.layers.rope import RopeSpec
+from petatron.layers.spec.branch import residual_std
+from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
+from petatron.layers.ssm.mamba2 import Mamba2Spec
+from petatron.models.rope_settings import rope_spec
+
+MAMBA_CONV_WIDTH = 4
+"""Tokens that the convolution of every published Mamba-2 sees."""
+_SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
+    "vanilla": None,
+    "off-by-one": "zero",
+    "learnable": "learned",
+}
+
+
+def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
+    """Returns the norm of a config, over the hidden size unless another width is given."""
+    width, kind = width or config.hidden_size, config.normalization
+    return NormSpec(kind, width, config.norm_epsilon, config.apply_layernorm_1p, config.norm_bias)
+
+
+def mixer_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
+    """Yields the mixer of every layer: some have a window, some no positions, and those with a window may have a rope of their own."""
+    mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
+    local_rope = mixer.rope
+    if mixer.rope is not None and config.rotary_base_local is not None:
+        local_rope = RopeSpec(rotary_dim=mixer.rope.rotary_dim, base=config.rotary_base_local)
+    for has_window, has_no_rope in zip(window_layers(config), no_rope_layers(config), strict=True):
+        rope = None if has_no_rope else local_rope if has_window else mixer.rope
+        window = config.window_size if has_window else None
+        if isinstance(mixer, AttentionSpec):
+            rotates = rope is not None
+            yield replace(
+                mixer,
+                window=window,
+                rope=rope,
+                chunk=mixer.chunk if rotates else None,
+                temperature=None if rotates else mixer.temperature,
+                qk_l2_norm=mixer.qk_l2_norm if rotates else None,
+            )
+        else:
+            yield replace(mixer, window=window, rope=rope or mixer.rope)
+
+
+def attention_spec(config: ModelConfig) -> AttentionSpec:
+    """Makes attention's spec.
+
+    Factors on queries and keys are one on scores, and a factor on values is one on the output: attention is linear in them.
+    """
+    head_dim, factor = config.kv_channels, config.attention_in_multiplier
+    scores = factor * factor * config.key_multiplier
+    softmax_scale = config.softmax_scale
+    if scores != 1.0:
+        softmax_scale = scores * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
+    return AttentionSpec(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_query_groups,
+        head_dim=head_dim,
+        qkv_bias=config.add_bias_linear or config.add_qkv_bias,
+        out_bias=config.add_bias_linear,
+        qk_norm=norm_spec(config, head_dim) if config.qk_layernorm else None,
+        rope=rope_spec(config, head_dim) if config.position_embedding_type in ("rope", "yarn") else None,
+        window=config.window_size,
+        dropout=config.attention_dropout,
+        std=config.init_method_std,
+        out_std=out_std(config),
+        qk_norm_scope=config.qk_layernorm_scope,
+        rope_interleaved=config.rotary_interleaved,
+        qkv_clip=config.clip_qkv,
+        softmax_scale=softmax_scale,
+        softcap=config.attn_logit_softcapping,
+        sinks=_SINKS[config.softmax_type],
+        chunk=config.attention_chunk_size,
+        alibi=config.position_embedding_type == "alibi",
+        temperature=attention_temperature(config),
+        qk_l2_norm=config.norm_epsilon if config.qk_l2_norm else None,
+        output_gate=config.attention_output_gate,
+        output_multiplier=factor * config.attention_out_multiplier,
+    )
+
+
+def attention_temperature(config: ModelConfig) -> AttentionTemperature | None:
+    scale = config.attention_temperature_scale
+    return None if scale is None else AttentionTemperature(scale, config.attention_temperature_floor)
+
+
+def mla_spec(config: ModelConfig) -> MlaSpec:
+    return MlaSpec(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        q_rank=config.q_lora_rank,
+        kv_rank=config.kv_lora_rank,
+        nope_dim=config.qk_head_dim,
+        v_dim=config.v_head_dim,
+        rope=replace(rope_spec(config, config.qk_pos_emb_head_dim), rotary_dim=config.qk_pos_emb_head_dim),
+        q_norm=norm_spec(config, config.q_lora_rank) if config.qk_layernorm and config.q_lora_rank else None,
+        kv_norm=norm_spec(config, config.kv_lora_rank) if config.qk_layernorm else None,
+        out_bias=config.add_bias_linear,
+        window=config.window_size,
+        dropout=config.attention_dropout,
+        std=config.init_method_std,
+        out_std=out_std(config),
+    )
+
+
+def mamba2_spec(config: ModelConfig) -> Mamba2Spec:
+    multipliers = tuple(config.ssm_in_multiplier * factor for factor in config.ssm_multipliers)
+    return Mamba2Spec(
+        hidden_size=config.hidden_size,
+        num_heads=config.mamba_num_heads,
+        head_dim=config.mamba_head_dim,
+        num_groups=config.mamba_num_groups,
+        state_dim=config.mamba_state_dim,
+        norm_groups=config.mamba_norm_groups,
+        norm_eps=config.norm_epsilon,
+        conv_width=MAMBA_CONV_WIDTH,
+        chunk_size=config.mamba_chunk_size,
+        std=config.init_method_std,
+        out_std=out_std(config),
+        output_gate=config.mamba_gated_norm,
+        multipliers=None if set(multipliers) == {1.0} else multipliers,
+        output_multiplier=config.ssm_out_multiplier,
+    )
+
+
+def delta_spec(config: ModelConfig) -> GatedDeltaNetSpec:
+    return GatedDeltaNetSpec(
+        hidden_size=config.hidden_size,
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_head_dim=config.linear_key_head_dim,
+        value_head_dim=config.linear_value_head_dim,
+        norm_eps=config.norm_epsilon,
+        conv_width=config.linear_conv_kernel_dim,
+        chunk_size=config.linear_chunk_size,
+        std=config.init_method_std,
+        out_std=out_std(config),
+    )
+
+
+def out_std(config: ModelConfig) -> float:
+    """Returns the initial standard deviation of the last GEMM of a branch; a hybrid's pattern says how many there are, else two a layer."""
+    pattern = config.hybrid_layer_pattern
+    layers, branches = (config.num_layers, 2) if pattern is None else (len(branch_letters(pattern)), 1)
+    return residual_std(config.init_method_std, layers, branches=branches)
+
+
+def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:
+    return MLPSpec(
+        hidden_size=config.hidden_size,
+        width=width,
+        activation=config.activation,
+        bias=config.add_bias_linear,
+        std=config.init_method_std,
+        out_std=out_std(config),
+        glu_bounds=glu_bounds(config),
+        output_multiplier=config.mlp_multipliers[-1],
+    )
+
+
+def glu_bounds(config: ModelConfig) -> GluBounds | None:
+    bounds = GluBounds(config.activation_func_clamp_value, config.glu_linear_offset, config.mlp_multipliers[0])
+    return None if bounds == GluBounds() else bounds
+
+
+def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
+    shared = moe.moe_shared_expert_intermediate_size
+    return MoESpec(
+        hidden_size=config.hidden_size,
+        num_experts=required("num_experts", moe.num_experts),
+        width=required("moe_ffn_hidden_size", moe.moe_ffn_hidden_size),
+        latent_size=moe.moe_latent_size,
+        shared=mlp_spec(config, shared) if shared else None,
+        shared_gate=bool(shared) and moe.moe_shared_expert_gate,
+        activation=config.activation,
+        bias=config.add_bias_linear,
+        routing=moe,
+        std=config.init_method_std,
+        out_std=out_std(config),
+        glu_bounds=glu_bounds(config),
+        output_multiplier=config.mlp_multipliers[-1],
+    )
