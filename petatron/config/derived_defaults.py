@@ -214,8 +214,8 @@ def _derive_pipeline(values: _DerivedValues) -> None:
 def _derive_sequence(values: _DerivedValues) -> None:
     tp, cp = values["tensor_model_parallel_size"], values["context_parallel_size"]
     undecided = not values["sequence_parallel"] and not values.is_chosen("sequence_parallel")
-    if undecided and values["num_experts"] is not None and tp > 1:
-        values.set("sequence_parallel", True, "with experts every token must be routed by one rank only")
+    if undecided and values["num_experts"] is not None:
+        values.set("sequence_parallel", tp > 1, "with experts and tp every token must be routed by one rank only")
     if values["tp_comm_overlap"] and cp > 0:
         tokens = values["seq_length"] // cp * values["micro_batch_size"]
         values.fill("tp_comm_overlap_chunks", min(max(tokens // 2048, 2), 4), "one per 2,048 tokens, from 2 to 4")

@@ -125,7 +125,7 @@ def resolve_config(
     notices = (
         *flags.notices,
         *stored.notices,
-        *_derived_switch_notices(origins),
+        *_derived_switch_notices(config, origins),
         *unused_flag_notices(config, origins),
     )
     return RawLoadedConfig(config, origins, notices), problems
@@ -154,10 +154,11 @@ def _settings_of_model(
     return hf_load_settings(config)
 
 
-def _derived_switch_notices(origins: dict[str, ValueOrigin]) -> list[str]:
+def _derived_switch_notices(config: RawRunConfig, origins: dict[str, ValueOrigin]) -> list[str]:
     """Reports switches that nobody set but derivation turned on: someone comparing with another system needs to know."""
     origin = origins["parallel.sequence_parallel"]
-    return [f"sequence parallelism is on: {origin.detail}"] if origin.kind == "derived" else []
+    is_on = config.parallel.sequence_parallel and origin.kind == "derived"
+    return [f"sequence parallelism is on: {origin.detail}"] if is_on else []
 
 
 def with_vocab_size(loaded: LoadedConfig, vocab_size: int, why: str) -> LoadedConfig:

@@ -37,7 +37,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
-from petatron.infer.step.decode_graphs import SequenceRows, StepOutputs
+from petatron.infer.step.decode_graphs import CacheLocations, StepOutputs
 from petatron.infer.step.exchange_results import exchange_results
 from petatron.infer.step.generation_weights import GenerationWeights
 from petatron.infer.step.layer_states import any_layer_has
@@ -253,7 +253,7 @@ class Engine:
         ahead, sources = found
         next_layout = StepLayout(ahead, [[0]] * len(ahead), [1] * len(ahead), self._hidden_size)
         positions = np.array([work.start for work in ahead])
-        rows = SequenceRows([work.sequence.pages for work in ahead], [work.sequence.slot for work in ahead])
+        rows = CacheLocations([work.sequence.pages for work in ahead], [work.sequence.slot for work in ahead])
         started = _InFlightStep([next_layout], self._steps.run_graph(sources, positions, rows, sources))
         self._draw(started, pending=1)
         return started

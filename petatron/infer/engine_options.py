@@ -11,7 +11,7 @@ class EngineOptions:
 
     page_size: tokens of a page of the key/value cache. num_pages: None takes what memory allows, at most what `max_sequences` of
     `max_length` need. max_sequences: that run at once. max_step_tokens: of one step; longer prompts are cut into chunks, which run
-    beside the tokens of others. max_length: tokens of prompt and answer together; None: the model's positions. prefix_caching: pages
+    beside the tokens of others. max_length: of prompt and answer together; None: the model's positions, and one. prefix_caching: pages
     of equal beginnings are computed once. cuda_graphs: decode steps are replayed on GPUs. recorded_steps: and repeated on CPUs.
     copied_weights: a CPU may hold weights a second time, in float32 or packed, where that makes steps faster.
     fp8_weights: the weights of layers are quantised to FP8 (e4m3, a scale per row); activations are not.

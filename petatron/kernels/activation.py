@@ -4,7 +4,7 @@ A gated MLP's first GEMM computes gate and up concatenated, [R, 2F], and the act
 recompute the activation's output on request: they have read its inputs, and the next GEMM need not save it. All in at least
 float32, rounded once.
 
-With `GluBounds` it is act(min(m gate, c)) x (clamp(up, -c, c) + offset) (gpt-oss; m is Falcon-H1's); no gradient passes a number
+With `GluVariant` it is act(min(m gate, c)) x (clamp(up, -c, c) + offset) (gpt-oss; m is Falcon-H1's); no gradient passes a number
 that was clamped.
 """
 
@@ -53,7 +53,7 @@ GATE_ACTIVATIONS: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class GluBounds:
+class GluVariant:
     """How a gated activation departs from act(gate) x up.
 
     clamp: the bound of the gate from above, and of up on both sides; None: they have none.
@@ -79,7 +79,7 @@ def activation_backward(
     return _ACTIVATION_GRADS[name](grad_RF.to(x.dtype), x).to(x_RF.dtype), output
 
 
-def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None) -> Tensor:
+def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None) -> Tensor:
     gate, up = map(to_compute_dtype, gate_up_RG.chunk(2, dim=-1))
     gate, up = (gate, up) if bounds is None else _bounded(gate, up, bounds)
     output = ACTIVATIONS[GATE_ACTIVATIONS[name]](gate) * up
@@ -87,7 +87,7 @@ def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluBounds | None = N
 
 
 def gated_activation_backward(
-    grad_RF: Tensor, gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None, *, recompute_output: bool
+    grad_RF: Tensor, gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None, *, recompute_output: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient of gate and up concatenated, and the activation's output if `recompute_output`."""
     gate_in, up_in = (to_compute_dtype(part) for part in gate_up_RG.chunk(2, dim=-1))
@@ -103,7 +103,7 @@ def gated_activation_backward(
     return torch.cat((grad_gate, grad_up), dim=-1).to(gate_up_RG.dtype), output
 
 
-def _bounded(gate: Tensor, up: Tensor, bounds: GluBounds) -> tuple[Tensor, Tensor]:
+def _bounded(gate: Tensor, up: Tensor, bounds: GluVariant) -> tuple[Tensor, Tensor]:
     gate = gate * bounds.gate_multiplier
     if bounds.clamp is not None:
         gate, up = gate.clamp(max=bounds.clamp), up.clamp(-bounds.clamp, bounds.clamp)

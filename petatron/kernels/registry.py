@@ -197,7 +197,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
             "ssm.gate_then_norm",
             "gated_square_sums",
             "gate_then_norm",
-            "gate_then_norm_projections",
+            "gate_then_norm_backward_sums",
             "gate_then_norm_backward",
         ),
         KernelImplementation("reference", _module("ssm.gate_then_norm"), _always_supported),

@@ -97,7 +97,8 @@ class AttentionSpec(BranchSpec):
         return self.mask == "causal"
 
     @property
-    def decodes_in_fused_kernels(self) -> bool:
+    def decode_is_capturable(self) -> bool:
+        """Scores with rules of their own are computed in plain PyTorch, which reads lengths."""
         return self.softcap is None and self.sinks is None and self.chunk is None and not self.alibi
 
     @property
@@ -352,7 +353,7 @@ class Attention(BranchModule):
         pages = step.pages[self.layer_index]
         q, k, v = self._queries_keys_values(qkv_TD.unsqueeze(1), context)
         rules = None
-        if not self.spec.decodes_in_fused_kernels:
+        if not self.spec.decode_is_capturable:
             assert isinstance(self.core, CoreAttention), "only causal attention generates"
             rules = self.core.score_rules(None if self.spec.sinks is None else self._sinks_H(q))
             rules = rules or (ScoreRules() if self.spec.alibi else None)  # fused kernels take no keys wider than values

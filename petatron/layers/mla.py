@@ -33,7 +33,7 @@ from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext, RopeCosSin
 from petatron.layers.linear import Linear
 from petatron.layers.norm import Norm, NormSpec
-from petatron.layers.ops.latent_heads import LatentHeadKernels, latent_keys_values, latent_queries
+from petatron.layers.ops.latent_heads import LatentHeadKernels, interleaved_rope, join_rope_key
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -229,7 +229,7 @@ class MultiLatentAttention(BranchModule):
     def _queries(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin) -> Tensor:
         latent = x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
         q_SBHE = _batch_of_one(self.q_up(latent)).unflatten(-1, (-1, self.spec.qk_dim))
-        return latent_queries(q_SBHE, cos_sin, scale=self.spec.query_scale, kernels=self.head_kernels)
+        return interleaved_rope(q_SBHE, cos_sin, scale=self.spec.query_scale, kernels=self.head_kernels)
 
     def _cached_attention(self, x_TD: Tensor | Recomputable, cos_sin: RopeCosSin, step: GenerationStep) -> Tensor:
         """Attends through the pages of this layer to the tokens before; of them only latent and rotary key are known."""
@@ -241,7 +241,7 @@ class MultiLatentAttention(BranchModule):
         return paged_latent.paged_latent_attention(
             self._queries(x_TD, cos_sin).squeeze(1),
             latent_TC,
-            latent_queries(rotary_TR[:, None, None], cos_sin, kernels=self.head_kernels).flatten(1),
+            interleaved_rope(rotary_TR[:, None, None], cos_sin, kernels=self.head_kernels).flatten(1),
             LatentPages(pages["latent"], pages["rope_key"]),
             step.batch,
             up=LatentUpProjection.of(self.kv_up.weight, nope_dim=spec.nope_dim, v_dim=spec.v_dim),
@@ -254,7 +254,7 @@ class MultiLatentAttention(BranchModule):
         latent, rotary_SBR = self.kv_down(x_SBD).split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
         kv = self.kv_up(_normed(self.kv_norm, latent)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
         rotary_SBR = self.rotary_key_comm(rotary_SBR)
-        return latent_keys_values(kv, rotary_SBR, cos_sin, nope_dim=spec.nope_dim, kernels=self.head_kernels)
+        return join_rope_key(kv, rotary_SBR, cos_sin, nope_dim=spec.nope_dim, kernels=self.head_kernels)
 
 
 def _batch_of_one(x: Tensor) -> Tensor:

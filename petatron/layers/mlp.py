@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.kernels import activation as reference
-from petatron.kernels.activation import GluBounds
+from petatron.kernels.activation import GluVariant
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
@@ -25,7 +25,7 @@ from petatron.sharding.shard_spec import Shard
 class MLPSpec(ChannelMixerSpec):
     """An MLP of inner `width`. std, out_std: of the initial weights of its first and of its last GEMM.
 
-    glu_bounds: of a gated activation; None: it has none.
+    glu_variant: of a gated activation; None: it has none.
     """
 
     region = "mlp"
@@ -36,7 +36,7 @@ class MLPSpec(ChannelMixerSpec):
     bias: bool
     std: float
     out_std: float
-    glu_bounds: GluBounds | None = None
+    glu_variant: GluVariant | None = None
     output_multiplier: float = 1.0
 
     def build(self, layer_index: int) -> MLP:
@@ -82,10 +82,16 @@ class ActivationKernels(Protocol):
         self, grad_RF: Tensor, x_RF: Tensor, name: str, *, recompute_output: bool
     ) -> tuple[Tensor, Tensor | None]: ...
 
-    def gated_activation(self, gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None) -> Tensor: ...
+    def gated_activation(self, gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None) -> Tensor: ...
 
     def gated_activation_backward(
-        self, grad_RF: Tensor, gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None, *, recompute_output: bool
+        self,
+        grad_RF: Tensor,
+        gate_up_RG: Tensor,
+        name: str,
+        bounds: GluVariant | None = None,
+        *,
+        recompute_output: bool,
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -93,7 +99,7 @@ class ActivationKernels(Protocol):
 class _RecomputableActivation:
     kernels: ActivationKernels
     name: str
-    bounds: GluBounds | None
+    bounds: GluVariant | None
 
     @property
     def _gated(self) -> bool:
@@ -136,7 +142,7 @@ class _RecomputableActivation:
 class Activation(nn.Module):
     """The activation function of an MLP, by name; a gated one halves the width."""
 
-    def __init__(self, name: str, bounds: GluBounds | None = None) -> None:
+    def __init__(self, name: str, bounds: GluVariant | None = None) -> None:
         super().__init__()
         self.name, self.bounds = name, bounds
         self.kernels: ActivationKernels = reference
@@ -157,7 +163,7 @@ class MLP(BranchModule):
 
     def __init__(self, spec: MLPSpec) -> None:
         super().__init__()
-        self.act = Activation(spec.activation, spec.glu_bounds)
+        self.act = Activation(spec.activation, spec.glu_variant)
         self.add_first_linear(spec)
         self.down = Linear(spec.width, (spec.hidden_size,), bias=spec.bias)
 

@@ -27,12 +27,12 @@ ResidualBranches = Literal["sequential", "parallel", "parallel_shared_norm"]
 class LayerSpec:
     """One layer of a model: what it mixes over the sequence, with another sequence, and over channels; any may be missing.
 
-    parallel_mixer: a second mixer over the sequence, which takes what `mixer` takes if branches are parallel.
+    second_mixer: a second mixer over the sequence, which takes what `mixer` takes if branches are parallel.
     """
 
     mixer: BranchSpec | None
     channel_mixer: BranchSpec | None
-    parallel_mixer: BranchSpec | None = None
+    second_mixer: BranchSpec | None = None
     cross_mixer: BranchSpec | None = None
     norm: NormSpec
     dropout: float = 0.0
@@ -60,7 +60,7 @@ class LayerSpec:
     @property
     def branches(self) -> tuple[BranchSpec, ...]:
         """The residual branches in their order."""
-        branches = (self.mixer, self.parallel_mixer, self.cross_mixer, self.channel_mixer)
+        branches = (self.mixer, self.second_mixer, self.cross_mixer, self.channel_mixer)
         return tuple(branch for branch in branches if branch is not None)
 
     def build(self, layer_index: int) -> TransformerLayer:
@@ -100,7 +100,7 @@ class Residual:
         self.x_SBD = x_SBD
 
 
-class _BranchNames(NamedTuple):
+class _BranchParts(NamedTuple):
     """The modules of a branch by their names in the layer, formatted once and not in every forward pass.
 
     multiplier: the factor on what the branch adds to the residual stream; None: 1.
@@ -113,7 +113,7 @@ class _BranchNames(NamedTuple):
     multiplier: float | None
 
     @classmethod
-    def of(cls, branch: BranchSpec, residual_multiplier: float) -> _BranchNames:
+    def of(cls, branch: BranchSpec, residual_multiplier: float) -> _BranchParts:
         name, factor = branch.name, residual_multiplier * branch.output_multiplier
         multiplier = None if factor == 1.0 else factor
         return cls(name, f"{name}_norm", f"{name}_post_norm", f"{name}_dropout", multiplier)
@@ -125,7 +125,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, spec: LayerSpec, *, layer_index: int = 0) -> None:
         super().__init__()
         self.spec = spec
-        self._branches = tuple(_BranchNames.of(branch, spec.residual_multiplier) for branch in spec.branches)
+        self._branches = tuple(_BranchParts.of(branch, spec.residual_multiplier) for branch in spec.branches)
         for branch in spec.branches:
             if branch.name in spec.input_norms:
                 self.add_module(f"{branch.name}_norm", spec.norm.build())
@@ -187,7 +187,7 @@ class TransformerLayer(nn.Module):
         assert out is not None
         return out, Residual(total)
 
-    def _run_branch(self, names: _BranchNames, x: Recomputable, context: ForwardContext) -> Tensor:
+    def _run_branch(self, names: _BranchParts, x: Recomputable, context: ForwardContext) -> Tensor:
         modules = self._modules
         y_SBD = modules[names.branch](x, context)  # pyright: ignore[reportOptionalCall]
         post_norm = modules.get(names.post_norm)

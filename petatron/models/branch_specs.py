@@ -10,7 +10,7 @@ from petatron.config.required_settings import required
 from petatron.config.schema.hybrid_pattern import branch_letters
 from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.kernels.activation import GluBounds
+from petatron.kernels.activation import GluVariant
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.attention_positions import AttentionTemperature
 from petatron.layers.mla import MlaSpec
@@ -38,7 +38,7 @@ def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
     return NormSpec(kind, width, config.norm_epsilon, config.apply_layernorm_1p, config.norm_bias)
 
 
-def mixer_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
+def attention_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
     """Yields the mixer of every layer: some have a window, some no positions, and those with a window may have a rope of their own."""
     mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
     local_rope = mixer.rope
@@ -174,14 +174,14 @@ def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:
         bias=config.add_bias_linear,
         std=config.init_method_std,
         out_std=out_std(config),
-        glu_bounds=glu_bounds(config),
+        glu_variant=glu_variant(config),
         output_multiplier=config.mlp_multipliers[-1],
     )
 
 
-def glu_bounds(config: ModelConfig) -> GluBounds | None:
-    bounds = GluBounds(config.activation_func_clamp_value, config.glu_linear_offset, config.mlp_multipliers[0])
-    return None if bounds == GluBounds() else bounds
+def glu_variant(config: ModelConfig) -> GluVariant | None:
+    bounds = GluVariant(config.activation_func_clamp_value, config.glu_linear_offset, config.mlp_multipliers[0])
+    return None if bounds == GluVariant() else bounds
 
 
 def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
@@ -198,6 +198,6 @@ def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
         routing=moe,
         std=config.init_method_std,
         out_std=out_std(config),
-        glu_bounds=glu_bounds(config),
+        glu_variant=glu_variant(config),
         output_multiplier=config.mlp_multipliers[-1],
     )

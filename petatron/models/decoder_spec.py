@@ -22,7 +22,7 @@ from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
-from petatron.models.branch_specs import delta_spec, mamba2_spec, mixer_specs, mlp_spec, moe_spec, norm_spec
+from petatron.models.branch_specs import attention_specs, delta_spec, mamba2_spec, mlp_spec, moe_spec, norm_spec
 from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, LM_LOSS, TOKEN_LOSSES, Decoder, mtp_loss
 from petatron.models.model_spec import ModelSpec
 from petatron.models.mtp_batch import add_shifted_arrays, mask_name
@@ -183,7 +183,7 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     delta = delta_spec(config) if any(linear_layers(config)) else None
     mixers = (
         delta if linear and delta is not None else attention
-        for linear, attention in zip(linear_layers(config), mixer_specs(config), strict=True)
+        for linear, attention in zip(linear_layers(config), attention_specs(config), strict=True)
     )
     channel_mixers = (experts if chosen and experts is not None else mlp for chosen in is_moe)
     layers = tuple(map(layer, mixers, channel_mixers))
@@ -195,7 +195,7 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
 def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
     """Makes the spec of a model whose layers are given by the letters of a pattern (hybrids)."""
     norm, letters = norm_spec(config), branch_letters(pattern)
-    attention = list(mixer_specs(config)) if ATTENTION in letters else []
+    attention = list(attention_specs(config)) if ATTENTION in letters else []
     others: dict[str, Callable[[], BranchSpec]] = {
         MAMBA: lambda: mamba2_spec(config),
         DELTA: lambda: delta_spec(config),
@@ -209,7 +209,7 @@ def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpe
         mixes = symbol in (MAMBA, DELTA, ATTENTION, PARALLEL)
         return LayerSpec(
             mixer=branch if mixes else None,
-            parallel_mixer=made[MAMBA] if symbol == PARALLEL else None,
+            second_mixer=made[MAMBA] if symbol == PARALLEL else None,
             residual_branches="parallel_shared_norm" if symbol == PARALLEL else "sequential",
             channel_mixer=None if mixes else branch,
             norm=norm,

@@ -4,12 +4,12 @@ Python runs one thread of a process at a time, and an engine's thread gives way 
 with it, whatever the event loop does for a token (an event, its JSON, a write to a socket) makes a step longer by as much. So the server
 keeps the event loop, and the engine steps elsewhere.
 
-The pipe carries messages of JSON. One to the engine has commands (requests and cancellations), or asks for another step's weights or the
-end; of every step one comes back, with the events of all sequences, finished answers and counts. The engine steps on while it has work,
-and takes what has come between two steps; who waits for a step is woken by a new command, and sends it at once. So a request never misses
-a step that begins after it came, and a server that is late with its answers holds up nothing until they fill the pipe. A thread empties
-the pipe on the engine's side, so that the two never wait for each other to read. What a model cannot serve is found here, where it was
-asked.
+The pipe carries messages of JSON. One to the engine has commands (requests and cancellations), or asks for another checkpoint's weights or
+the end; of every step one comes back, with the events of all sequences, finished answers and counts. The engine steps on while it has
+work, and takes what has come between two steps; who waits for a step is woken by a new command, and sends it at once. So a request never
+misses a step that begins after it came, and a server that is late with its answers holds up nothing until they fill the pipe. A thread
+empties the pipe on the engine's side, so that the two never wait for each other to read. What a model cannot serve is found here, where it
+was asked.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _stats_content = attrgetter(*(field.name for field in fields(EngineStats)))
 
 
 class EngineProcess:
-    """A `CheckpointEngine` elsewhere; what a server drives and reloads. Not thread-safe, as an engine is not."""
+    """A `CheckpointEngine` elsewhere; what a server drives and reloads. One thread calls all but `wake`."""
 
     def __init__(self, checkpoint: Path, *, flags: Sequence[str] = (), options: EngineOptions | None = None) -> None:
         """Returns when the engine is open; raises what its process raised."""
@@ -186,12 +186,12 @@ def _run_engine(pipe: Connection, checkpoint: str, flags: Sequence[str], options
     try:
         _exempt_from_collections()
         _send(pipe, _facts(engine, num_taken=0))
-        _obey(pipe, engine)
+        _serve_commands(pipe, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the server was killed
 
 
-def _obey(pipe: Connection, engine: CheckpointEngine) -> None:
+def _serve_commands(pipe: Connection, engine: CheckpointEngine) -> None:
     """Steps while there is work. Each answer tells how many messages of commands had been taken before its step."""
     messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(pipe, messages), daemon=True).start()

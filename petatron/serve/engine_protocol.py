@@ -38,7 +38,7 @@ class ServedEngineStats(Protocol):
 
 
 class ServedEngine(Protocol):
-    """An engine of `infer/`, or one of a test. One thread calls it."""
+    """An engine of `infer/`, or one of a test. One thread calls all but `wake`."""
 
     @property
     def max_length(self) -> int: ...

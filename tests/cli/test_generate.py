@@ -378,7 +378,7 @@ def test_drafts_of_a_checkpoint(tmp_path: Path, capsys: Captured):
 def test_drafts_need_a_depth(run: Path, capsys: Captured):
     said = refused(capsys, run, "--prompt", "Once", "--speculative-tokens", 2)
     assert "--speculative-tokens 2 drafts with multi-token prediction" in said
-    assert "--speculative-tokens 0 is below 1" in refused(capsys, run, "--prompt", "Once", "--speculative-tokens", 0)
+    assert "--speculative-tokens -1 is below 0" in refused(capsys, run, "--prompt", "Once", "--speculative-tokens", -1)
 
 
 def test_a_file_of_prompts_that_is_not_there(run: Path, capsys: Captured, tmp_path: Path):

@@ -13,8 +13,8 @@ from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.kernels.ssm.decode import conv_step as plain_conv
 from petatron.kernels.ssm.decode import delta_step as plain_delta
 from petatron.kernels.ssm.decode import scan_step as plain_scan
-from petatron.kernels.ssm.decode.delta_step import DeltaGates
-from petatron.kernels.ssm.decode.scan_step import ScanHeads
+from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
+from petatron.kernels.ssm.decode.scan_step import ScanParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -38,7 +38,7 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def scan_inputs(count: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    heads = ScanHeads(draw(80, dtype=dtype) + 1, draw(80, dtype=dtype) - 4, draw(80, dtype=dtype))
+    heads = ScanParams(draw(80, dtype=dtype) + 1, draw(80, dtype=dtype) - 4, draw(80, dtype=dtype))
     rows = draw(count, 80 * 64 + 2 * 128 + 80, dtype=dtype)
     x, B, C, dt = rows.split((80 * 64, 128, 128, 80), dim=1)
     return x.unflatten(1, (80, 64)), dt, B.unsqueeze(1), C.unsqueeze(1), heads
@@ -47,7 +47,7 @@ def scan_inputs(count: int, dtype: torch.dtype) -> tuple[Any, ...]:
 def delta_inputs(count: int, dtype: torch.dtype) -> tuple[Any, ...]:
     q, k, v, b, a = draw(count, 2 * 2048 + 4096 + 64, dtype=dtype).split((2048, 2048, 4096, 32, 32), dim=1)
     q, k, v = (part.unflatten(1, (-1, 128)) for part in (q, k, v))
-    return q, k, v, DeltaGates(b, a, draw(32, dtype=dtype), draw(32, dtype=dtype))
+    return q, k, v, DeltaGateInputs(b, a, draw(32, dtype=dtype), draw(32, dtype=dtype))
 
 
 def conv_inputs(count: int, dtype: torch.dtype) -> tuple[Any, ...]:

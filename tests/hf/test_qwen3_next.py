@@ -161,3 +161,11 @@ def published() -> dict[str, Any]:
         "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
         "linear_num_value_heads": 32, "tie_word_embeddings": False,
     }  # fmt: skip
+
+
+def test_a_delta_net_without_experts_is_compared_with_its_own_kind():
+    flags = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --vocab-size 64 --num-layers 4"
+    run = load_config(flags.split(), preset="tiny-llama", require_training=False).config
+    with pytest.raises(ConfigError) as caught:
+        to_hf_config(model_spec(run))
+    assert "Hugging Face qwen3_next model, which has always some" in str(caught.value)

@@ -63,7 +63,7 @@ def shared_bytes(kernel: Any, types: dict[str, str], sizes: dict[str, Any], *, w
 
 def measure() -> dict[str, int]:
     """At the widths of DeepSeek-V3, Mamba-2 2.7B and Qwen3-Next."""
-    from petatron.kernels.triton.attention import paged_latent, split_softmax
+    from petatron.kernels.triton.attention import paged_latent, split_kv
     from petatron.kernels.triton.ssm.decode import conv_step, delta_step, scan_step
 
     def latent(blocking: Any, dtype: str) -> int:
@@ -83,11 +83,11 @@ def measure() -> dict[str, int]:
     delta = {"HEADS_PER_KEY": 2, "KEY_DIM": 128, "ROWS": 128, "VALUE_DIM": 128, "CHANNELS": 32, "DEPENDENT": True}
     conv = {"TAPS": 4, "CHANNELS": 256, "DEPENDENT": True}
     return {
-        "few heads": latent(paged_latent._FEW, "bf16"),
-        "some heads": latent(paged_latent._SOME, "bf16"),
-        "many heads": latent(paged_latent._MANY, "bf16"),
+        "few heads": latent(paged_latent._HEADS_16, "bf16"),
+        "some heads": latent(paged_latent._HEADS_32, "bf16"),
+        "many heads": latent(paged_latent._HEADS_64, "bf16"),
         "float32": latent(paged_latent._FLOAT32, "fp32"),
-        "merge": shared_bytes(split_softmax.merge_splits, types, merge),
+        "merge": shared_bytes(split_kv.merge_splits, types, merge),
         "scan": shared_bytes(scan_step._scan_step, types, scan),
         "delta": shared_bytes(delta_step._delta_step, types, delta),
         "conv": shared_bytes(conv_step._conv_step, types, conv, warps=2),

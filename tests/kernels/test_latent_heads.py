@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention import latent_heads as reference
-from petatron.layers.ops.latent_heads import latent_keys_values, latent_queries
+from petatron.layers.ops.latent_heads import interleaved_rope, join_rope_key
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-3 if DEVICE == "cuda" else 8e-3}
@@ -43,8 +43,8 @@ def test_gradients_of_the_reference(scale: float):
     cos_sin = angles(length, 1, rotary)
 
     def both(q: Tensor, kv: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-        keys_values = latent_keys_values(kv, key, cos_sin, nope_dim=nope, kernels=reference)
-        return latent_queries(q, cos_sin, scale=scale, kernels=reference), *keys_values
+        keys_values = join_rope_key(kv, key, cos_sin, nope_dim=nope, kernels=reference)
+        return interleaved_rope(q, cos_sin, scale=scale, kernels=reference), *keys_values
 
     inputs = (random(length, batch, heads, nope + rotary), random(length, batch, heads, nope + value))
     inputs = tuple(each.requires_grad_() for each in (*inputs, random(length, batch, rotary)))
@@ -55,9 +55,9 @@ def test_scores_are_those_of_rotated_neighbours():
     """Query and key of two tokens: their product is that of complex numbers turned by the angle of the difference of positions."""
     q, k, turn = random(1, 1, 1, 4), random(1, 1, 4), torch.tensor([0.3, 1.1], dtype=torch.float64, device=DEVICE)
     cos_sin = [torch.cat((turn * at, turn * at)).view(1, 1, 1, 4) for at in (5, 2)]
-    query = reference.latent_queries(q, cos_sin[0].cos(), cos_sin[0].sin())
+    query = reference.interleaved_rope(q, cos_sin[0].cos(), cos_sin[0].sin())
     nothing = q.new_zeros(1, 1, 1, 1)
-    key, _ = reference.latent_keys_values(nothing, k, cos_sin[1].cos(), cos_sin[1].sin(), nope_dim=0)
+    key, _ = reference.join_rope_key(nothing, k, cos_sin[1].cos(), cos_sin[1].sin(), nope_dim=0)
     turned = torch.view_as_complex(q.view(2, 2)) * torch.polar(torch.ones_like(turn), turn * 3)
     wanted = (turned * torch.view_as_complex(k.view(2, 2)).conj()).real.sum()
     torch.testing.assert_close((query * key).sum(), wanted)
@@ -91,14 +91,14 @@ def test_kernels_equal_the_reference(
     wide = random(length, batch, rotary + 3, batch_first=batch_first).to(dtype)
     key = wide[..., 3:]
     for scale in (1.0, 1.3):
-        for name in ("latent_queries", "latent_queries_backward"):
+        for name in ("interleaved_rope", "interleaved_rope_backward"):
             found = getattr(kernels, name)(q, cos, sin, scale=scale)
             assert_near(found, getattr(reference, name)(q.double(), *exact, scale=scale), dtype)
-    found = kernels.latent_keys_values(kv, key, cos, sin, nope_dim=nope)
-    for each, wanted in zip(found, reference.latent_keys_values(kv.double(), key.double(), *exact, nope_dim=nope)):
+    found = kernels.join_rope_key(kv, key, cos, sin, nope_dim=nope)
+    for each, wanted in zip(found, reference.join_rope_key(kv.double(), key.double(), *exact, nope_dim=nope)):
         assert_near(each, wanted, dtype)
         assert batch == 1 or not each.numel() or each.transpose(0, 1).is_contiguous() is batch_first
     grad_v = random(length, batch, heads, value).to(dtype)
-    found = kernels.latent_keys_values_backward(q, grad_v, cos, sin)
-    for each, wanted in zip(found, reference.latent_keys_values_backward(q.double(), grad_v.double(), *exact)):
+    found = kernels.join_rope_key_backward(q, grad_v, cos, sin)
+    for each, wanted in zip(found, reference.join_rope_key_backward(q.double(), grad_v.double(), *exact)):
         assert_near(each, wanted, dtype)

@@ -216,14 +216,14 @@ def test_a_bounded_gated_activation_multiplies_clamps_and_adds(bounds: tuple[flo
             gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
         return gate * (1.702 * gate).sigmoid() * (up + offset)
 
-    glu_bounds = activation.GluBounds(clamp, offset, factor)
-    value = activation.gated_activation(gate_up, "quick_geglu", glu_bounds)
+    glu_variant = activation.GluVariant(clamp, offset, factor)
+    value = activation.gated_activation(gate_up, "quick_geglu", glu_variant)
     close(value, whole_function(gate_up))
-    found, made = activation.gated_activation_backward(grad, gate_up, "quick_geglu", glu_bounds, recompute_output=True)
+    found, made = activation.gated_activation_backward(grad, gate_up, "quick_geglu", glu_variant, recompute_output=True)
     close(found, slope_of(whole_function, gate_up, grad))
     assert made is not None and torch.equal(made, value)
     compiled = torch.compile(activation.gated_activation, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(gate_up, "quick_geglu", glu_bounds), value)
+    assert torch.equal(compiled(gate_up, "quick_geglu", glu_variant), value)
 
 
 @pytest.mark.parametrize("dtype", SHORT)

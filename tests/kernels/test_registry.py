@@ -156,7 +156,12 @@ CALLED: dict[str, set[str]] = {
     "embedding gradient": {"embedding_grad"},
     "selective scan": {"chunk_scan", "chunk_scan_backward"},
     "causal convolution": {"causal_conv", "causal_conv_backward"},
-    "gate, then norm": {"gated_square_sums", "gate_then_norm", "gate_then_norm_projections", "gate_then_norm_backward"},
+    "gate, then norm": {
+        "gated_square_sums",
+        "gate_then_norm",
+        "gate_then_norm_backward_sums",
+        "gate_then_norm_backward",
+    },
     "selective scan step": {"scan_step"},
     "gated delta rule step": {"delta_step"},
     "causal convolution step": {"conv_step"},
@@ -167,10 +172,10 @@ CALLED: dict[str, set[str]] = {
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
     "packed documents": {"gather_rows", "scatter_rows"},
     "heads of latent attention": {
-        "latent_queries",
-        "latent_queries_backward",
-        "latent_keys_values",
-        "latent_keys_values_backward",
+        "interleaved_rope",
+        "interleaved_rope_backward",
+        "join_rope_key",
+        "join_rope_key_backward",
     },
     "paged attention": {"store_key_value", "decode_attention", "store_and_decode"},
     "paged latent attention": {"store_latents", "decode_latents"},
@@ -214,7 +219,7 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
     steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "score_grads", "grads")]
     steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
-    parts |= {f"{folder.__name__}.attention.split_softmax"}
+    parts |= {f"{folder.__name__}.attention.split_kv"}
     shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of operations
     assert used == written - shared and shared < written
 

@@ -83,7 +83,7 @@ def test_strided_rows(columns_apart: bool):
 
 def test_bounds_go_the_plain_way_and_other_names_are_refused():
     gate_up, grad = sample(1, 4, torch.float32)
-    bounds = plain.GluBounds(0.5, 1.0)
+    bounds = plain.GluVariant(0.5, 1.0)
     assert torch.equal(
         activation.gated_activation(gate_up, "swiglu", bounds), plain.gated_activation(gate_up, "swiglu", bounds)
     )

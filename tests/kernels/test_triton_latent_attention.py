@@ -14,7 +14,7 @@ from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProject
 from tests.longform import later, one_in
 
 pytest.importorskip("triton")
-from petatron.kernels.triton.attention import paged_latent
+from petatron.kernels.triton.attention import paged_latent, split_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3} | ({torch.bfloat16: 5e-3} if DEVICE == "cuda" else {})
@@ -25,8 +25,8 @@ BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3} | ({torch.bfloat16: 5e-3} if
 def few_programs(monkeypatch: pytest.MonkeyPatch):
     """The interpreter runs them one by one: three splits or fewer instead of 64, of 32 tokens or more."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(paged_latent, "_MAX_SPLITS", 3)
-        monkeypatch.setattr(paged_latent, "_LEAST_TOKENS", 32)
+        monkeypatch.setattr(split_kv, "_MAX_SPLITS", 3)
+        monkeypatch.setattr(paged_latent, "_MIN_SPLIT_TOKENS", 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +95,27 @@ def test_equals_the_gathered_one(case: Case, dtype: torch.dtype):
 
 @pytest.mark.parametrize(
     ("name", "splits"),
-    [("_FEW", 3), ("_SOME", 3), ("_MANY", 1), later("_FEW", 1), later("_SOME", 1), later("_MANY", 3)],
+    [
+        ("_HEADS_16", 3),
+        ("_HEADS_32", 3),
+        ("_HEADS_64", 1),
+        later("_HEADS_16", 1),
+        later("_HEADS_32", 1),
+        later("_HEADS_64", 3),
+    ],
 )
 def test_every_blocking_of_heads_computes_the_same(name: str, splits: int, monkeypatch: pytest.MonkeyPatch):
     """On a CPU all in float16, whichever of them a GPU would take for 40 heads."""
     q, q_rope, pages, batch = inputs_of(Case((200, 31), heads=40), torch.float16)
     monkeypatch.setattr(paged_latent, "_blocking", lambda q: getattr(paged_latent, name))
-    monkeypatch.setattr(paged_latent, "_MAX_SPLITS", splits)
+    monkeypatch.setattr(split_kv, "_MAX_SPLITS", splits)
     found = paged_latent.decode_latents(q, q_rope, pages, batch, scale=0.3, window=None)
     assert far(found, truth(q, q_rope, pages, batch, None)) < BOUNDS[torch.float16]
 
 
 @pytest.mark.parametrize(
     ("heads", "dtype", "name"),
-    [(3, torch.float16, "_FEW"), (17, torch.float16, "_SOME"), (16, torch.float32, "_FLOAT32")],
+    [(3, torch.float16, "_HEADS_16"), (17, torch.float16, "_HEADS_32"), (16, torch.float32, "_FLOAT32")],
 )
 def test_blocks_follow_from_the_heads_of_a_rank(heads: int, dtype: torch.dtype, name: str):
     assert paged_latent._blocking(torch.zeros(1, heads, 8, dtype=dtype)) == getattr(paged_latent, name)
@@ -176,7 +183,7 @@ def test_rows_of_one_sequence_see_each_other():
     slots = torch.tensor([int(table[0, (n - 1) // 16]) * 16 + (n - 1) % 16 for n in lengths.tolist()], device=DEVICE)
     queries = torch.randn(3, heads, nope + case.rotary, device=DEVICE)
     new_latent, new_rope = (rows.flatten(0, 1)[slots] for rows in (pages.latent, pages.rope_key))
-    rows = replace(batch, slots_T=slots, page_table_NP=table, lengths_N=lengths, num_decodes=3, shares_pages=True)
+    rows = replace(batch, page_rows_T=slots, page_table_NP=table, lengths_N=lengths, num_decodes=3, shares_pages=True)
     both: tuple[PagedLatentKernels, ...] = (plain, paged_latent)
     true, found = (
         plain.paged_latent_attention(

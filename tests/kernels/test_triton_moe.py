@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.activation import ACTIVATIONS, GATE_ACTIVATIONS, GluBounds
+from petatron.kernels.activation import ACTIVATIONS, GATE_ACTIVATIONS, GluVariant
 from petatron.kernels.moe import permute
 from petatron.kernels.moe.permute import Permutation, build_permutation
 
@@ -135,7 +135,7 @@ def test_an_activation_without_a_gate_goes_the_plain_way(name: str):
 
 def test_a_bounded_activation_goes_the_plain_way():
     inner, grad, weight = (torch.randn(5, *rest, device=DEVICE) for rest in ((24,), (12,), ()))
-    bounds = GluBounds(0.4, 1.0)
+    bounds = GluVariant(0.4, 1.0)
     value = twins.weighted_activation(inner, weight, "swiglu", bounds)
     assert torch.equal(value, permute.weighted_activation(inner, weight, "swiglu", bounds))
     assert not torch.equal(value, permute.weighted_activation(inner, weight, "swiglu"))

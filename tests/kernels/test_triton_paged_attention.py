@@ -12,7 +12,7 @@ from petatron.kernels.attention import paged as plain
 from petatron.kernels.attention.paged import PagedBatch
 
 pytest.importorskip("triton")
-from petatron.kernels.triton.attention import paged
+from petatron.kernels.triton.attention import paged, split_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3} | ({torch.bfloat16: 4e-3} if DEVICE == "cuda" else {})
@@ -23,7 +23,7 @@ BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3} | ({torch.bfloat16: 4e-3} if
 def few_programs(monkeypatch: pytest.MonkeyPatch):
     """The interpreter runs them one by one: three splits or fewer instead of 64."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(paged, "_MAX_SPLITS", 3)
+        monkeypatch.setattr(split_kv, "_MAX_SPLITS", 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def test_rows_of_one_sequence_see_each_other():
     slots = torch.tensor([int(table[0, (n - 1) // 16]) * 16 + (n - 1) % 16 for n in lengths.tolist()], device=DEVICE)
     queries = torch.cat((q, 2 * q, -q))
     new = [pages.flatten(0, 1)[slots] for pages in (k, v)]
-    rows = replace(batch, slots_T=slots, page_table_NP=table, lengths_N=lengths, num_decodes=3, computed={})
+    rows = replace(batch, page_rows_T=slots, page_table_NP=table, lengths_N=lengths, num_decodes=3, computed={})
     true = plain.decode_attention(queries, k, v, rows, window=None)
     for pages in (k, v):
         pages.flatten(0, 1)[slots] = float("nan")

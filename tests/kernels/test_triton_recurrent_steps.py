@@ -11,8 +11,8 @@ from torch import Tensor
 from petatron.kernels.ssm.decode import conv_step as plain_conv
 from petatron.kernels.ssm.decode import delta_step as plain_delta
 from petatron.kernels.ssm.decode import scan_step as plain_scan
-from petatron.kernels.ssm.decode.delta_step import DeltaGates
-from petatron.kernels.ssm.decode.scan_step import ScanHeads
+from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
+from petatron.kernels.ssm.decode.scan_step import ScanParams
 from tests.longform import later
 
 pytest.importorskip("triton")
@@ -98,14 +98,14 @@ def test_steps_of_the_scan(sizes: Sizes, dtype: torch.dtype):
     widths = (heads * width, groups * depth, groups * depth, heads)
     states, slots = draw(NUM_SLOTS, heads, width, depth, dtype=torch.float32), slots_of(count)
     exact, before = states.double(), states.clone()
-    params = ScanHeads(
+    params = ScanParams(
         *(draw(heads, dtype=dtype).mul_(scale).add_(shift) for scale, shift in ((1, 1), (1, -4), (1, 0)))
     )
     for index in INDEX_DTYPES:
         parts = columns_of(draw(count, 3 + sum(widths), dtype=dtype), *widths)
         x, B, C = (part.unflatten(1, (number, -1)) for part, number in zip(parts, (heads, groups, groups)))
         found = scan_step.scan_step(x, parts[3], B, C, params, states=states, slots_B=slots.to(index))
-        exact_params = ScanHeads(*(each.double() for each in params))
+        exact_params = ScanParams(*(each.double() for each in params))
         true = plain_scan.scan_step(
             x.double(), parts[3].double(), B.double(), C.double(), exact_params, states=exact, slots_B=slots
         )
@@ -123,9 +123,9 @@ def test_steps_of_the_delta_rule(sizes: Sizes, dtype: torch.dtype):
     for index in INDEX_DTYPES:
         parts = columns_of(draw(count, 3 + sum(widths), dtype=dtype), *widths)
         q, k, v = (part.unflatten(1, (number, -1)) for part, number in zip(parts, (key_heads, key_heads, heads)))
-        gates = DeltaGates(parts[3], parts[4], A_log, dt_bias)
+        gates = DeltaGateInputs(parts[3], parts[4], A_log, dt_bias)
         found = delta_step.delta_step(q, k, v, gates, states=states, slots_B=slots.to(index))
-        exact_gates = DeltaGates(*(each.double() for each in gates))
+        exact_gates = DeltaGateInputs(*(each.double() for each in gates))
         true = plain_delta.delta_step(q.double(), k.double(), v.double(), exact_gates, states=exact, slots_B=slots)
         assert found.dtype == dtype and far(found, true) <= BOUNDS[dtype]
     check_states(states, exact, before, slots)

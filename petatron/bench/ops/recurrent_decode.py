@@ -16,8 +16,8 @@ from torch import Tensor
 
 from petatron.bench.ops.cases import BenchContext, KernelCase, MicroBatchShape, Outputs
 from petatron.kernels.ssm.decode import conv_step, delta_step, scan_step
-from petatron.kernels.ssm.decode.delta_step import DeltaGates
-from petatron.kernels.ssm.decode.scan_step import ScanHeads
+from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
+from petatron.kernels.ssm.decode.scan_step import ScanParams
 
 _TAPS = 4
 _CACHE_BYTES = 2**28
@@ -60,7 +60,7 @@ def _scan(context: BenchContext, shape: RecurrentDecodeShape, count: int) -> Ker
     heads, width, groups, state_dim = shape.num_heads, shape.head_dim, shape.num_groups, shape.state_dim
     x, dt = context.randn(count, heads, width), context.randn(count, heads)
     B, C = (context.randn(count, groups, state_dim, scale=state_dim**-0.5) for _ in range(2))
-    params = ScanHeads(context.randn(heads), context.randn(heads) - 4.0, context.randn(heads))
+    params = ScanParams(context.randn(heads), context.randn(heads) - 4.0, context.randn(heads))
     states = _States(context, (heads, width, state_dim), count, wide=True)
     return KernelCase(
         label=f"scan step, {shape.name}, {count} sequences",
@@ -75,7 +75,7 @@ def _scan(context: BenchContext, shape: RecurrentDecodeShape, count: int) -> Ker
 def _delta(context: BenchContext, shape: RecurrentDecodeShape, count: int) -> KernelCase:
     q, k = (context.randn(count, shape.num_groups, shape.state_dim) for _ in range(2))
     v, heads = context.randn(count, shape.num_heads, shape.head_dim), shape.num_heads
-    gates = DeltaGates(
+    gates = DeltaGateInputs(
         context.randn(count, heads), context.randn(count, heads), context.randn(heads), context.randn(heads)
     )
     states = _States(context, (heads, shape.state_dim, shape.head_dim), count, wide=True)

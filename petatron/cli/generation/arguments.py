@@ -54,7 +54,12 @@ def add_engine_arguments(root: argparse.ArgumentParser) -> None:
     add("--num-pages", type=int, metavar="N", help="pages of the cache (what memory allows)")
     add("--max-batch-size", type=int, metavar="N", help=f"sequences that run at once ({_ENGINE.max_sequences})")
     add("--max-batch-tokens", type=int, metavar="N", help=f"tokens of one step ({_ENGINE.max_step_tokens})")
-    add("--max-length", type=int, metavar="N", help="tokens of prompt and answer together (the model's positions)")
+    add(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="tokens of prompt and answer together (the model's positions, and one)",
+    )
     add("--no-prefix-caching", action="store_true", help="compute equal beginnings of prompts again")
     add("--fp8-weights", action="store_true", help=FP8_WEIGHTS_HELP)
     add("--speculative-tokens", type=int, metavar="N", help=f"{SPECULATIVE_HELP} (none)")
@@ -72,10 +77,11 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         "speculative_tokens": "--speculative-tokens",
     }
     values = {name: getattr(options, flag[2:].replace("-", "_")) for name, flag in flags.items()}
+    least = dict.fromkeys(values, 1) | {"speculative_tokens": 0}
     problems = [
-        Problem(flags[name], str(value), "is below 1", "Leave it out for the default.")
+        Problem(flags[name], str(value), f"is below {least[name]}", "Leave it out for the default.")
         for name, value in values.items()
-        if value is not None and value < 1
+        if value is not None and value < least[name]
     ]
     if problems:
         raise ConfigError(problems)

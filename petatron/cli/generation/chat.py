@@ -108,7 +108,7 @@ class Dialogue:
             import readline  # noqa: F401  line editing and history of input()
         while (line := self._read_line()) is not None:
             if line.startswith("/"):
-                if not self._obey(line):
+                if not self._serve_commands(line):
                     return
             elif line.strip():
                 self._answer(line)
@@ -125,7 +125,7 @@ class Dialogue:
                 print()
                 return None
 
-    def _obey(self, line: str) -> bool:
+    def _serve_commands(self, line: str) -> bool:
         """Returns whether the dialogue goes on."""
         word, _, rest = line.partition(" ")
         if word == "/quit":

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from petatron.serve.open_engine import ModelSettings, OpenedEngine
 
 _HASHED_BYTES = 1 << 20
-_NOT_OF_BEAMS = (
+_REFUSED_WITH_BEAMS = (
     *("min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "stop", "json_schema", "regex", "logprobs"),
 )
-"""Options of sampling, which a beam search does not do."""
+"""Options that beam search does not take."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def _beam_problems(options: argparse.Namespace) -> list[Problem]:
     if options.n is not None and options.n > options.beam_width:
         rule = f"is more than the {options.beam_width} answers of --beam-width"
         problems.append(Problem("--n", str(options.n), rule, "Use fewer, or more beams."))
-    for name in _NOT_OF_BEAMS:
+    for name in _REFUSED_WITH_BEAMS:
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             problems.append(Problem(flag, "", "has no effect on a beam search", "Leave it out, or --beam-width."))
@@ -176,7 +176,7 @@ class _TextWork:
         params = BeamParams(
             width=width,
             max_new_tokens=options.samples(ids, max_length=self._settings.max_length)[0].max_new_tokens,
-            length_penalty=1.0 if penalty is None else penalty,
+            **({} if penalty is None else {"length_penalty": penalty}),
             stop_ids=options.params.stop_ids,
         )
         BeamSearch(ids, params, self._settings.vocab_size)

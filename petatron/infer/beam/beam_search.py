@@ -6,8 +6,9 @@ is kept if it is among the step's `width` best, and among the `width` best answe
 answers have ended and the best beam, scored at its present length, is no better than the worst of them; with `early_stopping`, as soon as
 there are `width` answers. That is the rule of transformers' `early_stopping=False` (and `True`), and of Megatron-LM's own search.
 
-A step of the search is one request of one new token for each beam. The prefix cache has the full pages that beams share, so a step computes
-the ids of each beam's last page; a model with recurrent states has no such cache, and computes each beam from its beginning.
+A step of the search is one request of one new token for each beam. The prefix cache has the full pages that beams share, so a step
+recomputes only the tokens in each beam's last, partial page; a model with recurrent states has no such cache, and computes each beam from
+its beginning.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling import sample_tokens
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
-from petatron.infer.step.model_steps import ModelSteps, PackedStep, RowsOfSequence, pack_rows
+from petatron.infer.step.model_steps import ModelSteps, PackedStep, ScheduledTokens, pack_rows
 from petatron.infer.step.step_result import StepLayout, sampled_row
 from petatron.parallel.parallel_model import ParallelModel
 
@@ -59,17 +59,17 @@ class _DraftedSequence:
         """The row of the sequence's last position."""
         return self.sequence.computed - self.start - 1
 
-    def rows_of_depth(self, depth: int) -> RowsOfSequence:
+    def rows_of_depth(self, depth: int) -> ScheduledTokens:
         """The positions of the step, each with the token so many ahead, or its draft."""
         known = [*self.sequence.tokens, *self.sequence.drafts]
         begin, end = self.start + depth, self.start + self.count + depth
         tokens = [*known[begin:end], *[0] * (end - max(begin, len(known)))]
-        return RowsOfSequence(tokens, self.start, self.sequence.pages, self.decodes)
+        return ScheduledTokens(tokens, self.start, self.sequence.pages, self.decodes)
 
-    def next_row(self, ahead: int) -> RowsOfSequence:
+    def next_row(self, ahead: int) -> ScheduledTokens:
         """The position so many after the last of the step, with the last draft."""
         position = self.sequence.computed - 1 + ahead
-        return RowsOfSequence(self.sequence.drafts[-1:], position, self.sequence.pages, True)
+        return ScheduledTokens(self.sequence.drafts[-1:], position, self.sequence.pages, True)
 
 
 class Drafter:
@@ -154,7 +154,7 @@ class Drafter:
             packed = self._pack(rows, [[0]] * len(rows), most_sequences if self._shares_experts else 1)
             last_ND = self._run_depth(self._num_depths, packed, last_ND[kept], drafting)
 
-    def _pack(self, rows: Sequence[RowsOfSequence], logit_rows: Sequence[Sequence[int]], least: int) -> PackedStep:
+    def _pack(self, rows: Sequence[ScheduledTokens], logit_rows: Sequence[Sequence[int]], least: int) -> PackedStep:
         return pack_rows(rows, logit_rows, page_size=self._page_size, multiple=self._row_multiple, least=least)
 
     def _run_depth(

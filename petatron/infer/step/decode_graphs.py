@@ -31,7 +31,7 @@ StepOutputs = tuple[Tensor, Tensor]
 IntRow = Sequence[int] | np.ndarray
 
 
-class SequenceRows(NamedTuple):
+class CacheLocations(NamedTuple):
     """Where each sequence of a step has its rows: its pages, and the slot of its recurrent states."""
 
     page_lists: Sequence[list[int]]
@@ -75,7 +75,7 @@ class _HostInputs:
         self._held: list[tuple[Sequence[int], int]] = []
 
     def fill(
-        self, ids: IntRow, sources: IntRow, positions: np.ndarray, sequences: SequenceRows, page_size: int
+        self, ids: IntRow, sources: IntRow, positions: np.ndarray, sequences: CacheLocations, page_size: int
     ) -> None:
         count, columns = len(sequences.page_lists), self._columns
         self._fill_table(sequences.page_lists)
@@ -140,7 +140,7 @@ class DecodeGraphs:
         """The new ids of the last step: the most likely ones, unless others were drawn and written here."""
 
     def run(
-        self, ids: IntRow, positions: np.ndarray, sequences: SequenceRows, sources: IntRow | None = None
+        self, ids: IntRow, positions: np.ndarray, sequences: CacheLocations, sources: IntRow | None = None
     ) -> StepOutputs:
         """Starts a step of one token of each sequence; the outputs are valid until the next step.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT, CacheSize
 from petatron.infer.scheduler import ScheduledSequence
-from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow, SequenceRows, StepInputs, StepOutputs
+from petatron.infer.step.decode_graphs import CacheLocations, DecodeGraphs, IntRow, StepInputs, StepOutputs
 from petatron.infer.step.layer_states import allocate_pages, allocate_states
 from petatron.infer.step.recorded_depths import RecordedDepths
 from petatron.infer.step.recorded_steps import RecordedSteps
@@ -30,7 +30,7 @@ from petatron.models.decoder import HIDDEN, Decoder
 from petatron.parallel.parallel_model import ParallelModel
 
 
-class RowsOfSequence(NamedTuple):
+class ScheduledTokens(NamedTuple):
     """Tokens of a sequence at positions from `start` on. decodes: each is a row by itself, which attends through pages; else a chunk.
 
     state_slot: that of its recurrent states.
@@ -52,7 +52,7 @@ class PackedStep:
     """
 
     rows_3T: np.ndarray
-    sequences: SequenceRows
+    sequences: CacheLocations
     lengths: list[int]
     num_decodes: int
     chunks: tuple[PromptChunk, ...]
@@ -81,7 +81,7 @@ def pack_step(
     `logit_rows` count from each sequence's first row.
     """
     rows = [
-        RowsOfSequence(
+        ScheduledTokens(
             [*work.sequence.tokens[work.start : work.start + work.count - len(work.drafts)], *work.drafts],
             work.start,
             work.sequence.pages,
@@ -94,7 +94,7 @@ def pack_step(
 
 
 def pack_rows(
-    sequences: Many[RowsOfSequence],
+    sequences: Many[ScheduledTokens],
     logit_rows: Many[Many[int]],
     *,
     page_size: int,
@@ -136,7 +136,7 @@ def pack_rows(
         parts.append(np.array([[0] * padding, [0] * padding, [SCRATCH_PAGE * page_size] * padding]))
     return PackedStep(
         np.concatenate([np.array(decodes, dtype=np.int64), *parts], axis=1),
-        SequenceRows(page_tables, state_slots),
+        CacheLocations(page_tables, state_slots),
         lengths,
         len(decodes[0]),
         tuple(chunks),
@@ -269,7 +269,7 @@ class ModelSteps:
 
     @torch.no_grad()
     def run_graph(
-        self, ids: IntRow, positions: np.ndarray, sequences: SequenceRows, sources: IntRow | None = None
+        self, ids: IntRow, positions: np.ndarray, sequences: CacheLocations, sources: IntRow | None = None
     ) -> StepOutputs:
         """Starts such a step; see `DecodeGraphs.run`."""
         assert self.graphs is not None
@@ -319,11 +319,11 @@ class ModelSteps:
 
 
 def can_capture(model: ParallelModel) -> bool:
-    """Whether a decode step is one CUDA graph: on one stage, in fused kernels, and with no expert that the host has to know the rows of."""
+    """Whether a decode step is one CUDA graph: on one stage, and with nothing that the host has to know, like the rows of an expert."""
     branches = (branch for layer in set(model.spec.layers) for branch in layer.branches)
-    fused = all(branch.decodes_in_fused_kernels for branch in branches)
+    capturable = all(branch.decode_is_capturable for branch in branches)
     grouped = model.spec.moe is None or (model.dtype == torch.bfloat16 and not shares_experts(model))
-    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and grouped and fused
+    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and grouped and capturable
 
 
 def shares_experts(model: ParallelModel) -> bool:

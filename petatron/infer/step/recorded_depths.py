@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from petatron.infer.step.decode_graphs import SequenceRows, StepInputs, StepOutputs
+from petatron.infer.step.decode_graphs import CacheLocations, StepInputs, StepOutputs
 from petatron.infer.step.recorded_steps import RecordedSteps
 
 RunDepth = Callable[[int, StepInputs, Tensor], StepOutputs]
@@ -28,7 +28,7 @@ class RecordedDepths:
         self._recorded: dict[int, RecordedSteps] = {}
 
     def run(
-        self, depth: int, rows_3T: np.ndarray, lengths: list[int], sequences: SequenceRows, hidden_TD: Tensor
+        self, depth: int, rows_3T: np.ndarray, lengths: list[int], sequences: CacheLocations, hidden_TD: Tensor
     ) -> StepOutputs | None:
         """Returns logits and hidden states of all rows, valid until the next run; None if nothing is recorded for such rows."""
         if hidden_TD.shape[0] > self._hidden_TD.shape[0]:

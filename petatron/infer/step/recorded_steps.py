@@ -20,7 +20,7 @@ from torch import Tensor
 
 from petatron.base.log import get_logger
 from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
-from petatron.infer.step.decode_graphs import SequenceRows, StepInputs, StepOutputs
+from petatron.infer.step.decode_graphs import CacheLocations, StepInputs, StepOutputs
 from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
 from petatron.kernels.attention.paged import PagedBatch
 
@@ -60,7 +60,7 @@ class _RecordedStep:
     table_NP: Tensor
     calls: RecordedCalls
 
-    def repeat(self, rows: np.ndarray, lengths: list[int], sequences: SequenceRows) -> StepOutputs:
+    def repeat(self, rows: np.ndarray, lengths: list[int], sequences: CacheLocations) -> StepOutputs:
         self.rows_3N.numpy()[:] = rows
         self.lengths_N.numpy()[:] = lengths
         self.state_slots_N.numpy()[:] = sequences.state_slots
@@ -80,7 +80,7 @@ class RecordedSteps:
         self._recorded: OrderedDict[StepShape, _RecordedStep] = OrderedDict()
         self._recordable = True
 
-    def run(self, rows: np.ndarray, lengths: list[int], sequences: SequenceRows) -> StepOutputs | None:
+    def run(self, rows: np.ndarray, lengths: list[int], sequences: CacheLocations) -> StepOutputs | None:
         """Runs a step of ids, positions and page rows; None if its shape is not recorded. The outputs are valid until the next step."""
         shape = StepShape(len(lengths), padded_pages(max(map(len, sequences.page_lists))))
         if not self._recordable or shape.sequences * shape.pages * self._page_size > _MAX_GATHERED_TOKENS:

@@ -49,7 +49,7 @@ class PromptChunk:
 class PagedBatch:
     """The tokens of one step.
 
-    slots_T: the page row of each token, where it is stored: page x page size + offset. Padding is stored in page 0, which no sequence has.
+    page_rows_T: where each token is stored: page x page size + offset. Padding is stored in page 0, which no sequence has.
     page_table_NP: the pages of each sequence, those that decode first; page 0 after its last. int32.
     lengths_N: its tokens, this step's included; int32. max_length: the longest that decodes.
     num_decodes: so many first rows are one token of a sequence each, or consecutive tokens of one, each with a row of the page table.
@@ -59,7 +59,7 @@ class PagedBatch:
     state_slots_N: where each sequence has its recurrent states; None: the model has none. Padding of decodes has slot 0.
     """
 
-    slots_T: Tensor
+    page_rows_T: Tensor
     page_table_NP: Tensor
     lengths_N: Tensor
     max_length: int
@@ -77,7 +77,7 @@ class PagedAttentionKernels(Protocol):
     """The interface of this module and its faster implementations."""
 
     def store_key_value(
-        self, k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, slots_T: Tensor
+        self, k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, page_rows_T: Tensor
     ) -> None: ...
     def decode_attention(
         self, q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None
@@ -127,7 +127,7 @@ def paged_attention(
     fused = rules is None and chunk is None
     if not batch.chunks and batch.num_decodes == q_THE.shape[0] and fused and not batch.shares_pages:
         return kernels.store_and_decode(q_THE, k_TKE, v_TKE, k_pages, v_pages, batch, window=window)
-    kernels.store_key_value(k_pages, v_pages, k_TKE, v_TKE, batch.slots_T)
+    kernels.store_key_value(k_pages, v_pages, k_TKE, v_TKE, batch.page_rows_T)
     out = torch.zeros((*q_THE.shape[:2], v_TKE.shape[-1]), dtype=q_THE.dtype, device=q_THE.device)
     bounds = DecodeBounds(window, chunk)
     if batch.num_decodes and not fused:
@@ -195,9 +195,9 @@ def first_rows(pages: Tensor, page_table: Tensor, length: int) -> Tensor:
     return pages.index_select(0, page_table[:count]).flatten(0, 1)[:length]
 
 
-def store_key_value(k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, slots_T: Tensor) -> None:
+def store_key_value(k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, page_rows_T: Tensor) -> None:
     """Writes the rows of every token to its slot."""
-    slots = slots_T if slots_T.dtype == torch.int64 else slots_T.long()
+    slots = page_rows_T if page_rows_T.dtype == torch.int64 else page_rows_T.long()
     k_pages.flatten(0, 1).index_copy_(0, slots, k_TKE)
     v_pages.flatten(0, 1).index_copy_(0, slots, v_TKE)
 
@@ -291,7 +291,7 @@ def store_and_decode(
     window: int | None,
 ) -> Tensor:
     """Stores the rows of one token of each sequence, and returns its attention."""
-    store_key_value(k_pages, v_pages, k_NKE, v_NKE, batch.slots_T)
+    store_key_value(k_pages, v_pages, k_NKE, v_NKE, batch.page_rows_T)
     return decode_attention(q_NHE, k_pages, v_pages, batch, window=window)
 
 

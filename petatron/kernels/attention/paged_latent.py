@@ -108,7 +108,9 @@ class LatentPages:
 class PagedLatentKernels(Protocol):
     """The interface of this module and its faster implementations."""
 
-    def store_latents(self, pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, slots_T: Tensor) -> None: ...
+    def store_latents(
+        self, pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, page_rows_T: Tensor
+    ) -> None: ...
     def decode_latents(
         self,
         q_NHC: Tensor,
@@ -133,7 +135,7 @@ def paged_latent_attention(
     kernels: PagedLatentKernels,
 ) -> Tensor:
     """Stores the rows of all tokens, and returns the attention of each to those of its sequence up to itself, [T, H, V]."""
-    kernels.store_latents(pages, latent_TC, rope_key_TR, batch.slots_T)
+    kernels.store_latents(pages, latent_TC, rope_key_TR, batch.page_rows_T)
     scale, num_decodes = q_THE.shape[-1] ** -0.5, batch.num_decodes
     if not batch.chunks and num_decodes == q_THE.shape[0]:
         return up.values(kernels.decode_latents(*up.absorb(q_THE), pages, batch, scale=scale, window=window))
@@ -153,9 +155,9 @@ def paged_latent_attention(
     return out
 
 
-def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, slots_T: Tensor) -> None:
+def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, page_rows_T: Tensor) -> None:
     """Writes the rows of every token to its slot."""
-    slots = slots_T if slots_T.dtype == torch.int64 else slots_T.long()
+    slots = page_rows_T if page_rows_T.dtype == torch.int64 else page_rows_T.long()
     pages.latent.flatten(0, 1).index_copy_(0, slots, latent_TC)
     pages.rope_key.flatten(0, 1).index_copy_(0, slots, rope_key_TR)
 

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from petatron.kernels.activation import (
     GATE_ACTIVATIONS,
-    GluBounds,
+    GluVariant,
     activation,
     activation_backward,
     gated_activation,
@@ -214,7 +214,7 @@ def rows_to_choices(of_R: Tensor, permutation: Permutation) -> Tensor:
     return of_R[row_TK.clamp(max=rows - 1)].masked_fill(~kept_TK, 0) if rows else of_R.new_zeros(row_TK.shape)
 
 
-def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str, bounds: GluBounds | None = None) -> Tensor:
+def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str, bounds: GluVariant | None = None) -> Tensor:
     """The activation, plain or gated, times the weight of each row, rounded once, [R, F]."""
     inner = to_compute_dtype(inner_RG)
     active = gated_activation(inner, name, bounds) if name in GATE_ACTIVATIONS else activation(inner, name)
@@ -226,7 +226,7 @@ def weighted_activation_backward(
     inner_RG: Tensor,
     weight_R: Tensor,
     name: str,
-    bounds: GluBounds | None = None,
+    bounds: GluVariant | None = None,
     *,
     recompute_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -29,7 +29,7 @@ def gate_then_norm(y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor, weight_D:
     return normal.to(y_RD.dtype) * weight_D
 
 
-def gate_then_norm_projections(
+def gate_then_norm_backward_sums(
     grad_RD: Tensor, y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the sum of h n of every row and group [R, K], and the gradient of the weight; both in at least float32."""

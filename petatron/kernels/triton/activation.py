@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels import activation as reference
-from petatron.kernels.activation import GluBounds
+from petatron.kernels.activation import GluVariant
 from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 
@@ -145,7 +145,7 @@ class _ActivationTile:
         return triton.cdiv(rows, self.rows) * triton.cdiv(width, self.columns)
 
 
-def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None) -> Tensor:
+def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None) -> Tensor:
     """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half. One with bounds uses the reference."""
     if bounds is not None:
         return reference.gated_activation(gate_up_RG, name, bounds)
@@ -169,7 +169,7 @@ def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluBounds | None = N
 
 
 def gated_activation_backward(
-    grad_RF: Tensor, gate_up_RG: Tensor, name: str, bounds: GluBounds | None = None, *, recompute_output: bool
+    grad_RF: Tensor, gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None, *, recompute_output: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient of gate and up concatenated, and the output if `recompute_output`."""
     if bounds is not None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.schema.model import GATED_ACTIVATIONS
-from petatron.kernels.activation import GluBounds
+from petatron.kernels.activation import GluVariant
 from petatron.kernels.gemm import Gemm
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, WriteGrad
 from petatron.kernels.moe.permute import REFERENCE, MoEKernels
@@ -70,7 +70,7 @@ class _RecomputableWeightedActivation:
 
     kernels: MoEKernels
     name: str
-    bounds: GluBounds | None
+    bounds: GluVariant | None
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         inner, weight = inputs
@@ -106,12 +106,12 @@ class RoutedExperts(nn.Module):
         *,
         activation: str,
         bias: bool,
-        glu_bounds: GluBounds | None = None,
+        glu_variant: GluVariant | None = None,
         grouped_gemm: bool = True,
     ) -> None:
         """`inner` is the width between the two GEMMs; without `grouped_gemm` experts run one after the other."""
         super().__init__()
-        self.act = Activation(activation, glu_bounds)
+        self.act = Activation(activation, glu_variant)
         self.kernels: MoEKernels = REFERENCE
         gated = activation in GATED_ACTIVATIONS
         self.first_linear_name = "gate_up" if gated else "up"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
-from petatron.kernels.activation import GluBounds
+from petatron.kernels.activation import GluVariant
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, supports_widths
 from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
 from petatron.layers.forward_context import ForwardContext
@@ -47,7 +47,7 @@ _ROUTER_BYTES = {None: 0, "fp32": 4, "fp64": 8}
 class MoESpec(ChannelMixerSpec):
     """Routed experts of inner `width`, in a space of `latent_size` if there is one, and a shared one.
 
-    routing: the settings of the router and of token dispatch. glu_bounds: of a gated activation; None: it has none.
+    routing: the settings of the router and of token dispatch. glu_variant: of a gated activation; None: it has none.
     std, out_std: of the initial weights of first and last GEMMs.
     """
 
@@ -65,7 +65,7 @@ class MoESpec(ChannelMixerSpec):
     routing: MoEConfig
     std: float
     out_std: float
-    glu_bounds: GluBounds | None = None
+    glu_variant: GluVariant | None = None
     output_multiplier: float = 1.0
 
     @property
@@ -74,7 +74,7 @@ class MoESpec(ChannelMixerSpec):
         return self.latent_size or self.hidden_size
 
     @property
-    def decodes_in_fused_kernels(self) -> bool:
+    def decode_is_capturable(self) -> bool:
         """Whether grouped GEMMs run all experts, and no choice is dropped: the host need not know how many rows an expert has."""
         routing = self.routing
         supported = supports_widths(self.expert_hidden_size, self.width)
@@ -305,7 +305,7 @@ class MoELayer(BranchModule):
             spec.width,
             activation=spec.activation,
             bias=spec.bias,
-            glu_bounds=spec.glu_bounds,
+            glu_variant=spec.glu_variant,
             grouped_gemm=spec.routing.moe_grouped_gemm,
         )
         self.latent_down = Linear(hidden, (latent,), bias=spec.bias) if latent else None

@@ -15,62 +15,64 @@ from petatron.layers.forward_context import RopeCosSin
 class LatentHeadKernels(Protocol):
     """The interface of `kernels/attention/latent_heads.py` and its faster implementations."""
 
-    def latent_queries(self, q_SBHE: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0) -> Tensor: ...
+    def interleaved_rope(self, x_SBHE: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0) -> Tensor: ...
 
-    def latent_queries_backward(self, grad_SBHE: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0) -> Tensor: ...
+    def interleaved_rope_backward(
+        self, grad_SBHE: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0
+    ) -> Tensor: ...
 
-    def latent_keys_values(
-        self, kv_SBHC: Tensor, rotary_SBR: Tensor, cos: Tensor, sin: Tensor, *, nope_dim: int
+    def join_rope_key(
+        self, kv_SBHM: Tensor, rotary_SBR: Tensor, cos: Tensor, sin: Tensor, *, nope_dim: int
     ) -> TensorPair: ...
 
-    def latent_keys_values_backward(
+    def join_rope_key_backward(
         self, grad_k_SBHE: Tensor, grad_v_SBHV: Tensor, cos: Tensor, sin: Tensor
     ) -> TensorPair: ...
 
 
-class _LatentQueries(torch.autograd.Function):
+class _InterleavedRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, cos: Tensor, sin: Tensor, scale: float, kernels: LatentHeadKernels) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.scale, ctx.kernels = scale, kernels
-        return kernels.latent_queries(q, cos, sin, scale=scale)
+        return kernels.interleaved_rope(q, cos, sin, scale=scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         [grad] = grads
-        return ctx.kernels.latent_queries_backward(grad, *ctx.saved_tensors, scale=ctx.scale), None, None, None, None
+        return ctx.kernels.interleaved_rope_backward(grad, *ctx.saved_tensors, scale=ctx.scale), None, None, None, None
 
 
-class _LatentKeysValues(torch.autograd.Function):
+class _JoinRopeKey(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, kv: Tensor, rotary: Tensor, cos: Tensor, sin: Tensor, nope_dim: int, kernels: LatentHeadKernels
     ) -> TensorPair:
         ctx.save_for_backward(cos, sin)
         ctx.kernels = kernels
-        return kernels.latent_keys_values(kv, rotary, cos, sin, nope_dim=nope_dim)
+        return kernels.join_rope_key(kv, rotary, cos, sin, nope_dim=nope_dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_kv, grad_rotary = ctx.kernels.latent_keys_values_backward(*grads, *ctx.saved_tensors)
+        grad_kv, grad_rotary = ctx.kernels.join_rope_key_backward(*grads, *ctx.saved_tensors)
         return grad_kv, grad_rotary, None, None, None, None
 
 
-def latent_queries(
-    q_SBHE: Tensor, rope_cos_sin: RopeCosSin, *, scale: float = 1.0, kernels: LatentHeadKernels
+def interleaved_rope(
+    x_SBHE: Tensor, rope_cos_sin: RopeCosSin, *, scale: float = 1.0, kernels: LatentHeadKernels
 ) -> Tensor:
-    """Returns new queries times `scale`, with their rotary parts rotated."""
+    """Returns new heads times `scale`, with their rotary parts rotated."""
     if not torch.is_grad_enabled():
-        return kernels.latent_queries(q_SBHE, *rope_cos_sin, scale=scale)
-    return _LatentQueries.apply(q_SBHE, *rope_cos_sin, scale, kernels)  # pyright: ignore[reportReturnType]
+        return kernels.interleaved_rope(x_SBHE, *rope_cos_sin, scale=scale)
+    return _InterleavedRope.apply(x_SBHE, *rope_cos_sin, scale, kernels)  # pyright: ignore[reportReturnType]
 
 
-def latent_keys_values(
-    kv_SBHC: Tensor, rotary_SBR: Tensor, rope_cos_sin: RopeCosSin, *, nope_dim: int, kernels: LatentHeadKernels
+def join_rope_key(
+    kv_SBHM: Tensor, rotary_SBR: Tensor, rope_cos_sin: RopeCosSin, *, nope_dim: int, kernels: LatentHeadKernels
 ) -> TensorPair:
     """Returns new keys, each joined to the rotated rotary key of its token, and values."""
     if not torch.is_grad_enabled():
-        return kernels.latent_keys_values(kv_SBHC, rotary_SBR, *rope_cos_sin, nope_dim=nope_dim)
-    return _LatentKeysValues.apply(kv_SBHC, rotary_SBR, *rope_cos_sin, nope_dim, kernels)  # pyright: ignore[reportReturnType]
+        return kernels.join_rope_key(kv_SBHM, rotary_SBR, *rope_cos_sin, nope_dim=nope_dim)
+    return _JoinRopeKey.apply(kv_SBHM, rotary_SBR, *rope_cos_sin, nope_dim, kernels)  # pyright: ignore[reportReturnType]

@@ -89,8 +89,8 @@ class BranchSpec(ABC):
         return False
 
     @property
-    def decodes_in_fused_kernels(self) -> bool:
-        """Whether fused kernels compute a step of decoding; else it is in plain PyTorch, and not in a CUDA graph."""
+    def decode_is_capturable(self) -> bool:
+        """Whether a step of decoding needs nothing of the host, so that it may be in a CUDA graph."""
         return True
 
     def generation_state(self, tp: int) -> GenerationState | None:

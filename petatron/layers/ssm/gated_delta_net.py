@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from petatron.kernels.ssm import chunk_delta_rule as delta_reference
 from petatron.kernels.ssm import norm_then_gate as norm_reference
 from petatron.kernels.ssm.decode import delta_step as step_reference
-from petatron.kernels.ssm.decode.delta_step import DeltaGates
+from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
 from petatron.kernels.ssm.delta_recurrence import delta_gates
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext
@@ -278,7 +278,7 @@ class GatedDeltaNet(BranchModule):
         """Takes one token of each sequence into its state, in place, and returns the delta rule's outputs [1, B, H, P]."""
         [channels_BC], [b_BH], [a_BH] = (group.gather(each) for each in (channels_TC, b_TH, a_TH))
         q, k, v = self._split_channels(self.conv.step(channels_BC, windows=slots["conv"], slots_B=group.slots_B))
-        gates = DeltaGates(b_BH, a_BH, self.A_log, self.dt_bias)
+        gates = DeltaGateInputs(b_BH, a_BH, self.A_log, self.dt_bias)
         o = self.step_kernels.delta_step(q, k, v, gates, states=slots["delta"], slots_B=group.slots_B)
         return o.unsqueeze(0)
 

@@ -36,7 +36,7 @@ from petatron.kernels.ssm import causal_conv as conv_reference
 from petatron.kernels.ssm import chunk_scan as scan_reference
 from petatron.kernels.ssm.decode import conv_step as conv_step_reference
 from petatron.kernels.ssm.decode import scan_step as scan_step_reference
-from petatron.kernels.ssm.decode.scan_step import ScanHeads
+from petatron.kernels.ssm.decode.scan_step import ScanParams
 from petatron.kernels.ssm.recurrence import decay_rates, step_sizes
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext
@@ -313,7 +313,7 @@ class Mamba2(BranchModule):
         """Takes one token of each sequence into its state, in place, and returns the recurrence's outputs [1, B, C]."""
         [channels_BC], [dt_BH] = group.gather(channels_TC), group.gather(dt_TH)
         x, B, C = self._split_channels(self.conv.step(channels_BC, windows=slots["conv"], slots_B=group.slots_B))
-        heads = ScanHeads(self.A_log, self.dt_bias, self.D)
+        heads = ScanParams(self.A_log, self.dt_bias, self.D)
         y = self.step_kernels.scan_step(x, dt_BH, B, C, heads, states=slots["ssm"], slots_B=group.slots_B)
         return y.flatten(-2).unsqueeze(0)
 

@@ -1,4 +1,4 @@
-"""The operations of a Mamba-2 layer under autograd: each saves its inputs and lets a kernel's backward recompute the rest.
+"""The operations of a Mamba-2 layer under autograd: each saves its inputs (the norm also 1 / rms), and backward recomputes the rest.
 
 S sequence, B batch, C channels, H heads, P head dim, G groups, N state dim.
 """
@@ -47,7 +47,7 @@ class GateThenNormKernels(Protocol):
 
     gated_square_sums: Callable[..., Tensor]
     gate_then_norm: Callable[..., Tensor]
-    gate_then_norm_projections: Callable[..., tuple[Tensor, Tensor]]
+    gate_then_norm_backward_sums: Callable[..., tuple[Tensor, Tensor]]
     gate_then_norm_backward: Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -191,7 +191,7 @@ class _GateThenNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         y, z, rstd, weight = ctx.saved_tensors
         norm: NormGroups = ctx.norm
-        sums, grad_weight = ctx.kernels.gate_then_norm_projections(grads[0], y, z, rstd, weight)
+        sums, grad_weight = ctx.kernels.gate_then_norm_backward_sums(grads[0], y, z, rstd, weight)
         means = norm.sum_over_ranks(sums) / norm.group_width
         grad_y, grad_z = ctx.kernels.gate_then_norm_backward(grads[0], y, z, rstd, weight, means)
         return None, None, grad_y, grad_z, grad_weight.to(weight.dtype)

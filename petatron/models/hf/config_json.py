@@ -253,14 +253,23 @@ def _closest_family(spec: ModelSpec) -> tuple[Family, list[Problem]]:
     return min(found, key=lambda pair: len(pair[1]) + 10 * _structural_differences(spec, pair[0]))
 
 
+_ALL_DIFFERENCES = 6
+"""As many as a family that is no hybrid can have."""
+
+
 def _structural_differences(spec: ModelSpec, family: Family) -> int:
     """Counts differences by which a family is another kind of model, however few settings say so."""
     pattern = spec.config.hybrid_layer_pattern
-    if pattern is not None or family.hybrid is not None:  # whatever their positions and experts are
-        return pattern is None or family.hybrid is None or not re.fullmatch(family.hybrid.patterns, pattern)
+    if pattern is not None and family.hybrid is not None:  # whatever their positions and experts are
+        return not re.fullmatch(family.hybrid.patterns, pattern)
+    if pattern is not None or family.hybrid is not None:
+        return _ALL_DIFFERENCES
     rotary = spec.config.position_embedding_type not in ("learned_absolute", "alibi")
     latent = family.fixed.get("multi_latent_attention", False) != spec.config.multi_latent_attention
-    return (family.has_rope != rotary) + (bool(family.moe_keys) != (spec.moe is not None)) + latent
+    depths = spec.config.mtp_num_layers is not None and not family.mtp_keys
+    linear = family.fixed.get("experimental_attention_variant") != spec.config.experimental_attention_variant
+    experts = bool(family.moe_keys) != (spec.moe is not None)
+    return (family.has_rope != rotary) + experts + latent + depths + 2 * linear
 
 
 def _unsupported_settings(spec: ModelSpec, family: Family) -> list[Problem]:

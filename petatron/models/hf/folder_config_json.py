@@ -41,9 +41,9 @@ def build_config_json(spec: ModelSpec, dtype: torch.dtype | str) -> dict[str, An
 def own_config_json(spec: ModelSpec, dtype: torch.dtype | str) -> dict[str, Any]:
     """Returns the content of our own config.json, also for a model that a family can express."""
     content = {"model_type": OWN_MODEL_TYPE, "architectures": [_OWN_ARCHITECTURE], **_stored_dtype(dtype)}
-    content["model"] = _without_run_choices(asdict(spec.config))
+    content["model"] = _model_settings(asdict(spec.config))
     if spec.moe is not None:
-        content["moe"] = _without_run_choices(asdict(spec.moe)) | {"moe_layer_freq": format_moe_layer_freq(spec)}
+        content["moe"] = _model_settings(asdict(spec.moe)) | {"moe_layer_freq": format_moe_layer_freq(spec)}
     return content
 
 
@@ -80,5 +80,10 @@ def _own_problems(section: str, values: Any, known: Collection[str]) -> list[Pro
     ]
 
 
-def _without_run_choices(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in RUNTIME_FIELDS}
+def _model_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings without those that a run chooses, as JSON has them."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if name not in RUNTIME_FIELDS
+    }

@@ -11,7 +11,7 @@ _REFUSED = {
     "max_len": "max_len is no longer used. Use tokens_to_generate.",
     "sentences": "sentences is no longer used. Use prompts.",
 }
-_NOT_OF_BEAMS = (
+_REFUSED_WITH_BEAMS = (
     *("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound", "random_seed", "logprobs"),
     *("stop_on_eol", "stop_on_double_eol", "prevent_newline_after_colon"),
 )
@@ -78,7 +78,7 @@ class MegatronRequest(BaseModel):
         if self.tokens_to_generate == 0:
             wrong.append("A beam search generates one token or more.")
         fields = type(self).model_fields
-        sampled = [name for name in _NOT_OF_BEAMS if getattr(self, name) != fields[name].default]
+        sampled = [name for name in _REFUSED_WITH_BEAMS if getattr(self, name) != fields[name].default]
         if sampled:
             wrong.append(f"{', '.join(sampled)}: has no effect on a beam search. Leave it out, or beam_width.")
         return wrong

@@ -65,8 +65,8 @@ class TokenStream(Response):
     """Server-sent events of sequences that share an inbox.
 
     The request is submitted before the answer begins, so that a refusal still has its status code. An error after that is an event, the
-    last one. text: the content of an event that is new text alone, of a sequence's index, which most events are; chunk: of any other,
-    and of all if text is None.
+    last one. text(index, text): the JSON of an event with nothing but new text, the common case; None: there is none.
+    chunk(generation, event): the JSON of any other.
     """
 
     media_type = "text/event-stream"
@@ -162,7 +162,7 @@ class TextEvents:
     """
 
     def __init__(self, content: Callable[[int, str], dict[str, Any]]) -> None:
-        """content: of an event, in which the text is the last empty one if it is empty."""
+        """content(index, text): the JSON of an event; the last empty string in that of an empty text must be the text itself."""
         self._content = content
         self._around: dict[int, tuple[str, str]] = {}
 

@@ -78,7 +78,10 @@ def _model(run: RunConfig) -> str:
         else f" ({count_with_noun(model.num_query_groups, 'kv head')})"
     )
     shape = f"{count_with_noun(model.num_layers, 'layer')} of width {model.hidden_size:,}"
-    return f"{model.model_type}, {size}: {shape}, {count_with_noun(model.num_attention_heads, 'head')}{groups}{experts}"
+    if model.hybrid_layer_pattern is not None:
+        shape += f" ({model.hybrid_layer_pattern})"
+    heads = f", {count_with_noun(model.num_attention_heads, 'head')}{groups}" if model.num_attention_heads else ""
+    return f"{model.model_type}, {size}: {shape}{heads}{experts}"
 
 
 def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:

@@ -139,7 +139,7 @@ DERIVED = [
     ("--pp 2 --num-layers-per-virtual-pipeline-stage 1", "parallel.microbatch_group_size_per_virtual_pipeline_stage", 2, "the pipeline size"),
     ("--pp 2 --pipeline-schedule zb-v", "parallel.num_virtual_stages_per_pipeline_rank", 2, "zb-v passes every rank twice"),
     ("--pp 2 --pipeline-model-parallel-layout E|tt|tt|L", "parallel.num_virtual_stages_per_pipeline_rank", 2, "stages of the layout / pp"),
-    ("--num-experts 8 --tp 2", "parallel.sequence_parallel", True, "with experts every token must be routed by one rank only"),
+    ("--num-experts 8 --tp 2", "parallel.sequence_parallel", True, "with experts and tp every token must be routed by one rank only"),
     ("--tp 2 --sp --tp-comm-overlap", "parallel.tp_comm_overlap_chunks", 2, "one per 2,048 tokens, from 2 to 4"),
     ("--tp 2 --sp --tp-comm-overlap --seq-length 4096 --micro-batch-size 3 --cp 2", "parallel.tp_comm_overlap_chunks", 3, "one per 2,048 tokens, from 2 to 4"),
     ("--tp 2 --sp --tp-comm-overlap --seq-length 16384", "parallel.tp_comm_overlap_chunks", 4, "one per 2,048 tokens, from 2 to 4"),

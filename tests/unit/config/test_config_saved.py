@@ -36,6 +36,13 @@ def test_every_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert value == ((str(tmp_path / "some/where"),) if info.is_list else str(tmp_path / "some/where"))
 
 
+def test_experts_go_on_with_tensor_parallelism(tmp_path: Path):
+    """Nobody chose to have no sequence parallelism at tp 1, and at tp 2 experts need it."""
+    file = tmp_path / "config.yaml"
+    file.write_text(saved_yaml(load_config([*MOCK, "--num-experts", "4"])))
+    assert load_config(["--tp", "2"], files=[file], world_size=2).config.parallel.sequence_parallel
+
+
 def test_weights_of_a_blend_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     flags = ["--data-path", "0.3", "a", "0.7", "/data/b"]

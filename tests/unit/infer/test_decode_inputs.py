@@ -11,7 +11,7 @@ import torch
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
-from petatron.infer.step.decode_graphs import SequenceRows, _HostInputs
+from petatron.infer.step.decode_graphs import CacheLocations, _HostInputs
 from tests.unit.infer.test_sample import model_in
 
 PAGE, PAGES, SIZE = 4, 6, 5
@@ -21,7 +21,7 @@ def step_inputs(host: _HostInputs, sequences: list[tuple[list[int], int]]) -> tu
     """Fills a step of sequences, each its pages and position; returns the columns and the table of readable pages."""
     count = len(sequences)
     positions = np.array([position for _, position in sequences])
-    rows = SequenceRows([pages for pages, _ in sequences], [pages[0] for pages, _ in sequences])
+    rows = CacheLocations([pages for pages, _ in sequences], [pages[0] for pages, _ in sequences])
     host.fill(list(range(count)), list(range(count)), positions, rows, PAGE)
     columns, table = host.tensor.numpy()[:6].copy(), host.tensor.numpy()[6:].reshape(SIZE, PAGES).copy()
     for row, (pages, _) in enumerate(sequences):

@@ -17,7 +17,7 @@ from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.infer.step.decode_graphs import SequenceRows
+from petatron.infer.step.decode_graphs import CacheLocations
 from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
 from petatron.infer.step.recorded_steps import RecordedSteps, padded_pages
 from petatron.kernels.attention.paged import PagedBatch
@@ -95,7 +95,7 @@ def test_a_model_that_reads_values_is_not_recorded():
         return (inputs[0] * inputs[0].sum().item(), inputs[1])
 
     steps = RecordedSteps(run, page_size=4)
-    assert [steps.run(np.array([[1], [2], [3]]), [2], SequenceRows([[1]], [1])) for _ in range(12)] == [None] * 12
+    assert [steps.run(np.array([[1], [2], [3]]), [2], CacheLocations([[1]], [1])) for _ in range(12)] == [None] * 12
     assert len(seen) == 1
 
 

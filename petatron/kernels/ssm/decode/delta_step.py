@@ -15,7 +15,7 @@ from torch import Tensor
 from petatron.kernels.ssm.delta_recurrence import delta_gates, delta_update
 
 
-class DeltaGates(NamedTuple):
+class DeltaGateInputs(NamedTuple):
     """What decay and writing strength are computed of: columns of a token [B, H], and parameters of the heads [H]."""
 
     b_BH: Tensor
@@ -25,7 +25,7 @@ class DeltaGates(NamedTuple):
 
 
 def delta_step(
-    q_BGN: Tensor, k_BGN: Tensor, v_BHP: Tensor, gates: DeltaGates, *, states: Tensor, slots_B: Tensor
+    q_BGN: Tensor, k_BGN: Tensor, v_BHP: Tensor, gates: DeltaGateInputs, *, states: Tensor, slots_B: Tensor
 ) -> Tensor:
     """Returns the output [B, H, P] of one token of each sequence, and writes the state after it to the sequence's slot.
 

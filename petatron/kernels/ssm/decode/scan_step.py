@@ -14,7 +14,7 @@ from torch import Tensor
 from petatron.kernels.ssm.recurrence import decay_rates, state_update, step_sizes
 
 
-class ScanHeads(NamedTuple):
+class ScanParams(NamedTuple):
     """The parameters of the heads of a layer."""
 
     A_log_H: Tensor
@@ -23,7 +23,7 @@ class ScanHeads(NamedTuple):
 
 
 def scan_step(
-    x_BHP: Tensor, dt_BH: Tensor, B_BGN: Tensor, C_BGN: Tensor, heads: ScanHeads, *, states: Tensor, slots_B: Tensor
+    x_BHP: Tensor, dt_BH: Tensor, B_BGN: Tensor, C_BGN: Tensor, heads: ScanParams, *, states: Tensor, slots_B: Tensor
 ) -> Tensor:
     """Returns the output [B, H, P] of one token of each sequence, and writes the state after it to the sequence's slot.
 

@@ -2,12 +2,12 @@
 
 A program handles one token, so that its cosines and sines, and the rotary key that all heads share, are read once.
 
-Device memory traffic in bf16, DeepSeek-V3 (R = S B 8192, H 128, N 128, rotary 64, V 128), at 4.0 TB/s:
+Device memory traffic in bf16, DeepSeek-V3 (8192 tokens, H 128, N 128, R 64, V 128), at 4.0 TB/s:
 
 | kernel                       | read, MB          | written, MB       | ms    |
 |------------------------------|-------------------|-------------------|-------|
-| latent_queries               | 403               | 403               | 0.20  |
-| latent_keys_values           | 537               | 403 + 268         | 0.30  |
+| interleaved_rope               | 403               | 403               | 0.20  |
+| join_rope_key           | 537               | 403 + 268         | 0.30  |
 | their backward               | the same          | the same          | 0.50  |
 
 S sequence, B batch, H heads, E width of a query or key head, N of its part without position, R rotary width, V of a value head.
@@ -68,7 +68,7 @@ def _load_halves(source, stride, head, NUM_HEADS: tl.constexpr, HALF: tl.constex
 
 
 @triton.jit
-def _load_neighbours(source, stride, head, NUM_HEADS: tl.constexpr, HALF: tl.constexpr):
+def _load_interleaved(source, stride, head, NUM_HEADS: tl.constexpr, HALF: tl.constexpr):
     """Loads both of each pair at once: loads of every other element would take twice the instructions."""
     columns: tl.constexpr = triton.next_power_of_2(HALF)
     element = tl.arange(0, 2 * columns)
@@ -87,7 +87,7 @@ def _store_halves(target, stride, head, first, second, NUM_HEADS: tl.constexpr, 
 
 
 @triton.jit
-def _store_neighbours(target, stride, head, first, second, NUM_HEADS: tl.constexpr, HALF: tl.constexpr):
+def _store_interleaved(target, stride, head, first, second, NUM_HEADS: tl.constexpr, HALF: tl.constexpr):
     columns: tl.constexpr = triton.next_power_of_2(HALF)
     element = tl.arange(0, 2 * columns)
     mask = (head < NUM_HEADS)[:, None] & (element < 2 * HALF)[None, :]
@@ -97,7 +97,7 @@ def _store_neighbours(target, stride, head, first, second, NUM_HEADS: tl.constex
 
 
 @triton.jit
-def _latent_queries(
+def _interleaved_rope(
     source,
     target,
     cos,
@@ -119,7 +119,7 @@ def _latent_queries(
     SCALED: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """Forward reads neighbours and writes halves; backward reads halves and writes neighbours."""
+    """Forward reads interleaved pairs and writes halves; backward reads halves and writes interleaved pairs."""
     s = (tl.program_id(0) // batch).to(tl.int64)
     b = (tl.program_id(0) % batch).to(tl.int64)
     source += s * source_s + b * source_b
@@ -138,16 +138,16 @@ def _latent_queries(
         if BACKWARD:
             first, second = _load_halves(source, source_h, head, NUM_HEADS, half)
         else:
-            first, second = _load_neighbours(source, source_h, head, NUM_HEADS, half)
+            first, second = _load_interleaved(source, source_h, head, NUM_HEADS, half)
         turned, other = first * cosine - second * sine, second * cosine + first * sine
         if BACKWARD:
-            _store_neighbours(target, target_h, head, turned, other, NUM_HEADS, half)
+            _store_interleaved(target, target_h, head, turned, other, NUM_HEADS, half)
         else:
             _store_halves(target, target_h, head, turned, other, NUM_HEADS, half)
 
 
 @triton.jit
-def _latent_keys_values(
+def _join_rope_key(
     kv,
     rotary,
     cos,
@@ -197,7 +197,7 @@ def _latent_keys_values(
 
 
 @triton.jit
-def _latent_keys_values_backward(
+def _join_rope_key_backward(
     grad_k,
     grad_v,
     cos,
@@ -258,22 +258,22 @@ def _is_batch_first(x_SBHE: Tensor) -> bool:
     return x_SBHE.stride(1) > x_SBHE.stride(0)
 
 
-def latent_queries(q_SBHE: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0) -> Tensor:
+def interleaved_rope(x_SBHE: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0) -> Tensor:
     """See the reference."""
-    return _rotate_queries(q_SBHE, cos, sin, scale, backward=False)
+    return _rotate(x_SBHE, cos, sin, scale, backward=False)
 
 
-def latent_queries_backward(grad_SBHE: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0) -> Tensor:
+def interleaved_rope_backward(grad_SBHE: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0) -> Tensor:
     """See the reference."""
-    return _rotate_queries(grad_SBHE, cos, sin, scale, backward=True)
+    return _rotate(grad_SBHE, cos, sin, scale, backward=True)
 
 
-def _rotate_queries(x_SBHE: Tensor, cos: Tensor, sin: Tensor, scale: float, *, backward: bool) -> Tensor:
+def _rotate(x_SBHE: Tensor, cos: Tensor, sin: Tensor, scale: float, *, backward: bool) -> Tensor:
     source = contiguous_rows(x_SBHE)
     target = empty_heads(source, source.shape[-1], batch_first=_is_batch_first(source))
     length, batch, heads, width = source.shape
     cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
-    _latent_queries[(length * batch,)](
+    _interleaved_rope[(length * batch,)](
         source,
         target,
         cos,
@@ -295,17 +295,17 @@ def _rotate_queries(x_SBHE: Tensor, cos: Tensor, sin: Tensor, scale: float, *, b
     return target
 
 
-def latent_keys_values(
-    kv_SBHC: Tensor, rotary_SBR: Tensor, cos: Tensor, sin: Tensor, *, nope_dim: int
+def join_rope_key(
+    kv_SBHM: Tensor, rotary_SBR: Tensor, cos: Tensor, sin: Tensor, *, nope_dim: int
 ) -> tuple[Tensor, Tensor]:
     """See the reference."""
-    kv, rotary = contiguous_rows(kv_SBHC), contiguous_rows(rotary_SBR)
+    kv, rotary = contiguous_rows(kv_SBHM), contiguous_rows(rotary_SBR)
     length, batch, heads, width = kv.shape
     cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
     k, v = (
         empty_heads(kv, each, batch_first=_is_batch_first(kv)) for each in (nope_dim + cos.shape[-1], width - nope_dim)
     )
-    _latent_keys_values[(length * batch,)](
+    _join_rope_key[(length * batch,)](
         kv,
         rotary,
         cos,
@@ -329,9 +329,7 @@ def latent_keys_values(
     return k, v
 
 
-def latent_keys_values_backward(
-    grad_k_SBHE: Tensor, grad_v_SBHV: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+def join_rope_key_backward(grad_k_SBHE: Tensor, grad_v_SBHV: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """See the reference."""
     grad_k, grad_v = contiguous_rows(grad_k_SBHE), contiguous_rows(grad_v_SBHV)
     length, batch, heads, width = grad_k.shape
@@ -339,7 +337,7 @@ def latent_keys_values_backward(
     nope_dim, v_dim = width - cos.shape[-1], grad_v.shape[-1]
     grad_kv = empty_heads(grad_k, nope_dim + v_dim, batch_first=_is_batch_first(grad_k))
     grad_rotary = grad_k.new_empty((length, batch, cos.shape[-1]))
-    _latent_keys_values_backward[(length * batch,)](
+    _join_rope_key_backward[(length * batch,)](
         grad_k,
         grad_v,
         cos,

@@ -4,7 +4,7 @@ A decode step reads every key and value once and computes little, so it must kee
 kv head: the tokens of a sequence are cut into splits, each a program (flash decoding, Dao et al. 2023), and a second kernel merges the
 splits' partial outputs by their log-sum-exp. (If the program that ends last merges them, it does alone, and one after the other, what
 all multiprocessors share: 13 us instead of 6.) All query heads of a kv head share its reads. How many splits there are follows from the
-number of sequences alone, and how many tokens each has from the length on the device: a CUDA graph replays for any lengths. The new
+number of sequences and kv heads, and how many tokens each has from the length on the device: a CUDA graph replays for any lengths. The new
 token's key and value need no kernel of their own: the program of the last split stores them.
 
 N sequences, H query heads, K kv heads, E head dim, P pages of a sequence.
@@ -20,10 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.attention.paged import PagedBatch
-from petatron.kernels.triton.attention.split_softmax import (
-    add_to_softmax,
+from petatron.kernels.triton.attention.split_kv import (
     log_sum_exp,
     merge_splits,
+    num_splits,
+    online_softmax_update,
     rows_in_pages,
     split_range,
     visible_scores,
@@ -32,9 +33,6 @@ from petatron.kernels.triton.dependent_launch import launch_options, wait_for_in
 
 _TILE = 64
 """Tokens that a program reads at once."""
-_WANTED_PROGRAMS = 512
-"""Enough for every multiprocessor of a large GPU to have several."""
-_MAX_SPLITS = 64
 _NARROW = 64
 """Heads up to this width: two warps of a program read 20 % faster than four (64 sequences of 600 tokens: 25 instead of 31 us)."""
 
@@ -49,13 +47,13 @@ def _store(k_from, v_from, k_pages, v_pages, slots, k_stride, v_stride, ROW: tl.
     tl.store(v_pages + slot * ROW + at, tl.load(v_from + token.to(tl.int64) * v_stride + at, mask=inside), mask=inside)
 
 
-def store_key_value(k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, slots_T: Tensor) -> None:
+def store_key_value(k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, page_rows_T: Tensor) -> None:
     """Writes the rows of every token to its slot, keys and values in one launch."""
     row = k_TKE.shape[1] * k_TKE.shape[2]
     k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k_TKE, v_TKE))
     tile = min(1024, triton.next_power_of_2(row))
     _store[(k.shape[0], triton.cdiv(row, tile))](
-        k, v, k_pages, v_pages, slots_T, k.stride(0), v.stride(0), ROW=row, TILE=tile
+        k, v, k_pages, v_pages, page_rows_T, k.stride(0), v.stride(0), ROW=row, TILE=tile
     )
 
 
@@ -122,7 +120,7 @@ def _decode_split(
         k = _rows_of_tile(k_pages, at, stored, own_k, is_new, column, WIDTH, STORE)
         scores = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
         scores = visible_scores(scores, position, inside, length, WINDOW)
-        weights, rescale, top, total = add_to_softmax(scores, top, total)
+        weights, rescale, top, total = online_softmax_update(scores, top, total)
         v = _rows_of_tile(v_pages, at, stored, own_v, is_new, column, WIDTH, STORE)
         out = out * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     out = out / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -184,7 +182,7 @@ def _decode(
 ) -> Tensor:
     count, heads, width = q_NHE.shape
     kv_heads, page = k_pages.shape[2], k_pages.shape[1]
-    group, splits = heads // kv_heads, _num_splits(count * kv_heads)
+    group, splits = heads // kv_heads, num_splits(count * kv_heads)
     q = q_NHE if q_NHE.stride(-1) == 1 else q_NHE.contiguous()
     out = q.new_empty((count, heads, width))
     partial, lse = out, out
@@ -238,12 +236,3 @@ def _decode(
             **launch_options(count, q),
         )
     return out
-
-
-def _num_splits(pairs: int) -> int:
-    """Returns into how many splits the sequences are cut, for so many pairs of sequence and kv head.
-
-    >>> _num_splits(8), _num_splits(512), _num_splits(5000)
-    (64, 1, 1)
-    """
-    return max(1, min(_MAX_SPLITS, _WANTED_PROGRAMS // pairs))

@@ -7,8 +7,8 @@ blocks, the programs of one split run side by side and find its tiles in the L2 
 rank's 128 heads, blocks of 16 would read every tile eight times from that cache, two blocks of 64 do so twice.
 
 As in `paged.py`, the number of splits follows from the number of sequences and heads alone, and their lengths from those on the device:
-a CUDA graph replays for any lengths. A split has some tokens at least, so that a short sequence leaves few partial outputs to merge,
-each of which is as many bytes as 28 tokens in pages for 16 heads.
+a CUDA graph replays for any lengths. A split has at least 64 tokens: a partial output of 16 heads has the bytes of 28 tokens, so that
+shorter splits would cost more to merge than to read.
 
 Bytes that must be read, DeepSeek-V3 in bf16: 1,152 for each token of a sequence, on every rank.
 
@@ -29,10 +29,11 @@ from torch import Tensor
 from petatron.kernels.attention import paged_latent as reference
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.attention.paged_latent import LatentPages
-from petatron.kernels.triton.attention.split_softmax import (
-    add_to_softmax,
+from petatron.kernels.triton.attention.split_kv import (
     log_sum_exp,
     merge_splits,
+    num_splits,
+    online_softmax_update,
     rows_in_pages,
     split_range,
     visible_scores,
@@ -43,8 +44,8 @@ from petatron.kernels.triton.dependent_launch import device_capability, launch_o
 class _Blocking(NamedTuple):
     """How a program is cut: its heads, the tokens that it reads at once, and its warps and stages.
 
-    A tile is prefetched while the one before is used, by copies into a second buffer or by another program of the multiprocessor:
-    a stage more than usual reads the page table.
+    A tile is prefetched while the one before is used, by copies into a second buffer or by another program of the multiprocessor; one
+    stage more than usual, since the page table is loaded before the tile.
     """
 
     heads: int
@@ -53,21 +54,18 @@ class _Blocking(NamedTuple):
     stages: int
 
 
-_FEW = _Blocking(16, 32, 8, 5)
+_HEADS_16 = _Blocking(16, 32, 8, 5)
 """100 registers a thread and 94 KB of shared memory for latents of 512: two programs on a multiprocessor."""
-_SOME = _Blocking(32, 32, 8, 4)
+_HEADS_32 = _Blocking(32, 32, 8, 4)
 """128 registers and 76 KB."""
-_MANY = _Blocking(64, 64, 8, 2)
+_HEADS_64 = _Blocking(64, 64, 8, 2)
 """255 registers and 221 KB: one program, with the tensor cores' instructions for 64 rows, which Hopper has."""
 _FLOAT32 = _Blocking(16, 16, 8, 2)
 _HOPPER = 9
 
-_LEAST_TOKENS = 64
+_MIN_SPLIT_TOKENS = 64
 """Of a split."""
-_WANTED_PROGRAMS = 512
-"""Two or more rounds of them on a large GPU, which has room for 132 or 264 at once: the last round is seldom nearly empty."""
-_MAX_SPLITS = 64
-_WIDEST = 512
+_MAX_LATENT_DIM = 512
 """Of latents: an accumulator that is wider does not fit into registers."""
 _MERGED_COLUMNS = 128
 
@@ -97,7 +95,7 @@ def _store_rows(
     tl.store(rope_pages + slot * ROTARY + rotary, key, mask=rotary < ROTARY)
 
 
-def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, slots_T: Tensor) -> None:
+def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, page_rows_T: Tensor) -> None:
     """Writes the rows of every token to its slot, latents and rotary keys in one launch."""
     latent, rope_key = (x if x.stride(-1) == 1 else x.contiguous() for x in (latent_TC, rope_key_TR))
     tokens, width = latent.shape
@@ -107,7 +105,7 @@ def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, sl
         rope_key,
         pages.latent,
         pages.rope_key,
-        slots_T,
+        page_rows_T,
         latent.stride(0),
         rope_key.stride(0),
         LATENT=width,
@@ -169,7 +167,7 @@ def _decode_split(
         scores = tl.dot(q_c, tl.trans(latent), input_precision="ieee")
         scores = tl.dot(q_r, tl.trans(rope_key), scores, input_precision="ieee") * scale
         scores = visible_scores(scores, position, inside, length, WINDOW)
-        weights, rescale, top, total = add_to_softmax(scores, top, total)
+        weights, rescale, top, total = online_softmax_update(scores, top, total)
         out = tl.dot(weights.to(latent.dtype), latent, out * rescale[:, None], input_precision="ieee")
     out = out / tl.where(total == 0.0, 1.0, total)[:, None]
     valid = there[:, None] & (column[None, :] < LATENT)
@@ -201,11 +199,11 @@ def decode_latents(
 ) -> Tensor:
     """See the reference, which also takes wider latents than are here."""
     count, heads, width = q_NHC.shape
-    if width > _WIDEST:
+    if width > _MAX_LATENT_DIM:
         return reference.decode_latents(q_NHC, q_rope_NHR, pages, batch, scale=scale, window=window)
     blocking, rotary = _blocking(q_NHC), q_rope_NHR.shape[-1]
     blocks = triton.cdiv(heads, blocking.heads)
-    splits = _num_splits(count * blocks)
+    splits = num_splits(count * blocks)
     q_latent, q_rope = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_NHC, q_rope_NHR))
     out = q_latent.new_empty((count, heads, width))
     partial, lse = out, out
@@ -237,7 +235,7 @@ def decode_latents(
         PAGE=pages.latent.shape[1],
         SPLITS=splits,
         TILE=blocking.tile,
-        LEAST=_LEAST_TOKENS,
+        LEAST=_MIN_SPLIT_TOKENS,
         num_warps=blocking.warps,
         num_stages=blocking.stages,
         **launch_options(count, out),
@@ -264,15 +262,6 @@ def _blocking(q_NHC: Tensor) -> _Blocking:
     if q_NHC.itemsize > 2:
         return _FLOAT32
     heads, hopper = q_NHC.shape[1], q_NHC.is_cuda and device_capability(q_NHC.get_device())[0] == _HOPPER
-    if heads > _SOME.heads and hopper:
-        return _MANY
-    return _FEW if heads <= _FEW.heads else _SOME
-
-
-def _num_splits(programs: int) -> int:
-    """Returns into how many splits the sequences are cut, for so many pairs of sequence and block of heads.
-
-    >>> _num_splits(1), _num_splits(64), _num_splits(300)
-    (64, 8, 1)
-    """
-    return max(1, min(_MAX_SPLITS, _WANTED_PROGRAMS // programs))
+    if heads > _HEADS_32.heads and hopper:
+        return _HEADS_64
+    return _HEADS_16 if heads <= _HEADS_16.heads else _HEADS_32

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.activation import GATE_ACTIVATIONS, GluBounds
+from petatron.kernels.activation import GATE_ACTIVATIONS, GluVariant
 from petatron.kernels.moe import permute as reference
 from petatron.kernels.moe.permute import MoEKernels, Permutation
 from petatron.kernels.triton.activation import activation_and_slope
@@ -256,7 +256,7 @@ def unpermute_backward(
     return grad_RD, grad_weights
 
 
-def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str, bounds: GluBounds | None = None) -> Tensor:
+def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str, bounds: GluVariant | None = None) -> Tensor:
     """The activation times the weight of each row; an ungated or a bounded one uses the reference."""
     if name not in GATE_ACTIVATIONS or bounds is not None:
         return reference.weighted_activation(inner_RG, weight_R, name, bounds)
@@ -276,7 +276,7 @@ def weighted_activation_backward(
     inner_RG: Tensor,
     weight_R: Tensor,
     name: str,
-    bounds: GluBounds | None = None,
+    bounds: GluVariant | None = None,
     *,
     recompute_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:

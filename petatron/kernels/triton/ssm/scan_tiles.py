@@ -62,7 +62,7 @@ def head_parts(heads: int, *, programs: int, wanted: int) -> int:
 
 
 def dot_precision(x: Tensor) -> str:
-    """Returns how GEMMs of float32 are done: by three of TF32, which are as exact; for half precision it has no meaning."""
+    """Returns the precision of GEMMs of float32 operands: three of TF32, which are as exact, unless the inputs are in half precision."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.ssm.decode.delta_step import DeltaGates
+from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
 from petatron.kernels.ssm.delta_recurrence import L2_EPS, query_factor
 from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 from petatron.kernels.triton.ssm.decode.step_tiles import contiguous_tokens, softplus
@@ -24,7 +24,7 @@ _CHANNELS = 32
 
 
 def delta_step(
-    q_BGN: Tensor, k_BGN: Tensor, v_BHP: Tensor, gates: DeltaGates, *, states: Tensor, slots_B: Tensor
+    q_BGN: Tensor, k_BGN: Tensor, v_BHP: Tensor, gates: DeltaGateInputs, *, states: Tensor, slots_B: Tensor
 ) -> Tensor:
     """See the reference."""
     q, k, v, b, a = (contiguous_tokens(each) for each in (q_BGN, k_BGN, v_BHP, gates.b_BH, gates.a_BH))

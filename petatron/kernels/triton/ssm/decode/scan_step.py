@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.ssm.decode.scan_step import ScanHeads
+from petatron.kernels.ssm.decode.scan_step import ScanParams
 from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
 from petatron.kernels.triton.ssm.decode.step_tiles import contiguous_tokens, softplus
 
@@ -23,7 +23,7 @@ _ELEMENTS = 4096
 
 
 def scan_step(
-    x_BHP: Tensor, dt_BH: Tensor, B_BGN: Tensor, C_BGN: Tensor, heads: ScanHeads, *, states: Tensor, slots_B: Tensor
+    x_BHP: Tensor, dt_BH: Tensor, B_BGN: Tensor, C_BGN: Tensor, heads: ScanParams, *, states: Tensor, slots_B: Tensor
 ) -> Tensor:
     """See the reference."""
     x, dt, B, C = (contiguous_tokens(each) for each in (x_BHP, dt_BH, B_BGN, C_BGN))

@@ -13,6 +13,19 @@ import triton.language as tl
 
 from petatron.kernels.triton.dependent_launch import wait_for_inputs
 
+_WANTED_PROGRAMS = 512
+"""Two or more rounds on a large GPU, which has room for 132 or 264 at once: the last round is seldom nearly empty."""
+_MAX_SPLITS = 64
+
+
+def num_splits(programs: int) -> int:
+    """Returns into how many splits a sequence is cut, for so many pairs of sequence and kv head, or block of heads.
+
+    >>> num_splits(8), num_splits(64), num_splits(512), num_splits(5000)
+    (64, 8, 1, 1)
+    """
+    return max(1, min(_MAX_SPLITS, _WANTED_PROGRAMS // programs))
+
 
 @triton.jit
 def split_range(length, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr):
@@ -42,19 +55,19 @@ def visible_scores(scores, position, inside, length, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def add_to_softmax(scores, top, total):
+def online_softmax_update(scores, row_max, row_sum):
     """Returns the weights of more scores, the factor on what was summed before, and the running maximum and sum with them."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    safe = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp(scores - safe[:, None])
-    rescale = tl.exp(top - safe)
-    return weights, rescale, new_top, total * rescale + tl.sum(weights, 1)
+    rescale = tl.exp(row_max - safe)
+    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
 
 
 @triton.jit
-def log_sum_exp(top, total):
+def log_sum_exp(row_max, row_sum):
     """Returns that of all scores summed; minus infinity for none."""
-    return tl.where(total == 0.0, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
+    return tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log(tl.where(row_sum == 0.0, 1.0, row_sum)))
 
 
 @triton.jit
