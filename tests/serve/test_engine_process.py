@@ -102,9 +102,14 @@ def test_the_engine_steps_on_without_being_told(elsewhere: EngineProcess, monkey
 
 
 def test_who_waits_for_a_step_can_be_woken(elsewhere: EngineProcess):
-    elsewhere.wake()
-    number = elsewhere.submit(list(b"abc"), SamplingParams(max_new_tokens=4, temperature=0.0))
-    assert elsewhere.step() == [] and elsewhere.has_work, "it returns at once, and the request has been sent"
+    assert elsewhere.pid is not None
+    os.kill(elsewhere.pid, signal.SIGSTOP)  # no step can end meanwhile
+    try:
+        elsewhere.wake()
+        number = elsewhere.submit(list(b"abc"), SamplingParams(max_new_tokens=4, temperature=0.0))
+        assert elsewhere.step() == [] and elsewhere.has_work, "it returns at once, and the request has been sent"
+    finally:
+        os.kill(elsewhere.pid, signal.SIGCONT)
     events = []
     while elsewhere.has_work:
         events += elsewhere.step()
