@@ -31,10 +31,14 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.verify.compare_traces import Tolerances
 
 MATRIX_TOLERANCES = {
-    "float32": Tolerances(loss=1e-5, gradient=1e-4, parameter=1e-4),
+    "float32": Tolerances(loss=1e-5, gradient=2e-4, parameter=1e-4),
     "float64": Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-7),
 }
-"""Tolerances of the matrix: tighter than those of `petatron verify` for models of any size."""
+"""Tolerances of the matrix: tighter than those of `petatron verify` for models of any size.
+
+In float32 rounding grows over 20 steps: the gradient of a step size's bias in a hybrid is 1.2e-4 apart at the 18th, on x86, and
+within the tolerance of float64 there.
+"""
 
 TRAINING_FLAGS = (
     "--mock-data --num-workers 0 --device cpu --lr 2e-3 --weight-decay 0.1 --init-method-std 0.1 --ddp-bucket-size 3000"
