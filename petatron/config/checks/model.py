@@ -94,7 +94,7 @@ def _latent_attention(model: RawModelConfig) -> Iterator[Problem]:
         yield Problem("--qk-pos-emb-head-dim", str(rotary), rule, f"Nearest: {multiples_near(rotary, 2)}.")
     if model.group_query_attention:
         rule = f"cannot be combined with {_LATENT}, which has no key/value heads to share"
-        yield Problem("--group-query-attention", "", rule, "Leave one out.")
+        yield Problem("--group-query-attention", "", rule, "Use --no-group-query-attention, or leave the other out.")
     if model.add_qkv_bias:
         rule = f"cannot be combined with {_LATENT}, whose query, key and value projections have no bias"
         yield Problem("--add-qkv-bias", "", rule, "Leave one out.")

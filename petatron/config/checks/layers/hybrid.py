@@ -91,7 +91,7 @@ def _letters(pattern: str, model: RawModelConfig) -> Iterator[Problem]:
         yield Problem(_PATTERN, pattern or "''", rule, fix)
     elif model.num_layers != len(pattern):
         rule = f"is a pattern of {len(pattern)} layers, but --num-layers is {model.num_layers}"
-        yield Problem(_PATTERN, pattern, rule, "Leave --num-layers out, or write one letter per layer.")
+        yield Problem(_PATTERN, pattern, rule, f"Use --num-layers {len(pattern)}, or write one letter per layer.")
 
 
 def _experts(config: RawRunConfig, pattern: str) -> Iterator[Problem]:
