@@ -58,7 +58,7 @@ ONE_PROBLEM = [
     (
         "--multi-latent-attention",
         "--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. "
-        "Leave one out.",
+        "Use --no-group-query-attention, or leave the other out.",
     ),
     (
         f"{LATENT} --add-qkv-bias",

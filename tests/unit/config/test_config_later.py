@@ -29,7 +29,7 @@ def test_rule_beside_a_later_feature(monkeypatch: pytest.MonkeyPatch):
     refuse(monkeypatch, PREDICTIONS)
     flags = [*BASE, "--mtp-num-layers", "1", "--multi-latent-attention"]
     found = [str(problem) for problem in resolve_config(flags)[1]]
-    message = "--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. Leave one out."
+    message = "--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. Use --no-group-query-attention, or leave the other out."
     assert [text for text in found if LATER not in text] == [message]
     assert len([text for text in found if LATER in text]) == 1
 
