@@ -7,6 +7,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -176,9 +177,9 @@ class _TextWork:
         params = BeamParams(
             width=width,
             max_new_tokens=options.samples(ids, max_length=self._settings.max_length)[0].max_new_tokens,
-            **({} if penalty is None else {"length_penalty": penalty}),
             stop_ids=options.params.stop_ids,
         )
+        params = params if penalty is None else replace(params, length_penalty=penalty)
         BeamSearch(ids, params, self._settings.vocab_size)
         return params
 

@@ -101,8 +101,9 @@ async def _search_beams(
 ) -> dict[str, Any]:
     """Runs the steps of a beam search as requests of one token; the client may leave between and during them."""
     assert body.beam_width is not None
-    penalty = {} if body.length_penalty is None else {"length_penalty": body.length_penalty}
-    beams = BeamParams(width=body.beam_width, max_new_tokens=params.max_new_tokens, stop_ids=params.stop_ids, **penalty)
+    beams = BeamParams(width=body.beam_width, max_new_tokens=params.max_new_tokens, stop_ids=params.stop_ids)
+    if body.length_penalty is not None:
+        beams = replace(beams, length_penalty=body.length_penalty)
     search = BeamSearch(prompt_ids, beams, state.model.vocab_size)
     while not search.is_over:
         generations = [Generation(ids, one, index=index) for index, (ids, one) in enumerate(search.requests())]
