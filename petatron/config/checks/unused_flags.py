@@ -199,6 +199,8 @@ def _unused_hybrid(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     branches = branch_letters(pattern)
     if MAMBA not in branches:
         yield from ((name, "no layer is Mamba-2") for name in (*MAMBA_SIZES, *_MAMBA))
+    elif config.model.mamba_gated_norm == "none":
+        yield "mamba_norm_groups", "--mamba-gated-norm none has no norm"
     if not has_delta_layers(config.model):
         yield from ((name, "no layer is a gated delta net") for name in LINEAR_SIZES)
     if pattern is None:

@@ -207,6 +207,10 @@ def test_each_rule_and_nothing_else(flags: str, message: str):
                 "--mlp-multipliers has no effect: no layer is an MLP",
             },
         ),
+        (
+            f"{PATTERN} M*-- --mamba-gated-norm none --mamba-norm-groups 1",
+            {"--mamba-norm-groups has no effect: --mamba-gated-norm none has no norm"},
+        ),
         (f"{PATTERN} PP --recompute-granularity selective --recompute-modules mamba core_attn", set()),
         (
             f"{PATTERN} MM --recompute-granularity selective --recompute-modules mamba core_attn",
