@@ -29,7 +29,7 @@ OPERATION_NAMES = (
     "rotary",
     "loss",
     "embedding",
-    "product",
+    "weight-grad-gemm",
     "fp8",
     "scan",
     "delta",

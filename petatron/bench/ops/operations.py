@@ -323,7 +323,7 @@ CASES: Mapping[str, Callable[..., Iterator[KernelCase]]] = {
     "rotary": qkv_split_cases,
     "loss": loss_cases,
     "embedding": embedding_cases,
-    "product": weight_grad_cases,
+    "weight-grad-gemm": weight_grad_cases,
     "fp8": fp8_cases,
     "scan": scan_cases,
     "delta": delta_cases,

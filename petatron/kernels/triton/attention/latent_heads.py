@@ -139,11 +139,11 @@ def _interleaved_rope(
             first, second = _load_halves(source, source_h, head, NUM_HEADS, half)
         else:
             first, second = _load_interleaved(source, source_h, head, NUM_HEADS, half)
-        turned, other = first * cosine - second * sine, second * cosine + first * sine
+        rotated_first, rotated_second = first * cosine - second * sine, second * cosine + first * sine
         if BACKWARD:
-            _store_interleaved(target, target_h, head, turned, other, NUM_HEADS, half)
+            _store_interleaved(target, target_h, head, rotated_first, rotated_second, NUM_HEADS, half)
         else:
-            _store_halves(target, target_h, head, turned, other, NUM_HEADS, half)
+            _store_halves(target, target_h, head, rotated_first, rotated_second, NUM_HEADS, half)
 
 
 @triton.jit

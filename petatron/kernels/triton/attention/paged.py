@@ -21,8 +21,8 @@ from torch import Tensor
 
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.triton.attention.split_kv import (
+    launch_merge,
     log_sum_exp,
-    merge_splits,
     num_splits,
     online_softmax_update,
     rows_in_pages,
@@ -223,16 +223,5 @@ def _decode(
         **launch_options(count, q),
     )
     if splits > 1:
-        merge_splits[(count * kv_heads, group, 1)](
-            partial,
-            lse,
-            out,
-            GROUP=group,
-            WIDTH=width,
-            COLUMNS=columns,
-            SPLITS=splits,
-            ROWS=triton.next_power_of_2(splits),
-            num_warps=4,
-            **launch_options(count, q),
-        )
+        launch_merge(partial, lse, out, pairs=count * kv_heads, columns=columns, launch=launch_options(count, q))
     return out

@@ -30,8 +30,8 @@ from petatron.kernels.attention import paged_latent as reference
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.attention.paged_latent import LatentPages
 from petatron.kernels.triton.attention.split_kv import (
+    launch_merge,
     log_sum_exp,
-    merge_splits,
     num_splits,
     online_softmax_update,
     rows_in_pages,
@@ -242,18 +242,7 @@ def decode_latents(
     )
     if splits > 1:
         merged = min(columns, _MERGED_COLUMNS)
-        merge_splits[(count, heads, triton.cdiv(width, merged))](
-            partial,
-            lse,
-            out,
-            GROUP=heads,
-            WIDTH=width,
-            COLUMNS=merged,
-            SPLITS=splits,
-            ROWS=triton.next_power_of_2(splits),
-            num_warps=4,
-            **launch_options(count, out),
-        )
+        launch_merge(partial, lse, out, pairs=count, columns=merged, launch=launch_options(count, out))
     return out
 
 

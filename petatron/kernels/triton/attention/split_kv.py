@@ -8,14 +8,36 @@ scores. The merge weighs partial outputs by that.
 # pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from petatron.kernels.triton.dependent_launch import wait_for_inputs
 
 _WANTED_PROGRAMS = 512
 """Two or more rounds on a large GPU, which has room for 132 or 264 at once: the last round is seldom nearly empty."""
 _MAX_SPLITS = 64
+
+
+def launch_merge(
+    partial: Tensor, lse: Tensor, out: Tensor, *, pairs: int, columns: int, launch: dict[str, Any]
+) -> None:
+    """Writes `out` [..., group, width] from partial outputs [..., splits, group, width] of so many pairs; a program has `columns`."""
+    splits, group, width = partial.shape[-3:]
+    merge_splits[(pairs, group, triton.cdiv(width, columns))](
+        partial,
+        lse,
+        out,
+        GROUP=group,
+        WIDTH=width,
+        COLUMNS=columns,
+        SPLITS=splits,
+        ROWS=triton.next_power_of_2(splits),
+        num_warps=4,
+        **launch,
+    )
 
 
 def num_splits(programs: int) -> int:

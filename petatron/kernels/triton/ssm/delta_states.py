@@ -135,8 +135,8 @@ def _chunk_states(
     if first is not None:
         state += tl.load(first + at, mask=there, other=0.0).to(tl.float32)
     for chunk in range(num_chunks):
-        narrow = state.to(states.dtype.element_ty)
-        tl.store(states + state_base(b, chunk, head, sizes) + offsets, narrow, mask=there)
+        rounded = state.to(states.dtype.element_ty)
+        tl.store(states + state_base(b, chunk, head, sizes) + offsets, rounded, mask=there)
         token = chunk * CHUNK + tl.arange(0, CHUNK)
         key = load_rows(k, strides[0], token, b, group, key_dim, length, KEY_DIM)
         rows, inside = row_tile(strides[1], token, b, head, begin, value_dim, length, COLUMNS)
@@ -145,7 +145,7 @@ def _chunk_states(
         factor = tl.load(gates[3] + chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK))
         beta = tl.load(gates[1] + chunk_row(head, chunk, b, heads, num_chunks, CHUNK))
 
-        stored = tl.dot(key, narrow, input_precision=PRECISION) * (to_token * factor)[:, None]
+        stored = tl.dot(key, rounded, input_precision=PRECISION) * (to_token * factor)[:, None]
         side = (value.to(tl.float32) - stored) * beta[:, None]
         inverse = _load_inverse(inverses, head, chunk, b, heads, num_chunks, CHUNK)
         new = tl.dot(inverse, side.to(value.dtype), input_precision=PRECISION)
@@ -181,8 +181,8 @@ def _chunk_state_grads(
         grad += tl.load(first + at, mask=there, other=0.0).to(tl.float32)
     for step in range(num_chunks):
         chunk = num_chunks - 1 - step
-        narrow = grad.to(grad_states.dtype.element_ty)
-        tl.store(grad_states + state_base(b, chunk, head, sizes) + offsets, narrow, mask=there)
+        rounded = grad.to(grad_states.dtype.element_ty)
+        tl.store(grad_states + state_base(b, chunk, head, sizes) + offsets, rounded, mask=there)
         token = chunk * CHUNK + tl.arange(0, CHUNK)
         to_token, to_end, whole = token_decays(gates, head, chunk, b, sizes, CHUNK)
         of_group = chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK)
@@ -192,7 +192,7 @@ def _chunk_state_grads(
         key = load_rows(k, strides[1], token, b, group, key_dim, length, KEY_DIM)
         rows, inside = row_tile(strides[3], token, b, head, begin, value_dim, length, COLUMNS)
         new_grad = tl.load(grad_written + rows, mask=inside, other=0.0).to(tl.float32)
-        new_grad += tl.dot(key, narrow, input_precision=PRECISION) * (to_end * k_factor)[:, None]
+        new_grad += tl.dot(key, rounded, input_precision=PRECISION) * (to_end * k_factor)[:, None]
         inverse = _load_inverse(inverses, head, chunk, b, heads, num_chunks, CHUNK)
         side_grad = tl.dot(tl.trans(inverse), new_grad.to(key.dtype), input_precision=PRECISION)
         tl.store(grad_written + rows, side_grad.to(key.dtype), mask=inside)

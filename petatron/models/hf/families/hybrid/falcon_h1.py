@@ -17,10 +17,9 @@ from petatron.config.schema.hybrid_pattern import MLP, PARALLEL
 from petatron.models.hf.families.hybrid.mamba_tables import (
     BAMBA_DEFAULTS,
     BAMBA_KEYS,
+    BAMBA_MAPPINGS,
     BAMBA_SINGLE_VALUES,
     HYBRID_FIXED,
-    attention_mappings,
-    mixer_mappings,
     read_layer_count,
     time_step_problems,
 )
@@ -132,16 +131,8 @@ FALCON_H1 = Family(
     what_differs="a [hybrid](mamba.md): attention and Mamba-2 in parallel in every layer, with factors on all they take and give",
     prefix="model.",
     mappings=(
-        ModuleMapping(("embedding",), "model.embed_tokens"),
         ModuleMapping(("layers.*.attention_norm",), f"{_LAYER}.input_layernorm"),
-        *mixer_mappings(f"{_LAYER}.mamba"),
-        *attention_mappings(f"{_LAYER}.self_attn"),
-        ModuleMapping(("layers.*.mlp_norm",), f"{_LAYER}.pre_ff_layernorm"),
-        ModuleMapping(("layers.*.mlp.gate",), f"{_LAYER}.feed_forward.gate_proj"),
-        ModuleMapping(("layers.*.mlp.up",), f"{_LAYER}.feed_forward.up_proj"),
-        ModuleMapping(("layers.*.mlp.down",), f"{_LAYER}.feed_forward.down_proj"),
-        ModuleMapping(("norm",), "model.final_layernorm"),
-        ModuleMapping(("head",), "lm_head"),
+        *BAMBA_MAPPINGS,
     ),
     ignored_tensors=("*rotary_emb.inv_freq", "*.mup_vector"),
     keys={

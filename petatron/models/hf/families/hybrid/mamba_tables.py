@@ -65,6 +65,21 @@ def attention_mappings(attention: str) -> tuple[ModuleMapping, ...]:
     return tuple(ModuleMapping((f"layers.*.attention.{ours}",), f"{attention}.{hf}") for ours, hf in names.items())
 
 
+_BAMBA_LAYER = "model.layers.*"
+BAMBA_MAPPINGS = (
+    ModuleMapping(("embedding",), "model.embed_tokens"),
+    *mixer_mappings(f"{_BAMBA_LAYER}.mamba"),
+    *attention_mappings(f"{_BAMBA_LAYER}.self_attn"),
+    ModuleMapping(("layers.*.mlp_norm",), f"{_BAMBA_LAYER}.pre_ff_layernorm"),
+    ModuleMapping(("layers.*.mlp.gate",), f"{_BAMBA_LAYER}.feed_forward.gate_proj"),
+    ModuleMapping(("layers.*.mlp.up",), f"{_BAMBA_LAYER}.feed_forward.up_proj"),
+    ModuleMapping(("layers.*.mlp.down",), f"{_BAMBA_LAYER}.feed_forward.down_proj"),
+    ModuleMapping(("norm",), "model.final_layernorm"),
+    ModuleMapping(("head",), "lm_head"),
+)
+"""Of Bamba and Falcon-H1, but for the norms before the mixers."""
+
+
 def read_layer_count(hf_config: Mapping[str, Any]) -> int | Problem:
     count: Any = hf_config.get("num_hidden_layers")
     if is_count(count, 1) and count <= MAX_LAYERS:
