@@ -20,7 +20,7 @@ from torch import Tensor
 
 from petatron.base.log import get_logger
 from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
-from petatron.infer.step.decode_graphs import CacheLocations, StepInputs, StepOutputs
+from petatron.infer.step.packed_step import CacheLocations, StepInputs, StepOutputs
 from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
 from petatron.kernels.attention.paged import PagedBatch
 
