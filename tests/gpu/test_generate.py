@@ -147,7 +147,7 @@ def test_prompts_in_graphs_change_no_token(flags: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(prompt_graphs, "_FIRST_STEPS", 0)
     prompts = [[*PROMPTS[2], *prompt] for prompt in PROMPTS] + PROMPTS
     params = [
-        SamplingParams(max_new_tokens=6, temperature=0.0),
+        SamplingParams(max_new_tokens=4, temperature=0.0),
         SamplingParams(max_new_tokens=4, temperature=0.8, seed=2),
     ]
     found = []

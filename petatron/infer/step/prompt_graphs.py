@@ -40,12 +40,12 @@ class GraphShape(NamedTuple):
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Returns the numbers of decode rows of graphs, each four times the last: beside prompts some rows of padding cost little.
+    """Returns the numbers of decode rows of graphs, few of them: beside prompts rows of padding cost little.
 
-    >>> decode_sizes(64), decode_sizes(3)
-    ([0, 4, 16, 64], [0, 3])
+    >>> decode_sizes(64), decode_sizes(3), decode_sizes(300)
+    ([0, 64], [0, 3], [0, 64, 256, 300])
     """
-    sizes, size = [0], 4
+    sizes, size = [0], 64
     while size < most:
         sizes.append(size)
         size *= 4
@@ -56,11 +56,11 @@ def prompt_sizes(most: int) -> list[int]:
     """Returns the numbers of prompt rows of graphs: two an octave where rows take time.
 
     >>> prompt_sizes(2048)
-    [32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
+    [32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048]
     >>> prompt_sizes(100)
     [32, 64, 104]
     """
-    sizes, size = [32, 64], 128
+    sizes, size = [32, 64, 128], 256
     while size < most:
         sizes += [size, size + size // 2]
         size *= 2

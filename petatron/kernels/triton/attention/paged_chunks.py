@@ -18,7 +18,7 @@ from torch import Tensor
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.triton.attention.split_kv import online_softmax_update, rows_in_pages
 
-_TILE = 64
+_TILE = 128
 """Tokens that a program reads at once."""
 _ROWS = 64
 """Rows of a program: tokens times query heads of a kv head."""
@@ -130,5 +130,5 @@ def chunk_attention(
         CHUNKS=triton.next_power_of_2(chunks),
         TILE=_TILE,
         num_warps=4,
-        num_stages=3,
+        num_stages=2,
     )
