@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from petatron.parallel.pipeline.executor import LossScales, PipelineExecutor, St
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.schedule.actions import TimedAction
 from petatron.schedule.pipeline_plan import PipelinePlan
+from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.sharding.flat_shard import all_gather_params
 
 
@@ -76,7 +79,7 @@ class ParallelModel:
             weight_grad_queue=parallelized.weight_grad_queue,
             combined_passes=parallelized.combined_passes,
         )
-        self._run_step: Callable[..., StepResult] = self._pipeline.run
+        self._run_step: Callable[..., StepResult] = self._run_and_reduce
         weights = [loss.weight for loss in io.losses]
         self._loss_weights = (
             None if weights == [1.0] else torch.tensor(weights, dtype=torch.float64, device=mesh.device)
@@ -85,8 +88,12 @@ class ParallelModel:
 
     def use_cuda_graphs(self, graph_capture: CudaGraphCapture) -> None:
         """Captures and replays training steps as CUDA graphs from now on (`parallel/pipeline/cuda_graph.py`)."""
-        assert isinstance(self.gradient_reducer, GradientReducer), "fully_shard communicates inside a step"
-        self._run_step = GraphedSteps(self._pipeline.run, self.gradient_reducer, graph_capture).run
+        reducer = self.gradient_reducer
+        assert isinstance(reducer, GradientReducer), "fully_shard communicates inside a step"
+        # Reductions that overlap the backward pass are in the graph; others follow it, over any backend.
+        run = self._run_and_reduce if reducer.overlap else self._pipeline.run
+        graphed = GraphedSteps(run, reducer, graph_capture, before_replay=self._wait_for_params)
+        self._run_step = graphed.run if reducer.overlap else partial(self._run_and_reduce, run=graphed.run)
 
     @property
     def module(self) -> StageModule:
@@ -138,13 +145,26 @@ class ParallelModel:
         result = self._run_step(
             self.plan.training_schedule(len(batches), rank=self.mesh.pp.rank), batches, scales, clock=clock
         )
-        self.gradient_reducer.finish_grad_sync()
         self.fp8_gemms.weights_changed()  # the optimizer changes them next; no forward runs before
         self.router_statistics.update(result.router_statistics)
         if timeline is not None:
             timeline(result.timed_actions)
         self._mean_losses = self._total_losses(result) / tokens
         return self.objective(self._mean_losses)
+
+    def _run_and_reduce(
+        self, *arguments: Any, run: Callable[..., StepResult] | None = None, **options: Any
+    ) -> StepResult:
+        """Runs the passes of a step, and finishes the reduction of its gradients."""
+        result = (run or self._pipeline.run)(*arguments, **options)
+        self.gradient_reducer.finish_grad_sync()
+        return result
+
+    def _wait_for_params(self) -> None:
+        """Waits for weights whose all-gather is in flight: a graph cannot wait for what was started outside it."""
+        for group in self.param_groups:
+            if isinstance(group, FlatParamGroup):
+                group.wait_for_params()
 
     def objective(self, mean_losses: Tensor) -> Tensor:
         """Returns the weighted sum of the means of all losses [losses]."""

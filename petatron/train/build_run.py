@@ -135,7 +135,7 @@ def build_model(
     """
     run = config_of(run)
     # CUDA graphs cannot read RNG states during capture, so only they rely on knowing whether the step draws.
-    uses_rng = uses_random_numbers(run) or not run.train.cuda_graphs
+    uses_rng = uses_random_numbers(run) or run.train.cuda_graphs != "on"
     streams = RandomStreams.seeded(run.train.seed, mesh, used_in_step=uses_rng)
     plan = pipeline_plan(run)
     dtype = compute_dtype(run.precision)
@@ -174,10 +174,10 @@ def build_model(
         dtype=dtype,
         sequence_parallel=run.parallel.sequence_parallel,
     )
-    if run.train.cuda_graphs and mesh.device.type == "cuda":
-        model.use_cuda_graphs(CudaGraphCapture(mesh.device))
+    if run.train.cuda_graphs == "on" and mesh.device.type == "cuda":
+        model.use_cuda_graphs(CudaGraphCapture(mesh.device, generators=[streams.tp_shared]))
     elif (
-        run.train.cuda_graphs and mesh.rank == 0 and run.train.device != "cpu"
+        run.train.cuda_graphs == "on" and mesh.rank == 0 and run.train.device != "cpu"
     ):  # an explicit CPU is reported with the flags
         _log.info("--cuda-graphs has no effect: the device is a %s", mesh.device.type)
     return model

@@ -59,7 +59,8 @@ _BatchShape = tuple[tuple[str, torch.Size, torch.dtype], ...]
 class CudaGraphCapture:
     """Runs a step's passes eagerly, or captures them as a CUDA graph."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, generators: Sequence[torch.Generator] = ()) -> None:
+        """`generators` are those that steps draw from, besides the default one."""
         capability = torch.cuda.get_device_capability(device)
         if capability < _MIN_CAPABILITY:
             raise TrainError(
@@ -68,6 +69,7 @@ class CudaGraphCapture:
                 f"{capability[0]}.{capability[1]}. Leave it out."
             )
         self._device = device
+        self._generators = generators
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -84,6 +86,8 @@ class CudaGraphCapture:
         """Captures the step; returns its result tensors, and the replay that fills them: before the first one they hold nothing."""
         gc.collect()  # garbage collected during the capture might free what must not be freed then
         graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            _register_generator(graph, generator)
         try:
             # Other threads go on: loaders pin memory, savers copy, NCCL queries its events.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -117,11 +121,18 @@ class GraphedSteps:
     """Runs training steps like `PipelineExecutor.run`, from captured graphs once there are some."""
 
     def __init__(
-        self, run: Callable[..., StepResult], gradient_reducer: GradientReducer, graph_capture: CudaGraphCapture
+        self,
+        run: Callable[..., StepResult],
+        gradient_reducer: GradientReducer,
+        graph_capture: CudaGraphCapture,
+        *,
+        before_replay: Callable[[], None] = lambda: None,
     ) -> None:
+        """`before_replay` completes what was started outside the graph and is used in it."""
         self._run = run
         self._gradient_reducer = gradient_reducer
         self._graph_capture = graph_capture
+        self._before_replay = before_replay
         self._captured_steps: dict[tuple[_BatchShape, ...], _CapturedStep] = {}
         self._num_warm_up_steps: Counter[tuple[bool, frozenset[_BatchShape]]] = Counter()
 
@@ -154,6 +165,7 @@ class GraphedSteps:
         return self._replay(captured, batches, scales)
 
     def _capture(self, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales) -> _CapturedStep:
+        self._before_replay()
         static_batches = [batch.clone() for batch in batches]
         static_scales = LossScales(token_loss=scales.token_loss.clone(), aux_loss=scales.aux_loss.clone())
         result, replay = self._graph_capture.capture(partial(self._run, schedule, static_batches, static_scales))
@@ -165,6 +177,7 @@ class GraphedSteps:
         for static, batch in zip(captured.batches, batches, strict=True):
             for name, target in static.arrays.items():
                 target.copy_(batch[name], non_blocking=True)
+        self._before_replay()
         captured.replay()
         self._gradient_reducer.mark_written(captured.params_with_grad)
         return StepResult(captured.result.loss_sums.clone(), dict(captured.result.router_statistics))
@@ -178,3 +191,10 @@ def _batch_shape(batch: Batch) -> _BatchShape:
             "--cuda-graphs out, or --reset-attention-mask."
         )
     return tuple((name, x.shape, x.dtype) for name, x in batch.arrays.items())
+
+
+def _register_generator(graph: torch.cuda.CUDAGraph, generator: torch.Generator) -> None:
+    """Lets a replay draw new numbers from a generator. torch 2.13 finds out by itself which ones a graph draws from."""
+    register = getattr(graph, "register_generator_state", None)
+    if register is not None:
+        register(generator)
