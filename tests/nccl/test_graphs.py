@@ -1,4 +1,4 @@
-"""Steps with their collectives as CUDA graphs: losses, norms and weights of a run without, to the bit, in every layout that can be captured.
+"""Steps with their collectives as CUDA graphs: losses, norms and weights of a run without, to the bit, in every layout.
 
 Sequences are short, one tile of any attention kernel: its backward pass then adds up in one order.
 """
@@ -15,7 +15,8 @@ from torch import Tensor
 from petatron.config import RunConfig, load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
-from petatron.parallel.pipeline.cuda_graph import WARM_UP_STEPS, CudaGraphCapture
+from petatron.parallel.pipeline.cuda_graph import WARM_UP_STEPS, CudaGraphCapture, Replay, StepFunction
+from petatron.parallel.pipeline.executor import StepResult
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from tests.dist import RankPool
@@ -77,7 +78,7 @@ class Trained:
 class CountingCapture(CudaGraphCapture):
     graphs = 0
 
-    def capture(self, step):  # noqa: ANN001, ANN201
+    def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
         self.graphs += 1
         return super().capture(step)
 

@@ -2,7 +2,8 @@
 
 A flag is a field of the schema (`--num-layers 2` or `--num-layers=2`), another spelling from `megatron_flags.py`, or wrong.
 Booleans are `--x`, `--no-x`, `--x=false`; a bare `true` or `false` after one is its value, any other word is
-not. A switch is written like a boolean, or with one of its choices. Fields with several values consume words until the next flag. Underscores count as dashes, so torchrun's
+not. A switch is written like a boolean, or with one of its choices. Fields with several values consume words until the
+next flag. Underscores count as dashes, so torchrun's
 `--nproc_per_node=8` is understood. A word that starts with `--` is always a flag; one that starts with a single dash is
 a value, so negative numbers need no quoting.
 """

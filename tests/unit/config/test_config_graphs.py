@@ -14,6 +14,7 @@ BASE = shlex.split(
 )
 EXPERTS = "--num-experts 4"
 PADDED = f"{EXPERTS} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 GLOO = "--distributed-backend gloo"
 
 
@@ -46,7 +47,7 @@ def messages(flags: str, *, world_size: int = 1) -> list[str]:
         ("--cp 2", 2),
         ("--cp 2 --cp-comm-type a2a --attention-dropout 0.1 --window-size 16", 2),
         ("--pp 2 --pipeline-schedule zb-h1 --global-batch-size 4", 2),
-        (f"{PADDED} --ep 2 --moe-token-dispatcher-type alltoall", 2),
+        (f"{PADDED} --ep 2 {ALL_TO_ALL}", 2),
         (f"{EXPERTS} --ep 2 --moe-expert-capacity-factor 1.0", 2),
         (f"{EXPERTS} --etp 2", 2),
         (f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss", 2),
@@ -76,8 +77,12 @@ def test_what_can_be_recorded(flags: str, world_size: int):
             "--moe-router-load-balancing-type global_aux_loss: gloo communicates inside it",
         ),
         ("--data-parallel-sharding-strategy optim_grads", 2, "strategy optim_grads: fully_shard frees and gathers weights by hooks"),
-        (f"--ep 2 {PADDED} --moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --global-batch-size 4", 2, "two threads launch its kernels in turns"),
-        (f"{EXPERTS} --ep 2 --moe-token-dispatcher-type alltoall", 2, "alltoall over 2 ranks: the host must know how many rows a rank gets"),
+        (
+            f"--ep 2 {PADDED} {ALL_TO_ALL} --overlap-moe-expert-parallel-comm --global-batch-size 4",
+            2,
+            "--overlap-moe-expert-parallel-comm: two threads launch its kernels in turns",
+        ),
+        (f"{EXPERTS} --ep 2 {ALL_TO_ALL}", 2, "alltoall over 2 ranks: the host must know how many rows a rank gets"),
         (f"{EXPERTS} --ep 2", 2, "--expert-model-parallel-size 2 without --moe-expert-capacity-factor: the host must know"),
         ("--cp 2 --attention-dropout 0.1", 2, "--cp-comm-type p2p and --attention-dropout 0.1: the host draws its seeds"),
         ("--cp 2 --cp-comm-type all_gather --window-size 16", 2, "--cp-comm-type all_gather and --window-size 16: the host makes the mask"),
