@@ -45,6 +45,11 @@ class Fp8GemmSet:
         for gemm in (*self.linears.values(), *self.experts):
             gemm.new_step()
 
+    def drop_cached_weights(self) -> None:
+        """Drops cached weights inside a step, which starts again."""
+        for gemm in (*self.linears.values(), *self.experts):
+            gemm.drop_cached_weight()
+
     def weights_changed(self) -> None:
         """Drops cached weights without a step; amax is not recorded until one starts."""
         for gemm in (*self.linears.values(), *self.experts):

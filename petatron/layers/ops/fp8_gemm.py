@@ -263,6 +263,9 @@ class Fp8Gemm:
         for part in (self._input_quantiser, self._grad_quantiser, self._weight_cache):
             part.new_step()
 
+    def drop_cached_weight(self) -> None:
+        self._weight_cache.new_step()
+
     def weight_changed(self) -> None:
         """Drops the cached weight without a step; amax is not recorded until the next step."""
         self._weight_cache.new_step()
@@ -302,7 +305,7 @@ class Fp8ExpertGemms:
     def new_step(self) -> None:
         self._weight_cache.new_step()
 
-    weight_changed = new_step
+    weight_changed = drop_cached_weight = new_step
 
     def grouped_gemm(self, x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts, *, transposed: bool) -> Tensor:
         quantised = self._weight_cache.get(weight_EOD)

@@ -60,10 +60,13 @@ class GradientReducer:
         overlap: bool,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """`reduce_dtype` is the precision gradients are reduced in; None means that of the buffers."""
+        """`reduce_dtype` is the precision gradients are reduced in; None means that of the buffers.
+
+        With `overlap` buckets are reduced during the backward pass.
+        """
         self._param_groups = param_groups
         self._mesh = mesh
-        self._overlap = overlap
+        self.overlap = overlap
         self._reduce_dtype = reduce_dtype
         self._queues: list[list[_BucketReduction]] = []
         self._main_grads: dict[Tensor, _MainGrad] = {}
@@ -125,7 +128,7 @@ class GradientReducer:
         send = main.reduction
         send.num_pending -= 1
         assert send.num_pending >= 0, "a parameter got more gradients than the step has micro-batches"
-        if send.num_pending == 0 and self._overlap:
+        if send.num_pending == 0 and self.overlap:
             self._start_ready_reductions(main.queue)
 
     def params_with_grad(self) -> frozenset[Tensor]:
