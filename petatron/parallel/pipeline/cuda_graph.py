@@ -9,7 +9,7 @@ are shorter than that (small models, short sequences) the device waits. A graph 
 
 A replay repeats kernels with the launch parameters and addresses of the capture, and no Python runs. Hence:
 
-- Inputs and outputs have static memory. Weights and gradients are in flat buffers that never move.
+- Inputs and outputs have static memory. Weights are in flat buffers that never move, and gradients are told not to.
 - Python-side state is updated after a replay: gradients are marked as written (`GradientReducer.mark_written`). Weights cast to
   FP8 are dropped before and after every step, so the cast is in the graph, and evaluation never uses its memory.
 - Random numbers are those of a run without graphs: a replay reads the generator's seed and offset from memory, and torch
@@ -121,6 +121,7 @@ class GraphedSteps:
     ) -> None:
         self._run = run
         self._gradient_reducer = gradient_reducer
+        gradient_reducer.keep_grads_allocated()
         self._graph_capture = graph_capture
         self._captured_steps: dict[tuple[_BatchShape, ...], _CapturedStep] = {}
         self._num_warm_up_steps: Counter[tuple[bool, frozenset[_BatchShape]]] = Counter()
