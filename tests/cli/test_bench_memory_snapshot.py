@@ -107,7 +107,13 @@ def test_a_block_is_named_by_owner_then_saver_then_function():
     assert parts_of(MemoryBlock(8, 64, stack("kernels/a.py f"))) == [
         MemoryPart("backward or update: kernels/a.py f", None, 64)
     ]
-    cast = stack("kernels/fp8/cast_and_gemm.py cast_tensor", "layers/ops/fp8_gemm.py get", forward)
+    # At an address of state: a gradient that was allocated in the step, and an activation that was there before it.
+    gradient = stack("sharding/bucket.py allocate", "parallel/data/gradient_reduction.py write_grad")
+    assert parts_of(MemoryBlock(7, 90, gradient)) == [MemoryPart("weights", 0, 90)]
+    assert [part.purpose for part in parts_of(MemoryBlock(7, 90, stack("kernels/a.py f", forward)))] == [
+        "forward: kernels/a.py f"
+    ]
+    cast = stack("kernels/fp8/cast_and_gemm.py cast_tensor", "layers/ops/fp8_weight.py get", forward)
     assert [part.purpose for part in parts_of(MemoryBlock(9, 4, cast))] == ["FP8 weights"]
     assert [part.purpose for part in parts_of(MemoryBlock(9, 4))] == ["held between steps, or not by Python"]
     elsewhere = (StackFrame("/torch/x.py", "f"), *stack("kernels/a.py g", forward))

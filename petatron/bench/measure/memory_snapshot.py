@@ -30,8 +30,9 @@ _PACKAGE = "petatron/"
 _FORWARD_FILE = (
     "parallel/pipeline/executor.py"  # on the stack of all that a forward pass allocates, and of nothing in backward
 )
+_GRADIENTS = StackFrame("sharding/bucket.py", "allocate")
 _PURPOSES_BY_FUNCTION = {
-    ("layers/ops/fp8_gemm.py", "get"): "FP8 weights",
+    ("layers/ops/fp8_weight.py", "get"): "FP8 weights",
     ("kernels/vocab_parallel_cross_entropy.py", "linear_cross_entropy"): "chunk of the loss",
 }
 
@@ -101,14 +102,16 @@ def _state_tensors(state: TrainState, *, gradients: bool = True) -> Iterator[tup
 def _block_parts(
     block: MemoryBlock, owners: Mapping[int, Sequence[MemoryPart]], saved: Mapping[int, SavedTensor]
 ) -> Iterator[MemoryPart]:
-    own = owners.get(block.address)
+    files = _package_frames(block.stack)
+    # State is there before the step, except gradients. At the address of a gradient there may have been an activation before.
+    is_state = not block.stack or _GRADIENTS in files
+    own = owners.get(block.address) if is_state else None
     if own is not None:
         yield from own
         rest = block.size - sum(part.size for part in own)
         if rest > 0:
             yield MemoryPart("padding of state", None, rest)
         return
-    files = _package_frames(block.stack)
     in_forward = any(frame.file == _FORWARD_FILE for frame in files)
     if in_forward and block.address in saved:
         part = _saved_part(saved[block.address])
