@@ -144,7 +144,7 @@ class ParallelModel:
         self._set_mode(training=True)
         batches = self._split(batches)
         self._start_step(len(batches))
-        self.fp8_gemms.new_step()
+        self.fp8_gemms.new_step(len(batches))
         tokens = self._count_tokens(batches)
         aux_loss_scale = torch.full_like(tokens[0], loss_scale / (len(batches) * self.mesh.dp.size))
         token_loss_scale = (loss_scale if self._loss_weights is None else loss_scale * self._loss_weights) / tokens

@@ -9,6 +9,7 @@ from typing import Any
 
 from petatron.base.device import DeviceInfo
 from petatron.bench.measure.machine import versions
+from petatron.bench.measure.memory_snapshot import OUTSIDE_LAYERS
 from petatron.bench.measure.units import format_si
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec
 from petatron.bench.peers.bench_model import NUM_BATCHES
@@ -65,6 +66,8 @@ def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements)
         rows.append((name, _speed_text(values)))
         if values.get("breakdown"):
             rows += _breakdown_rows(values["breakdown"])
+        if values.get("memory"):
+            rows += _memory_rows(values["memory"])
     for name, pairs in measurements.paired_speedups.items():
         assert ours is not None
         ratios[name] = _compare_with_peer(ours, contenders[name], pairs)
@@ -154,6 +157,17 @@ def _speed_text(values: Mapping[str, Any]) -> str:
 def _breakdown_rows(breakdown: Mapping[str, Any]) -> list[tuple[str, str]]:
     total = breakdown["step_ms"] or 1.0
     return [(f"  {name}", f"{ms:8.2f} ms  {ms / total:6.1%}") for name, ms in breakdown["ms"].items() if ms]
+
+
+def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """One line per purpose, the most bytes first: bytes, share, and how many layers they are of."""
+    total, rows = memory["total"] or 1, []
+    for purpose, sizes in sorted(memory["bytes"].items(), key=lambda item: -sum(item[1].values())):
+        size, layers = sum(sizes.values()), len(sizes.keys() - {OUTSIDE_LAYERS})
+        rows.append(
+            (f"  {purpose}", f"{size / 1e9:9.3f} GB {size / total:6.1%}{f', {layers} layers' if layers else ''}")
+        )
+    return [("  memory at the peak", f"{total / 1e9:9.3f} GB"), *rows]
 
 
 def _compare_with_peer(ours: Mapping[str, Any], theirs: Mapping[str, Any], pairs: Sequence[float]) -> dict[str, Any]:

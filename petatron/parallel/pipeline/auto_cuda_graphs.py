@@ -185,6 +185,6 @@ class AutoGraphedSteps:
         return self._run_plain(schedule, batches, scales)
 
     def _turn_off(self, reason: str) -> None:
-        self._graphed.clear()
+        self._graphed.stop()
         self._run_step = self._run_plain
         _log.info("CUDA graphs: off: %s", reason)

@@ -9,7 +9,7 @@ are shorter than that (small models, short sequences) the device waits. A graph 
 
 A replay repeats kernels with the launch parameters and addresses of the capture, and no Python runs. Hence:
 
-- Inputs and outputs have static memory. Weights and gradients are in flat buffers that never move.
+- Inputs and outputs have static memory. Weights are in flat buffers that never move, and gradients are told not to.
 - Python-side state is updated after a replay: gradients are marked as written (`GradientReducer.mark_written`). Weights cast to
   FP8 are dropped before and after every step, so the cast is in the graph, and evaluation never uses its memory.
 - Random numbers are those of a run without graphs: a replay reads the generator's seed and offset from memory, and torch
@@ -178,6 +178,7 @@ class GraphedSteps:
     ) -> StepResult:
         """Runs a training step; one that is timed by action is not replayed. Router statistics are valid until the next step."""
         assert scales is not None, "there is nothing to record in an evaluation"
+        self._gradient_reducer.keep_grads_allocated()
         shapes = tuple(_batch_shape(batch) for batch in batches)
         if clock is None and shapes in self._captured_steps:
             self._captured_steps[shapes] = captured = self._captured_steps.pop(shapes)  # most recently used
@@ -200,6 +201,11 @@ class GraphedSteps:
     def num_captured(self) -> int:
         """How many captured steps there are."""
         return len(self._captured_steps)
+
+    def stop(self) -> None:
+        """Drops what was captured; gradients may move again."""
+        self.clear()
+        self._gradient_reducer.let_grads_be_freed()
 
     def clear(self) -> None:
         """Drops all captured steps, and their memory."""

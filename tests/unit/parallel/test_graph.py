@@ -49,18 +49,21 @@ class StandIn:
         self.model, self.sync = model, model.gradient_reducer
         self.calls: list[str] = []
 
+    def _grads(self) -> list[Tensor]:
+        return [grads for group in self.sync._param_groups for grads in group.grads()]
+
     def run(self, step: StepFunction) -> StepResult:
         self.calls.append("run")
         return step()
 
     def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
         self.calls.append("capture")
-        begun, kept = self._notes(), [group.flat_grads.clone() for group in self.sync._param_groups]
+        begun, kept = self._notes(), [grads.clone() for grads in self._grads()]
         generator = torch.get_rng_state()
         outcome = step()
         torch.set_rng_state(generator)
-        for group, grads in zip(self.sync._param_groups, kept, strict=True):
-            group.flat_grads.copy_(grads)
+        for grads, before in zip(self._grads(), kept, strict=True):
+            grads.copy_(before)
         for made in (outcome.loss_sums, *outcome.router_statistics.values()):
             made.fill_(float("nan"))
 
@@ -70,7 +73,7 @@ class StandIn:
             self._restore(begun)
             made = step()
             self._restore(now)
-            self.model.fp8_gemms.new_step()
+            self.model.fp8_gemms.new_step(1)
             outcome.loss_sums.copy_(made.loss_sums)
             for layer, report in outcome.router_statistics.items():
                 report.copy_(made.router_statistics[layer])
@@ -198,7 +201,7 @@ def test_what_gets_no_gradient_has_one_of_zero_after_a_replay():
     model = build_model(tiny_run(), ParallelMesh.single())
     stand_in = StandIn(model)
     model.use_cuda_graphs(stand_in)
-    grads = {slot.name: g.param_view(g.flat_grads, slot) for g in stand_in.sync._param_groups for slot in g.params}
+    grads = {slot.name: g.param_grad(slot) for g in stand_in.sync._param_groups for slot in g.params}
     model.module.get_parameter("norm.weight").requires_grad_(False)
     frozen = grads.pop("norm.weight")
     for step in range(WARM_UP_STEPS + 2):
@@ -251,7 +254,9 @@ def test_a_replay_gets_every_array_and_every_scale():
             arrays=arrays | ({"text": torch.zeros(1)} if text != "text" else {}), sequence_dims={"image": None}
         )
 
-    reducer: Any = SimpleNamespace(params_with_grad=frozenset, mark_written=lambda _: None)
+    reducer: Any = SimpleNamespace(
+        params_with_grad=frozenset, mark_written=lambda _: None, keep_grads_allocated=lambda: None
+    )
     steps, schedule = GraphedSteps(run, reducer, Repeats()), cast(RankSchedule, None)
     for step in range(WARM_UP_STEPS + 3):
         scales = LossScales(token_loss=torch.tensor([1.0 + step, 100.0 - step]), aux_loss=torch.tensor(0.5 * step))
