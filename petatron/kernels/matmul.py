@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.base.device import cpu_instructions
 from petatron.kernels.compute_dtype import to_compute_dtype
 
@@ -61,7 +61,7 @@ def _widened(a: Tensor, b: Tensor) -> Tensor:
     return (to_compute_dtype(a) @ to_compute_dtype(b)).to(a.dtype)
 
 
-class _WidenedMatmul(torch.autograd.Function):
+class _WidenedMatmul(AutogradOp):
     """Saves operands as they are: autograd by itself would save the widened ones, twice the bytes. Both are batches of one shape."""
 
     @staticmethod
@@ -71,7 +71,7 @@ class _WidenedMatmul(torch.autograd.Function):
         return _widened(a, b)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         a_wanted, b_wanted = ctx.needs_input_grad

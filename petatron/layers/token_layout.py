@@ -15,11 +15,24 @@ def is_batch_first(x: Tensor) -> bool:
     return x.dim() > 2 and not x.is_contiguous() and x.transpose(0, 1).is_contiguous()
 
 
+def rows_in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
+    """Flattens [S, B, ..., D] to [R, D] in its memory order, and returns whether that is batch first."""
+    if x.dim() <= 2:
+        return x.contiguous(), False
+    if not x.is_contiguous():
+        swapped = x.transpose(0, 1)
+        if swapped.is_contiguous():
+            return swapped.view(-1, x.shape[-1]), True
+        x = x.contiguous()
+    return x.view(-1, x.shape[-1]), False
+
+
 def to_rows(x: Tensor, *, batch_first: bool) -> Tensor:
     """Flattens [S, B, ..., D] to [R, D] in the given order; a view where memory has that order."""
     if x.dim() <= 2:
         return x.contiguous()
-    return (x.transpose(0, 1) if batch_first else x).contiguous().flatten(0, -2)
+    x = (x.transpose(0, 1) if batch_first else x).contiguous()
+    return x.view(-1, x.shape[-1])
 
 
 def from_rows(rows: Tensor, like: Tensor, *, batch_first: bool) -> Tensor:

@@ -195,11 +195,19 @@ def _row_blocks(x: Tensor) -> Tensor:
     return x.flatten(1, -2)
 
 
+def _gemm_input(x: Tensor | Recomputable, *, save_first: bool) -> Recomputable:
+    """Returns a GEMM's input; a tensor is saved by the GEMM, or, inside a recomputed region, before it (`as_recomputable`)."""
+    if isinstance(x, Recomputable):
+        return x
+    return as_recomputable(x) if save_first else Recomputable(x, None)
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnParallelOp:
     """A linear with its weight sharded along the output: every rank needs the whole input.
 
     `regather`: a gathered input is not saved but gathered a second time in backward. (FP8 saves its quantised input either way.)
+    `save_first`: in this op and those below, an input that nothing recomputes is saved before the GEMM runs.
     """
 
     axis: Axis
@@ -207,10 +215,11 @@ class ColumnParallelOp:
     gemm_op: GemmOp = DEFAULT_GEMM_OP
     regather: bool = True
     overlap: AllGatherOverlap | None = None
+    save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return self.gemm_op(as_recomputable(x), weight)
+            return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
         if not self.sequence_parallel:
             return self.gemm_op(as_recomputable(x), weight, input_comm=ReplicatedInput(self.axis))
         local_input = (
@@ -227,11 +236,15 @@ class RowParallelOp:
     sequence_parallel: bool
     gemm_op: GemmOp = DEFAULT_GEMM_OP
     overlap: ReduceScatterOverlap | None = None
+    save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
+        gemm_input = _gemm_input(x, save_first=self.save_first)
+        if self.axis.size == 1:
+            return self.gemm_op(gemm_input, weight)
         if self.overlap is not None:
-            return self.gemm_op(as_recomputable(x), weight, gemm_forward=self.overlap)
-        return self.reduce_output(self.gemm_op(as_recomputable(x), weight))
+            return self.gemm_op(gemm_input, weight, gemm_forward=self.overlap)
+        return self.reduce_output(self.gemm_op(gemm_input, weight))
 
     def reduce_output(self, partial_sum: Tensor) -> Tensor:
         reduce = collectives.reduce_scatter_to_region if self.sequence_parallel else collectives.reduce_from_region
@@ -243,9 +256,10 @@ class ReplicatedOp:
     """A linear with its whole weight on every rank."""
 
     gemm_op: GemmOp = DEFAULT_GEMM_OP
+    save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
-        return self.gemm_op(as_recomputable(x), weight)
+        return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
 
 
 def apply_tensor_parallel(

@@ -20,11 +20,10 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention import cudnn, flash, rows
 from petatron.kernels.attention.blocks import (
     AttentionBackwardInputs,
@@ -159,7 +158,7 @@ def _kernel_of_ours(q_BHSE: Tensor, v_BKSE: Tensor) -> ModuleType | None:
     return flash if ours and flash.supports(q_BHSE, v_BKSE) else None
 
 
-class _KernelAttention(torch.autograd.Function):
+class _KernelAttention(AutogradOp):
     """One call; a node of its own because of the gradient's layout (`cudnn.py`), or to save operands before they are widened."""
 
     @staticmethod
@@ -171,14 +170,14 @@ class _KernelAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         qkv_grads = ctx.kernel.backward(grads[0], q, k, v, out=out, lse=lse, causal=ctx.causal)
         return *(grad.to(q.dtype) for grad in qkv_grads), None, None
 
 
-class _BlockAttention(torch.autograd.Function):
+class _BlockAttention(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any,
@@ -200,7 +199,7 @@ class _BlockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from petatron.base.autograd_op import AutogradOp, first_derivative
 
 
 class DeltaKernels(Protocol):
@@ -55,7 +56,7 @@ def delta_rule(
     return _DeltaRule.apply(kernels, chunk_size, starts_SB, initial_state, *inputs)  # pyright: ignore[reportReturnType]
 
 
-class _DeltaRule(torch.autograd.Function):
+class _DeltaRule(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any, kernels: DeltaKernels, chunk_size: int, starts: Tensor | None, initial: Tensor | None, *inputs: Tensor
@@ -66,7 +67,7 @@ class _DeltaRule(torch.autograd.Function):
         return kernels.chunk_delta_rule(*inputs, chunk_size=chunk_size, starts_SB=starts, initial_state=initial)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         starts, initial, *inputs = ctx.saved_tensors
         grad_o, grad_state = grads
@@ -83,7 +84,7 @@ def norm_then_gate(y: Tensor, z: Tensor, weight_P: Tensor, *, eps: float, kernel
     return _NormThenGate.apply(kernels, eps, y, z, weight_P)  # pyright: ignore[reportReturnType]
 
 
-class _NormThenGate(torch.autograd.Function):
+class _NormThenGate(AutogradOp):
     @staticmethod
     def forward(ctx: Any, kernels: NormThenGateKernels, eps: float, y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
         ctx.kernels, ctx.eps = kernels, eps
@@ -91,7 +92,7 @@ class _NormThenGate(torch.autograd.Function):
         return kernels.norm_then_gate(y, z, weight, eps=eps)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         y, z, weight = ctx.saved_tensors
         grad_y, grad_z, grad_weight = ctx.kernels.norm_then_gate_backward(grads[0], y, z, weight, eps=ctx.eps)

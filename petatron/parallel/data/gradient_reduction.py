@@ -50,6 +50,7 @@ class _BucketReduction:
 class _MainGrad:
     """The buffer in which a parameter's gradients accumulate; `overwrite_next` until it has one of this step."""
 
+    parameter: Tensor
     main_grad: Tensor
     reduction: _BucketReduction
     queue: list[_BucketReduction]
@@ -77,7 +78,9 @@ class GradientReducer:
         self._reduce_dtype = reduce_dtype
         self._keeps_allocated = False
         self._queues: list[list[_BucketReduction]] = []
-        self._main_grads: dict[Tensor, _MainGrad] = {}
+        self._partial_groups = groups_with_partial_grads(param_groups)
+        self._main_grads: dict[int, _MainGrad] = {}
+        """By the identity of the parameter: a tensor's hash is a call of Python."""
         self._build_queues()
 
     def _build_queues(self) -> None:
@@ -99,7 +102,13 @@ class GradientReducer:
     def _register_grad_hook(
         self, param: BucketParam, reduction: _BucketReduction, queue: list[_BucketReduction]
     ) -> None:
+<<<<<<< HEAD
         self._main_grads[param.parameter] = _MainGrad(reduction.group.param_grad(param), reduction, queue)
+=======
+        self._main_grads[id(param.parameter)] = _MainGrad(
+            param.parameter, reduction.group.param_view(reduction.group.flat_grads, param), reduction, queue
+        )
+>>>>>>> k4-host
 
         # The garbage collector cannot see a parameter's hook: a strong reference would keep all of this alive for ever,
         # process groups included.
@@ -138,16 +147,21 @@ class GradientReducer:
         """Lets later steps free the memory of gradients again."""
         self._keeps_allocated = False
 
+    @torch.no_grad()
     def add_grad(self, parameter: Tensor, grad: Tensor) -> None:
         """Accumulates a gradient tensor."""
         self.write_grad(parameter, lambda out, accumulate: out.add_(grad) if accumulate else out.copy_(grad))
 
-    @torch.no_grad()
     def write_grad(self, parameter: Tensor, write: Callable[[Tensor, bool], object]) -> None:
+<<<<<<< HEAD
         """Lets `write` accumulate one gradient of a parameter into its buffer."""
         main = self._main_grads[parameter]
         if main.overwrite_next:
             main.reduction.grads.allocate()
+=======
+        """Lets `write` accumulate one gradient of a parameter into its buffer; gradients are not enabled, as in a backward pass."""
+        main = self._main_grads[id(parameter)]
+>>>>>>> k4-host
         write(main.main_grad, not main.overwrite_next)
         main.overwrite_next = False
         send = main.reduction
@@ -158,15 +172,15 @@ class GradientReducer:
 
     def params_with_grad(self) -> frozenset[Tensor]:
         """Returns the parameters that have got a gradient in this step."""
-        return frozenset(parameter for parameter, main in self._main_grads.items() if not main.overwrite_next)
+        return frozenset(main.parameter for main in self._main_grads.values() if not main.overwrite_next)
 
     def mark_written(self, parameters: frozenset[Tensor]) -> None:
         """Marks these parameters' gradients of this step as written and not yet reduced.
 
         A replayed CUDA graph writes gradients of the same parameters as its captured step, without calling this object.
         """
-        for parameter, main in self._main_grads.items():
-            main.overwrite_next = parameter not in parameters
+        for main in self._main_grads.values():
+            main.overwrite_next = main.parameter not in parameters
         for queue in self._queues:
             for send in queue:
                 send.num_pending, send.handles = 0, []
@@ -218,11 +232,21 @@ class GradientReducer:
                 for handle in send.handles:
                     handle.wait()
                 send.handles = []
-        all_reduce_partial_grads(self._param_groups, self._mesh)
+        all_reduce_partial_grads(self._partial_groups, self._mesh)
 
 
 def _copy_back(grads: Tensor, reduced: Tensor):
     return None if reduced is grads else lambda: grads.copy_(reduced)
+
+
+def groups_with_partial_grads(param_groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+    """Returns the groups that have gradients to be all-reduced over the ranks of one replica."""
+
+    def is_partial(group: ParameterGroup) -> bool:
+        placements = (part.placement for shard in group.flat_shards for part in shard.param_ranges)
+        return any(piece.grad_reduce_axis is not None for each in placements for piece in each.tensor_shards)
+
+    return [group for group in param_groups if is_partial(group)]
 
 
 @torch.no_grad()
