@@ -226,7 +226,13 @@ def _group_grads(
 
 
 def step_grads(
-    A_H: Tensor, decays: ChunkDecays, grads: RowGrads, score_sums: Tensor, query_sums: Tensor, state_products: Tensor, length: int
+    A_H: Tensor,
+    decays: ChunkDecays,
+    grads: RowGrads,
+    score_sums: Tensor,
+    query_sums: Tensor,
+    state_products: Tensor,
+    length: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of dt [S, B, H] and of A [H] in float32."""
     batch, heads = decays.sums.shape[:2]
@@ -288,7 +294,9 @@ def _step_grads(
     chunk_at = (chunk * batch + b) * heads + head
     inner = tl.zeros((HEADS,), dtype=tl.float32)
     for split in tl.static_range(SPLITS):
-        sums_grad += tl.load(query_sums + split * batch * heads.to(tl.int64) * chunks * CHUNK + at, mask=there, other=0.0)
+        sums_grad += tl.load(
+            query_sums + split * batch * heads.to(tl.int64) * chunks * CHUNK + at, mask=there, other=0.0
+        )
         inner += tl.load(state_products + split * chunks * batch * heads + chunk_at, mask=head < heads, other=0.0)
     end = tl.load(sums + row + chunk * CHUNK + CHUNK - 1, mask=head < heads, other=0.0)
     end_grad = tl.sum(added, axis=1) + tl.where(passes, tl.exp(end), 0.0) * inner
