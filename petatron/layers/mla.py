@@ -103,6 +103,11 @@ class MlaSpec(BranchSpec):
     def can_generate(self) -> bool:
         return True
 
+    @property
+    def prompt_is_capturable(self) -> bool:
+        """Keys of a prompt are made of latents for as many tokens as the host knows."""
+        return False
+
     def generation_state(self, tp: int) -> PagedState | None:
         """The latent and the rotary key, which all heads share: the same on every rank."""
         return PagedState((("latent", (self.kv_rank,)), ("rope_key", (self.rotary_dim,))))

@@ -96,6 +96,11 @@ class GatedDeltaNetSpec(BranchSpec):
     def can_generate(self) -> bool:
         return True
 
+    @property
+    def prompt_is_capturable(self) -> bool:
+        """The host cuts prompts into sequences."""
+        return False
+
     def generation_state(self, tp: int) -> RecurrentState | None:
         window = StateTensor("conv", (self.conv_width - 1, self.conv_channels(tp)))
         sizes = (self.num_value_heads // tp, self.key_head_dim, self.value_head_dim)

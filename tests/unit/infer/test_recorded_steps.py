@@ -17,7 +17,7 @@ from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.infer.step.decode_graphs import CacheLocations
+from petatron.infer.step.packed_step import CacheLocations
 from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
 from petatron.infer.step.recorded_steps import RecordedSteps, padded_pages
 from petatron.kernels.attention.paged import PagedBatch
