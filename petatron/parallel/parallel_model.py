@@ -96,12 +96,13 @@ class ParallelModel:
         assert isinstance(reducer, GradientReducer), "fully_shard communicates inside a step"
         options: dict[str, Any] = {"before_replay": self._wait_for_params}
         if facts is not None:
-            options |= {"warm_up_steps": 1, "any_rank": lambda here: facts.max_over_ranks([float(here)]) == [1.0]}
+            options |= {"undo_point": self.fp8_gemms.undo_point, "warm_up_steps": 1}
+            options |= {"any_rank": lambda here: facts.max_over_ranks([float(here)]) == [1.0]}
         # Reductions that overlap the backward pass are in the graph; others follow it, over any backend.
-        run = self._run_and_reduce if reducer.overlap else self._pipeline.run
+        run = self._run_and_reduce if reducer.overlap else self._run_passes
         steps = GraphedSteps(run, reducer, graph_capture, **options)
         if facts is not None:
-            steps = AutoGraphedSteps(run, steps, facts, restart_step=self._restart_step)
+            steps = AutoGraphedSteps(run, steps, facts, restart_step=self._start_step)
         self._run_step = steps.run if reducer.overlap else partial(self._run_and_reduce, run=steps.run)
 
     @property
@@ -144,7 +145,6 @@ class ParallelModel:
         self._set_mode(training=True)
         batches = self._split(batches)
         self._start_step(len(batches))
-        self.fp8_gemms.new_step()
         tokens = self._count_tokens(batches)
         aux_loss_scale = torch.full_like(tokens[0], loss_scale / (len(batches) * self.mesh.dp.size))
         token_loss_scale = (loss_scale if self._loss_weights is None else loss_scale * self._loss_weights) / tokens
@@ -160,22 +160,22 @@ class ParallelModel:
         self._mean_losses = self._total_losses(result) / tokens
         return self.objective(self._mean_losses)
 
+    def _run_passes(self, *arguments: Any, **options: Any) -> StepResult:
+        """Runs the passes of a step over weights that have changed."""
+        self.fp8_gemms.new_step()
+        return self._pipeline.run(*arguments, **options)
+
     def _run_and_reduce(
         self, *arguments: Any, run: Callable[..., StepResult] | None = None, **options: Any
     ) -> StepResult:
         """Runs the passes of a step, and finishes the reduction of its gradients."""
-        result = (run or self._pipeline.run)(*arguments, **options)
+        result = (run or self._run_passes)(*arguments, **options)
         self.gradient_reducer.finish_grad_sync()
         return result
 
     def _start_step(self, num_micro_batches: int) -> None:
         self._weight_grad_queue.start_step()
         self.gradient_reducer.start_step(num_micro_batches)
-
-    def _restart_step(self, num_micro_batches: int) -> None:
-        """Starts a step again of which nothing has been computed."""
-        self._start_step(num_micro_batches)
-        self.fp8_gemms.drop_cached_weights()
 
     def _wait_for_params(self) -> None:
         """Waits for weights whose all-gather is in flight: a graph cannot wait for what was started outside it."""

@@ -54,6 +54,7 @@ CASES = {
     "dropping": f"{EXPERTS} --moe-expert-capacity-factor 0.9",
     "padded": f"{EXPERTS} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
     "tensorwise": f"{FP8} tensorwise",
+    "delayed": f"{FP8} delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
     "rowwise": f"{FP8} rowwise",
     "blockwise": f"{FP8} blockwise",
     "fp8 experts": f"{FP8} tensorwise {EXPERTS}",

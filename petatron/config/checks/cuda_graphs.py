@@ -36,7 +36,7 @@ def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
 
 def capture_problems(config: RawRunConfig) -> list[CaptureProblem]:
     """Returns all reasons why the steps of a run cannot be captured."""
-    rules = (_communication, _precision, _experts, _memory, _attention, _timeline)
+    rules = (_communication, _experts, _memory, _attention, _timeline)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -74,13 +74,6 @@ def _host_communication(config: RawRunConfig) -> Iterator[CaptureProblem]:
         yield "--overlap-grad-reduce", why, "Add --no-overlap-grad-reduce, which reduces gradients after it."
     if experts and config.moe.moe_router_load_balancing_type == "global_aux_loss":
         yield "--moe-router-load-balancing-type global_aux_loss", why, fix
-
-
-def _precision(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    precision = config.precision
-    if precision.fp8_format is not None and precision.fp8_recipe == "delayed":
-        why = "the host counts on in the histories of scales"
-        yield "--fp8-recipe delayed", why, "Use tensorwise, rowwise or blockwise, or leave --cuda-graphs out."
 
 
 def _experts(config: RawRunConfig) -> Iterator[CaptureProblem]:

@@ -155,16 +155,18 @@ class GraphedSteps:
         graph_capture: CudaGraphCapture,
         *,
         before_replay: Callable[[], None] = lambda: None,
+        undo_point: Callable[[], Callable[[], None]] | None = None,
         warm_up_steps: int = WARM_UP_STEPS,
         any_rank: Callable[[bool], bool] | None = None,
     ) -> None:
         """`before_replay` completes what was started outside the graph and is used in it. `any_rank` returns whether something is so
-        on any rank: with it, a capture that fails for whatever reason on some rank is a `CaptureError` on all."""
+        on any rank: with it, a capture that fails for whatever reason on some rank is a `CaptureError` on all, and what `undo_point`
+        returned before it undoes what the host has noted."""
         self._run = run
         self._gradient_reducer = gradient_reducer
         self._graph_capture = graph_capture
         self._before_replay = before_replay
-        self._num_warm_ups, self._any_rank = warm_up_steps, any_rank
+        self._num_warm_ups, self._any_rank, self._undo_point = warm_up_steps, any_rank, undo_point
         self._captured_steps: dict[tuple[_BatchShape, ...], _CapturedStep] = {}
         self._num_warm_up_steps: Counter[tuple[bool, frozenset[_BatchShape]]] = Counter()
 
@@ -212,6 +214,7 @@ class GraphedSteps:
         if self._any_rank is None:
             return self._capture(schedule, batches, scales)
         captured, error = None, None
+        undo = None if self._undo_point is None else self._undo_point()
         try:
             captured = self._capture(schedule, batches, scales)
         except CaptureError as found:
@@ -220,6 +223,8 @@ class GraphedSteps:
             error = CaptureError("memory does not suffice")
         if self._any_rank(error is not None) or captured is None:
             del captured
+            if undo is not None:
+                undo()
             raise error or CaptureError("another rank could not")
         return captured
 

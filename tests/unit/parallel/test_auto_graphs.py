@@ -150,9 +150,12 @@ class FailingCapture(StandIn):
 
     def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
         self.calls.append("capture")
-        generator = torch.get_rng_state()
+        generator, memory = torch.get_rng_state(), [*self._memory()]
+        kept = [x.clone() for x in memory]
         step()
         torch.set_rng_state(generator)
+        for x, before in zip(memory, kept, strict=True):
+            x.copy_(before)
         for group in self.sync._param_groups:
             group.flat_grads.fill_(float("nan"))
         raise self.error

@@ -55,12 +55,14 @@ class StandIn:
 
     def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
         self.calls.append("capture")
-        begun, kept = self._notes(), [group.flat_grads.clone() for group in self.sync._param_groups]
+        begun, memory = self._notes(), [*self._memory()]
+        undo_fp8, kept = self.model.fp8_gemms.undo_point(), [x.clone() for x in memory]
         generator = torch.get_rng_state()
         outcome = step()
         torch.set_rng_state(generator)
-        for group, grads in zip(self.sync._param_groups, kept, strict=True):
-            group.flat_grads.copy_(grads)
+        for x, before in zip(memory, kept, strict=True):
+            x.copy_(before)
+        noted_fp8 = self.model.fp8_gemms.undo_point()
         for made in (outcome.loss_sums, *outcome.router_statistics.values()):
             made.fill_(float("nan"))
 
@@ -68,9 +70,10 @@ class StandIn:
             self.calls.append("replay")
             now = self._notes()
             self._restore(begun)
+            undo_fp8()
             made = step()
             self._restore(now)
-            self.model.fp8_gemms.new_step()
+            noted_fp8()
             outcome.loss_sums.copy_(made.loss_sums)
             for layer, report in outcome.router_statistics.items():
                 report.copy_(made.router_statistics[layer])
@@ -79,6 +82,13 @@ class StandIn:
 
     def reset_pool(self) -> None:
         self.calls.append("reset_pool")
+
+    def _memory(self) -> Iterator[Tensor]:
+        """What a step changes on the device: gradients, and histories of scales."""
+        yield from (group.flat_grads for group in self.sync._param_groups)
+        for history in self.model.fp8_gemms._amax_histories().values():
+            assert history._history is not None and history._scale is not None
+            yield from (history._history, history._scale)
 
     def _notes(self) -> Notes:
         sends = [send for queue in self.sync._queues for send in queue]
@@ -151,6 +161,7 @@ MODELS = {
     "tied": "--no-untie-embeddings-and-output-weights --no-overlap-grad-reduce",
     "experts": "--num-experts 4 --moe-aux-loss-coeff 0.01 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     "eight bits": "--bf16 --fp8-hybrid --fp8-recipe tensorwise",
+    "delayed": "--bf16 --fp8-hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max",
     "gradients sent in bf16": "--bf16 --grad-reduce-in-bf16 --use-distributed-optimizer",
     "dropout": "--hidden-dropout 0.1",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",

@@ -119,13 +119,17 @@ def _amax(x, amax, count, RUN: tl.constexpr):
     tl.atomic_max(amax, tl.max(bits, axis=0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["latest", "cleared"])
-def _update_scale(history_L, scale, latest, cleared, LENGTH: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _update_scale(history_L, scale, LENGTH: tl.constexpr, RECENT: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     bits = tl.load(history_L + at, mask=at < LENGTH, other=0)
     bits = tl.where(bits < _NOT_FINITE, bits, 0)
-    tl.store(history_L + at, tl.where(at == cleared, 0, bits), mask=at < LENGTH)
-    tl.store(scale, _scale_bits(tl.max(tl.where((latest < 0) | (at == latest), bits, 0), axis=0), TOP))
+    following = tl.load(history_L + (at + 1) % LENGTH, mask=at < LENGTH, other=0)
+    following = tl.where(following < _NOT_FINITE, following, 0)
+    tl.debug_barrier()  # every entry is read before any is overwritten
+    tl.store(history_L + at, tl.where(at == 0, 0, following), mask=at < LENGTH)
+    largest = tl.max(tl.where((at == 0) | (not RECENT), bits, 0), axis=0)
+    tl.store(scale, _scale_bits(largest, TOP))
 
 
 @triton.jit
@@ -245,16 +249,13 @@ def update_amax(x_RC: Tensor, amax: Tensor) -> None:
     _amax[(triton.cdiv(x_RC.numel(), _RUN),)](x_RC, _bits(amax), x_RC.numel(), RUN=_RUN, num_warps=_WARPS)
 
 
-def update_scale(
-    history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, latest: int, cleared: int, most_recent: bool
-) -> None:
+def update_scale(history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_recent: bool) -> None:
     length = history_L.numel()
     _update_scale[(1,)](
         _bits(history_L),
         _bits(scale),
-        latest if most_recent else -1,
-        cleared,
         LENGTH=length,
+        RECENT=most_recent,
         TOP=max_exponent(dtype),
         BLOCK=triton.next_power_of_2(length),
         num_warps=1,
