@@ -81,6 +81,7 @@ class ParallelModel:
             combined_passes=parallelized.combined_passes,
         )
         self._run_step: Callable[..., StepResult] = self._run_and_reduce
+        self._run_evaluation: Callable[..., StepResult] = self._pipeline.run
         weights = [loss.weight for loss in io.losses]
         self._loss_weights = (
             None if weights == [1.0] else torch.tensor(weights, dtype=torch.float64, device=mesh.device)
@@ -103,6 +104,7 @@ class ParallelModel:
         steps = GraphedSteps(run, reducer, graph_capture, **options)
         if facts is not None:
             steps = AutoGraphedSteps(run, steps, facts, restart_step=self._start_step)
+        self._run_evaluation = partial(steps.run_evaluation, self._pipeline.run)
         self._run_step = steps.run if reducer.overlap else partial(self._run_and_reduce, run=steps.run)
 
     @property
@@ -227,7 +229,11 @@ class ParallelModel:
         self._set_mode(training=False)
         self.fp8_gemms.weights_changed()
         schedule = self.plan.evaluation_schedule(len(batches), rank=self.mesh.pp.rank)
-        return self._pipeline.run(schedule, batches, collect=collect)
+        return (
+            self._pipeline.run(schedule, batches, collect=collect)
+            if collect
+            else self._run_evaluation(schedule, batches)
+        )
 
     def _split(self, batches: Sequence[Batch]) -> list[Batch]:
         whole = batches if self.io.extend_batch is None else map(self.io.extend_batch, batches)

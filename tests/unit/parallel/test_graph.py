@@ -171,9 +171,10 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_a_recorded_run_is_the_same_run(model: str):
     counts = [2] * 7
-    plain = train(MODELS[model], counts, recorded=False, evaluate_after=(1, 4))
-    found = train(MODELS[model], counts, recorded=True, evaluate_after=(1, 4))
-    assert found.calls == ["reset_pool", *["run"] * WARM_UP_STEPS, "capture", *["replay"] * 4]
+    plain = train(MODELS[model], counts, recorded=False, evaluate_after=(1, 4, 5, 6))
+    found = train(MODELS[model], counts, recorded=True, evaluate_after=(1, 4, 5, 6))
+    steps, evaluations = ["capture", "replay", "replay"], ["run", "replay", "capture", "replay", "replay", "replay"]
+    assert found.calls == ["reset_pool", *["run"] * WARM_UP_STEPS, *steps, *evaluations]
     assert len(set(plain.losses)) == len(plain.losses)
     same(found, plain)
 
@@ -219,13 +220,19 @@ def test_what_gets_no_gradient_has_one_of_zero_after_a_replay():
         assert all(float(grad.abs().max()) > 0.0 for grad in grads.values())
 
 
-def test_packed_documents_are_refused():
+def test_packed_documents_are_refused_and_evaluated_as_ever():
     model = build_model(tiny_run(), ParallelMesh.single())
-    model.use_cuda_graphs(StandIn(model))
+    stand_in = StandIn(model)
+    model.use_cuda_graphs(stand_in)
     [batch] = batches(1, 0)
     packed = replace(batch, documents=Documents.of(torch.zeros(2, 16, dtype=torch.int64)))
     with pytest.raises(TrainError, match="packed documents cannot be recorded"):
         model.train_step([packed])
+    for step in range(WARM_UP_STEPS + 1):
+        model.train_step(batches(1, step))
+    calls = list(stand_in.calls)
+    assert float(model.evaluate([packed])[0]) == pytest.approx(float(model.evaluate([batch])[0]))
+    assert stand_in.calls == [*calls, "run"], "that of a whole row"
 
 
 class Repeats:
