@@ -1,8 +1,9 @@
 """What cannot be combined with `--cuda-graphs`: the one list of it.
 
-A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step. Inside it there is no
-communication, no device-to-host synchronisation, and no host state that changes from step to step. What is before or after a
-step's forward and backward is unrestricted: gradient reduction, the optimizer and its offload, evaluation, saving.
+A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step, NCCL's among them. Inside it there is
+no device-to-host synchronisation, no communication by the host, and no host state that changes from step to step. What is before
+or after a step's forward and backward is unrestricted: the optimizer and its offload, saving, reduction that does not overlap.
+With `--cuda-graphs on` each of these is an error; with `auto` they are the reasons for which nothing is recorded.
 
 Here are the rules that a config can break. Anything else that cannot be captured fails at capture (`parallel/pipeline/cuda_graph.py`).
 """
