@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,7 @@ class ParallelModel:
         """
         reducer = self.gradient_reducer
         assert isinstance(reducer, GradientReducer), "fully_shard communicates inside a step"
-        options: dict[str, Any] = {"before_replay": self._wait_for_params}
+        options: dict[str, Any] = {"prepare": self._prepare_graph}
         if facts is not None:
             options |= {"undo_point": self.fp8_gemms.undo_point, "warm_up_steps": 1}
             options |= {"any_rank": lambda here: facts.max_over_ranks([float(here)]) == [1.0]}
@@ -165,7 +165,12 @@ class ParallelModel:
     def _run_passes(self, *arguments: Any, **options: Any) -> StepResult:
         """Runs the passes of a step over weights that have changed."""
         self.fp8_gemms.new_step()
-        return self._pipeline.run(*arguments, **options)
+        for group in self._flat_groups():
+            group.start_due_gather()
+        result = self._pipeline.run(*arguments, **options)
+        for group in self._flat_groups():
+            group.wait_for_params()
+        return result
 
     def _run_and_reduce(
         self, *arguments: Any, run: Callable[..., StepResult] | None = None, **options: Any
@@ -179,11 +184,16 @@ class ParallelModel:
         self._weight_grad_queue.start_step()
         self.gradient_reducer.start_step(num_micro_batches)
 
-    def _wait_for_params(self) -> None:
-        """Waits for weights whose all-gather is in flight: a graph cannot wait for what was started outside it."""
-        for group in self.param_groups:
-            if isinstance(group, FlatParamGroup):
+    def _prepare_graph(self, *, trains: bool, captured: bool) -> None:
+        """Completes all-gathers of weights in flight, which a graph cannot wait for, or leaves them to a graph that trains."""
+        for group in self._flat_groups():
+            if trains:
+                group.gather_in_step(captured=captured)
+            else:
                 group.wait_for_params()
+
+    def _flat_groups(self) -> Iterator[FlatParamGroup]:
+        return (group for group in self.param_groups if isinstance(group, FlatParamGroup))
 
     def objective(self, mean_losses: Tensor) -> Tensor:
         """Returns the weighted sum of the means of all losses [losses]."""

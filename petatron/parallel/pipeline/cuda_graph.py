@@ -156,18 +156,19 @@ class GraphedSteps:
         gradient_reducer: GradientReducer,
         graph_capture: CudaGraphCapture,
         *,
-        before_replay: Callable[[], None] = lambda: None,
+        prepare: Callable[..., None] = lambda *, trains, captured: None,
         undo_point: Callable[[], Callable[[], None]] | None = None,
         warm_up_steps: int = WARM_UP_STEPS,
         any_rank: Callable[[bool], bool] | None = None,
     ) -> None:
-        """`before_replay` completes what was started outside the graph and is used in it. `any_rank` returns whether something is so
+        """`prepare` is called before a step (one that `trains`, or an evaluation) is captured or replayed: it completes what was started
+        outside the graph and is used in it. `any_rank` returns whether something is so
         on any rank: with it, a capture that fails for whatever reason on some rank is a `CaptureError` on all, and what `undo_point`
         returned before it undoes what the host has noted."""
         self._run = run
         self._gradient_reducer = gradient_reducer
         self._graph_capture = graph_capture
-        self._before_replay = before_replay
+        self._prepare = prepare
         self._num_warm_ups, self._any_rank, self._undo_point = warm_up_steps, any_rank, undo_point
         self._captured_steps: dict[_StepKey, _CapturedStep] = {}
         self._num_warm_up_steps: Counter[tuple[bool, frozenset[_BatchShape]]] = Counter()
@@ -263,7 +264,7 @@ class GraphedSteps:
         batches: Sequence[Batch],
         scales: LossScales | None,
     ) -> _CapturedStep:
-        self._before_replay()
+        self._prepare(trains=scales is not None, captured=True)
         static_batches, static_scales = [batch.clone() for batch in batches], None
         if scales is not None:
             static_scales = LossScales(token_loss=scales.token_loss.clone(), aux_loss=scales.aux_loss.clone())
@@ -278,7 +279,7 @@ class GraphedSteps:
         for static, batch in zip(captured.batches, batches, strict=True):
             for name, target in static.arrays.items():
                 target.copy_(batch[name], non_blocking=True)
-        self._before_replay()
+        self._prepare(trains=scales is not None, captured=False)
         captured.replay()
         if scales is not None:
             self._gradient_reducer.mark_written(captured.params_with_grad)

@@ -14,12 +14,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from petatron.base.errors import TrainError
 from petatron.kernels.attention.documents import Documents
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.parallel_model import ParallelModel
@@ -36,9 +38,10 @@ from petatron.parallel.pipeline.executor import LossScales, StepResult
 from petatron.schedule import RankSchedule
 from petatron.schedule.actions import TimedAction
 from petatron.train.build_run import build_model, build_optimizer
+from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 
-Notes = tuple[list[bool], list[tuple[int, list[Handle]]]]
+Notes = tuple[list[bool], list[tuple[int, list[Handle]]], list[bool]]
 
 
 class StandIn:
@@ -92,12 +95,14 @@ class StandIn:
 
     def _notes(self) -> Notes:
         sends = [send for queue in self.sync._queues for send in queue]
-        return [main.overwrite_next for main in self.sync._main_grads.values()], [
-            (send.num_pending, list(send.handles)) for send in sends
-        ]
+        fresh = [main.overwrite_next for main in self.sync._main_grads.values()]
+        gathers = [group._gather_due for group in self.sync._param_groups]
+        return fresh, [(send.num_pending, list(send.handles)) for send in sends], gathers
 
     def _restore(self, notes: Notes) -> None:
-        fresh, waiting = notes
+        fresh, waiting, gathers = notes
+        for group, due in zip(self.sync._param_groups, gathers, strict=True):
+            group._gather_due = due
         for main, value in zip(self.sync._main_grads.values(), fresh, strict=True):
             main.overwrite_next = value
         sends = [send for queue in self.sync._queues for send in queue]
@@ -146,6 +151,31 @@ def train(flags: str, counts: Sequence[int], *, recorded: bool, evaluate_after: 
         routers,
         stand_in.calls,
     )
+
+
+def gathered_losses(flags: str, recorded: bool) -> list[float]:
+    """On a rank of two with sharded optimizer state: losses of steps and evaluations."""
+    run = tiny_run(
+        f"--dp 2 --use-distributed-optimizer --global-batch-size 8 --micro-batch-size 2 {flags}", world_size=2
+    )
+    model = build_model(run, ParallelMesh(Layout.from_config(run.parallel), dist.get_rank()))
+    optimizer = build_optimizer(run, model)
+    if recorded:
+        model.use_cuda_graphs(StandIn(model))
+    losses = []
+    for step in range(WARM_UP_STEPS + 5):
+        losses.append(float(model.train_step(batches(2, 100 * model.mesh.rank + step))))
+        optimizer.step(lr=1e-2, weight_decay=0.1)
+        if step > WARM_UP_STEPS:
+            losses.append(float(model.evaluate(batches(1, 50 + step))[0]))
+    return losses
+
+
+@pytest.mark.parametrize("flags", ["--overlap-param-gather", "", "--no-overlap-grad-reduce"])
+def test_gathers_that_overlap_a_step_are_part_of_it(ranks: RankPool, flags: str):
+    """A replay gathers the weights itself; an evaluation after the update does so before it."""
+    plain, recorded = (ranks.run(gathered_losses, 2, flags, recorded) for recorded in (False, True))
+    assert recorded == plain and len(set(plain[0])) == len(plain[0])
 
 
 def same(one: Trained, other: Trained) -> None:
