@@ -1,8 +1,9 @@
 """What cannot be combined with `--cuda-graphs`: the one list of it.
 
-A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step. Inside it there is no
-communication, no device-to-host synchronisation, and no host state that changes from step to step. What is before or after a
-step's forward and backward is unrestricted: gradient reduction, the optimizer and its offload, evaluation, saving.
+A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step, NCCL's among them. Inside it there is
+no device-to-host synchronisation, no communication by the host, and no host state that changes from step to step. What is before
+or after a step's forward and backward is unrestricted: the optimizer and its offload, saving, reduction that does not overlap.
+With `--cuda-graphs on` each of these is an error; with `auto` they are the reasons for which nothing is recorded.
 
 Here are the rules that a config can break. Anything else that cannot be captured fails at capture (`parallel/pipeline/cuda_graph.py`).
 """
@@ -36,7 +37,7 @@ def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
 
 def capture_problems(config: RawRunConfig) -> list[CaptureProblem]:
     """Returns all reasons why the steps of a run cannot be captured."""
-    rules = (_communication, _precision, _experts, _memory, _attention, _timeline)
+    rules = (_communication, _experts, _memory, _attention, _timeline)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -74,13 +75,6 @@ def _host_communication(config: RawRunConfig) -> Iterator[CaptureProblem]:
         yield "--overlap-grad-reduce", why, "Add --no-overlap-grad-reduce, which reduces gradients after it."
     if experts and config.moe.moe_router_load_balancing_type == "global_aux_loss":
         yield "--moe-router-load-balancing-type global_aux_loss", why, fix
-
-
-def _precision(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    precision = config.precision
-    if precision.fp8_format is not None and precision.fp8_recipe == "delayed":
-        why = "the host counts on in the histories of scales"
-        yield "--fp8-recipe delayed", why, "Use tensorwise, rowwise or blockwise, or leave --cuda-graphs out."
 
 
 def _experts(config: RawRunConfig) -> Iterator[CaptureProblem]:

@@ -60,6 +60,8 @@ _MIN_CAPABILITY = (8, 0)
 StepFunction = Callable[[], StepResult]
 Replay = Callable[[], None]
 _BatchShape = tuple[tuple[str, torch.Size, torch.dtype], ...]
+_StepKey = tuple[bool, tuple[_BatchShape, ...]]
+"""Whether the step trains, and the shapes of its micro-batches."""
 
 
 def unsupported_device(device: torch.device) -> list[str]:
@@ -75,10 +77,10 @@ def unsupported_device(device: torch.device) -> list[str]:
 class CaptureError(TrainError):
     """A step that could not be captured; nothing of it is left."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"This step cannot be recorded as a CUDA graph. Leave --cuda-graphs out, or say auto. What torch says: {reason}"
-        )
+    def __init__(self, reason: str, message: str | None = None) -> None:
+        """`reason` is short; `message` says what to do, by default to leave graphs out."""
+        own = f"This step cannot be recorded as a CUDA graph. Leave --cuda-graphs out, or say auto. What torch says: {reason}"
+        super().__init__(message or own)
         self.reason = reason
 
 
@@ -136,10 +138,10 @@ class CudaGraphCapture:
 
 @dataclass(frozen=True, slots=True)
 class _CapturedStep:
-    """A captured step: its static inputs, its result, and the parameters that get gradients."""
+    """A captured step: its static inputs, its result, and the parameters that get gradients. An evaluation has no scales."""
 
     batches: list[Batch]
-    scales: LossScales
+    scales: LossScales | None
     result: StepResult
     replay: Replay
     params_with_grad: frozenset[Tensor]
@@ -154,19 +156,23 @@ class GraphedSteps:
         gradient_reducer: GradientReducer,
         graph_capture: CudaGraphCapture,
         *,
-        before_replay: Callable[[], None] = lambda: None,
+        prepare: Callable[..., None] = lambda *, trains, captured: None,
+        undo_point: Callable[[], Callable[[], None]] | None = None,
         warm_up_steps: int = WARM_UP_STEPS,
         any_rank: Callable[[bool], bool] | None = None,
     ) -> None:
-        """`before_replay` completes what was started outside the graph and is used in it. `any_rank` returns whether something is so
-        on any rank: with it, a capture that fails for whatever reason on some rank is a `CaptureError` on all."""
+        """`prepare` is called before a step (one that `trains`, or an evaluation) is captured or replayed: it completes what was started
+        outside the graph and is used in it. `any_rank` returns whether something is so
+        on any rank: with it, a capture that fails for whatever reason on some rank is a `CaptureError` on all, and what `undo_point`
+        returned before it undoes what the host has noted."""
         self._run = run
         self._gradient_reducer = gradient_reducer
         self._graph_capture = graph_capture
-        self._before_replay = before_replay
-        self._num_warm_ups, self._any_rank = warm_up_steps, any_rank
-        self._captured_steps: dict[tuple[_BatchShape, ...], _CapturedStep] = {}
+        self._prepare = prepare
+        self._num_warm_ups, self._any_rank, self._undo_point = warm_up_steps, any_rank, undo_point
+        self._captured_steps: dict[_StepKey, _CapturedStep] = {}
         self._num_warm_up_steps: Counter[tuple[bool, frozenset[_BatchShape]]] = Counter()
+        self._evaluated: set[_StepKey] = set()
 
     def run(
         self,
@@ -177,12 +183,11 @@ class GraphedSteps:
         clock: Callable[[], float] | None = None,
     ) -> StepResult:
         """Runs a training step; one that is timed by action is not replayed. Router statistics are valid until the next step."""
-        assert scales is not None, "there is nothing to record in an evaluation"
+        assert scales is not None, "an evaluation has a method of its own"
         self._gradient_reducer.keep_grads_allocated()
         shapes = tuple(_batch_shape(batch) for batch in batches)
-        if clock is None and shapes in self._captured_steps:
-            self._captured_steps[shapes] = captured = self._captured_steps.pop(shapes)  # most recently used
-            return self._replay(captured, batches, scales)
+        if clock is None and (True, shapes) in self._captured_steps:
+            return self._replay((True, shapes), batches, scales)
         # From the second micro-batch on gradients are accumulated, by kernels that a step of one never calls.
         kind = (len(batches) > 1, frozenset(shapes))
         if clock is not None or self._num_warm_up_steps[kind] < self._num_warm_ups:
@@ -190,12 +195,35 @@ class GraphedSteps:
                 self.clear()
             self._num_warm_up_steps[kind] += 1
             return self._graph_capture.run(partial(self._run, schedule, batches, scales, clock=clock))
+        self._add((True, shapes), partial(self._run, schedule), batches, scales)
+        return self._replay((True, shapes), batches, scales)
+
+    def run_evaluation(
+        self, forward: Callable[..., StepResult], schedule: RankSchedule, batches: Sequence[Batch]
+    ) -> StepResult:
+        """Runs the forward passes of an evaluation. They are captured where training steps are, in the memory of these."""
+        if not self._captured_steps or any(batch.documents is not None for batch in batches):
+            return forward(schedule, batches)
+        key = (False, tuple(_batch_shape(batch) for batch in batches))
+        if key not in self._captured_steps:
+            if key not in self._evaluated:
+                self._evaluated.add(key)
+                return self._graph_capture.run(partial(forward, schedule, batches))
+            self._add(key, lambda batches, scales: forward(schedule, batches), batches, None)
+        return self._replay(key, batches, None)
+
+    def _add(
+        self,
+        key: _StepKey,
+        run: Callable[[list[Batch], LossScales | None], StepResult],
+        batches: Sequence[Batch],
+        scales: LossScales | None,
+    ) -> None:
         while len(self._captured_steps) >= MAX_GRAPHS:
             del self._captured_steps[next(iter(self._captured_steps))]
-        captured = self._capture_on_all_ranks(schedule, batches, scales)
-        self._captured_steps[shapes] = captured
-        _log.debug("a step of %d micro-batches is recorded, and replayed from now on", len(batches))
-        return self._replay(captured, batches, scales)
+        self._captured_steps[key] = self._capture_on_all_ranks(run, batches, scales)
+        kind = "a step" if scales is not None else "an evaluation"
+        _log.debug("%s of %d micro-batches is recorded, and replayed from now on", kind, len(batches))
 
     @property
     def num_captured(self) -> int:
@@ -210,50 +238,67 @@ class GraphedSteps:
     def clear(self) -> None:
         """Drops all captured steps, and their memory."""
         self._captured_steps.clear()
+        self._evaluated.clear()
         self._graph_capture.reset_pool()
 
     def _capture_on_all_ranks(
-        self, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales
+        self,
+        run: Callable[[list[Batch], LossScales | None], StepResult],
+        batches: Sequence[Batch],
+        scales: LossScales | None,
     ) -> _CapturedStep:
         if self._any_rank is None:
-            return self._capture(schedule, batches, scales)
+            return self._capture(run, batches, scales)
         captured, error = None, None
+        undo = None if self._undo_point is None else self._undo_point()
         try:
-            captured = self._capture(schedule, batches, scales)
+            captured = self._capture(run, batches, scales)
         except CaptureError as found:
             error = found
         except torch.OutOfMemoryError:
             error = CaptureError("memory does not suffice")
         if self._any_rank(error is not None) or captured is None:
             del captured
+            if undo is not None:
+                undo()
             raise error or CaptureError("another rank could not")
         return captured
 
-    def _capture(self, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales) -> _CapturedStep:
-        self._before_replay()
-        static_batches = [batch.clone() for batch in batches]
-        static_scales = LossScales(token_loss=scales.token_loss.clone(), aux_loss=scales.aux_loss.clone())
-        result, replay = self._graph_capture.capture(partial(self._run, schedule, static_batches, static_scales))
+    def _capture(
+        self,
+        run: Callable[[list[Batch], LossScales | None], StepResult],
+        batches: Sequence[Batch],
+        scales: LossScales | None,
+    ) -> _CapturedStep:
+        self._prepare(trains=scales is not None, captured=True)
+        static_batches, static_scales = [batch.clone() for batch in batches], None
+        if scales is not None:
+            static_scales = LossScales(token_loss=scales.token_loss.clone(), aux_loss=scales.aux_loss.clone())
+        result, replay = self._graph_capture.capture(partial(run, static_batches, static_scales))
         return _CapturedStep(static_batches, static_scales, result, replay, self._gradient_reducer.params_with_grad())
 
-    def _replay(self, captured: _CapturedStep, batches: Sequence[Batch], scales: LossScales) -> StepResult:
-        captured.scales.token_loss.copy_(scales.token_loss)
-        captured.scales.aux_loss.copy_(scales.aux_loss)
+    def _replay(self, key: _StepKey, batches: Sequence[Batch], scales: LossScales | None) -> StepResult:
+        self._captured_steps[key] = captured = self._captured_steps.pop(key)  # most recently used
+        if captured.scales is not None and scales is not None:
+            captured.scales.token_loss.copy_(scales.token_loss)
+            captured.scales.aux_loss.copy_(scales.aux_loss)
         for static, batch in zip(captured.batches, batches, strict=True):
             for name, target in static.arrays.items():
                 target.copy_(batch[name], non_blocking=True)
-        self._before_replay()
+        self._prepare(trains=scales is not None, captured=False)
         captured.replay()
-        self._gradient_reducer.mark_written(captured.params_with_grad)
+        if scales is not None:
+            self._gradient_reducer.mark_written(captured.params_with_grad)
         return StepResult(captured.result.loss_sums.clone(), dict(captured.result.router_statistics))
 
 
 def _batch_shape(batch: Batch) -> _BatchShape:
     """Returns the names, shapes and dtypes that a capture depends on."""
     if batch.documents is not None:
-        raise TrainError(
+        raise CaptureError(
+            "attention is planned from the boundaries of packed documents",
             "A step over packed documents cannot be recorded as a CUDA graph: attention is planned from their boundaries. Leave "
-            "--cuda-graphs out, or --reset-attention-mask."
+            "--cuda-graphs out, or --reset-attention-mask.",
         )
     return tuple((name, x.shape, x.dtype) for name, x in batch.arrays.items())
 
