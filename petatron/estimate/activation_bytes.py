@@ -23,8 +23,9 @@ and no logits.
 Recomputed, `layernorm` frees what a router saves of its norm, `core_attn` the log-sum-exp, `attention` and `mlp` all they save, a
 whole layer all but its input. A recomputed module holds what its GEMMs gather, until its backward is done.
 
-With FP8, the GEMMs of attention, MLP and shared expert save their quantised inputs, one byte an element and its scales, gathered or
-not; all layers are counted as if they did.
+With FP8, GEMMs of activation functions' outputs save them quantised, one byte an element and its scales; others cast their input a second
+time in backward, and save a scale at most (`layers/ops/fp8_gemm.py`). Inputs that tensor-parallel ranks share are saved quantised
+too, gathered or not. All layers are counted as if they used FP8.
 
 MoE layers are counted for an even load; then a rank's experts get as many rows as its own tokens make choices.
 """

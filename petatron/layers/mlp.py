@@ -53,7 +53,7 @@ class MLPSpec(ChannelMixerSpec):
             return 0
         width = self.width // shape.tp
         first = shape.activation_bytes(shape.gathered_tokens, (2 if self.gated else 1) * width)
-        return first + shape.fp8_input_bytes(self.hidden_size, width)
+        return first + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_input_bytes(width)
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
         """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
@@ -100,6 +100,7 @@ class _RecomputableActivation:
     kernels: ActivationKernels
     name: str
     bounds: GluVariant | None
+    recast_in_fp8: bool = False
 
     @property
     def _gated(self) -> bool:

@@ -32,6 +32,7 @@ class _RecomputableNorm:
     forward_kernel: NormForward
     backward_kernel: NormBackward
     norm: Norm
+    recast_in_fp8: bool = True
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         x, branch, *weights = inputs

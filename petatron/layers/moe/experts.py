@@ -71,6 +71,7 @@ class _RecomputableWeightedActivation:
     kernels: MoEKernels
     name: str
     bounds: GluVariant | None
+    recast_in_fp8: bool = False
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         inner, weight = inputs

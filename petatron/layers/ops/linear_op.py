@@ -134,10 +134,14 @@ LOCAL_GEMM = GatherThenGemm()
 
 @dataclass(frozen=True, slots=True)
 class GemmOp:
-    """A GEMM as an autograd op; `weight_grad_sink` None leaves weight gradients to autograd."""
+    """A GEMM as an autograd op; `weight_grad_sink` None leaves weight gradients to autograd.
+
+    recasting_gemm: used for an input that is recomputed in backward, where that costs little; None: `gemm` is used for all.
+    """
 
     gemm: Gemm = PLAIN_GEMM
     weight_grad_sink: WeightGradSink | None = None
+    recasting_gemm: Gemm | None = None
 
     def __call__(
         self,
@@ -152,7 +156,10 @@ class GemmOp:
             gemm_forward = LOCAL_GEMM if input_comm is None else GatherThenGemm(input_comm)
         if not torch.is_grad_enabled():  # a node costs more than a small GEMM
             return gemm_forward.forward(x.value, weight, self.gemm).y
-        return _GemmFunction.apply(x.value, weight, self, x.handle, input_comm, gemm_forward)  # pyright: ignore[reportReturnType]
+        gemm = self.gemm
+        if self.recasting_gemm is not None and input_comm is None and x.handle is not None:
+            gemm = self.recasting_gemm if x.handle.function.recast_in_fp8 else gemm
+        return _GemmFunction.apply(x.value, weight, gemm, self.weight_grad_sink, x.handle, input_comm, gemm_forward)  # pyright: ignore[reportReturnType]
 
 
 class _GemmFunction(torch.autograd.Function):
@@ -161,28 +168,23 @@ class _GemmFunction(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        op: GemmOp,
+        gemm: Gemm,
+        sink: WeightGradSink | None,
         handle: RecomputeHandle | None,
         input_comm: InputComm | None,
         gemm_forward: GemmForward,
     ) -> Tensor:
-        result = gemm_forward.forward(x, weight, op.gemm)
+        result = gemm_forward.forward(x, weight, gemm)
         ctx.saves_input = handle is None and not result.saved
         ctx.save_for_backward(*(result.gemm_input if ctx.saves_input else result.saved))
-        ctx.weight, ctx.op, ctx.handle, ctx.input_comm, ctx.batch_first = (
-            weight,
-            op,
-            handle,
-            input_comm,
-            result.batch_first,
-        )
-        ctx.gemm_forward = gemm_forward
+        ctx.weight, ctx.gemm, ctx.sink, ctx.handle, ctx.input_comm = weight, gemm, sink, handle, input_comm
+        ctx.batch_first, ctx.gemm_forward = result.batch_first, gemm_forward
         return result.y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        op, weight, input_comm = ctx.op, ctx.weight, ctx.input_comm
+        weight, sink, input_comm = ctx.weight, ctx.sink, ctx.input_comm
         grad = ctx.gemm_forward.output_grad(grads[0])
         saved, rows = ctx.saved_tensors, None
         x_wanted, weight_wanted, *_ = ctx.needs_input_grad
@@ -190,13 +192,13 @@ class _GemmFunction(torch.autograd.Function):
             rows, saved = ctx.gemm_forward.input_rows(saved), ()
         gemm_input = _GemmInput(rows, ctx.handle, input_comm, ctx.batch_first)
         if weight_wanted and not saved:
-            gemm_input.start_gather(op.weight_grad_sink)
+            gemm_input.start_gather(sink)
         grad_rows = to_rows(grad, batch_first=ctx.batch_first)
-        x_grad, job = op.gemm.backward(grad_rows, weight, saved)
+        x_grad, job = ctx.gemm.backward(grad_rows, weight, saved)
         x_grad = from_rows(x_grad, grad, batch_first=ctx.batch_first)
         pending_grad = input_comm.start_reduce_input_grad(x_grad) if x_wanted and input_comm is not None else None
-        weight_grad = _submit_weight_grad(job, weight, op.weight_grad_sink, gemm_input) if weight_wanted else None
-        return x_grad if pending_grad is None else pending_grad(), weight_grad, None, None, None, None
+        weight_grad = _submit_weight_grad(job, weight, sink, gemm_input) if weight_wanted else None
+        return x_grad if pending_grad is None else pending_grad(), weight_grad, None, None, None, None, None
 
 
 class _InputGather:

@@ -28,7 +28,13 @@ MaybeTensors = tuple[Tensor | None, ...]
 
 
 class RecomputableFunction(Protocol):
-    """A function of rows with its derivative. The tensors it saves for backward suffice to recompute its output."""
+    """A function of rows with its derivative. The tensors it saves for backward suffice to recompute its output.
+
+    recast_in_fp8: whether an FP8 GEMM of its output saves none of it, and casts the recomputed output again. Else it saves its own cast.
+    """
+
+    @property
+    def recast_in_fp8(self) -> bool: ...
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         """Returns the outputs, the recomputable one last, and the tensors to save."""
@@ -150,6 +156,8 @@ def apply_recomputable(
 
 class _Identity:
     """The identity: its output is its input, which is saved."""
+
+    recast_in_fp8 = True
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
         (x,) = inputs
