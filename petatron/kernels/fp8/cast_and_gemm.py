@@ -77,7 +77,7 @@ class Fp8Matrix:
 class CastKernel(Protocol):
     """A cast with current scaling: the scale comes from the tensor itself."""
 
-    def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix: ...
+    def __call__(self, x_RC: Tensor, dtype: torch.dtype, /, *, orientation: Orientation = "both") -> Fp8Matrix: ...
 
 
 class UpdateScaleKernel(Protocol):
