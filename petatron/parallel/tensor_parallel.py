@@ -323,10 +323,11 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
             module.weight_grad_sink = sink
 
 
-def set_gemm(module: Linear, gemm: Gemm) -> None:
-    """Makes a linear use a GEMM; its communication stays."""
+def set_gemm(module: Linear, gemm: Gemm, *, recasting_gemm: Gemm | None = None) -> None:
+    """Makes a linear use a GEMM, or the second for inputs that are recomputed (`GemmOp`); its communication stays."""
     linear_op = _parallel_op(module)
-    module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, gemm=gemm))
+    gemm_op = replace(linear_op.gemm_op, gemm=gemm, recasting_gemm=recasting_gemm)
+    module.linear_op = replace(linear_op, gemm_op=gemm_op)
 
 
 def gemm_of(module: Linear) -> Gemm:

@@ -77,7 +77,7 @@ class Fp8Matrix:
 class CastKernel(Protocol):
     """A cast with current scaling: the scale comes from the tensor itself."""
 
-    def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix: ...
+    def __call__(self, x_RC: Tensor, dtype: torch.dtype, /, *, orientation: Orientation = "both") -> Fp8Matrix: ...
 
 
 class UpdateScaleKernel(Protocol):
@@ -100,7 +100,9 @@ class CastTensorKernel(Protocol):
 
 
 class CastDelayedKernel(Protocol):
-    def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
+    def __call__(
+        self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
+    ) -> Fp8Matrix:
         """Casts with the given scale [1]; raises `amax` [1] to the tensor's."""
         ...
 
@@ -179,9 +181,11 @@ def cast_tensor(
     return _cast_with_scale(x_RC, dtype, scale, orientation)
 
 
-def cast_delayed(x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
+def cast_delayed(
+    x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
+) -> Fp8Matrix:
     update_amax(x_RC, amax)
-    return _cast_with_scale(x_RC, dtype, scale, "both")
+    return _cast_with_scale(x_RC, dtype, scale, orientation)
 
 
 def cast_rows(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:

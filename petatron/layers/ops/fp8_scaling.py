@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from petatron.kernels.fp8.cast_and_gemm import Fp8Kernels, Fp8Matrix
+from petatron.kernels.fp8.cast_and_gemm import CastKernel, CastTensorKernel, Fp8Kernels, Fp8Matrix, Orientation
 
 
 class Quantiser(Protocol):
     """Quantises a tensor, with state or without."""
 
-    def __call__(self, x_RC: Tensor) -> Fp8Matrix: ...
+    def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix: ...
 
     def new_step(self) -> None: ...
 
@@ -24,10 +23,11 @@ class Quantiser(Protocol):
 class CurrentScaling:
     """Scales come from the tensor itself."""
 
-    cast: Callable[[Tensor], Fp8Matrix]
+    cast: CastKernel | CastTensorKernel
+    dtype: torch.dtype
 
-    def __call__(self, x_RC: Tensor) -> Fp8Matrix:
-        return self.cast(x_RC)
+    def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix:
+        return self.cast(x_RC, self.dtype, orientation=orientation)
 
     def new_step(self) -> None:
         pass
@@ -48,12 +48,12 @@ class DelayedScaling:
         self._used = False
         self._paused = False
 
-    def __call__(self, x_RC: Tensor) -> Fp8Matrix:
-        amax = self._current_amax(x_RC.device)
+    def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix:
+        amax, kernels = self._current_amax(x_RC.device), self._kernels
         if self._scale is not None:
-            return self._kernels.cast_delayed(x_RC, self._dtype, scale=self._scale, amax=amax)
-        self._kernels.update_amax(x_RC, amax)
-        return self._kernels.cast_tensor(x_RC, self._dtype, amax=amax)
+            return kernels.cast_delayed(x_RC, self._dtype, scale=self._scale, amax=amax, orientation=orientation)
+        kernels.update_amax(x_RC, amax)
+        return kernels.cast_tensor(x_RC, self._dtype, amax=amax, orientation=orientation)
 
     def _current_amax(self, device: torch.device) -> Tensor:
         """Returns the history entry of this step's amax."""

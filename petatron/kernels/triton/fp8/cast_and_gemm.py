@@ -88,8 +88,10 @@ def cast_tensor(
     return _cast_with_scale(x_RC, dtype, torch.empty_like(amax), amax, delayed=False, orientation=orientation)
 
 
-def cast_delayed(x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
-    return _cast_with_scale(x_RC.contiguous(), dtype, scale, amax, delayed=True, orientation="both")
+def cast_delayed(
+    x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
+) -> Fp8Matrix:
+    return _cast_with_scale(x_RC.contiguous(), dtype, scale, amax, delayed=True, orientation=orientation)
 
 
 def cast_rows(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
