@@ -86,6 +86,7 @@ def report(
         "latent": model.multi_latent_attention,
         "hybrid": model.hybrid_layer_pattern is not None,
         "delta": has_delta_layers(model),
+        "by_channel": model.experimental_attention_variant == "kimi_delta_attention",
         "gated": model.attention_output_gate,
     }
     for causal, label in ((False, "full"), (True, "causal")):

@@ -102,13 +102,9 @@ class GradientReducer:
     def _register_grad_hook(
         self, param: BucketParam, reduction: _BucketReduction, queue: list[_BucketReduction]
     ) -> None:
-<<<<<<< HEAD
-        self._main_grads[param.parameter] = _MainGrad(reduction.group.param_grad(param), reduction, queue)
-=======
         self._main_grads[id(param.parameter)] = _MainGrad(
-            param.parameter, reduction.group.param_view(reduction.group.flat_grads, param), reduction, queue
+            param.parameter, reduction.group.param_grad(param), reduction, queue
         )
->>>>>>> k4-host
 
         # The garbage collector cannot see a parameter's hook: a strong reference would keep all of this alive for ever,
         # process groups included.
@@ -153,15 +149,10 @@ class GradientReducer:
         self.write_grad(parameter, lambda out, accumulate: out.add_(grad) if accumulate else out.copy_(grad))
 
     def write_grad(self, parameter: Tensor, write: Callable[[Tensor, bool], object]) -> None:
-<<<<<<< HEAD
-        """Lets `write` accumulate one gradient of a parameter into its buffer."""
-        main = self._main_grads[parameter]
-        if main.overwrite_next:
-            main.reduction.grads.allocate()
-=======
         """Lets `write` accumulate one gradient of a parameter into its buffer; gradients are not enabled, as in a backward pass."""
         main = self._main_grads[id(parameter)]
->>>>>>> k4-host
+        if main.overwrite_next:
+            main.reduction.grads.allocate()
         write(main.main_grad, not main.overwrite_next)
         main.overwrite_next = False
         send = main.reduction
