@@ -324,9 +324,9 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
 
 
 def set_gemm(module: Linear, gemm: Gemm) -> None:
-    """Makes a linear use a GEMM; its communication stays."""
+    """Makes a linear use a GEMM; its communication stays. What such a GEMM saves is no view of its input, which is saved before."""
     linear_op = _parallel_op(module)
-    module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, gemm=gemm))
+    module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, gemm=gemm), save_first=True)
 
 
 def gemm_of(module: Linear) -> Gemm:
