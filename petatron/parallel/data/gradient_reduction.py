@@ -115,9 +115,9 @@ class GradientReducer:
             for send in queue:
                 send.num_pending = send.grads_per_micro_batch * micro_batches
 
-    @torch.no_grad()
     def add_grad(self, parameter: Tensor, grad: Tensor) -> None:
         """Accumulates a gradient tensor."""
+        grad = grad.detach() if grad.requires_grad else grad
         self.write_grad(parameter, lambda out, accumulate: out.add_(grad) if accumulate else out.copy_(grad))
 
     def write_grad(self, parameter: Tensor, write: Callable[[Tensor, bool], object]) -> None:
