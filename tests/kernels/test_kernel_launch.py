@@ -30,7 +30,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of tensors on a CPU
         monkeypatch.setattr(kernel_launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=str)))
         runtime = SimpleNamespace(launch_enter_hook=self.hooks, launch_exit_hook=SimpleNamespace(calls=[]))
-        monkeypatch.setattr(kernel_launch, "knobs", SimpleNamespace(runtime=runtime))
+        monkeypatch.setattr(kernel_launch, "_runtime", runtime)
 
     def _run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> Any:
         self.slow.append((grid, args, kwargs))

@@ -13,7 +13,8 @@ new, not aligned, or watched by hooks takes Triton's own way; so does everything
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from triton.runtime.driver import driver
 _ALIGNMENT = 16
 _MAX_REMEMBERED = 512
 """Sizes may change with every call, as those of generation do: then as many are remembered."""
-_dtype = attrgetter("dtype")
+_dtype, _runtime = attrgetter("dtype"), knobs.runtime
 
 
 class KernelLauncher:
@@ -46,16 +47,13 @@ class KernelLauncher:
         **constants: Any,
     ) -> None:
         """Launches so many programs."""
-        addresses, low_bits, device = [], 0, tensors[0].get_device()
-        for tensor in tensors:
-            address = tensor.data_ptr()
-            low_bits |= address
-            addresses.append(address)
+        device, addresses = tensors[0].get_device(), [*map(Tensor.data_ptr, tensors)]
+        aligned = reduce(or_, addresses) % _ALIGNMENT == 0
         key = (device, num_warps, launch_pdl, numbers, *map(type, numbers), *map(_dtype, tensors), *constants.items())
-        found = self._remembered.get(key) if low_bits % _ALIGNMENT == 0 else None
-        if found is None or _hooks():
+        found = self._remembered.get(key) if aligned else None
+        if found is None or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:
             compiled = self._launch(programs, tensors, numbers, constants, num_warps, launch_pdl)
-            if self._remembers and low_bits % _ALIGNMENT == 0 and device == torch.cuda.current_device():
+            if self._remembers and aligned and device == torch.cuda.current_device():
                 self._remember(key, compiled, numbers, constants)
             return
         run, function, metadata, stream_of, others = found
@@ -84,8 +82,3 @@ class KernelLauncher:
         stream_of = driver.active.get_current_stream
         run = compiled.run  # loads the binary, without which there is no function
         self._remembered[key] = (run, compiled.function, compiled.packed_metadata, stream_of, (*numbers, *ordered))
-
-
-def _hooks() -> bool:
-    """Whether somebody watches launches."""
-    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
