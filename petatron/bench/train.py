@@ -80,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", action="store_true", help="say what our step costs the host per layer, by models of 2 and 4 layers"
     )
+    parser.add_argument("--memory", action="store_true", help="say what holds our memory at the peak of a step")
 
 
 def _parse_peers(texts: Sequence[str]) -> list[str]:
@@ -257,7 +258,8 @@ def _time_runners(args: argparse.Namespace, runners: list[BenchRunner], measurem
         measurements.gpu_readings[runner.name] = samples.describe()
     for runner in runners:
         breakdown = profile_steps(runner).as_json() if args.breakdown else None
-        measurements.contenders[runner.name] = {**runner.as_json(), "breakdown": breakdown}
+        memory = runner.snapshot_memory() if args.memory else None
+        measurements.contenders[runner.name] = {**runner.as_json(), "breakdown": breakdown, "memory": memory}
     for runner in runners[1:]:
         measurements.paired_speedups[runner.name] = paired_speedups(runners[0].blocks_ms, runner.blocks_ms)
 
@@ -331,6 +333,7 @@ def _run_subprocess(args: argparse.Namespace, flags: Sequence[str], name: str) -
             (args.no_compile, "--no-compile"),
             (args.peer_keeps_gathered, "--peer-keeps-gathered"),
             (args.breakdown, "--breakdown"),
+            (args.memory, "--memory"),
         ):
             words += [flag] if given else []
         done = subprocess.run([*words, *flags], capture_output=True, text=True)

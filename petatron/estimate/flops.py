@@ -28,7 +28,8 @@ tokens, 3 times 2 w (d + 2 G N).
 A gated delta net in X layers, beside A of attention, has weights h (2 n + 3 p + 2 H), with n the width of all key heads, p that of all
 H value heads, N and P the widths of one of each. Its rule costs 3 times c (2 n + p) inside chunks, c (p + H N) for their triangular
 systems (both causally half of all pairs) and 6 H N P with the states; its convolution 3 times 2 w (2 n + p). Attention with a gated
-output has h (2q + 2k) for h (q + 2k).
+output has h (2q + 2k) for h (q + 2k). With a decay of every key channel a net has weights h (2 n + 2 p + H + N + P) + H N^2 + p P, since
+decays and gates come through latents as wide as a head, and 2 H N inside chunks for 2 n.
 
 The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s^2 / 2, what a causal model needs;
 `full` counts s^2, as papers that quote higher utilisation do. A sliding window of w tokens leaves w s - w^2 / 2 of the
@@ -52,17 +53,19 @@ def flops_formula(
     latent: bool = False,
     hybrid: bool = False,
     delta: bool = False,
+    by_channel: bool = False,
     gated: bool = False,
 ) -> str:
     """Returns the formula behind the reported TFLOP/s and MFU, for people.
 
-    delta: some layers are gated delta nets. gated: attention's output has a gate.
+    delta: some layers are gated delta nets. by_channel: their decays are of every key channel. gated: attention's output has a gate.
     """
     pairs, chunk = ("s^2/2", "c") if causal else ("s^2", "2 c")
     qkv, width = ("h (a + c + r) + a q + c (k + v) + v h", "6 L (q + v)") if latent else ("h (q + 2k) + q h", "12 L q")
     qkv = qkv.replace("h (q + 2k)", "h (2q + 2k)") if gated else qkv
-    net = "X h (2 n + 3 p + 2 H)"
-    rule = f" + 3 T X ({chunk} (2 n + 2 p + H N) + 6 H N P + 2 w (2 n + p))" if delta else ""
+    net = "X (h (2 n + 2 p + H + N + P) + H N^2 + p P)" if by_channel else "X h (2 n + 3 p + 2 H)"
+    keys = "2 H N" if by_channel else "2 n"
+    rule = f" + 3 T X ({chunk} ({keys} + 2 p + H N) + 6 H N P + 2 w (2 n + p))" if delta else ""
     if hybrid:
         mamba, scan = "M h (3d + 2 G N + H)", f"3 T M ({chunk} (d + G N) + 4 d N + 2 w (d + 2 G N))"
         scans = f"{mamba} + {net}" if delta else mamba

@@ -37,12 +37,12 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
-from petatron.infer.step.decode_graphs import CacheLocations, StepOutputs
 from petatron.infer.step.exchange_results import exchange_results
 from petatron.infer.step.generation_weights import GenerationWeights
 from petatron.infer.step.layer_states import any_layer_has
-from petatron.infer.step.model_steps import ModelSteps, PackedStep, pack_step, shares_experts
+from petatron.infer.step.model_steps import ModelSteps, shares_experts
 from petatron.infer.step.new_ids import PendingIds, draw_ids, needs_host
+from petatron.infer.step.packed_step import CacheLocations, PackedStep, StepOutputs, pack_step
 from petatron.infer.step.step_result import NO_TOKEN, SequenceResult, StepLayout, compute_result
 from petatron.infer.text_stream import TextStream
 from petatron.layers.spec.generation_state import PagedState, RecurrentState

@@ -27,7 +27,8 @@ def rms_norm(
     """Returns total, normalised total and reciprocal RMS; `zero_centered_gamma`: weights are stored as an offset from one."""
     total = x_RD if branch is None else x_RD + branch
     wide = to_compute_dtype(total)
-    rstd_R1 = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+    # The bits of a square, which is a power with an exponent to look at: that takes longer than a few rows' multiplication.
+    rstd_R1 = (wide * wide).mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
     normal = _scaled(wide * rstd_R1, weight_D, total.dtype, zero_centered_gamma=zero_centered_gamma)
     return total, normal, rstd_R1.squeeze(-1)
 

@@ -4,7 +4,8 @@
     kv latent  c_kv, k_r = W_dkv x;  norm(c_kv)          k = [W_uk c_kv of each head | rope(k_r) of all heads],   v = W_uv c_kv
     y = W_o softmax(q k^T scale) v                       scale = t^2 / sqrt(width of a query)
 
-Without a query latent, q = W_q x. With YaRN t is 0.1 mscale_all_dim ln(factor) + 1, else 1. Queries and keys are wider than values. The
+Without a query latent, q = W_q x. Without positions (Kimi-Linear) nothing is rotated, and k_r is a part of the keys that all heads share.
+With YaRN t is 0.1 mscale_all_dim ln(factor) + 1, else 1. Queries and keys are wider than values. The
 rotary pairs are neighbours in the rows of W_uq and W_dkv, as in DeepSeek's and Megatron-LM's weights.
 
 Tensor parallelism shards what has heads, W_uq, W_uk and W_uv by columns and W_o by rows. The down-projections are small and whole on
@@ -49,7 +50,9 @@ class MlaSpec(BranchSpec):
 
     q_rank: the width of the query latent; None: queries come from the hidden state.
     kv_rank: the width of the latent of keys and values.
-    nope_dim, v_dim: the width of the part of a query or key head without position, and of a value head; `rope` has the rotary width.
+    nope_dim, v_dim: the width of the part of a query or key head without position, and of a value head.
+    rotary_dim: the width of the other part of a query or key head; all heads share that of the keys.
+    rope: how that part is rotated; None: it is not.
     q_norm, kv_norm: the norms of the latents.
     window: the number of tokens that one attends to, itself included; None: all.
     std, out_std: of the initial weights of the first GEMMs and of the last one.
@@ -66,7 +69,8 @@ class MlaSpec(BranchSpec):
     kv_rank: int
     nope_dim: int
     v_dim: int
-    rope: RopeSpec
+    rotary_dim: int
+    rope: RopeSpec | None
     q_norm: NormSpec | None
     kv_norm: NormSpec | None
     out_bias: bool
@@ -86,12 +90,12 @@ class MlaSpec(BranchSpec):
     @property
     def qk_dim(self) -> int:
         """The width of a query or key head."""
-        return self.nope_dim + self.rope.rotary_dim
+        return self.nope_dim + self.rotary_dim
 
     @property
     def query_scale(self) -> float:
         """The factor on queries besides that of attention itself, 1 / sqrt(width): YaRN's temperature, squared."""
-        if self.rope.scaling != "yarn" or self.rope.scaling_factor <= 1.0:
+        if self.rope is None or self.rope.scaling != "yarn" or self.rope.scaling_factor <= 1.0:
             return 1.0
         return (0.1 * self.rope.mscale_all_dim * math.log(self.rope.scaling_factor) + 1.0) ** 2
 
@@ -99,15 +103,20 @@ class MlaSpec(BranchSpec):
     def can_generate(self) -> bool:
         return True
 
+    @property
+    def prompt_is_capturable(self) -> bool:
+        """Keys of a prompt are made of latents for as many tokens as the host knows."""
+        return False
+
     def generation_state(self, tp: int) -> PagedState | None:
         """The latent and the rotary key, which all heads share: the same on every rank."""
-        return PagedState((("latent", (self.kv_rank,)), ("rope_key", (self.rope.rotary_dim,))))
+        return PagedState((("latent", (self.kv_rank,)), ("rope_key", (self.rotary_dim,))))
 
     def build(self, layer_index: int) -> MultiLatentAttention:
         return MultiLatentAttention(self, layer_index)
 
     def params(self) -> Mapping[str, ParamSpec]:
-        heads, rotary = self.num_heads, self.rope.rotary_dim
+        heads, rotary = self.num_heads, self.rotary_dim
         q_rows, kv_rows = heads * self.qk_dim, heads * (self.nope_dim + self.v_dim)
         params: dict[str, ParamSpec] = {}
         if self.q_rank is not None:
@@ -149,7 +158,7 @@ class MlaSpec(BranchSpec):
 
     def _latent_bytes(self, shape: ActivationShape) -> int:
         """Returns the bytes of the latents, which norms save with their statistics; rotary keys are in one tensor with theirs."""
-        saved = shape.activation_bytes(shape.tokens, (self.q_rank or 0) + self.kv_rank + self.rope.rotary_dim)
+        saved = shape.activation_bytes(shape.tokens, (self.q_rank or 0) + self.kv_rank + self.rotary_dim)
         norms = (self.kv_norm, self.q_norm if self.q_rank is not None else None)
         return saved + sum(norm.statistics_bytes(shape, shape.tokens) for norm in norms if norm is not None)
 
@@ -170,7 +179,7 @@ class MlaSpec(BranchSpec):
 
     def forward_flops(self, shape: ActivationShape) -> float:
         heads, rows = self.num_heads // shape.tp, shape.gathered_tokens
-        down = self.hidden_size * ((self.q_rank or 0) + self.kv_rank + self.rope.rotary_dim)
+        down = self.hidden_size * ((self.q_rank or 0) + self.kv_rank + self.rotary_dim)
         up = heads * (self.q_input_size * self.qk_dim + self.kv_rank * (self.nope_dim + self.v_dim))
         gemms = 2.0 * (shape.tokens * down + rows * up)
         return self.norm_flops(shape) + gemms + self._core_flops(shape) + self._out_flops(shape)
@@ -198,7 +207,7 @@ class MultiLatentAttention(BranchModule):
     def __init__(self, spec: MlaSpec, layer_index: int) -> None:
         super().__init__()
         self.spec, self.layer_index = spec, layer_index
-        hidden, heads, rotary = spec.hidden_size, spec.num_heads, spec.rope.rotary_dim
+        hidden, heads, rotary = spec.hidden_size, spec.num_heads, spec.rotary_dim
         has_q_latent = spec.q_rank is not None
         self.q_down = Linear(hidden, (spec.q_rank,), bias=False) if spec.q_rank is not None else None
         self.q_norm = spec.q_norm.build() if has_q_latent and spec.q_norm is not None else None
@@ -219,29 +228,36 @@ class MultiLatentAttention(BranchModule):
         return {"core_attn": self.core, "attention": self}
 
     def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
-        cos_sin = context.rope_cos_sin[self.spec.rope]
+        cos_sin = None if self.spec.rope is None else context.rope_cos_sin[self.spec.rope]
         if context.generation is not None:
             return self.out(self._cached_attention(x_SBD, cos_sin, context.generation).flatten(-2))
         q_SBHE = self._queries(x_SBD, cos_sin)
         k_SBHE, v_SBHV = self._keys_and_values(x_SBD, cos_sin)
         return self.out(self.core(q_SBHE, k_SBHE, v_SBHV, context.documents).flatten(-2))
 
-    def _queries(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin) -> Tensor:
+    def _queries(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin | None) -> Tensor:
         latent = x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
         q_SBHE = _batch_of_one(self.q_up(latent)).unflatten(-1, (-1, self.spec.qk_dim))
-        return interleaved_rope(q_SBHE, cos_sin, scale=self.spec.query_scale, kernels=self.head_kernels)
+        return self._rotated(q_SBHE, cos_sin, scale=self.spec.query_scale)
 
-    def _cached_attention(self, x_TD: Tensor | Recomputable, cos_sin: RopeCosSin, step: GenerationStep) -> Tensor:
+    def _rotated(self, x_SBHE: Tensor, cos_sin: RopeCosSin | None, *, scale: float = 1.0) -> Tensor:
+        if cos_sin is None:
+            return x_SBHE
+        return interleaved_rope(x_SBHE, cos_sin, scale=scale, kernels=self.head_kernels)
+
+    def _cached_attention(
+        self, x_TD: Tensor | Recomputable, cos_sin: RopeCosSin | None, step: GenerationStep
+    ) -> Tensor:
         """Attends through the pages of this layer to the tokens before; of them only latent and rotary key are known."""
         spec, pages = self.spec, step.pages[self.layer_index]
-        latent_TC, rotary_TR = self.kv_down(x_TD).split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
+        latent_TC, rotary_TR = self.kv_down(x_TD).split((spec.kv_rank, spec.rotary_dim), dim=-1)
         normed = as_recomputable(_normed(self.kv_norm, latent_TC)).value
         whole = self.rotary_key_comm(torch.cat((normed, rotary_TR), dim=-1))
-        latent_TC, rotary_TR = whole.split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
+        latent_TC, rotary_TR = whole.split((spec.kv_rank, spec.rotary_dim), dim=-1)
         return paged_latent.paged_latent_attention(
             self._queries(x_TD, cos_sin).squeeze(1),
             latent_TC,
-            interleaved_rope(rotary_TR[:, None, None], cos_sin, kernels=self.head_kernels).flatten(1),
+            self._rotated(rotary_TR[:, None, None], cos_sin).flatten(1),
             LatentPages(pages["latent"], pages["rope_key"]),
             step.batch,
             up=LatentUpProjection.of(self.kv_up.weight, nope_dim=spec.nope_dim, v_dim=spec.v_dim),
@@ -249,17 +265,26 @@ class MultiLatentAttention(BranchModule):
             kernels=self.latent_kernels,
         )
 
-    def _keys_and_values(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin | None) -> tuple[Tensor, Tensor]:
         spec = self.spec
-        latent, rotary_SBR = self.kv_down(x_SBD).split((spec.kv_rank, spec.rope.rotary_dim), dim=-1)
+        latent, rotary_SBR = self.kv_down(x_SBD).split((spec.kv_rank, spec.rotary_dim), dim=-1)
         kv = self.kv_up(_normed(self.kv_norm, latent)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
         rotary_SBR = self.rotary_key_comm(rotary_SBR)
+        if cos_sin is None:
+            return _join_shared_key(kv, rotary_SBR, nope_dim=spec.nope_dim)
         return join_rope_key(kv, rotary_SBR, cos_sin, nope_dim=spec.nope_dim, kernels=self.head_kernels)
 
 
 def _batch_of_one(x: Tensor) -> Tensor:
     """The packed rows of a generation step as a batch of one sequence; a batch is returned as it is."""
     return x.unsqueeze(1) if x.dim() == 2 else x
+
+
+def _join_shared_key(kv_SBHM: Tensor, shared_SBR: Tensor, *, nope_dim: int) -> tuple[Tensor, Tensor]:
+    """Returns new keys, each joined to the part that all heads of its token share, and new values: attention saves no view of `kv`."""
+    keys, values = kv_SBHM.split((nope_dim, kv_SBHM.shape[-1] - nope_dim), dim=-1)
+    shared = shared_SBR.unsqueeze(-2).expand(*keys.shape[:-1], -1)
+    return torch.cat((keys, shared), dim=-1), values.contiguous()
 
 
 def _normed(norm: Norm | None, latent: Tensor) -> Tensor | Recomputable:

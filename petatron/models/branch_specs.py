@@ -20,6 +20,7 @@ from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.branch import residual_std
 from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
+from petatron.layers.ssm.kimi_delta_attention import KimiDeltaSpec
 from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.models.rope_settings import rope_spec
 
@@ -113,15 +114,32 @@ def mla_spec(config: ModelConfig) -> MlaSpec:
         kv_rank=config.kv_lora_rank,
         nope_dim=config.qk_head_dim,
         v_dim=config.v_head_dim,
-        rope=replace(rope_spec(config, config.qk_pos_emb_head_dim), rotary_dim=config.qk_pos_emb_head_dim),
-        q_norm=norm_spec(config, config.q_lora_rank) if config.qk_layernorm and config.q_lora_rank else None,
-        kv_norm=norm_spec(config, config.kv_lora_rank) if config.qk_layernorm else None,
+        rotary_dim=config.qk_pos_emb_head_dim,
+        rope=latent_rope_spec(config),
+        q_norm=latent_norm_spec(config, config.q_lora_rank) if config.q_lora_rank else None,
+        kv_norm=latent_norm_spec(config, config.kv_lora_rank),
         out_bias=config.add_bias_linear,
         window=config.window_size,
         dropout=config.attention_dropout,
         std=config.init_method_std,
         out_std=out_std(config),
     )
+
+
+def latent_norm_spec(config: ModelConfig, width: int) -> NormSpec | None:
+    """Returns the norm of a latent; None: latents are not normalised."""
+    if not config.qk_layernorm:
+        return None
+    norm, eps = norm_spec(config, width), config.latent_norm_epsilon
+    return norm if eps is None else replace(norm, eps=eps)
+
+
+def latent_rope_spec(config: ModelConfig) -> RopeSpec | None:
+    """Returns how the rotary part of latent attention's heads is rotated, which is all of it; None: positions do not enter."""
+    if config.position_embedding_type not in ("rope", "yarn"):
+        return None
+    width = config.qk_pos_emb_head_dim
+    return replace(rope_spec(config, width), rotary_dim=width)
 
 
 def mamba2_spec(config: ModelConfig) -> Mamba2Spec:
@@ -145,7 +163,8 @@ def mamba2_spec(config: ModelConfig) -> Mamba2Spec:
 
 
 def delta_spec(config: ModelConfig) -> GatedDeltaNetSpec:
-    return GatedDeltaNetSpec(
+    kind = KimiDeltaSpec if config.experimental_attention_variant == "kimi_delta_attention" else GatedDeltaNetSpec
+    return kind(
         hidden_size=config.hidden_size,
         num_key_heads=config.linear_num_key_heads,
         num_value_heads=config.linear_num_value_heads,

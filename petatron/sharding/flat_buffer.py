@@ -1,9 +1,9 @@
-"""Flat buffers: all parameters of one kind in one contiguous tensor, with their gradients in another of the same layout.
+"""Flat buffers: all parameters of one kind in one contiguous tensor, with their gradients in one tensor per bucket.
 
-A buffer is cut into buckets, the unit in which gradients are reduced during the backward pass. Without sharding,
-every rank has and updates the whole buffer. With the distributed optimizer (ZeRO-1), each rank of the `shard` axis owns
-one part of every bucket: gradients are reduce-scattered, master weights and moments exist only for the owned parts, and
-updated weights are gathered bucket by bucket. So buckets are padded to a multiple of the ranks that share them.
+A buffer is cut into buckets, the unit in which gradients are reduced during the backward pass, and in which their memory is
+allocated and freed. Without sharding, every rank updates whole buckets. With the distributed optimizer (ZeRO-1), each rank of the
+`shard` axis owns one part of every bucket: gradients are reduce-scattered, master weights and moments exist only for the owned
+parts, and updated weights are gathered bucket by bucket. So buckets are padded to a multiple of the ranks that share them.
 
 Where an update rule needs whole matrices (`GroupSpec.unit`), the parameters of a bucket are assigned to its shards, the largest first,
 each to the shard that has least; all shards are as long as the fullest. A bucket takes more parameters until little of it is
@@ -30,6 +30,7 @@ from petatron.kernels.fp8.cast_and_gemm import Scaling
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
+from petatron.sharding.bucket import Bucket, BucketGrads, BucketParam
 from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParamRange, rank_share
 from petatron.sharding.fp8_gather import BucketFp8Gather, Fp8Weights
 from petatron.sharding.group_spec import GroupSpec
@@ -42,34 +43,6 @@ _ALIGNMENT = 64
 # Buckets of whole matrices: the largest share of padding, and how many bucket sizes of matrices to try for less.
 _MAX_PADDING = 1 / 16
 _MAX_BUCKET_SIZES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class BucketParam:
-    """One parameter's place in its group; `grad_order` is its position among the gradients of its stage's backward pass.
-
-    `grads_per_micro_batch` is how many gradients it gets per micro-batch: 2 for a tied embedding with both its ends on one rank.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    placement: Placement
-    start: int
-    grad_order: int
-    grads_per_micro_batch: int = 1
-
-    @property
-    def end(self) -> int:
-        return self.start + self.parameter.numel()
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A range of a group's buffers, and the parameters in it."""
-
-    begin: int
-    end: int
-    params: tuple[BucketParam, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +86,13 @@ class FlatParamGroup:
         self.virtual_stage = virtual_stage
         self.replica_axis = axes.outer if axes.sharded else axes.data_parallel
         self._shard_axis = axes.shard if axes.sharded else axes.shard.alone()
-        self._places = {id(slot.placement): (bucket, slot) for bucket in buckets for slot in bucket.params}
+        self._places = {
+            id(slot.placement): (index, slot) for index, bucket in enumerate(buckets) for slot in bucket.params
+        }
         self.flat_weights = torch.zeros(size, dtype=first.dtype, device=first.device)
         grad_dtype = grad_dtype or torch.promote_types(first.dtype, torch.float32)
-        self.flat_grads = torch.zeros(size, dtype=grad_dtype, device=first.device if gradients else "meta")
+        device = first.device if gradients else "meta"
+        self.bucket_grads = [BucketGrads(bucket, grad_dtype, device) for bucket in buckets]
         self.flat_shards = [self._flat_shard(begin, end) for begin, end in self._owned_ranges()]
         self._overlap_param_gather = overlap_param_gather
         self._gather_handles: dict[int, Handle] = {}
@@ -126,7 +102,7 @@ class FlatParamGroup:
             slot.parameter.data = view
         self._fp8_gather = self._build_fp8_gather(fp8_weights) if fp8_weights is not None else None
         self._scales: Tensor | None = None
-        self._owned_weights = self._owned_views(self.flat_weights)
+        self._owned_weights = [self.flat_weights[begin:end] for begin, end in self._owned_ranges()]
         if self._fp8_gather is not None:
             self._owned_weights = [weight.clone() for weight in self._owned_weights]
 
@@ -149,6 +125,12 @@ class FlatParamGroup:
         """Returns a parameter-shaped view into a tensor of this group's layout."""
         return flat[param.start : param.end].view(param.placement.shape)
 
+    def param_grad(self, param: BucketParam) -> Tensor:
+        """Returns the parameter-shaped view of a parameter's gradient."""
+        index, _ = self._places[id(param.placement)]
+        begin = self.buckets[index].begin
+        return self.bucket_grads[index].flat[param.start - begin : param.end - begin].view(param.placement.shape)
+
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         """Returns the range of a bucket that this rank updates."""
         if not self.axes.sharded:
@@ -167,7 +149,8 @@ class FlatParamGroup:
 
     def owned_ranges(self, placement: Placement) -> list[OwnedRange]:
         """Returns which elements of a parameter each rank of `shard_axis` owns."""
-        bucket, slot = self._places[id(placement)]
+        index, slot = self._places[id(placement)]
+        bucket = self.buckets[index]
         length = (bucket.end - bucket.begin) // self._shard_axis.size
         first, last = (slot.start - bucket.begin) // length, (slot.end - 1 - bucket.begin) // length
         found = []
@@ -178,8 +161,6 @@ class FlatParamGroup:
         return found
 
     def _owned_ranges(self) -> list[tuple[int, int]]:
-        if not self.axes.sharded:
-            return [(0, self.buckets[-1].end)]
         return [self.owned_range(bucket) for bucket in self.buckets]
 
     def _flat_shard(self, begin: int, end: int) -> FlatShard:
@@ -190,14 +171,14 @@ class FlatParamGroup:
                 parts.append(ParamRange(slot.placement, low - slot.start, high - slot.start, low - begin))
         return FlatShard(end - begin, tuple(parts), rank_share(end - begin, self.replica_axis))
 
-    def _owned_views(self, flat: Tensor) -> list[Tensor]:
-        return [flat[begin:end] for begin, end in self._owned_ranges()]
-
     def weights(self) -> list[Tensor]:
         return list(self._owned_weights)
 
     def grads(self) -> list[Tensor]:
-        return self._owned_views(self.flat_grads)
+        found = []
+        for bucket, grads, (begin, end) in zip(self.buckets, self.bucket_grads, self._owned_ranges(), strict=True):
+            found.append(grads.flat[begin - bucket.begin : end - bucket.begin])
+        return found
 
     def sync_fp8_scales(self) -> None:
         """Reduces the scales of weights that are gathered in FP8, over all ranks."""

@@ -95,8 +95,9 @@ def _hybrid_flags(random: Random, first: str) -> list[str]:
 
 
 def _variant_of_delta(random: Random) -> list[str]:
+    variant = random.choice(("gated_delta_net", "kimi_delta_attention"))
     return [
-        f"--experimental-attention-variant gated_delta_net --linear-attention-freq {random.choice((1, 2, 3, 4))}",
+        f"--experimental-attention-variant {variant} --linear-attention-freq {random.choice((1, 2, 3, 4))}",
         *_delta_sizes(random),
     ]
 

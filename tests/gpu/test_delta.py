@@ -93,8 +93,8 @@ def test_the_delta_rule_of_few_tokens_and_one_head(length: int):
 
 def test_decays_of_all_sizes_and_strengths_of_zero_and_one():
     inputs = rule_inputs(200, torch.bfloat16)
-    inputs.g_SBH[::7] = -30.0
-    inputs.g_SBH[:, :, 1] = -1e-4
+    inputs.g[::7] = -30.0
+    inputs.g[:, :, 1] = -1e-4
     inputs.beta_SBH[::3], inputs.beta_SBH[1::3] = 0.0, 1.0
     compare(inputs)
 
@@ -103,7 +103,7 @@ def test_keys_that_are_much_alike():
     """Powers of such a system explode where its inverse does not."""
     inputs = rule_inputs(200, torch.bfloat16)
     inputs.k_SBGN.add_(3.0)
-    inputs.g_SBH.mul_(1e-3)
+    inputs.g.mul_(1e-3)
     found, exact = triton_rule(torch.bfloat16), DeltaInputs(*(tensor.double() for tensor in inputs))
     ours = found.chunk_delta_rule(*inputs, **OPTIONS)
     true = chunk_delta_rule.chunk_delta_rule(*exact, **OPTIONS)
@@ -136,7 +136,7 @@ def test_states_beyond_two_billion_elements():
     length, last = 265_000, 1_000
     assert length // 64 * 32 * WIDTH**2 > 2**31
     inputs, found = rule_inputs(length, torch.bfloat16, batch=1, key_heads=16, heads=32), triton_rule(torch.bfloat16)
-    inputs.g_SBH.mul_(1e-2)
+    inputs.g.mul_(1e-2)
     whole, final = found.chunk_delta_rule(*inputs, **OPTIONS)
     _, state = found.chunk_delta_rule(*(tensor[:-last] for tensor in inputs), **OPTIONS)
     rest = DeltaInputs(*(tensor[-last:] for tensor in inputs))

@@ -11,6 +11,7 @@ from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
+from petatron.infer.step import prompt_graphs
 from petatron.models.decoder import Decoder
 from tests.unit.infer.test_recurrent import DELTA, HYBRID, MAMBA
 from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
@@ -133,10 +134,31 @@ def test_graphs_may_be_captured_beforehand():
     engine = Engine(model(), options=EngineOptions(page_size=4, max_sequences=3))
     counts: list[tuple[int, int]] = []
     engine.capture_graphs(lambda done, total: counts.append((done, total)))
-    assert counts == [(1, 3), (2, 3), (3, 3)], "of one, two and three sequences"
+    assert counts[:1] + counts[-1:] == [(1, len(counts)), (len(counts), len(counts))]
+    assert len(counts) > 3, "of one, two and three sequences, and of prompts"
     wanted = {tuple(each.prompt_ids): each.ids for each in answers(params)}
     for prompt, ids in wanted.items():
         assert engine.complete([list(prompt)], params)[0][0].ids == ids
+
+
+@pytest.mark.parametrize("flags", [*KINDS[:3], "--bf16", "--bf16 --no-compile --num-experts 4 --moe-router-topk 2"])
+def test_prompts_in_graphs_change_no_token(flags: str, monkeypatch: pytest.MonkeyPatch):
+    """Prompts that begin, go on after a shared beginning, and are cut into chunks, beside tokens that decode."""
+    monkeypatch.setattr(prompt_graphs, "_FIRST_STEPS", 0)
+    prompts = [[*PROMPTS[2], *prompt] for prompt in PROMPTS] + PROMPTS
+    params = [
+        SamplingParams(max_new_tokens=4, temperature=0.0),
+        SamplingParams(max_new_tokens=4, temperature=0.8, seed=2),
+    ]
+    found = []
+    for graphs in (True, False):
+        options = EngineOptions(page_size=4, max_step_tokens=24, max_sequences=5, cuda_graphs=graphs)
+        engine = Engine(model(flags), options=options)
+        found.append([[each.ids for each in row] for row in engine.complete(prompts, params)])
+        captured = engine._steps._prompt_graphs  # pyright: ignore[reportPrivateUsage]
+        assert (captured is not None and len(captured._captured) > 1) == graphs  # pyright: ignore[reportPrivateUsage]
+        engine.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("flags", ["", f"--fp64 {HYBRID}"])

@@ -50,7 +50,7 @@ def check_gradients(true: Truth, grads: Mapping[str, Tensor], spec: ModelSpec) -
         torch.testing.assert_close(grads[key], value, rtol=1e-4, atol=bound, msg=lambda text, key=key: f"{key}: {text}")
 
 
-STAGES = ["falcon-h1", later("falcon-h1-norm-then-gate"), "bloom", "mpt-clipped"]
+STAGES = ["kimi-linear-moe", "falcon-h1", later("falcon-h1-norm-then-gate"), "bloom", "mpt-clipped"]
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -94,6 +94,7 @@ AT_ONCE = {
     ("qwen3-moe-every-second", "tp2-etp1-ep2"),
     ("deepseek-v3", "tp2"),
     ("qwen3-next-moe", "tp2"),
+    ("kimi-linear-moe", "tp2"),
     ("deepseek-v2-groups", "tp2-etp1-ep2"),
 }
 MIXTURES = [
@@ -131,6 +132,7 @@ WRONG = [
     ("deepseek-v2-groups", {"yarn_mscale_all_dim": 0.5}, 1e-3),
     ("deepseek-v3", {"moe_router_group_score_topk": 1}, 1e-2),
     ("deepseek-v3", {"moe_router_topk_scaling_factor": 2.0}, 1e-2),
+    ("kimi-linear-moe", {"latent_norm_epsilon": 1e-1}, 1e-3),
 ]
 
 

@@ -179,6 +179,24 @@ def _qwen3_next(**changes: Any) -> Any:
     return _build("Qwen3Next", **{**base, **changes})
 
 
+def _kimi_linear(**changes: Any) -> Any:
+    base = {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 5,
+        "v_head_dim": 7,
+        "layer_types": ["linear_attention", _FULL],
+        "linear_head_dim": 6,
+        "linear_num_heads": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+    }
+    return _build("KimiLinear", **{**base, **changes})
+
+
 VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "ministral-alternating": lambda: _build("Ministral", sliding_window=5, head_dim=8, layer_types=[_SLIDING, _FULL]),
     "smollm3": lambda: _build("SmolLM3", no_rope_layer_interval=2),
@@ -226,6 +244,15 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
         norm_topk_prob=False,
         tie_word_embeddings=True,
         rope_parameters=_PARTIAL_ROPE,
+    ),
+    "kimi-linear-moe": _kimi_linear,
+    "kimi-linear-moe-groups": lambda: _kimi_linear(
+        mlp_layer_types=["sparse", "dense"],
+        n_group=4,
+        topk_group=2,
+        q_lora_rank=20,
+        linear_conv_kernel_dim=3,
+        routed_scaling_factor=1.3,
     ),
     "mamba2": _mamba2,
     "mamba2-tied-one-group": lambda: _mamba2(n_groups=1, head_dim=16, expand=4, tie_word_embeddings=True),

@@ -6,6 +6,7 @@ Biases and norm weights are random too: as transformers initialises them (zeros 
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -184,10 +185,15 @@ def continued(model: Any, name: str, prompts: Tensor) -> Tensor:
 
 
 def saved(model: Any) -> dict[str, Tensor]:
-    """What transformers writes into the model's file, which is not what it has in memory: no tied head, single experts."""
+    """What transformers writes into the model's file, which is not what it has in memory: no tied head, single experts.
+
+    Dense layers of Kimi-Linear are named as in published folders (`tests/hf/test_kimi_linear.py` has transformers' own names).
+    """
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return load_file(Path(folder) / "model.safetensors")
+        tensors = load_file(Path(folder) / "model.safetensors")
+    dense = re.compile(r"\bblock_sparse_moe(?=\.(gate|up|down)_proj\.)")
+    return {dense.sub("mlp", name): tensor for name, tensor in tensors.items()}
 
 
 @cache

@@ -150,7 +150,7 @@ def test_a_state_that_alone_is_used_has_its_gradient():
 def test_half_precision_is_computed_in_float32():
     inputs = delta_inputs(12)
     exact, state = chunk_delta_rule(*inputs, chunk_size=4)
-    half = DeltaInputs(*(tensor.to(torch.bfloat16) for tensor in inputs))._replace(g_SBH=inputs.g_SBH.float())
+    half = DeltaInputs(*(tensor.to(torch.bfloat16) for tensor in inputs))._replace(g=inputs.g.float())
     o, half_state = chunk_delta_rule(*half, chunk_size=4)
     assert o.dtype == torch.bfloat16 and half_state.dtype == torch.float32
     assert (o - exact).norm() / exact.norm() < 0.02 and (half_state - state).norm() / state.norm() < 0.02

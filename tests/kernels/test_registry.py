@@ -21,6 +21,10 @@ from petatron.kernels.fp8.cast_and_gemm import Fp8Kernels
 from petatron.kernels.fp8.gather_cast import GatherCastKernels
 from petatron.kernels.moe import permute
 from petatron.kernels.registry import OPERATIONS, KernelContext, choose_all_kernels, choose_kernel, compiled
+from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
+from petatron.layers.ssm.kimi_delta_attention import KimiDeltaSpec
+from petatron.mesh.mesh import ParallelMesh
+from petatron.parallel.context.delta_rule import ContextParallelDeltaRule
 
 CPU = KernelContext("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
@@ -34,6 +38,8 @@ COMPILED = (
     "norm, then gate",
     "silu gate",
 )
+PLAIN_ONLY = ("gated delta rule by channel",)
+"""No faster kernels take its arguments."""
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -53,7 +59,7 @@ def chosen(
 
 def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(HOPPER, monkeypatch).items():
-        best = "compiled" if operation in COMPILED else "triton"
+        best = "compiled" if operation in COMPILED else "reference" if operation in PLAIN_ONLY else "triton"
         assert name == best == OPERATIONS[operation][0].name
         assert passed_over == ()
 
@@ -70,13 +76,14 @@ def test_what_runs_everywhere(situation: KernelContext, reasons: dict[str, str],
     for operation, (name, passed_over) in chosen(situation, monkeypatch).items():
         assert name == PLAIN_NAMES.get(operation, "reference") == OPERATIONS[operation][-1].name
         better = [kernel.name for kernel in OPERATIONS[operation][:-1]]
-        assert len(better) == 1
+        assert len(better) == (operation not in PLAIN_ONLY)
         assert passed_over == tuple((one, reasons.get(operation, NO_GPU)) for one in better)
 
 
 def test_no_compile_leaves_the_handwritten_ones(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(dataclasses.replace(HOPPER, allow_compile=False), monkeypatch).items():
-        wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else ("triton", ())
+        wanted = ("reference" if operation in PLAIN_ONLY else "triton", ())
+        wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else wanted
         assert (name, passed_over) == wanted
 
 
@@ -166,6 +173,7 @@ CALLED: dict[str, set[str]] = {
     "gated delta rule step": {"delta_step"},
     "causal convolution step": {"conv_step"},
     "gated delta rule": {"chunk_delta_rule", "chunk_delta_rule_backward"},
+    "gated delta rule by channel": {"chunk_delta_rule", "chunk_delta_rule_backward"},
     "silu gate": {"silu_gate", "silu_gate_backward"},
     "norm, then gate": {"norm_then_gate", "norm_then_gate_backward"},
     "adamw": {"adamw", "sum_of_squares"},
@@ -197,6 +205,24 @@ def test_twins_are_called_alike(operation: str):
         assert made.keys() >= CALLED[operation]
         for name, function in made.items():
             assert parameters(function) == parameters(getattr(plain, name)), name
+
+
+@needs_triton
+@pytest.mark.parametrize("context_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(GatedDeltaNetSpec, "triton.ssm.chunk_delta_rule"), (KimiDeltaSpec, "ssm.chunk_channel_delta_rule")],
+)
+def test_decays_of_channels_never_reach_kernels_for_decays_of_heads(
+    kind: type[GatedDeltaNetSpec], expected: str, context_parallel: bool
+):
+    sizes = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 4, "value_head_dim": 4, "conv_width": 4}
+    spec = kind(hidden_size=8, **sizes, chunk_size=64, norm_eps=1e-6, std=0.02, out_std=0.02)
+    rule = spec.build(0).delta
+    if context_parallel:
+        rule = ContextParallelDeltaRule(rule, ParallelMesh.single(torch.device("cpu")).cp)
+    [operation] = rule.kernel_slots().values()
+    assert module_of(choose_kernel(operation, HOPPER).functions) == expected
 
 
 def module_of(implementation: Any) -> str:

@@ -68,6 +68,22 @@ def test_one_orientation():
     assert_same(twins.cast_rows_only(x, E4M3), cast_and_gemm.cast_rows_only(x, E4M3))
 
 
+@pytest.mark.parametrize("name", CASTS)
+def test_a_cast_of_one_orientation_equals_that_half_of_both(name: str):
+    x = representable((144, 272), E4M3, seed=3, spread=20)
+    for kernels in (twins, cast_and_gemm):
+        both, rows, columns = (
+            getattr(kernels, name)(x, E4M3, orientation=each) for each in ("both", "rows", "columns")
+        )
+        assert_same(rows.rows, both.rows)
+        assert_same(columns.columns, both.columns)
+        assert rows.cast_columns is None and columns.cast_rows is None
+        with pytest.raises(AssertionError, match="only the rows"):
+            _ = rows.columns
+        with pytest.raises(AssertionError, match="only the columns"):
+            _ = columns.rows
+
+
 def test_the_matrices_of_experts():
     x = torch.stack([representable((48, 144), E4M3, seed=seed, spread=3) for seed in range(3)])
     cast = twins.cast_matrices(x, E4M3)

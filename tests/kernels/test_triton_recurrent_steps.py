@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -113,17 +114,19 @@ def test_steps_of_the_scan(sizes: Sizes, dtype: torch.dtype):
     check_states(states, exact, before, slots)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize(("sizes", "dtype"), CASES, ids=str)
-def test_steps_of_the_delta_rule(sizes: Sizes, dtype: torch.dtype):
+def test_steps_of_the_delta_rule(sizes: Sizes, dtype: torch.dtype, by_channel: bool):
     count, heads, key_heads, width, depth = sizes
-    widths = (key_heads * depth, key_heads * depth, heads * width, heads, heads)
+    decays = (heads, depth) if by_channel else (heads,)
+    widths = (key_heads * depth, key_heads * depth, heads * width, heads, math.prod(decays))
     states, slots = draw(NUM_SLOTS, heads, depth, width, dtype=torch.float32), slots_of(count)
     exact, before = states.double(), states.clone()
-    A_log, dt_bias = (draw(heads, dtype=dtype) for _ in range(2))
+    A_log, dt_bias = draw(heads, dtype=dtype), draw(*decays, dtype=dtype)
     for index in INDEX_DTYPES:
         parts = columns_of(draw(count, 3 + sum(widths), dtype=dtype), *widths)
         q, k, v = (part.unflatten(1, (number, -1)) for part, number in zip(parts, (key_heads, key_heads, heads)))
-        gates = DeltaGateInputs(parts[3], parts[4], A_log, dt_bias)
+        gates = DeltaGateInputs(parts[3], parts[4].unflatten(1, decays), A_log, dt_bias)
         found = delta_step.delta_step(q, k, v, gates, states=states, slots_B=slots.to(index))
         exact_gates = DeltaGateInputs(*(each.double() for each in gates))
         true = plain_delta.delta_step(q.double(), k.double(), v.double(), exact_gates, states=exact, slots_B=slots)

@@ -9,6 +9,7 @@ from typing import Any
 
 from petatron.base.device import DeviceInfo
 from petatron.bench.measure.machine import versions
+from petatron.bench.measure.memory_snapshot import OUTSIDE_LAYERS
 from petatron.bench.measure.units import format_si
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec
 from petatron.bench.peers.bench_model import NUM_BATCHES
@@ -67,6 +68,8 @@ def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements)
         rows.append((name, _speed_text(values)))
         if values.get("breakdown"):
             rows += _breakdown_rows(values["breakdown"])
+        if values.get("memory"):
+            rows += _memory_rows(values["memory"])
     rows += [] if measurements.host is None else [("host", _host_text(measurements.host))]
     for name, pairs in measurements.paired_speedups.items():
         assert ours is not None
@@ -78,6 +81,7 @@ def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements)
         "latent": model.multi_latent_attention,
         "hybrid": model.hybrid_layer_pattern is not None,
         "delta": has_delta_layers(model),
+        "by_channel": model.experimental_attention_variant == "kimi_delta_attention",
         "gated": model.attention_output_gate,
     }
     for causal, label in ((False, "full"), (True, "causal")):
@@ -167,6 +171,17 @@ def _host_text(host: Mapping[str, Any]) -> str:
 def _breakdown_rows(breakdown: Mapping[str, Any]) -> list[tuple[str, str]]:
     total = breakdown["step_ms"] or 1.0
     return [(f"  {name}", f"{ms:8.2f} ms  {ms / total:6.1%}") for name, ms in breakdown["ms"].items() if ms]
+
+
+def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """One line per purpose, the most bytes first: bytes, share, and how many layers they are of."""
+    total, rows = memory["total"] or 1, []
+    for purpose, sizes in sorted(memory["bytes"].items(), key=lambda item: -sum(item[1].values())):
+        size, layers = sum(sizes.values()), len(sizes.keys() - {OUTSIDE_LAYERS})
+        rows.append(
+            (f"  {purpose}", f"{size / 1e9:9.3f} GB {size / total:6.1%}{f', {layers} layers' if layers else ''}")
+        )
+    return [("  memory at the peak", f"{total / 1e9:9.3f} GB"), *rows]
 
 
 def _compare_with_peer(ours: Mapping[str, Any], theirs: Mapping[str, Any], pairs: Sequence[float]) -> dict[str, Any]:

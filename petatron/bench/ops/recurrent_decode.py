@@ -85,7 +85,7 @@ def _delta(context: BenchContext, shape: RecurrentDecodeShape, count: int) -> Ke
         call=lambda each: each.delta_step(q, k, v, gates, states=states.tensor, slots_B=next(states.slots)),
         checked_call=lambda each: states.check("states", each.delta_step, q, k, v, gates),
         reference=lambda: states.exact("states", delta_step.delta_step, q, k, v, gates),
-        moved_bytes=states.moved_bytes + _bytes(q, k, v, v, gates.a_BH, gates.b_BH),
+        moved_bytes=states.moved_bytes + _bytes(q, k, v, v, gates.a, gates.b_BH),
     )
 
 

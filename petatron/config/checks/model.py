@@ -85,11 +85,12 @@ def _latent_attention(model: RawModelConfig) -> Iterator[Problem]:
     """Rules of `--multi-latent-attention`: its sizes, and what of other attention it has not."""
     for name in LATENT_WIDTHS:
         yield from at_least(name, getattr(model, name), 1)
+    yield from above("latent_norm_epsilon", model.latent_norm_epsilon, 0)
     positions, rotary = model.position_embedding_type, model.qk_pos_emb_head_dim
-    if positions not in ROTARY_TYPES:
+    if positions not in (*ROTARY_TYPES, "none"):
         rule = f"rotates a part of each head, but --position-embedding-type is {positions}"
-        yield Problem(_LATENT, "", rule, "Use --position-embedding-type rope, or yarn.")
-    if rotary > 0 and rotary % 2:
+        yield Problem(_LATENT, "", rule, "Use --position-embedding-type rope, or yarn; or none, which rotates nothing.")
+    if positions != "none" and rotary > 0 and rotary % 2:
         rule = "is odd, and rotary embedding rotates pairs"
         yield Problem("--qk-pos-emb-head-dim", str(rotary), rule, f"Nearest: {multiples_near(rotary, 2)}.")
     if model.group_query_attention:

@@ -218,8 +218,11 @@ def _unused_attention(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     if config.model.normalization == "RMSNorm":
         yield "norm_bias", "an RMSNorm has no bias"
     if not config.model.multi_latent_attention:
-        yield from ((name, "it is for --multi-latent-attention") for name in LATENT_WIDTHS)
+        names = (*LATENT_WIDTHS, "latent_norm_epsilon")
+        yield from ((name, "it is for --multi-latent-attention") for name in names)
         return
+    if not config.model.qk_layernorm:
+        yield "latent_norm_epsilon", "it is for --qk-layernorm"
     yield from ((name, _LATENT_SIZES) for name in ("kv_channels", "rotary_percent"))
 
 

@@ -77,6 +77,8 @@ class LayerVariants(LinearAttention):
     """Factors on the gate of a gated MLP, and on what an MLP adds to the residual stream (Falcon-H1)."""
     mamba_gated_norm: Literal["gate_then_norm", "norm_then_gate", "none"] = "gate_then_norm"
     """Mamba-2: whether the scan's output is gated and then normalised, normalised and then gated, or only gated (Falcon-H1)."""
+    latent_norm_epsilon: Factor | None = None
+    """Latent attention: added to the variance inside the norms of latents (Kimi-Linear). Unset means `--norm-epsilon`."""
     attention_chunk_size: SequenceLength | None = None
     """Layers with rotary positions attend within chunks of so many tokens of a document only (Llama 4). Unset means in none."""
     attention_temperature_scale: Factor | None = None

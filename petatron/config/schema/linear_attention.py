@@ -10,10 +10,10 @@ from petatron.config.schema.numeric_bounds import Width
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention:
-    """Layers of linear attention between those of attention (Qwen3-Next)."""
+    """Layers of linear attention between those of attention (Qwen3-Next, Kimi-Linear)."""
 
-    experimental_attention_variant: Literal["gated_delta_net"] | None = None
-    """Linear attention in some layers: the gated delta net. Unset means attention in all."""
+    experimental_attention_variant: Literal["gated_delta_net", "kimi_delta_attention"] | None = None
+    """Linear attention in some layers: the gated delta net, or that with a decay of every key channel. Unset means attention in all."""
     linear_attention_freq: str | None = None
     """Which layers have linear attention: N means all but every N-th; or one 1 (linear) or 0 per layer, as in ([1]*3+[0])*12."""
     linear_conv_kernel_dim: Width = 4

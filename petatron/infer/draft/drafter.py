@@ -33,7 +33,8 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling import sample_tokens
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
-from petatron.infer.step.model_steps import ModelSteps, PackedStep, ScheduledTokens, pack_rows
+from petatron.infer.step.model_steps import ModelSteps
+from petatron.infer.step.packed_step import PackedStep, ScheduledTokens, pack_rows
 from petatron.infer.step.step_result import StepLayout, sampled_row
 from petatron.parallel.parallel_model import ParallelModel
 

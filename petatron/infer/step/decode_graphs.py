@@ -10,35 +10,22 @@ the host's work of one step overlaps the next.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
+from petatron.infer.step.graph_capture import GraphCapture
+from petatron.infer.step.packed_step import CacheLocations, StepInputs, StepOutputs
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.most_likely import MostLikelyKernels
 from petatron.kernels.registry import KernelContext, choose_kernel
 
-StepInputs = tuple[Tensor, Tensor, PagedBatch, Tensor]
-"""Ids, positions, where they are stored, and the rows whose logits are wanted."""
-StepOutputs = tuple[Tensor, Tensor]
 IntRow = Sequence[int] | np.ndarray
 
-
-class CacheLocations(NamedTuple):
-    """Where each sequence of a step has its rows: its pages, and the slot of its recurrent states."""
-
-    page_lists: Sequence[list[int]]
-    state_slots: Sequence[int]
-
-
-_WARM_UP_STEPS = 2
 _NUM_COLUMNS = 6
 """Ids, rows of the step before whose new ids to take instead (-1: none), positions, page rows, lengths, state slots; after them the
 page table."""
@@ -117,6 +104,7 @@ class DecodeGraphs:
     def __init__(
         self,
         run: Callable[[StepInputs], StepOutputs],
+        capture: GraphCapture,
         device: torch.device,
         dtype: torch.dtype,
         *,
@@ -128,14 +116,12 @@ class DecodeGraphs:
     ) -> None:
         """`shares_pages`: several rows may be tokens of one sequence."""
         self._shares_pages = shares_pages
-        self._run, self._device, self._max_length = run, device, max_length
+        self._run, self._graph_capture, self._device, self._max_length = run, capture, device, max_length
         self._page_size, self._pages = page_size, -(-max_length // page_size)
         self._sizes = captured_sizes(most, multiple)
         context = KernelContext.of(device, dtype, allow_compile=False)
         self._kernels: MostLikelyKernels = choose_kernel("most likely id", context).functions
         self._captured: dict[int, _CapturedStep] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
         self.ids = torch.zeros(self._sizes[-1], dtype=torch.int32, device=device)
         """The new ids of the last step: the most likely ones, unless others were drawn and written here."""
 
@@ -157,37 +143,32 @@ class DecodeGraphs:
         logits, hidden = step.outputs
         return logits[:count], hidden[:count]
 
-    def capture_all(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures the steps of all batch sizes, which otherwise happens when each first occurs."""
-        for number, size in enumerate(reversed(self._sizes), start=1):
+    @property
+    def sizes(self) -> list[int]:
+        """The batch sizes of graphs."""
+        return self._sizes
+
+    def capture_all(self) -> Iterator[int]:
+        """Captures the steps of all batch sizes, which otherwise happens when each first occurs; yields each."""
+        for size in reversed(self._sizes):
             if size not in self._captured:
                 self._capture(size)
-            if progress is not None:
-                progress(number, len(self._sizes))
+            yield size
 
     def release(self) -> None:
-        """Frees the captured graphs; a communicator whose collectives they hold can end only then."""
-        torch.cuda.synchronize(self._device)
-        for step in self._captured.values():
-            step.graph.reset()
+        """Frees the captured graphs."""
+        self._graph_capture.free(step.graph for step in self._captured.values())
         self._captured.clear()
 
     def _capture(self, size: int) -> _CapturedStep:
         hosts = (_HostInputs(size, self._pages, pinned=True), _HostInputs(size, self._pages, pinned=True))
         inputs = hosts[0].tensor.to(self._device)
         ids = self.ids.clone()  # the step before may have left them for this one, and warm-up steps write theirs
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UP_STEPS):
-                self._step(inputs, size)
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self.ids.copy_(ids)
-        graph = torch.cuda.CUDAGraph()
-        with (
-            _without_garbage_collection(),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            outputs = self._step(inputs, size)
+
+        def restore_ids() -> None:
+            self.ids.copy_(ids)
+
+        graph, outputs = self._graph_capture.capture(lambda: self._step(inputs, size), after_warm_up=restore_ids)
         self._captured[size] = _CapturedStep(hosts, inputs, graph, outputs)
         return self._captured[size]
 
@@ -207,16 +188,3 @@ class DecodeGraphs:
         logits, hidden = self._run((tokens, positions, batch, torch.arange(size, device=self._device)))
         self.ids[:size] = self._kernels.most_likely(logits)
         return logits, hidden
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Garbage collected during a capture might free what must not be freed then, such as another graph."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

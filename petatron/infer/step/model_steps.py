@@ -7,142 +7,28 @@ its ranks may have experts that others need.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Many
-from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT, CacheSize
-from petatron.infer.scheduler import ScheduledSequence
-from petatron.infer.step.decode_graphs import CacheLocations, DecodeGraphs, IntRow, StepInputs, StepOutputs
+from petatron.infer.pages import SCRATCH_PAGE, CacheSize
+from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow
+from petatron.infer.step.graph_capture import GraphCapture
 from petatron.infer.step.layer_states import allocate_pages, allocate_states
+from petatron.infer.step.packed_step import CacheLocations, PackedStep, StepInputs, StepOutputs
+from petatron.infer.step.prompt_graphs import PromptGraphs
 from petatron.infer.step.recorded_depths import RecordedDepths
 from petatron.infer.step.recorded_steps import RecordedSteps
-from petatron.kernels.attention.paged import PagedBatch, PromptChunk, fresh_documents
+from petatron.kernels.attention.paged import PagedBatch, fresh_documents
+from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.spec.sequence_group import sequence_groups
 from petatron.mesh import collectives
 from petatron.models.decoder import HIDDEN, Decoder
 from petatron.parallel.parallel_model import ParallelModel
-
-
-class ScheduledTokens(NamedTuple):
-    """Tokens of a sequence at positions from `start` on. decodes: each is a row by itself, which attends through pages; else a chunk.
-
-    state_slot: that of its recurrent states.
-    """
-
-    tokens: Many[int]
-    start: int
-    pages: list[int]
-    decodes: bool
-    state_slot: int = SCRATCH_SLOT
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedStep:
-    """The host's side of a step: ids, positions and page rows of all rows, and the rows whose logits are wanted.
-
-    The page row of a token is where its keys and values are stored: page x page size + offset.
-    sequences, lengths: of every row that decodes, and then of every chunk. shares_pages: several rows are of one sequence.
-    """
-
-    rows_3T: np.ndarray
-    sequences: CacheLocations
-    lengths: list[int]
-    num_decodes: int
-    chunks: tuple[PromptChunk, ...]
-    logit_rows: list[int]
-    shares_pages: bool = False
-
-    @property
-    def first_page(self) -> int | None:
-        """The first page of the only sequence that decodes, if its pages follow each other."""
-        if self.num_decodes != 1:
-            return None
-        pages = self.sequences.page_lists[0]
-        return pages[0] if pages == list(range(pages[0], pages[0] + len(pages))) else None
-
-
-def pack_step(
-    scheduled: Many[ScheduledSequence],
-    logit_rows: Many[Many[int]],
-    *,
-    page_size: int,
-    multiple: int = 1,
-    least: int = 1,
-) -> PackedStep:
-    """Packs the scheduled tokens, decodes first, padded to at least so many rows, and to a multiple.
-
-    `logit_rows` count from each sequence's first row.
-    """
-    rows = [
-        ScheduledTokens(
-            [*work.sequence.tokens[work.start : work.start + work.count - len(work.drafts)], *work.drafts],
-            work.start,
-            work.sequence.pages,
-            work.decodes,
-            work.sequence.slot,
-        )
-        for work in scheduled
-    ]
-    return pack_rows(rows, logit_rows, page_size=page_size, multiple=multiple, least=least)
-
-
-def pack_rows(
-    sequences: Many[ScheduledTokens],
-    logit_rows: Many[Many[int]],
-    *,
-    page_size: int,
-    multiple: int = 1,
-    least: int = 1,
-) -> PackedStep:
-    """Packs rows of sequences as `pack_step` does."""
-    decodes: tuple[list[int], list[int], list[int]] = ([], [], [])
-    parts: list[np.ndarray] = []
-    chunks: list[PromptChunk] = []
-    page_tables: list[list[int]] = []
-    state_slots: list[int] = []
-    lengths: list[int] = []
-    wanted: list[int] = []
-    begin = 0
-    for (tokens, start, pages, decoded, state_slot), rows in zip(sequences, logit_rows):
-        end = begin + len(tokens)
-        state_slots += [state_slot] * (len(tokens) if decoded else 1)
-        wanted += [begin + row for row in rows]
-        if decoded:
-            assert not chunks, "decodes come first"
-            for at, token in enumerate(tokens, start):
-                page_row = pages[at // page_size] * page_size + at % page_size
-                for column, value in zip(decodes, (token, at, page_row)):
-                    column.append(value)
-                page_tables.append(pages)
-                lengths.append(at + 1)
-        else:
-            positions = np.arange(start, start + len(tokens))
-            page_rows = np.array(pages)[positions // page_size] * page_size + positions % page_size
-            parts.append(np.stack([np.array(tokens), positions, page_rows]))
-            chunks.append(PromptChunk(begin, end, len(page_tables), start))
-            page_tables.append(pages)
-            lengths.append(start + len(tokens))
-        begin = end
-    count = max(begin, least)
-    padding = count + -count % multiple - begin
-    if padding:
-        parts.append(np.array([[0] * padding, [0] * padding, [SCRATCH_PAGE * page_size] * padding]))
-    return PackedStep(
-        np.concatenate([np.array(decodes, dtype=np.int64), *parts], axis=1),
-        CacheLocations(page_tables, state_slots),
-        lengths,
-        len(decodes[0]),
-        tuple(chunks),
-        wanted,
-        shares_pages=any(each.decodes and len(each.tokens) > 1 for each in sequences),
-    )
 
 
 class ModelSteps:
@@ -171,10 +57,12 @@ class ModelSteps:
                 dtype=model.dtype,
                 page_size=page_size,
             )
-        self.graphs = None
+        self.graphs = self._prompt_graphs = None
         if options.cuda_graphs and can_capture(model):
+            capture = GraphCapture(self.device)
             self.graphs = DecodeGraphs(
                 self._run_last,
+                capture,
                 self.device,
                 model.dtype,
                 most=options.max_sequences * (1 + options.speculative_tokens),
@@ -183,6 +71,17 @@ class ModelSteps:
                 page_size=page_size,
                 max_length=max_length,
             )
+            if can_capture_prompts(model) and not options.speculative_tokens:
+                self._prompt_graphs = PromptGraphs(
+                    self._run_last,
+                    capture,
+                    self.device,
+                    max_sequences=options.max_sequences,
+                    max_step_tokens=options.max_step_tokens,
+                    multiple=self._shards,
+                    page_size=page_size,
+                    max_length=max_length,
+                )
 
     @property
     def is_last(self) -> bool:
@@ -196,12 +95,15 @@ class ModelSteps:
             ids, positions, _ = packed.rows_3T[:, : packed.num_decodes]
             return self.run_graph(ids, positions, packed.sequences)
         with self._without_gradients():
-            return self._run_recorded(packed) or self._run_eager(packed)
+            return self._run_prompt_graph(packed) or self._run_recorded(packed) or self._run_eager(packed)
 
     def _without_dropout(self) -> None:
         for stage in self._stages:
             if stage.training:
                 stage.eval()
+
+    def _run_prompt_graph(self, packed: PackedStep) -> StepOutputs | None:
+        return None if self._prompt_graphs is None else self._prompt_graphs.run(packed)
 
     def _run_recorded(self, packed: PackedStep) -> StepOutputs | None:
         """Repeats a recorded decode step; None if there is none for this one."""
@@ -252,8 +154,9 @@ class ModelSteps:
         self._pages.clear()
         self._states.clear()
         self._recorded = self._recorded_depths = None
-        if self.graphs is not None:
-            self.graphs.release()
+        for graphs in (self.graphs, self._prompt_graphs):
+            if graphs is not None:
+                graphs.release()
 
     def runs_as_graph(self, packed: PackedStep) -> bool:
         """Whether a step is a CUDA graph: decode rows alone, and the logits of each wanted."""
@@ -262,10 +165,16 @@ class ModelSteps:
 
     @torch.no_grad()
     def capture_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures the decode steps of all batch sizes, where they are graphs; see `DecodeGraphs.capture_all`."""
-        if self.graphs is not None:
-            self._without_dropout()
-            self.graphs.capture_all(progress)
+        """Captures the steps of all sizes, where they are graphs; calls `progress` with how many of how many are captured."""
+        if self.graphs is None:
+            return
+        self._without_dropout()
+        prompts = self._prompt_graphs
+        total = len(self.graphs.sizes) + (0 if prompts is None else len(prompts.shapes))
+        captured = chain(self.graphs.capture_all(), () if prompts is None else prompts.capture_all())
+        for number, _ in enumerate(captured, start=1):
+            if progress is not None:
+                progress(number, total)
 
     @torch.no_grad()
     def run_graph(
@@ -324,6 +233,13 @@ def can_capture(model: ParallelModel) -> bool:
     capturable = all(branch.decode_is_capturable for branch in branches)
     grouped = model.spec.moe is None or (model.dtype == torch.bfloat16 and not shares_experts(model))
     return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and grouped and capturable
+
+
+def can_capture_prompts(model: ParallelModel) -> bool:
+    """Whether a step with prompts is a CUDA graph, where a decode step is one: attention must read the bounds of chunks on the device."""
+    branches = (branch for layer in set(model.spec.layers) for branch in layer.branches)
+    kernels = choose_kernel("paged attention", KernelContext.of(model.mesh.device, model.dtype, allow_compile=False))
+    return kernels.name == "triton" and all(branch.prompt_is_capturable for branch in branches)
 
 
 def shares_experts(model: ParallelModel) -> bool:

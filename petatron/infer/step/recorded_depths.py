@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from petatron.infer.step.decode_graphs import CacheLocations, StepInputs, StepOutputs
+from petatron.infer.step.packed_step import CacheLocations, StepInputs, StepOutputs
 from petatron.infer.step.recorded_steps import RecordedSteps
 
 RunDepth = Callable[[int, StepInputs, Tensor], StepOutputs]

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from petatron.base.log import get_logger
 from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
-from petatron.infer.step.decode_graphs import CacheLocations, StepInputs, StepOutputs
+from petatron.infer.step.packed_step import CacheLocations, StepInputs, StepOutputs
 from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
 from petatron.kernels.attention.paged import PagedBatch
 
 _log = get_logger(__name__)
-_FIRST_STEPS = 5
+_FIRST_STEPS = 3
 """So many steps of a shape run before it is recorded."""
 _MAX_RECORDINGS = 16
 _MAX_GATHERED_TOKENS = 4096
-_MIN_PAGES = 4
+_MIN_PAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class StepShape:
 
 
 def padded_pages(pages: int) -> int:
-    """Returns the pages of the shape for a longest sequence of so many: some at least, and then four numbers an octave.
+    """Returns the pages of the shape for a longest sequence of so many: some at least, and then up to eight numbers an octave.
 
     >>> [padded_pages(pages) for pages in (1, 5, 16, 17, 33, 100)]
-    [4, 8, 16, 20, 40, 112]
+    [2, 6, 16, 18, 36, 104]
     """
-    step = max(_MIN_PAGES, (1 << (pages - 1).bit_length()) // 8)
+    step = max(_MIN_PAGES, (1 << (pages - 1).bit_length()) // 16)
     return -(-pages // step) * step
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,17 @@ class PromptChunk:
     context: int
 
 
+class ChunkBounds(NamedTuple):
+    """The chunks of prompts where only the device knows them, as in a CUDA graph.
+
+    starts_M1: the first row of each after those that decode, and one after the last row of all; contexts_M: its tokens in pages
+    before. Both int32. A chunk may have no rows, and rows after the last are padding.
+    """
+
+    starts_M1: Tensor
+    contexts_M: Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedBatch:
     """The tokens of one step.
@@ -57,6 +68,7 @@ class PagedBatch:
     chunks: of prompts, fresh ones first. documents: the boundaries of the fresh ones, where there are several.
     first_page: of the only sequence that decodes, where its pages follow each other in memory.
     state_slots_N: where each sequence has its recurrent states; None: the model has none. Padding of decodes has slot 0.
+    chunk_bounds: instead of `chunks` and `documents`, those that the device knows.
     """
 
     page_rows_T: Tensor
@@ -69,6 +81,7 @@ class PagedBatch:
     first_page: int | None = None
     shares_pages: bool = False
     state_slots_N: Tensor | None = None
+    chunk_bounds: ChunkBounds | None = None
     computed: dict[str, Tensor] = field(default_factory=dict)
     """What the reference computes once for all layers."""
 
@@ -94,6 +107,12 @@ class PagedAttentionKernels(Protocol):
         window: int | None,
     ) -> Tensor:
         """Stores the rows of one token of each sequence, and returns its attention."""
+        ...
+
+    def chunk_attention(
+        self, q_THE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, out_THE: Tensor, *, window: int | None
+    ) -> None:
+        """Writes the attention of the rows of chunks, all stored before, by the bounds that the device knows."""
         ...
 
 
@@ -137,6 +156,10 @@ def paged_attention(
         out[: batch.num_decodes] = kernels.decode_attention(
             q_THE[: batch.num_decodes], k_pages, v_pages, batch, window=window
         )
+    if batch.chunk_bounds is not None:
+        assert fused, "attention with rules of scores reads its bounds on the host"
+        queries, written = q_THE[batch.num_decodes :], out[batch.num_decodes :]
+        kernels.chunk_attention(queries, k_pages, v_pages, batch, written, window=window)
     fresh = [chunk for chunk in batch.chunks if chunk.context == 0]
     if fresh:
         rows = slice(fresh[0].start, fresh[-1].stop)
@@ -187,6 +210,19 @@ def _continued_chunk(
     )
     mask = BlockMask((range(chunk.context, length),), (range(length),), visible)
     return block_attention(q_THE.unsqueeze(1), k, v, mask, rules=rules).squeeze(1)
+
+
+def chunk_attention(
+    q_THE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, out_THE: Tensor, *, window: int | None
+) -> None:
+    """Writes the attention of the rows of chunks, all stored before. The host waits for the device's bounds: a graph cannot have it."""
+    assert batch.chunk_bounds is not None
+    starts, contexts = (x.tolist() for x in batch.chunk_bounds)
+    for number, (start, stop, context) in enumerate(zip(starts, starts[1:], contexts)):
+        if start < stop:
+            chunk = PromptChunk(start, stop, batch.num_decodes + number, context)
+            rows, table, bounds = slice(start, stop), batch.page_table_NP[chunk.sequence], DecodeBounds(window)
+            out_THE[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, table, chunk, bounds=bounds, rules=None)
 
 
 def first_rows(pages: Tensor, page_table: Tensor, length: int) -> Tensor:

@@ -57,7 +57,7 @@ def chunk_delta_rule(
     inputs = _chunked(q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH, chunk_size, starts_SB)
     decays = _decays(inputs.g, inputs.resets)
     system = _solve(inputs, decays)
-    states, written = _pass_states(system, decays.whole, initial_state)
+    states, written = pass_states(system.U, system.W, system.E, decays.whole[..., None, None], initial_state)
     scores = (inputs.q @ inputs.k.mT) * decays.inside
     o = (inputs.q * decays.to_token[..., None]) @ states[:, :-1] + scores @ written
     return from_chunks(o, v_SBHP.shape[0]).to(v_SBHP.dtype), states[:, -1].flatten(1, 2)
@@ -81,7 +81,7 @@ def chunk_delta_rule_backward(
     inputs = _chunked(q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH, chunk_size, starts_SB)
     decays = _decays(inputs.g, inputs.resets)
     system = _solve(inputs, decays)
-    states, written = _pass_states(system, decays.whole, initial_state)
+    states, written = pass_states(system.U, system.W, system.E, decays.whole[..., None, None], initial_state)
     entering = states[:, :-1]
     grad = to_chunks(grad_o_SBHP.to(inputs.v.dtype), inputs.chunk_size).unflatten(2, inputs.v.shape[2:4])
     scores = (inputs.q @ inputs.k.mT) * decays.inside
@@ -179,14 +179,17 @@ def _solve(inputs: _ChunkedInputs, decays: _Decays) -> _System:
     return _System(kk, lower, U, W, inputs.k * decays.to_end[..., None])
 
 
-def _pass_states(system: _System, whole: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the states before each chunk and after the last [b, c + 1, g, r, n, p], and the values written [b, c, g, r, q, p]."""
-    shape = (*system.U.shape[:1], *system.U.shape[2:4], system.W.shape[-1], system.U.shape[-1])
-    state = system.U.new_zeros(shape) if initial_state is None else initial_state.to(system.U.dtype).reshape(shape)
+def pass_states(U: Tensor, W: Tensor, E: Tensor, whole: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the states before each chunk and after the last [b, c + 1, g, r, n, p], and the values written [b, c, g, r, q, p].
+
+    whole: decays over whole chunks, [b, c, g, r, n or 1, 1].
+    """
+    shape = (*U.shape[:1], *U.shape[2:4], W.shape[-1], U.shape[-1])
+    state = U.new_zeros(shape) if initial_state is None else initial_state.to(U.dtype).reshape(shape)
     states, written = [state], []
-    for U, W, E, decay in zip(*(part.unbind(1) for part in (system.U, system.W, system.E, whole)), strict=True):
-        written.append(U - W @ state)
-        state = decay[..., None, None] * state + E.mT @ written[-1]
+    for U_c, W_c, E_c, decay in zip(*(part.unbind(1) for part in (U, W, E, whole)), strict=True):
+        written.append(U_c - W_c @ state)
+        state = decay * state + E_c.mT @ written[-1]
         states.append(state)
     return torch.stack(states, dim=1), torch.stack(written, dim=1)
 

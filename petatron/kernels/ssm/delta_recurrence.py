@@ -8,7 +8,10 @@ The state first forgets a little, then replaces what it has stored under the key
 queries are normalised to length 1 and queries divided by sqrt(N), all here. Value heads are in G groups that share queries and keys.
 Where a token begins a document, S_{t-1} counts as zero.
 
-S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim.
+Kimi delta attention has a decay of every key channel: g_t is a vector of N numbers, and exp(g_t) multiplies the rows of S. A head's one
+decay is the case of N equal numbers; all functions here take either.
+
+S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; g [.., H], or [.., H, N] with decays of channels.
 """
 
 from __future__ import annotations
@@ -44,19 +47,23 @@ def query_factor(key_dim: int) -> float:
     return 1.0 / math.sqrt(key_dim)
 
 
-def delta_gates(b: Tensor, a: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log decay g = -exp(A_log) softplus(a + dt_bias) and the writing strength sigmoid(b), in at least float32."""
-    return decay_rates(A_log_H) * step_sizes(a, dt_bias_H), to_compute_dtype(b).sigmoid()
+def delta_gates(b: Tensor, a: Tensor, A_log_H: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the log decay g = -exp(A_log) softplus(a + dt_bias) and the writing strength sigmoid(b), in at least float32.
+
+    a [.., H] and dt_bias [H], or a [.., H, N] and dt_bias [H, N].
+    """
+    rates = decay_rates(A_log_H).view(-1, *(1,) * (dt_bias.dim() - 1))
+    return rates * step_sizes(a, dt_bias), to_compute_dtype(b).sigmoid()
 
 
 def delta_update(
-    state_BHNP: Tensor, q_BGN: Tensor, k_BGN: Tensor, v_BHP: Tensor, g_BH: Tensor, beta_BH: Tensor
+    state_BHNP: Tensor, q_BGN: Tensor, k_BGN: Tensor, v_BHP: Tensor, g: Tensor, beta_BH: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the output of one token of each sequence, and the state after it."""
     heads_per_group = v_BHP.shape[1] // k_BGN.shape[1]
     q = l2_normalise(q_BGN, factor=query_factor(q_BGN.shape[-1])).repeat_interleave(heads_per_group, dim=1)
     k = l2_normalise(k_BGN).repeat_interleave(heads_per_group, dim=1)
-    decayed = to_compute_dtype(g_BH).exp()[..., None, None] * state_BHNP
+    decayed = to_compute_dtype(g).exp().reshape(*state_BHNP.shape[:2], -1, 1) * state_BHNP
     stored = (decayed * k[..., None]).sum(dim=-2)
     written = to_compute_dtype(beta_BH)[..., None] * (to_compute_dtype(v_BHP) - stored)
     state = decayed + k[..., None] * written[..., None, :]
@@ -67,7 +74,7 @@ def delta_rule_by_token(
     q_SBGN: Tensor,
     k_SBGN: Tensor,
     v_SBHP: Tensor,
-    g_SBH: Tensor,
+    g: Tensor,
     beta_SBH: Tensor,
     *,
     starts_SB: Tensor | None = None,
@@ -86,7 +93,7 @@ def delta_rule_by_token(
     for token in range(v_SBHP.shape[0]):
         if starts_SB is not None:
             state = state.masked_fill(starts_SB[token, :, None, None, None], 0.0)
-        of_token = (part[token] for part in (q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH))
+        of_token = (part[token] for part in (q_SBGN, k_SBGN, v_SBHP, g, beta_SBH))
         o, state = delta_update(state, *of_token)
         outputs.append(o)
     return torch.stack(outputs), state

@@ -1,6 +1,6 @@
 """RMSNorm of every head, then a gate: what a gated delta net does with the output of its states. The reference.
 
-    out = y / rms(y) * weight * silu(z)          with the mean over the channels of a head
+    out = y / rms(y) * weight * silu(z)          with the mean over the channels of a head; Kimi delta attention has sigmoid(z)
 
 With n the normalised y, h = gradient x silu(z) and t = h x weight, the gradient of y is (t - n mean(t n)) / rms(y). Backward saves y, z
 and nothing else.
@@ -10,29 +10,36 @@ R any number of dimensions, P head dim.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import to_compute_dtype
 
+NormGate = Literal["silu", "sigmoid"]
 
-def norm_then_gate(y_RP: Tensor, z_RP: Tensor, weight_P: Tensor, *, eps: float) -> Tensor:
-    """Returns the norm of y, times silu(z), in the dtype of y."""
-    normal = to_compute_dtype(y_RP) * _rstd(y_RP, eps)
-    return (normal * to_compute_dtype(weight_P) * F.silu(to_compute_dtype(z_RP))).to(y_RP.dtype)
+
+def norm_then_gate(y_RP: Tensor, z_RP: Tensor, weight_P: Tensor, *, eps: float, gate: NormGate = "silu") -> Tensor:
+    """Returns the norm of y, times silu(z) or sigmoid(z), in the dtype of y."""
+    normal, z = to_compute_dtype(y_RP) * _rstd(y_RP, eps), to_compute_dtype(z_RP)
+    return (normal * to_compute_dtype(weight_P) * (F.silu(z) if gate == "silu" else z.sigmoid())).to(y_RP.dtype)
 
 
 def norm_then_gate_backward(
-    grad_RP: Tensor, y_RP: Tensor, z_RP: Tensor, weight_P: Tensor, *, eps: float
+    grad_RP: Tensor, y_RP: Tensor, z_RP: Tensor, weight_P: Tensor, *, eps: float, gate: NormGate = "silu"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of y, z and, in at least float32, weight."""
     rstd, z, weight = _rstd(y_RP, eps), to_compute_dtype(z_RP), to_compute_dtype(weight_P)
     normal, grad, sigmoid = to_compute_dtype(y_RP) * rstd, to_compute_dtype(grad_RP), z.sigmoid()
-    h = grad * z * sigmoid
+    value, slope = sigmoid, sigmoid * (1.0 - sigmoid)
+    if gate == "silu":
+        value, slope = z * sigmoid, sigmoid * (1.0 + z * (1.0 - sigmoid))
+    h = grad * value
     t = h * weight
     grad_y = (t - normal * (t * normal).mean(dim=-1, keepdim=True)) * rstd
-    grad_z = grad * normal * weight * sigmoid * (1.0 + z * (1.0 - sigmoid))
+    grad_z = grad * normal * weight * slope
     return grad_y.to(y_RP.dtype), grad_z.to(z_RP.dtype), (h * normal).flatten(0, -2).sum(dim=0)
 
 

@@ -93,6 +93,11 @@ class BranchSpec(ABC):
         """Whether a step of decoding needs nothing of the host, so that it may be in a CUDA graph."""
         return True
 
+    @property
+    def prompt_is_capturable(self) -> bool:
+        """Whether that also holds for a step with chunks of prompts, whose bounds only the device knows then."""
+        return self.decode_is_capturable
+
     def generation_state(self, tp: int) -> GenerationState | None:
         """Returns what one rank keeps of every token, or of every sequence, while text is generated; None: nothing."""
         return None

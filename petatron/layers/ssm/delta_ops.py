@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
+from petatron.kernels.ssm.norm_then_gate import NormGate
 
 
 class DeltaKernels(Protocol):
@@ -35,12 +36,15 @@ class NormThenGateKernels(Protocol):
 
 
 class DeltaInputs(NamedTuple):
-    """What the gated delta rule takes of every token and head, besides the state before."""
+    """What the gated delta rule takes of every token and head, besides the state before.
+
+    g: the log decay [S, B, H] of a head, or [S, B, H, N] of each of its key channels.
+    """
 
     q_SBGN: Tensor
     k_SBGN: Tensor
     v_SBHP: Tensor
-    g_SBH: Tensor
+    g: Tensor
     beta_SBH: Tensor
 
 
@@ -79,21 +83,25 @@ class _DeltaRule(AutogradOp):
         return None, None, None, initial_grad, *input_grads
 
 
-def norm_then_gate(y: Tensor, z: Tensor, weight_P: Tensor, *, eps: float, kernels: NormThenGateKernels) -> Tensor:
-    """Returns y / rms * weight * silu(z) over the last dimension."""
-    return _NormThenGate.apply(kernels, eps, y, z, weight_P)  # pyright: ignore[reportReturnType]
+def norm_then_gate(
+    y: Tensor, z: Tensor, weight_P: Tensor, *, eps: float, kernels: NormThenGateKernels, gate: NormGate = "silu"
+) -> Tensor:
+    """Returns y / rms * weight * silu(z), or sigmoid(z), over the last dimension."""
+    return _NormThenGate.apply(kernels, eps, gate, y, z, weight_P)  # pyright: ignore[reportReturnType]
 
 
 class _NormThenGate(AutogradOp):
     @staticmethod
-    def forward(ctx: Any, kernels: NormThenGateKernels, eps: float, y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        ctx.kernels, ctx.eps = kernels, eps
+    def forward(
+        ctx: Any, kernels: NormThenGateKernels, eps: float, gate: NormGate, y: Tensor, z: Tensor, weight: Tensor
+    ) -> Tensor:
+        ctx.kernels, ctx.options = kernels, {"eps": eps, "gate": gate}
         ctx.save_for_backward(y, z, weight)
-        return kernels.norm_then_gate(y, z, weight, eps=eps)
+        return kernels.norm_then_gate(y, z, weight, **ctx.options)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         y, z, weight = ctx.saved_tensors
-        grad_y, grad_z, grad_weight = ctx.kernels.norm_then_gate_backward(grads[0], y, z, weight, eps=ctx.eps)
-        return None, None, grad_y, grad_z, grad_weight.to(weight.dtype)
+        grad_y, grad_z, grad_weight = ctx.kernels.norm_then_gate_backward(grads[0], y, z, weight, **ctx.options)
+        return None, None, None, grad_y, grad_z, grad_weight.to(weight.dtype)

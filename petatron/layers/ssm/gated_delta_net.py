@@ -32,6 +32,7 @@ from petatron.kernels.ssm import norm_then_gate as norm_reference
 from petatron.kernels.ssm.decode import delta_step as step_reference
 from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
 from petatron.kernels.ssm.delta_recurrence import delta_gates
+from petatron.kernels.ssm.norm_then_gate import NormGate
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
@@ -95,6 +96,11 @@ class GatedDeltaNetSpec(BranchSpec):
     def can_generate(self) -> bool:
         return True
 
+    @property
+    def prompt_is_capturable(self) -> bool:
+        """The host cuts prompts into sequences."""
+        return False
+
     def generation_state(self, tp: int) -> RecurrentState | None:
         window = StateTensor("conv", (self.conv_width - 1, self.conv_channels(tp)))
         sizes = (self.num_value_heads // tp, self.key_head_dim, self.value_head_dim)
@@ -104,6 +110,11 @@ class GatedDeltaNetSpec(BranchSpec):
     def value_size(self) -> int:
         """The width of all value heads."""
         return self.num_value_heads * self.value_head_dim
+
+    @property
+    def product_size(self) -> int:
+        """The width over which tokens of a chunk meet: that of all key heads, whose products their value heads share."""
+        return self.num_key_heads * self.key_head_dim
 
     def build(self, layer_index: int) -> GatedDeltaNet:
         return GatedDeltaNet(self, layer_index)
@@ -152,8 +163,8 @@ class GatedDeltaNetSpec(BranchSpec):
         chunk for each token and both of its sides. A state meets the second side, the queries and the keys.
         """
         tokens_seen = min(self.chunk_size, seq_length) * (0.5 if causal else 1.0)
-        keys, states = self.num_key_heads * self.key_head_dim, self.num_value_heads * self.key_head_dim
-        inside = 2 * tokens_seen * (2 * keys + self.value_size)
+        states = self.num_value_heads * self.key_head_dim
+        inside = 2 * tokens_seen * (2 * self.product_size + self.value_size)
         solve = 2 * tokens_seen * (self.value_size + states)
         through_states = 6 * states * self.value_head_dim
         conv = 2 * self.conv_width * self.conv_channels(1)
@@ -183,15 +194,20 @@ class GatedDeltaNetSpec(BranchSpec):
 
 
 class DeltaRule(nn.Module):
-    """The gated delta rule over whole sequences of this rank's heads; context parallelism replaces this module."""
+    """The gated delta rule over whole sequences of this rank's heads; context parallelism replaces this module.
 
-    def __init__(self, chunk_size: int) -> None:
+    operation: what the registry calls the kernels; those of one do not take the decays of another.
+    """
+
+    def __init__(
+        self, chunk_size: int, *, operation: str = "gated delta rule", kernels: DeltaKernels = delta_reference
+    ) -> None:
         super().__init__()
-        self.chunk_size = chunk_size
-        self.kernels: DeltaKernels = delta_reference
+        self.chunk_size, self.operation = chunk_size, operation
+        self.kernels = kernels
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "gated delta rule"}
+        return {"kernels": self.operation}
 
     def forward(self, inputs: DeltaInputs, starts_SB: Tensor | None) -> Tensor:
         return delta_rule(inputs, kernels=self.kernels, chunk_size=self.chunk_size, starts_SB=starts_SB)[0]
@@ -202,11 +218,11 @@ class DeltaRule(nn.Module):
 
 
 class HeadNormThenGate(nn.Module):
-    """norm(o) silu(z) over the channels of each head, with one weight for all heads."""
+    """norm(o) silu(z), or sigmoid(z), over the channels of each head, with one weight for all heads."""
 
-    def __init__(self, width: int, *, eps: float) -> None:
+    def __init__(self, width: int, *, eps: float, gate: NormGate = "silu") -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.gate = eps, gate
         self.weight = nn.Parameter(torch.empty(width))
         self.kernels: NormThenGateKernels = norm_reference
 
@@ -214,7 +230,7 @@ class HeadNormThenGate(nn.Module):
         return {"kernels": "norm, then gate"}
 
     def forward(self, o: Tensor, z: Tensor) -> Tensor:
-        return norm_then_gate(o, z, self.weight, eps=self.eps, kernels=self.kernels)
+        return norm_then_gate(o, z, self.weight, eps=self.eps, gate=self.gate, kernels=self.kernels)
 
 
 class GatedDeltaNet(BranchModule):
@@ -266,9 +282,9 @@ class GatedDeltaNet(BranchModule):
         inputs = self._delta_inputs(convolved, group.gather(b_TH), group.gather(a_TH))
         group.write(slots["conv"], group.last_tokens(window, channels_SBC).transpose(0, 1))
         # Padding neither decays a state nor writes to it.
-        g, beta = group.zero_padding(inputs.g_SBH), group.zero_padding(inputs.beta_SBH)
+        g, beta = group.zero_padding(inputs.g), group.zero_padding(inputs.beta_SBH)
         state = group.read(slots["delta"])
-        o_SBHP, state = self.delta.after_state(inputs._replace(g_SBH=g, beta_SBH=beta), state)
+        o_SBHP, state = self.delta.after_state(inputs._replace(g=g, beta_SBH=beta), state)
         group.write(slots["delta"], state)
         return o_SBHP
 
@@ -278,7 +294,7 @@ class GatedDeltaNet(BranchModule):
         """Takes one token of each sequence into its state, in place, and returns the delta rule's outputs [1, B, H, P]."""
         [channels_BC], [b_BH], [a_BH] = (group.gather(each) for each in (channels_TC, b_TH, a_TH))
         q, k, v = self._split_channels(self.conv.step(channels_BC, windows=slots["conv"], slots_B=group.slots_B))
-        gates = DeltaGateInputs(b_BH, a_BH, self.A_log, self.dt_bias)
+        gates = DeltaGateInputs(b_BH, a_BH, *self._decay_params())
         o = self.step_kernels.delta_step(q, k, v, gates, states=slots["delta"], slots_B=group.slots_B)
         return o.unsqueeze(0)
 
@@ -289,7 +305,11 @@ class GatedDeltaNet(BranchModule):
         return channels, z_part.unflatten(-1, (-1, self.spec.value_head_dim)), b_part, a_part
 
     def _delta_inputs(self, channels: Tensor, b: Tensor, a: Tensor) -> DeltaInputs:
-        return DeltaInputs(*self._split_channels(channels), *delta_gates(b, a, self.A_log, self.dt_bias))
+        return DeltaInputs(*self._split_channels(channels), *delta_gates(b, a, *self._decay_params()))
+
+    def _decay_params(self) -> tuple[Tensor, Tensor]:
+        """Returns A_log of each head, and the bias of a, in the shape that a has of a token."""
+        return self.A_log, self.dt_bias
 
     def _split_channels(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries and keys by key heads, and values by value heads."""

@@ -106,6 +106,11 @@ class Mamba2Spec(BranchSpec):
     def can_generate(self) -> bool:
         return True
 
+    @property
+    def prompt_is_capturable(self) -> bool:
+        """The host cuts prompts into sequences."""
+        return False
+
     def generation_state(self, tp: int) -> RecurrentState | None:
         window = StateTensor("conv", (self.conv_width - 1, self.conv_channels(tp)))
         return RecurrentState(

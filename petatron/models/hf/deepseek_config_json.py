@@ -17,22 +17,26 @@ _SHARED_WIDTH = "moe_shared_expert_intermediate_size"
 _GROUP_KEYS: Mapping[str, Any] = {"n_group": None, "topk_group": None, "topk_method": _BIASED}
 
 
+def _key(family: Family, name: str) -> str:
+    """Returns the family's spelling of a key."""
+    return family.routing_keys.get(name, name)
+
+
 def deepseek_routing_from_hf_config(
     family: Family, hf_config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Returns MoEConfig values besides those of the family's tables, and what the decoder cannot express."""
-    shared, scaling = hf_config["n_shared_experts"], hf_config["routed_scaling_factor"]
+    shared_key, topk_key = _key(family, "n_shared_experts"), family.moe_keys["moe_router_topk"]
+    shared, scaling = hf_config[shared_key], hf_config["routed_scaling_factor"]
     factor = float(scaling or 0.0)
     problems: list[Problem] = []
     if not is_count(shared, 1):
-        problems.append(
-            Problem("n_shared_experts", f"{shared!r:.40}", "is not a positive whole number", OWN_FOLDER_FIX)
-        )
+        problems.append(Problem(shared_key, f"{shared!r:.40}", "is not a positive whole number", OWN_FOLDER_FIX))
     if not factor > 0:
         problems.append(Problem("routed_scaling_factor", f"{scaling!r:.40}", "is not above 0", OWN_FOLDER_FIX))
     if values["moe_router_score_function"] == "sigmoid" and values["moe_router_topk"] == 1:
         rule = "with a normalised weight gives every token the weight 1, which the decoder does not for sigmoids"
-        problems.append(Problem("num_experts_per_tok", "1", rule, "Use another model."))
+        problems.append(Problem(topk_key, "1", rule, "Use another model."))
     groups, found = _read_groups(family, hf_config, values)
     if problems or found:
         return {}, problems + found
@@ -45,12 +49,13 @@ def _read_groups(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Reads the groups that a token's experts come from; choosing all of them is having none."""
     names = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
-    groups, chosen, method = (hf_config.get(key, default) for key, default in _GROUP_KEYS.items())
+    groups, chosen, method = (hf_config.get(_key(family, key), default) for key, default in _GROUP_KEYS.items())
+    groups_key = _key(family, "n_group")
     if method == _GREEDY or groups is None or chosen is None:
         if method == _LIMITED:
             return {}, [
                 Problem(
-                    "n_group", "", f"is missing, and topk_method {_LIMITED} needs it and topk_group", OWN_FOLDER_FIX
+                    groups_key, "", f"is missing, and topk_method {_LIMITED} needs it and topk_group", OWN_FOLDER_FIX
                 )
             ]
         return dict.fromkeys(names), []
@@ -59,7 +64,7 @@ def _read_groups(
         return {}, [Problem("topk_method", f'"{str(method)[:40]}"', rule, f"It has {_GREEDY} and {_LIMITED}.")]
     experts, topk = values["num_experts"], values["moe_router_topk"]
     if not is_count(groups, 1) or experts % groups:
-        return {}, [Problem("n_group", f"{groups!r:.40}", f"does not divide the {experts} experts", OWN_FOLDER_FIX)]
+        return {}, [Problem(groups_key, f"{groups!r:.40}", f"does not divide the {experts} experts", OWN_FOLDER_FIX)]
     if not is_count(chosen, 1) or chosen > groups or topk > chosen * (experts // groups):
         rule = f"of {groups} groups cannot give a token its {topk} experts of {experts}"
         return {}, [Problem("topk_group", f"{chosen!r:.40}", rule, OWN_FOLDER_FIX)]
@@ -67,7 +72,7 @@ def _read_groups(
         return dict.fromkeys(names), []
     summed = family.group_score_topk
     if summed is not None and summed > experts // groups:
-        return {}, [Problem("n_group", str(groups), f"leaves groups of fewer than {summed} experts", OWN_FOLDER_FIX)]
+        return {}, [Problem(groups_key, str(groups), f"leaves groups of fewer than {summed} experts", OWN_FOLDER_FIX)]
     return dict(zip(names, (groups, chosen, None if summed == max(1, topk // chosen) else summed), strict=True)), []
 
 
@@ -76,9 +81,9 @@ def deepseek_routing_to_hf_config(family: Family, moe: MoEConfig) -> dict[str, A
     limited = moe.moe_router_num_groups is not None and moe.moe_router_group_topk is not None
     width, shared = moe.moe_ffn_hidden_size or 1, moe.moe_shared_expert_intermediate_size or 0
     content: dict[str, Any] = {
-        "n_shared_experts": 1 if _SHARED_WIDTH in family.moe_keys else shared // width,
+        _key(family, "n_shared_experts"): 1 if _SHARED_WIDTH in family.moe_keys else shared // width,
         "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
-        "n_group": moe.moe_router_num_groups if limited else 1,
+        _key(family, "n_group"): moe.moe_router_num_groups if limited else 1,
         "topk_group": moe.moe_router_group_topk if limited else 1,
     }
     if family.defaults.get("topk_method", _BIASED) != _BIASED:

@@ -70,6 +70,7 @@ class Family:
     in_memory_mappings: the mappings of a transformers model in memory, where they differ from those of its files.
     prefix: the part of names that a checkpoint of the bare model, without its head, leaves out.
     ignored_tensors: patterns of tensors in old checkpoints that are no weights.
+    tensor_aliases: parts of tensors' names in some folders, read but not written, and what stands for them in the names of `mappings`.
     keys: ModelConfig fields whose value is that of a config.json key.
     defaults: transformers' defaults of keys; a key not listed here is required.
     fixed: ModelConfig values that every model of the family has.
@@ -88,6 +89,7 @@ class Family:
     unsupported_choices: values of ModelConfig fields with choices that the family has no word for.
     models, what_differs: the published models of the family, and what tells them apart, for the table of `docs/huggingface.md`.
     mtp_keys: keys of the number of depths of multi-token prediction, the first of which is written; none: the family has no such.
+    routing_keys: other spellings of DeepSeek's keys of routing (`deepseek_config_json.py`).
     group_score_topk: how many of its experts' scores are summed to rank a group of experts; None: experts have no groups.
     heads_divide_width: whether transformers refuses a width that is no multiple of the heads.
     activation_key, activations: names of activations there and here; the first of several for one of ours is the one written. No
@@ -125,6 +127,8 @@ class Family:
     group_score_topk: int | None = None
     other_names: tuple[str, ...] = ()
     mtp_keys: tuple[str, ...] = ()
+    tensor_aliases: Mapping[str, str] = field(default_factory=dict)
+    routing_keys: Mapping[str, str] = field(default_factory=dict)
 
 
 def unsupported_setting(name: str, value: object, family: Family, allowed: str) -> Problem:

@@ -21,6 +21,7 @@ from petatron.models.hf.deepseek_config_json import (
 from petatron.models.hf.family import OWN_FOLDER_FIX, Family, unsupported_setting
 from petatron.models.model_spec import ModelSpec
 
+_DENSE, _SPARSE = "dense", "sparse"
 # Parts of a layer with experts that a family does not have unless its tables name them.
 _OPTIONAL_PARTS: Mapping[str, Any] = {"moe_router_linear_bias": False, "moe_apply_probs_on_input": False}
 
@@ -48,6 +49,12 @@ def moe_from_hf_config(
             rule = f"leaves no layer of {num_layers} for the experts"
             return {}, [Problem("first_k_dense_replace", f"{dense!r:.40}", rule, "Use fewer.")]
         is_moe = [layer >= dense for layer in range(num_layers)]
+    if hf_config.get("mlp_layer_types") is not None and "mlp_layer_types" in family.defaults:
+        kinds = hf_config["mlp_layer_types"]
+        if not isinstance(kinds, list) or len(kinds) != num_layers or {str(kind) for kind in kinds} - {_DENSE, _SPARSE}:
+            rule = f"does not name each of the {num_layers} layers {_DENSE} or {_SPARSE}"
+            return {}, [Problem("mlp_layer_types", "", rule, OWN_FOLDER_FIX)]
+        is_moe = [kind == _SPARSE for kind in kinds]
     if "decoder_sparse_step" in family.defaults:
         step, dense = hf_config["decoder_sparse_step"], set(hf_config["mlp_only_layers"] or ())
         if not is_count(step, 1):
@@ -96,8 +103,11 @@ def moe_to_hf_config(family: Family, moe: MoEConfig, spec: ModelSpec) -> dict[st
         content["moe_latent_size"] = moe.moe_latent_size
     if family.group_score_topk is not None:
         content |= deepseek_routing_to_hf_config(family, moe)
-    if "first_k_dense_replace" in family.defaults:
+    if "first_k_dense_replace" in family.defaults and _dense_layers_are_first(spec):
         content["first_k_dense_replace"] = spec.moe_layers[0]
+    if "mlp_layer_types" in family.defaults:
+        layers = range(len(spec.layers))
+        content["mlp_layer_types"] = [_SPARSE if layer in spec.moe_layers else _DENSE for layer in layers]
     if "decoder_sparse_step" in family.defaults:
         content["decoder_sparse_step"] = 1
         content["mlp_only_layers"] = [layer for layer in range(len(spec.layers)) if layer not in spec.moe_layers]
@@ -132,7 +142,7 @@ def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) ->
     if family.group_score_topk is not None:
         problems += deepseek_unsupported_settings(family, moe)
     if "first_k_dense_replace" in family.defaults:
-        if spec.moe_layers != tuple(range(spec.moe_layers[0], len(spec.layers))):
+        if "mlp_layer_types" not in family.defaults and not _dense_layers_are_first(spec):
             allowed = "dense layers first, then experts in every layer"
             problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, allowed))
     elif (
@@ -142,3 +152,7 @@ def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) ->
     ):
         problems.append(unsupported_setting("moe_layer_freq", moe.moe_layer_freq, family, "experts in every layer"))
     return problems
+
+
+def _dense_layers_are_first(spec: ModelSpec) -> bool:
+    return spec.moe_layers == tuple(range(spec.moe_layers[0], len(spec.layers)))

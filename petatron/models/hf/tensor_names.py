@@ -123,8 +123,13 @@ def output_head_name(family: Family) -> str:
 def stored_names_by_full_name(family: Family, names: Iterable[str], expected: Container[str]) -> dict[str, str]:
     """Maps full names to stored names, without ignored tensors; a bare model's names lack the prefix."""
     used = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored_tensors)]
-    full = [name if name in expected else family.prefix + name for name in used]
-    return {whole if whole in expected else name: name for whole, name in zip(full, used)}
+    return {_full_name(family, name, expected): name for name in used}
+
+
+def _full_name(family: Family, name: str, expected: Container[str]) -> str:
+    """Returns the expected name that a stored one stands for, or itself."""
+    names = [name, *(name.replace(part, written) for part, written in family.tensor_aliases.items() if part in name)]
+    return next((full for each in names for full in (each, family.prefix + each) if full in expected), name)
 
 
 def drop_missing_predictions(

@@ -29,14 +29,14 @@ class ContextParallelDeltaRule(DeltaRule):
     """The delta rule over this rank's part of the sequence, with the state of the parts before."""
 
     def __init__(self, rule: DeltaRule, axis: Axis) -> None:
-        super().__init__(rule.chunk_size)
-        self.kernels, self.axis = rule.kernels, axis
+        super().__init__(rule.chunk_size, operation=rule.operation, kernels=rule.kernels)
+        self.axis = axis
 
     def forward(self, inputs: DeltaInputs, starts_SB: Tensor | None) -> Tensor:
         _, batch, heads, value_dim = inputs.v_SBHP.shape
         key_dim = inputs.k_SBGN.shape[-1]
         wide_v = torch.nn.functional.pad(inputs.v_SBHP, (0, key_dim))
-        unit = torch.eye(key_dim, value_dim + key_dim, dtype=inputs.g_SBH.dtype, device=inputs.g_SBH.device)
+        unit = torch.eye(key_dim, value_dim + key_dim, dtype=inputs.g.dtype, device=inputs.g.device)
         outputs, made = delta_rule(
             inputs._replace(v_SBHP=wide_v),
             kernels=self.kernels,

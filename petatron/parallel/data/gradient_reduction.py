@@ -1,12 +1,17 @@
 """Gradient accumulation and reduction.
 
-Gradients of all micro-batches accumulate in the fp32 (or wider) flat buffers of `sharding/flat_buffer.py`. GEMMs write there directly
+Gradients of all micro-batches accumulate in the fp32 (or wider) buffers of `sharding/flat_buffer.py`. GEMMs write there directly
 (`layers/ops/linear_op.py`), other gradients come from autograd; the first gradient of a step overwrites that of the last step, so
 only parameters without a gradient are set to zero. Every use of a parameter brings one gradient per micro-batch; when a bucket
 has got all of a step's, it is reduced over the ranks that had other tokens, overlapped with the backward pass: an all-reduce, or
 with sharded optimizer state a reduce-scatter to the owned ranges. A stage's buckets are sent in one fixed
 order on every rank, whatever order gradients arrive in, so ranks cannot deadlock. Losses are divided
 by the global token count before the backward pass, so the sum is the gradient: nothing is averaged here.
+
+A step of one micro-batch needs activations and gradients at different times: when its activations are most, before the backward
+pass, it has no gradients but the output head's. So it frees the memory of gradients when it starts, and allocates that of a bucket when
+its first gradient comes, which is where the activations of the layers behind it were. With several micro-batches gradients are there
+throughout, and stay where they are. A captured CUDA graph needs addresses that never change (`keep_grads_allocated`).
 
 Afterwards, partial gradients that several ranks of one replica have (see `TensorShard.grad_reduce_axis`) are all-reduced over those ranks.
 """
@@ -23,7 +28,8 @@ from torch import Tensor, nn
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
-from petatron.sharding.flat_buffer import Bucket, BucketParam, FlatParamGroup
+from petatron.sharding.bucket import Bucket, BucketGrads, BucketParam
+from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 
 
@@ -33,6 +39,7 @@ class _BucketReduction:
 
     group: FlatParamGroup
     bucket: Bucket
+    grads: BucketGrads
     grads_per_micro_batch: int
     order: tuple[int, int]
     num_pending: int = 0
@@ -61,11 +68,15 @@ class GradientReducer:
         overlap: bool,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """`reduce_dtype` is the precision gradients are reduced in; None means that of the buffers."""
+        """`reduce_dtype` is the precision gradients are reduced in; None means that of the buffers.
+
+        With `overlap` buckets are reduced during the backward pass.
+        """
         self._param_groups = param_groups
         self._mesh = mesh
-        self._overlap = overlap
+        self.overlap = overlap
         self._reduce_dtype = reduce_dtype
+        self._keeps_allocated = False
         self._queues: list[list[_BucketReduction]] = []
         self._partial_groups = groups_with_partial_grads(param_groups)
         self._main_grads: dict[int, _MainGrad] = {}
@@ -76,11 +87,11 @@ class GradientReducer:
         """Builds one queue of buckets per stage, in the order in which its backward pass completes them."""
         queues: dict[int, list[_BucketReduction]] = {}
         for group in self._param_groups:
-            for bucket in group.buckets:
+            for bucket, grads in zip(group.buckets, group.bucket_grads, strict=True):
                 order = max(slot.grad_order for slot in bucket.params)
                 gradients = sum(slot.grads_per_micro_batch for slot in bucket.params)
                 queue = queues.setdefault(group.virtual_stage, [])
-                queue.append(_BucketReduction(group, bucket, gradients, (order, len(queue))))
+                queue.append(_BucketReduction(group, bucket, grads, gradients, (order, len(queue))))
         for queue in queues.values():
             queue.sort(key=lambda send: send.order)
             self._queues.append(queue)
@@ -92,7 +103,7 @@ class GradientReducer:
         self, param: BucketParam, reduction: _BucketReduction, queue: list[_BucketReduction]
     ) -> None:
         self._main_grads[id(param.parameter)] = _MainGrad(
-            param.parameter, reduction.group.param_view(reduction.group.flat_grads, param), reduction, queue
+            param.parameter, reduction.group.param_grad(param), reduction, queue
         )
 
         # The garbage collector cannot see a parameter's hook: a strong reference would keep all of this alive for ever,
@@ -108,12 +119,29 @@ class GradientReducer:
         param.parameter.register_post_accumulate_grad_hook(arrived)  # pyright: ignore[reportArgumentType]
 
     def start_step(self, micro_batches: int) -> None:
-        """Starts a step: gradients are overwritten, and every use of a parameter will bring one per micro-batch."""
+        """Starts a step: gradients of the last are lost, and every use of a parameter will bring one per micro-batch."""
         for main in self._main_grads.values():
             main.overwrite_next = True
         for queue in self._queues:
             for send in queue:
                 send.num_pending = send.grads_per_micro_batch * micro_batches
+                if micro_batches == 1 and not self._keeps_allocated:
+                    send.grads.free()
+                else:
+                    send.grads.allocate()
+
+    def keep_grads_allocated(self) -> None:
+        """Keeps gradients at the same addresses from now on; between steps, or before the first gradient of one."""
+        if self._keeps_allocated:
+            return
+        self._keeps_allocated = True
+        for queue in self._queues:
+            for send in queue:
+                send.grads.allocate()
+
+    def let_grads_be_freed(self) -> None:
+        """Lets later steps free the memory of gradients again."""
+        self._keeps_allocated = False
 
     def add_grad(self, parameter: Tensor, grad: Tensor) -> None:
         """Accumulates a gradient tensor."""
@@ -123,12 +151,14 @@ class GradientReducer:
     def write_grad(self, parameter: Tensor, write: Callable[[Tensor, bool], object]) -> None:
         """Lets `write` accumulate one gradient of a parameter into its buffer; gradients are not enabled, as in a backward pass."""
         main = self._main_grads[id(parameter)]
+        if main.reduction.grads.freed:
+            main.reduction.grads.allocate()
         write(main.main_grad, not main.overwrite_next)
         main.overwrite_next = False
         send = main.reduction
         send.num_pending -= 1
         assert send.num_pending >= 0, "a parameter got more gradients than the step has micro-batches"
-        if send.num_pending == 0 and self._overlap:
+        if send.num_pending == 0 and self.overlap:
             self._start_ready_reductions(main.queue)
 
     def params_with_grad(self) -> frozenset[Tensor]:
@@ -156,7 +186,7 @@ class GradientReducer:
     def _start_reduction(self, reduction: _BucketReduction) -> None:
         reduction.num_pending = -1
         axes, bucket = reduction.group.axes, reduction.bucket
-        grads = reduction.group.flat_grads[bucket.begin : bucket.end]
+        grads = reduction.grads.flat
         sent = grads if self._reduce_dtype is None else grads.to(self._reduce_dtype)
         if not axes.sharded:
             reduction.handles = [
@@ -165,7 +195,7 @@ class GradientReducer:
             ]
             return
         begin, end = reduction.group.owned_range(bucket)
-        own = reduction.group.flat_grads[begin:end]
+        own = grads[begin - bucket.begin : end - bucket.begin]
         part = torch.empty_like(own, dtype=sent.dtype)
         scattered = collectives.start_reduce_scatter(part, sent, axes.shard)
 
@@ -182,6 +212,7 @@ class GradientReducer:
             if (
                 main.overwrite_next
             ):  # a parameter without a gradient has a zero one; its bucket cannot have been reduced yet
+                main.reduction.grads.allocate()
                 main.main_grad.zero_()
         for queue in self._queues:
             for send in queue:

@@ -51,9 +51,13 @@ ONE_PROBLEM = [
         "--qk-pos-emb-head-dim 7 is odd, and rotary embedding rotates pairs. Nearest: 6 or 8.",
     ),
     (
-        f"{LATENT} --position-embedding-type none",
-        "--multi-latent-attention rotates a part of each head, but --position-embedding-type is none. "
-        "Use --position-embedding-type rope, or yarn.",
+        f"{LATENT} --position-embedding-type alibi",
+        "--multi-latent-attention rotates a part of each head, but --position-embedding-type is alibi. "
+        "Use --position-embedding-type rope, or yarn; or none, which rotates nothing.",
+    ),
+    (
+        f"{LATENT} --qk-layernorm --latent-norm-epsilon 0",
+        "--latent-norm-epsilon 0.0 is not above 0. Use a number above 0.",
     ),
     (
         "--multi-latent-attention",

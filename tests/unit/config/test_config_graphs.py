@@ -13,6 +13,9 @@ BASE = shlex.split(
     "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --bf16 --cuda-graphs --hidden-dropout 0 --attention-dropout 0"
 )
 EXPERTS = "--num-experts 4"
+PADDED = f"{EXPERTS} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
+GLOO = "--distributed-backend gloo"
 
 
 def messages(flags: str, *, world_size: int = 1) -> list[str]:
@@ -36,8 +39,18 @@ def messages(flags: str, *, world_size: int = 1) -> list[str]:
         ("--no-bf16 --window-size 4096", 1),
         ("--rampup-batch-size 2 2 100 --global-batch-size 4", 1),
         ("--data-parallel-sharding-strategy optim_grads_params", 1),
-        ("--no-overlap-grad-reduce", 2),
-        ("--no-overlap-grad-reduce --use-distributed-optimizer", 2),
+        ("", 2),
+        (f"--no-overlap-grad-reduce {GLOO}", 2),
+        (f"--no-overlap-grad-reduce --use-distributed-optimizer {GLOO}", 2),
+        ("--use-distributed-optimizer --overlap-param-gather --grad-reduce-in-bf16", 2),
+        ("--tp 2 --sequence-parallel --tp-comm-overlap --hidden-dropout 0.1", 2),
+        ("--cp 2", 2),
+        ("--cp 2 --cp-comm-type a2a --attention-dropout 0.1 --window-size 16", 2),
+        ("--pp 2 --pipeline-schedule zb-h1 --global-batch-size 4", 2),
+        (f"{PADDED} --ep 2 {ALL_TO_ALL}", 2),
+        (f"{EXPERTS} --ep 2 --moe-expert-capacity-factor 1.0", 2),
+        (f"{EXPERTS} --etp 2", 2),
+        (f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss", 2),
         (EXPERTS, 1),
         (f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss", 1),
         (f"{EXPERTS} --moe-expert-capacity-factor 1.0", 1),
@@ -52,18 +65,27 @@ def test_what_can_be_recorded(flags: str, world_size: int):
 @pytest.mark.parametrize(
     ("flags", "world_size", "found"),
     [
-        ("--tp 2", 2, "--tensor-model-parallel-size 2: ranks communicate inside it. Use data parallelism alone"),
-        ("--pp 2", 2, "--pipeline-model-parallel-size 2: ranks communicate inside it."),
-        ("--cp 2", 2, "--context-parallel-size 2: ranks communicate inside it."),
-        (f"{EXPERTS} --ep 2 --no-overlap-grad-reduce", 2, "--expert-model-parallel-size 2: ranks communicate inside it."),
-        (f"{EXPERTS} --etp 2 --no-overlap-grad-reduce", 2, "--expert-tensor-parallel-size 2: ranks communicate inside it."),
-        ("", 2, "--overlap-grad-reduce: gradients would be reduced inside it. Add --no-overlap-grad-reduce"),
-        ("--data-parallel-sharding-strategy optim_grads", 2, "--data-parallel-sharding-strategy optim_grads: weights are gathered"),
+        (f"--tp 2 {GLOO}", 2, "--tensor-model-parallel-size 2: gloo communicates inside it, on the host. Use"),
+        (f"--pp 2 {GLOO}", 2, "--pipeline-model-parallel-size 2: gloo communicates inside it"),
+        (f"--cp 2 {GLOO}", 2, "--context-parallel-size 2: gloo communicates inside it"),
+        (f"{PADDED} --ep 2 --no-overlap-grad-reduce {GLOO}", 2, "--expert-model-parallel-size 2: gloo communicates"),
+        (f"{PADDED} --etp 2 --no-overlap-grad-reduce {GLOO}", 2, "--expert-tensor-parallel-size 2: gloo communicates"),
+        (GLOO, 2, "--overlap-grad-reduce: gloo communicates inside it, on the host. Add --no-overlap-grad-reduce"),
         (
-            f"{EXPERTS} --no-overlap-grad-reduce --moe-router-load-balancing-type global_aux_loss",
+            f"{EXPERTS} --no-overlap-grad-reduce --moe-router-load-balancing-type global_aux_loss {GLOO}",
             2,
-            "--moe-router-load-balancing-type global_aux_loss: routers communicate inside it.",
+            "--moe-router-load-balancing-type global_aux_loss: gloo communicates inside it",
         ),
+        ("--data-parallel-sharding-strategy optim_grads", 2, "strategy optim_grads: fully_shard frees and gathers weights by hooks"),
+        (
+            f"--ep 2 {PADDED} {ALL_TO_ALL} --overlap-moe-expert-parallel-comm --global-batch-size 4",
+            2,
+            "--overlap-moe-expert-parallel-comm: two threads launch its kernels in turns",
+        ),
+        (f"{EXPERTS} --ep 2 {ALL_TO_ALL}", 2, "alltoall over 2 ranks: the host must know how many rows a rank gets"),
+        (f"{EXPERTS} --ep 2", 2, "--expert-model-parallel-size 2 without --moe-expert-capacity-factor: the host must know"),
+        ("--cp 2 --attention-dropout 0.1", 2, "--cp-comm-type p2p and --attention-dropout 0.1: the host draws its seeds"),
+        ("--cp 2 --cp-comm-type all_gather --window-size 16", 2, "--cp-comm-type all_gather and --window-size 16: the host makes the mask"),
         ("--fp8-hybrid --fp8-recipe delayed", 1, "--fp8-recipe delayed: the host counts on in the histories of scales."),
         (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", 1, "sinkhorn: the host looks when the load is even enough."),
         (f"{EXPERTS} --no-moe-grouped-gemm", 1, "--no-moe-grouped-gemm: the host must know how many rows each expert has."),
@@ -90,16 +112,8 @@ def test_what_cannot_be_recorded(flags: str, world_size: int, found: str):
     assert message.rsplit(": ", 1)[1].count(". ") == 1, "it says what to do"
 
 
-def test_gathering_that_overlaps_is_refused_beside_reducing_that_does():
-    found = messages("--use-distributed-optimizer --overlap-param-gather", world_size=2)
-    assert [text.split(" a step with ")[1].split(":")[0] for text in found] == [
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-    ]
-
-
 def test_all_reasons_are_told_at_once():
-    assert len(messages("--tp 2 --reset-attention-mask --fp8-hybrid --fp8-recipe delayed", world_size=2)) == 3
+    assert len(messages(f"--tp 2 --reset-attention-mask --softmax-type learnable {GLOO}", world_size=2)) == 3
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])

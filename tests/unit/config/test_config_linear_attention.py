@@ -50,7 +50,7 @@ ONE_PROBLEM = [
     (
         "--linear-attention-freq 4",
         "--linear-attention-freq 4 says which layers have linear attention, but there is no --experimental-attention-variant. "
-        "Add --experimental-attention-variant gated_delta_net, or leave it out.",
+        "Add --experimental-attention-variant gated_delta_net or kimi_delta_attention, or leave it out.",
     ),
     (
         VARIANT,
@@ -99,7 +99,9 @@ def test_each_rule_and_nothing_else(flags: str, message: str):
 
 def test_other_variants_are_refused():
     (problem,) = problems_of("--experimental-attention-variant dsa", base=BASE)
-    assert problem.startswith("--experimental-attention-variant dsa is not gated_delta_net, the only choice")
+    assert problem.startswith(
+        "--experimental-attention-variant dsa is not one of gated_delta_net or kimi_delta_attention"
+    )
 
 
 @pytest.mark.parametrize(

@@ -279,11 +279,13 @@ def test_settings_without_effect_are_said_aloud():
 
 def test_head_widths_that_latent_attention_does_not_use_are_said_aloud():
     latent = (
-        "--multi-latent-attention --num-query-groups 8 --no-group-query-attention --kv-channels 32 --rotary-percent 0.5"
+        "--multi-latent-attention --num-query-groups 8 --no-group-query-attention --kv-channels 32 --rotary-percent 0.5 "
+        "--latent-norm-epsilon 1e-6"
     )
     assert set(load_config([*MOCK, *latent.split()], preset="tiny-llama").notices) == {
         "--kv-channels has no effect: latent attention has head widths of its own",
         "--rotary-percent has no effect: latent attention has head widths of its own",
+        "--latent-norm-epsilon has no effect: it is for --qk-layernorm",
     }
 
 
@@ -296,13 +298,14 @@ def test_megatron_s_names_of_yarn_settings():
 def test_details_without_their_switch_are_said_aloud():
     """Every setting that only refines another is announced when that other is off."""
     flags = (
-        "--kv-lora-rank 64 --v-head-dim 64 --mtp-loss-scaling-factor 0.3 --rope-low-freq-factor 2 --yarn-mscale 2 "
+        "--kv-lora-rank 64 --v-head-dim 64 --latent-norm-epsilon 1e-6 --mtp-loss-scaling-factor 0.3 --rope-low-freq-factor 2 --yarn-mscale 2 "
         "--rope-scaling-factor 4 --no-load-rng --no-save-rng"
     )
     loaded = load_config([*MOCK, *flags.split()], preset="tiny-llama")
     assert set(loaded.notices) == {
         "--kv-lora-rank has no effect: it is for --multi-latent-attention",
         "--v-head-dim has no effect: it is for --multi-latent-attention",
+        "--latent-norm-epsilon has no effect: it is for --multi-latent-attention",
         "--mtp-loss-scaling-factor has no effect: it is for --mtp-num-layers",
         "--rope-low-freq-factor has no effect: it is for --use-rope-scaling",
         "--yarn-mscale has no effect: it is for --position-embedding-type yarn",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
-from petatron.infer.step.decode_graphs import CacheLocations, _HostInputs
+from petatron.infer.step.decode_graphs import _HostInputs
+from petatron.infer.step.packed_step import CacheLocations
 from tests.unit.infer.test_sample import model_in
 
 PAGE, PAGES, SIZE = 4, 6, 5
@@ -73,8 +75,11 @@ def test_graphs_captured_beforehand_are_without_dropout_and_gradients(monkeypatc
     seen: list[tuple[bool, bool]] = []
 
     class Graphs:
-        def capture_all(self, progress: object) -> None:
+        sizes = (1,)
+
+        def capture_all(self) -> Iterator[int]:
             seen.append((stage.training, torch.is_grad_enabled()))
+            yield 1
 
     engine.capture_graphs()
     assert seen == [], "a CPU has none"

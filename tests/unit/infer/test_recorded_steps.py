@@ -17,7 +17,7 @@ from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.infer.step.decode_graphs import CacheLocations
+from petatron.infer.step.packed_step import CacheLocations
 from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
 from petatron.infer.step.recorded_steps import RecordedSteps, padded_pages
 from petatron.kernels.attention.paged import PagedBatch
@@ -80,10 +80,10 @@ def test_the_oldest_recording_is_forgotten(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_long_sequences_are_not_recorded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("petatron.infer.step.recorded_steps._MAX_GATHERED_TOKENS", 63)
+    monkeypatch.setattr("petatron.infer.step.recorded_steps._MAX_GATHERED_TOKENS", 31)
     engine = Engine(model_in())
     engine.complete([PROMPTS[0]], GREEDY)
-    assert not recordings(engine)._recorded and padded_pages(1) * engine.options.page_size == 64
+    assert not recordings(engine)._recorded and padded_pages(1) * engine.options.page_size == 32
 
 
 def test_a_model_that_reads_values_is_not_recorded():

@@ -38,6 +38,10 @@ GATED = (
     f"--qk-layernorm {SIZES}"
 )
 NEXT = f"{GATED} --num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
+KIMI = (
+    "--num-layers 4 --experimental-attention-variant kimi_delta_attention --linear-attention-freq 2 "
+    f"{LATENT} --position-embedding-type none {SIZES}"
+)
 PARALLEL = HYBRID.replace("M-*M", "P-P-") + (
     " --mamba-gated-norm none --key-multiplier 0.7 --attention-out-multiplier 0.9 --ssm-multipliers 0.7 0.8 1.3 0.6 1.1 "
     "--ssm-out-multiplier 0.5"
@@ -45,7 +49,7 @@ PARALLEL = HYBRID.replace("M-*M", "P-P-") + (
 ONE_NORM = f"{HYBRID} --mamba-norm-groups 1"
 
 
-@pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, NEXT, PARALLEL])
+@pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, NEXT, KIMI, PARALLEL])
 @pytest.mark.parametrize(
     "options",
     [
@@ -64,7 +68,7 @@ def test_chunks_slots_and_preemption_change_no_token(kind: str, options: EngineO
     assert [answer.ids for answer in again] == [answer.ids for answer in first], "slots are used a second time"
     assert not any(answer.cached_tokens for answer in again), "a page says nothing of a state"
     assert engine.stats.pages_used == 0 and free_slots(engine) == options.max_sequences
-    assert (engine.stats.preemptions > 0) == (options.num_pages is not None and kind in (HYBRID, NEXT, PARALLEL))
+    assert (engine.stats.preemptions > 0) == (options.num_pages is not None and kind in (HYBRID, NEXT, KIMI, PARALLEL))
 
 
 def free_slots(engine: Engine) -> int:
@@ -82,7 +86,7 @@ prompts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=15),
     max_step_tokens=st.integers(1, 20),
     max_sequences=st.integers(1, 6),
     spare_pages=st.integers(0, 6),
-    kind=st.sampled_from([MAMBA, HYBRID, LATENT_HYBRID, DELTA, NEXT, PARALLEL]),
+    kind=st.sampled_from([MAMBA, HYBRID, LATENT_HYBRID, DELTA, NEXT, KIMI, PARALLEL]),
 )
 def test_nothing_but_the_request_decides_its_tokens(
     prompts: list[list[int]], page_size: int, max_step_tokens: int, max_sequences: int, spare_pages: int, kind: str
@@ -99,7 +103,7 @@ def test_nothing_but_the_request_decides_its_tokens(
     assert engine.stats.pages_used == 0 and free_slots(engine) == max_sequences
 
 
-@pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, GATED, PARALLEL])
+@pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, GATED, KIMI, PARALLEL])
 def test_decode_steps_are_recorded(kind: str):
     flags = f"--fp64 {kind}"
     engine = Engine(exact_model(flags), options=EngineOptions(page_size=4))
@@ -156,6 +160,8 @@ def answers(flags: str, world_size: int) -> list[tuple[list[int], list[float]]]:
         ("--dp 2 --ep 2", 2, EXPERTS),
         ("--tp 2 --sequence-parallel", 2, NEXT),
         later("--tp 2 --pp 2", 4, NEXT),
+        ("--tp 2 --sequence-parallel", 2, KIMI),
+        later("--tp 2 --pp 2", 4, KIMI),
         later("--tp 4", 4, DELTA),
         later("--dp 2 --ep 2", 2, NEXT),
     ],

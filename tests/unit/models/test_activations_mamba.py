@@ -31,6 +31,12 @@ MODELS |= {
     "gated, no positions": f"{LLAMA} {GATE} {DELTA} --position-embedding-type none --hybrid-layer-pattern G*-",
     "gated": f"{LLAMA} {DELTA} {GATE} --hybrid-layer-pattern G*-",
 }
+KIMI = "--experimental-attention-variant kimi_delta_attention --linear-attention-freq"
+NO_ROPE = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 5 --v-head-dim 7 --position-embedding-type none"
+MODELS |= {
+    "kimi": f"{LLAMA} {DELTA} {NO_ROPE} {KIMI} 3 --qk-layernorm",
+    "kimi, one row": f"{LLAMA} {DELTA} {NO_ROPE} {KIMI} [1,0,0] --micro-batch-size 1",
+}
 RECOMPUTE = {
     "nothing": MemoryConfig(),
     "mamba": MemoryConfig(recompute_granularity="selective", recompute_modules=("mamba", "delta")),

@@ -26,6 +26,7 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.pipeline.cuda_graph import (
     MAX_GRAPHS,
     WARM_UP_STEPS,
+    CaptureError,
     CudaGraphCapture,
     GraphedSteps,
     Replay,
@@ -48,18 +49,21 @@ class StandIn:
         self.model, self.sync = model, model.gradient_reducer
         self.calls: list[str] = []
 
+    def _grads(self) -> list[Tensor]:
+        return [grads for group in self.sync._param_groups for grads in group.grads()]
+
     def run(self, step: StepFunction) -> StepResult:
         self.calls.append("run")
         return step()
 
     def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
         self.calls.append("capture")
-        begun, kept = self._notes(), [group.flat_grads.clone() for group in self.sync._param_groups]
+        begun, kept = self._notes(), [grads.clone() for grads in self._grads()]
         generator = torch.get_rng_state()
         outcome = step()
         torch.set_rng_state(generator)
-        for group, grads in zip(self.sync._param_groups, kept, strict=True):
-            group.flat_grads.copy_(grads)
+        for grads, before in zip(self._grads(), kept, strict=True):
+            grads.copy_(before)
         for made in (outcome.loss_sums, *outcome.router_statistics.values()):
             made.fill_(float("nan"))
 
@@ -69,7 +73,7 @@ class StandIn:
             self._restore(begun)
             made = step()
             self._restore(now)
-            self.model.fp8_gemms.new_step()
+            self.model.fp8_gemms.new_step(1)
             outcome.loss_sums.copy_(made.loss_sums)
             for layer, report in outcome.router_statistics.items():
                 report.copy_(made.router_statistics[layer])
@@ -197,7 +201,7 @@ def test_what_gets_no_gradient_has_one_of_zero_after_a_replay():
     model = build_model(tiny_run(), ParallelMesh.single())
     stand_in = StandIn(model)
     model.use_cuda_graphs(stand_in)
-    grads = {slot.name: g.param_view(g.flat_grads, slot) for g in stand_in.sync._param_groups for slot in g.params}
+    grads = {slot.name: g.param_grad(slot) for g in stand_in.sync._param_groups for slot in g.params}
     model.module.get_parameter("norm.weight").requires_grad_(False)
     frozen = grads.pop("norm.weight")
     for step in range(WARM_UP_STEPS + 2):
@@ -250,7 +254,9 @@ def test_a_replay_gets_every_array_and_every_scale():
             arrays=arrays | ({"text": torch.zeros(1)} if text != "text" else {}), sequence_dims={"image": None}
         )
 
-    reducer: Any = SimpleNamespace(params_with_grad=frozenset, mark_written=lambda _: None)
+    reducer: Any = SimpleNamespace(
+        params_with_grad=frozenset, mark_written=lambda _: None, keep_grads_allocated=lambda: None
+    )
     steps, schedule = GraphedSteps(run, reducer, Repeats()), cast(RankSchedule, None)
     for step in range(WARM_UP_STEPS + 3):
         scales = LossScales(token_loss=torch.tensor([1.0 + step, 100.0 - step]), aux_loss=torch.tensor(0.5 * step))
@@ -279,6 +285,8 @@ class FakeCuda:
     capability: tuple[int, int] = (9, 0)
     here: FakeStream = field(default_factory=FakeStream)
     pools: int = 0
+    ended_pools: list[tuple[int, int]] = field(default_factory=list)
+    generator: FakeGenerator = field(default_factory=lambda: FakeGenerator())
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
@@ -288,6 +296,14 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.pool)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
+        monkeypatch.setattr(torch.cuda, "default_generators", (self.generator,))
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "here", stream))
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_pool, raising=False)
+
+    def end_pool(self, device: int, pool: int) -> None:
+        if self.breaks is None:
+            raise RuntimeError("not allocating to this pool")
+        self.ended_pools.append((device, pool))
 
     def pool(self) -> int:
         self.pools += 1
@@ -305,11 +321,25 @@ class FakeCuda:
     def graph(self, graph: FakeGraph, *, pool: int, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
         graph.pool, graph.stream = pool, stream
         assert capture_error_mode == "thread_local"
+        before, self.here = self.here, stream
+        self.generator.state += "+"
         try:
             yield
-        finally:
+        finally:  # torch leaves the stream only after a capture that ended well
             if self.breaks is not None:
                 raise self.breaks
+            self.here = before
+
+
+@dataclass
+class FakeGenerator:
+    state: str = "begun"
+
+    def clone_state(self) -> str:
+        return self.state
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.state = state
 
 
 @dataclass
@@ -317,6 +347,10 @@ class FakeGraph:
     pool: int = 0
     stream: FakeStream | None = None
     replayed: int = 0
+    generators: list[FakeGenerator] = field(default_factory=list)
+
+    def register_generator_state(self, generator: FakeGenerator) -> None:
+        self.generators.append(generator)
 
     def replay(self) -> None:
         self.replayed += 1
@@ -333,7 +367,8 @@ def test_a_recorder_runs_and_records_on_one_stream(monkeypatch: pytest.MonkeyPat
     cuda = FakeCuda()
     cuda.install(monkeypatch)
     outside = cuda.here
-    recorder = CudaGraphCapture(torch.device("cuda", 0))
+    shared: Any = FakeGenerator()
+    recorder = CudaGraphCapture(torch.device("cuda", 0), generators=[shared])
     made = StepResult(torch.zeros(()))
     seen: list[FakeStream] = []
 
@@ -347,25 +382,32 @@ def test_a_recorder_runs_and_records_on_one_stream(monkeypatch: pytest.MonkeyPat
     replay()
     graph = replay.__self__  # type: ignore[attr-defined]
     assert outcome is made and graph.replayed == 1 and graph.stream is seen[0] and graph.pool == 1
+    assert graph.generators == [shared] and cuda.here is outside and cuda.ended_pools == []
     recorder.reset_pool()
     assert recorder.capture(work)[1].__self__.pool == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("breaks", [None, RuntimeError("the recording is invalid")])
-def test_what_cannot_be_recorded_is_said(monkeypatch: pytest.MonkeyPatch, breaks: Exception | None):
-    FakeCuda(breaks).install(monkeypatch)
-    recorder = CudaGraphCapture(torch.device("cuda", 0))
-    with pytest.raises(TrainError, match=r"Leave --cuda-graphs out\. What torch says: somebody asked the device"):
+def test_what_cannot_be_recorded_is_said_and_undone(monkeypatch: pytest.MonkeyPatch, breaks: Exception | None):
+    cuda, shared = FakeCuda(breaks), FakeGenerator()
+    cuda.install(monkeypatch)
+    outside = cuda.here
+    recorder = CudaGraphCapture(torch.device("cuda", 0), generators=[cast(torch.Generator, shared)])
+    words = r"Leave --cuda-graphs out, or say auto\. What torch says: somebody asked the device"
+    with pytest.raises(CaptureError, match=words) as error:
         recorder.capture(raising(RuntimeError("somebody asked the device")))
+    assert error.value.reason == "somebody asked the device"
+    assert cuda.here is outside and cuda.generator.state == shared.state == "begun"
     with pytest.raises(torch.OutOfMemoryError, match="too large"):
         recorder.capture(raising(torch.OutOfMemoryError("too large")))
+    assert cuda.here is outside
+    assert cuda.ended_pools == ([] if breaks is None else [(0, 1), (0, 2)]), "each has a pool of its own"
 
 
 def test_devices_that_are_too_old_are_refused(monkeypatch: pytest.MonkeyPatch):
     FakeCuda(capability=(7, 5)).install(monkeypatch)
-    with pytest.raises(
-        TrainError, match=r"needs a GPU of compute capability 8\.0 \(Ampere\) or later, and this one has 7\.5"
-    ):
+    words = r"cannot be used: it needs a GPU of compute capability 8\.0 \(Ampere\) or later; this one has 7\.5\. Leave it out"
+    with pytest.raises(TrainError, match=words):
         CudaGraphCapture(torch.device("cuda", 0))
 
 

@@ -46,7 +46,7 @@ def _which_layers(model: RawModelConfig) -> Iterator[Problem]:
     yield from layer_pattern_problems("linear_attention_freq", model)
     if variant is None and freq is not None:
         rule = f"says which layers have linear attention, but there is no {_VARIANT}"
-        yield Problem(_FREQ, freq, rule, f"Add {_VARIANT} gated_delta_net, or leave it out.")
+        yield Problem(_FREQ, freq, rule, f"Add {_VARIANT} gated_delta_net or kimi_delta_attention, or leave it out.")
     if variant is not None and model.hybrid_layer_pattern is not None:
         rule = f"and --hybrid-layer-pattern, where {DELTA} is a gated delta net, both say which layers have one"
         yield Problem(_VARIANT, variant, rule, "Leave one out.")

@@ -16,12 +16,15 @@ from petatron.kernels.ssm.delta_recurrence import delta_gates, delta_update
 
 
 class DeltaGateInputs(NamedTuple):
-    """What decay and writing strength are computed of: columns of a token [B, H], and parameters of the heads [H]."""
+    """What decay and writing strength are computed of: columns of a token, and parameters of the heads.
+
+    a, dt_bias: [B, H] and [H], or [B, H, N] and [H, N] with a decay of every key channel.
+    """
 
     b_BH: Tensor
-    a_BH: Tensor
+    a: Tensor
     A_log_H: Tensor
-    dt_bias_H: Tensor
+    dt_bias: Tensor
 
 
 def delta_step(

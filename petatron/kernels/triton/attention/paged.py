@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.attention.paged import PagedBatch
+from petatron.kernels.triton.attention.paged_chunks import chunk_attention
 from petatron.kernels.triton.attention.split_kv import (
     launch_merge,
     log_sum_exp,
@@ -30,6 +31,8 @@ from petatron.kernels.triton.attention.split_kv import (
     visible_scores,
 )
 from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+
+__all__ = ["chunk_attention", "decode_attention", "store_and_decode", "store_key_value"]
 
 _TILE = 64
 """Tokens that a program reads at once."""

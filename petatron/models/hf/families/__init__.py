@@ -16,6 +16,7 @@ from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
 from petatron.models.hf.families.hybrid.bamba import BAMBA
 from petatron.models.hf.families.hybrid.falcon_h1 import FALCON_H1
 from petatron.models.hf.families.hybrid.granite_hybrid import GRANITE_HYBRID
+from petatron.models.hf.families.hybrid.kimi_linear import KIMI_LINEAR
 from petatron.models.hf.families.hybrid.mamba2 import MAMBA2
 from petatron.models.hf.families.hybrid.nemotron_h import NEMOTRON_H
 from petatron.models.hf.families.hybrid.qwen3_next import QWEN3_NEXT
@@ -54,6 +55,7 @@ FAMILIES = (
     QWEN2_MOE,
     QWEN3_MOE,
     QWEN3_NEXT,
+    KIMI_LINEAR,
     OLMOE,
     GRANITE_MOE,
     GPT_OSS,

@@ -30,7 +30,7 @@ SHARED_EXPERTS = (
     ModuleMapping(("layers.*.mlp.shared.down",), "model.layers.*.mlp.shared_experts.down_proj"),
 )
 _NOT_IN_LATENT_ATTENTION = ("layers.*.attention.q_norm",)  # here the norm of a latent, under another name
-_MAPPINGS = (
+LATENT_MAPPINGS = (
     *(row for row in LLAMA_MAPPINGS if row.logical_modules != _NOT_IN_LATENT_ATTENTION),
     ModuleMapping(("layers.*.attention.q_down",), "model.layers.*.self_attn.q_a_proj"),
     ModuleMapping(("layers.*.attention.q_norm",), "model.layers.*.self_attn.q_a_layernorm"),
@@ -38,8 +38,8 @@ _MAPPINGS = (
     ModuleMapping(("layers.*.attention.kv_down",), "model.layers.*.self_attn.kv_a_proj_with_mqa"),
     ModuleMapping(("layers.*.attention.kv_norm",), "model.layers.*.self_attn.kv_a_layernorm"),
     ModuleMapping(("layers.*.attention.kv_up",), "model.layers.*.self_attn.kv_b_proj"),
-    *SHARED_EXPERTS,
 )
+_MAPPINGS = (*LATENT_MAPPINGS, *SHARED_EXPERTS)
 MTP_MAPPINGS = (
     ModuleMapping(("layers.*.embedding_norm",), "model.layers.*.enorm"),
     ModuleMapping(("layers.*.hidden_norm",), "model.layers.*.hnorm"),
@@ -65,7 +65,7 @@ FUSED_EXPERTS = (
     ),
     ModuleMapping((f"{EXPERTS}.down",), "model.layers.*.mlp.experts.down_proj", no_weight_suffix=True),
 )
-_KEYS = {
+LATENT_KEYS = {
     **{ours: key for ours, key in LLAMA_KEYS.items() if ours not in ("kv_channels", "norm_epsilon")},
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
@@ -115,7 +115,7 @@ DEEPSEEK_V2 = like_llama(
     architecture="DeepseekV2ForCausalLM",
     mappings=(*_MAPPINGS, *SEPARATE_EXPERTS),
     in_memory_mappings=(*_MAPPINGS, *FUSED_EXPERTS),
-    keys=_KEYS,
+    keys=LATENT_KEYS,
     defaults={
         **_DEFAULTS,
         "mlp_bias": False,
@@ -152,7 +152,7 @@ DEEPSEEK_V3 = like_llama(
     in_memory_mappings=(*_MAPPINGS, *MTP_MAPPINGS, EXPERT_BIAS_MAPPING, *FUSED_EXPERTS),
     ignored_tensors=("*rotary_emb.inv_freq", *MTP_COPIES),
     mtp_keys=("num_nextn_predict_layers", "num_mtp_layers"),
-    keys=_KEYS,
+    keys=LATENT_KEYS,
     defaults={
         **_DEFAULTS,
         "max_position_embeddings": 4096,

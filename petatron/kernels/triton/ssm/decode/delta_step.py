@@ -27,7 +27,7 @@ def delta_step(
     q_BGN: Tensor, k_BGN: Tensor, v_BHP: Tensor, gates: DeltaGateInputs, *, states: Tensor, slots_B: Tensor
 ) -> Tensor:
     """See the reference."""
-    q, k, v, b, a = (contiguous_tokens(each) for each in (q_BGN, k_BGN, v_BHP, gates.b_BH, gates.a_BH))
+    q, k, v, b, a = (contiguous_tokens(each) for each in (q_BGN, k_BGN, v_BHP, gates.b_BH, gates.a))
     count, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[1:]
     o = torch.empty((count, heads, value_dim), dtype=v.dtype, device=v.device)
@@ -39,7 +39,7 @@ def delta_step(
         b,
         a,
         gates.A_log_H,
-        gates.dt_bias_H,
+        gates.dt_bias,
         states,
         slots_B,
         o,
@@ -55,6 +55,7 @@ def delta_step(
         ROWS=triton.next_power_of_2(key_dim),
         VALUE_DIM=value_dim,
         CHANNELS=channels,
+        DECAY_BY_ROW=a.dim() == 3,
         num_warps=4,
         **launch_options(count, v),
     )
@@ -85,6 +86,7 @@ def _delta_step(
     ROWS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
+    DECAY_BY_ROW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
@@ -100,11 +102,17 @@ def _delta_step(
     key = _unit(k + sequence * k_stride + of_key, row < KEY_DIM, eps)
     there = channel < VALUE_DIM
     value = tl.load(v + sequence * v_stride + head * VALUE_DIM + channel, mask=there, other=0.0).to(tl.float32)
-    raw = tl.load(a + sequence * a_stride + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-    decay = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(raw))
+    rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+    if DECAY_BY_ROW:
+        of_row, there_rows = head * KEY_DIM + row, row < KEY_DIM
+        raw = tl.load(a + sequence * a_stride + of_row, mask=there_rows, other=0.0).to(tl.float32)
+        raw += tl.load(dt_bias + of_row, mask=there_rows, other=0.0).to(tl.float32)
+        state = tl.exp(-rate * softplus(raw))[:, None] * state
+    else:
+        raw = tl.load(a + sequence * a_stride + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+        state = tl.exp(-rate * softplus(raw)) * state
     beta = tl.sigmoid(tl.load(b + sequence * b_stride + head).to(tl.float32))
 
-    state = decay * state
     written = beta * (value - tl.sum(state * key[:, None], 0))
     state = state + key[:, None] * written[None, :]
     tl.store(at, state.to(states.dtype.element_ty), mask=inside)

@@ -1,0 +1,60 @@
+"""Captures functions as CUDA graphs that share one pool of memory: what one leaves there is valid until the next is replayed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+
+Outputs = TypeVar("Outputs")
+_WARM_UP_CALLS = 2
+
+
+class GraphCapture:
+    """The pool, and the stream on which graphs are captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(
+        self, function: Callable[[], Outputs], *, after_warm_up: Callable[[], None] | None = None
+    ) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+        """Calls a function a few times, then once more to capture it; returns the graph and the tensors that it writes."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UP_CALLS):
+                function()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if after_warm_up is not None:
+            after_warm_up()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            _without_garbage_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            outputs = function()
+        return graph, outputs
+
+    def free(self, graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
+        """Frees graphs; a communicator whose collectives they hold can end only then."""
+        torch.cuda.synchronize(self._device)
+        for graph in graphs:
+            graph.reset()
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Garbage collected during a capture might free what must not be freed then, such as another graph."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
