@@ -195,10 +195,8 @@ def _row_blocks(x: Tensor) -> Tensor:
     return x.flatten(1, -2)
 
 
-def _gemm_input(x: Tensor | Recomputable, *, save_first: bool) -> Recomputable:
-    """Returns a GEMM's input; a tensor is saved by the GEMM, or, inside a recomputed region, before it (`as_recomputable`)."""
-    if isinstance(x, Recomputable):
-        return x
+def _saved_input(x: Tensor, *, save_first: bool) -> Recomputable:
+    """Returns an input that nothing recomputes: the GEMM saves it, or, inside a recomputed region, it is saved before the GEMM."""
     return as_recomputable(x) if save_first else Recomputable(x, None)
 
 
@@ -219,7 +217,8 @@ class ColumnParallelOp:
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
+            x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
+            return self.gemm_op(x, weight)
         if not self.sequence_parallel:
             return self.gemm_op(as_recomputable(x), weight, input_comm=ReplicatedInput(self.axis))
         local_input = (
@@ -239,12 +238,12 @@ class RowParallelOp:
     save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
-        gemm_input = _gemm_input(x, save_first=self.save_first)
+        x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
         if self.axis.size == 1:
-            return self.gemm_op(gemm_input, weight)
+            return self.gemm_op(x, weight)
         if self.overlap is not None:
-            return self.gemm_op(gemm_input, weight, gemm_forward=self.overlap)
-        return self.reduce_output(self.gemm_op(gemm_input, weight))
+            return self.gemm_op(x, weight, gemm_forward=self.overlap)
+        return self.reduce_output(self.gemm_op(x, weight))
 
     def reduce_output(self, partial_sum: Tensor) -> Tensor:
         reduce = collectives.reduce_scatter_to_region if self.sequence_parallel else collectives.reduce_from_region
@@ -259,7 +258,8 @@ class ReplicatedOp:
     save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
-        return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
+        x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
+        return self.gemm_op(x, weight)
 
 
 def apply_tensor_parallel(
@@ -324,10 +324,13 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
 
 
 def set_gemm(module: Linear, gemm: Gemm, *, recasting_gemm: Gemm | None = None) -> None:
-    """Makes a linear use a GEMM, or the second for inputs that are recomputed (`GemmOp`); its communication stays."""
+    """Makes a linear use a GEMM, or the second for inputs that are recomputed (`GemmOp`); its communication stays.
+
+    What such a GEMM saves is no view of its input, which is saved before.
+    """
     linear_op = _parallel_op(module)
     gemm_op = replace(linear_op.gemm_op, gemm=gemm, recasting_gemm=recasting_gemm)
-    module.linear_op = replace(linear_op, gemm_op=gemm_op)
+    module.linear_op = replace(linear_op, gemm_op=gemm_op, save_first=True)
 
 
 def gemm_of(module: Linear) -> Gemm:

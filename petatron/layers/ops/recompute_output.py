@@ -105,10 +105,10 @@ class RecomputeHandle:
             self._output = None
         return output
 
-    def run_backward(self, grads: MaybeTensors) -> MaybeTensors:
+    def run_backward(self, node: Any, grads: MaybeTensors) -> MaybeTensors:
         """Runs the function's backward, then the registered consumers with the recomputed output."""
         consumers, self._consumers = self._consumers, []
-        saved, self._saved = self._load_saved(), None
+        saved, self._saved = node.saved_tensors if self._saved is None else self._saved, None
         inputs, output = self.function.backward(saved, grads, recompute_output=bool(consumers))
         for consumer in consumers:
             assert output is not None
@@ -143,7 +143,7 @@ class _RecomputableOp(AutogradOp):
     def backward(ctx: Any, *grads: Tensor | None) -> MaybeTensors:
         for grad in grads:
             if grad is not None:  # autograd drops the gradients of inputs that need none
-                return None, *ctx.handle.run_backward(grads)[: ctx.inputs]
+                return None, *ctx.handle.run_backward(ctx, grads)[: ctx.inputs]
         return (None,) * (1 + ctx.inputs)
 
 
