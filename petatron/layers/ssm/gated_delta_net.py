@@ -222,7 +222,8 @@ class HeadNormThenGate(nn.Module):
 
     def __init__(self, width: int, *, eps: float, gate: NormGate = "silu") -> None:
         super().__init__()
-        self.eps, self.gate = eps, gate
+        self.eps = eps
+        self.gate: NormGate = gate
         self.weight = nn.Parameter(torch.empty(width))
         self.kernels: NormThenGateKernels = norm_reference
 
