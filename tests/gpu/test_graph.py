@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig, load_config
+from petatron.kernels.attention.documents import Documents
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
@@ -133,6 +134,27 @@ def test_the_number_of_micro_batches_changes():
     counts = [1] * 5 + [2] * 5 + [3] * 2 + [1, 2, 3]
     plain, recorded = (train(run_of(flags), counts) for flags in ("", GRAPHS))
     same(recorded, plain)
+
+
+def test_packed_documents_have_the_same_bits():
+    """Documents of one tile, also where there is room for more of them than there are."""
+
+    def trained(flags: str) -> tuple[list[float], list[Tensor]]:
+        run = run_of(f"--seq-length 128 --reset-attention-mask {flags}")
+        state = TrainState.build(run, ParallelMesh.single(DEVICE))
+        losses = []
+        for step in range(10):
+            packed = []
+            for batch in batches(run, 2, step):
+                begins = torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(step)) < (step + 1) / 40
+                starts = (torch.arange(128) * begins).cummax(1).values
+                packed.append(replace(batch, documents=Documents.of(starts.to(DEVICE))))
+            losses.append(float(torch.as_tensor(train_step(state, packed).loss)))
+        return losses, [weight.cpu().clone() for group in state.model.param_groups for weight in group.weights()]
+
+    plain, recorded = trained(""), trained(GRAPHS)
+    assert recorded[0] == plain[0] and len(set(plain[0])) == 10
+    assert all(map(torch.equal, recorded[1], plain[1]))
 
 
 def test_attention_of_cudnn_is_recorded():
