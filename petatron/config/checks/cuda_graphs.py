@@ -22,6 +22,7 @@ from petatron.config.schema.run import RawRunConfig
 CUDA_GRAPHS_FLAG = "--cuda-graphs"
 _GROUPED_MULTIPLE = 8  # elements of bfloat16 in the 16 bytes that the grouped kernel copies at a time
 _MAX_HEAD_DIM = 256  # of FlashAttention
+_LONG_DOCUMENT = 1024  # tokens, `kernels/attention/documents.py`
 
 
 CaptureProblem = tuple[str, str, str]
@@ -128,9 +129,7 @@ def _memory(config: RawRunConfig) -> Iterator[CaptureProblem]:
 
 def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
     model, window = config.model, config.model.window_size
-    if config.data.reset_attention_mask:
-        why = "where documents lie differs from step to step, and the host plans with it"
-        yield "--reset-attention-mask", why, "Leave one of them out."
+    yield from _documents(config)
     why = "without FlashAttention the host makes the mask"
     if model.attn_logit_softcapping is not None:
         yield f"--attn-logit-softcapping {model.attn_logit_softcapping:g}", why, "Leave one of them out."
@@ -147,6 +146,29 @@ def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
     elif model.kv_channels is not None and (model.kv_channels % 8 or model.kv_channels > _MAX_HEAD_DIM):
         fix = f"Use heads of a multiple of 8 up to {_MAX_HEAD_DIM}, or leave --cuda-graphs out."
         yield f"--window-size {window} and heads of width {model.kv_channels}", why, fix
+
+
+def _documents(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    """Yields why attention within packed documents cannot be captured; short ones can, by the kernel for unequal lengths."""
+    model = config.model
+    if not config.data.reset_attention_mask:
+        return
+    fix = "Leave one of them out."
+    if model.seq_length >= _LONG_DOCUMENT:
+        why = f"attention of documents of {_LONG_DOCUMENT} tokens or more is planned from their lengths, by the host"
+        yield f"--reset-attention-mask and --seq-length {model.seq_length}", why, fix
+    if config.parallel.world_size not in (None, 1):
+        why = "what they capture would depend on their documents"
+        yield f"--reset-attention-mask and {config.parallel.world_size} ranks", why, fix
+    if model.attention_dropout > 0.0:
+        why = "how many random numbers are drawn depends on the number of documents"
+        yield f"--reset-attention-mask and --attention-dropout {model.attention_dropout:g}", why, fix
+    if not (config.precision.bf16 or config.precision.fp16):
+        why = "without FlashAttention the host makes the mask"
+        yield "--reset-attention-mask in this precision", why, "Add --bf16 or --fp16, or leave one of them out."
+    elif model.kv_channels is not None and (model.kv_channels % 8 or model.kv_channels > _MAX_HEAD_DIM):
+        why = "without FlashAttention the host makes the mask"
+        yield f"--reset-attention-mask and heads of width {model.kv_channels}", why, fix
 
 
 def _context(config: RawRunConfig) -> Iterator[CaptureProblem]:

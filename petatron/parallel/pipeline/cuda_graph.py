@@ -15,6 +15,7 @@ A replay repeats kernels with the launch parameters and addresses of the capture
 - Random numbers are those of a run without graphs: a replay reads the generator's seed and offset from memory, and torch
   advances the offset. That holds for the default generator and those that are registered: the stream that tensor-parallel
   ranks share.
+- Packed documents are so many entries of one array, and how many there may be is part of a capture: missing ones are empty.
 - Another number of micro-batches, or another shape, is another capture. All share one memory pool: its content is needed only
   until a replay ends, but for the result, which is read before the next begins.
 - Warm-up steps run on the capture stream: autograd remembers the stream on which a parameter was first used, and a captured
@@ -35,7 +36,7 @@ import contextlib
 import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -43,6 +44,7 @@ from torch import Tensor
 
 from petatron.base.errors import TrainError
 from petatron.base.log import get_logger
+from petatron.kernels.attention.documents import MIN_PADDED_DOCUMENT
 from petatron.models.batch import Batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.pipeline.executor import LossScales, StepResult
@@ -54,6 +56,8 @@ WARM_UP_STEPS = 3
 """Eager steps of each kind before the capture."""
 MAX_GRAPHS = 4
 """Graphs in the cache: those of a batch-size ramp are not used again, and each holds every kernel of its step."""
+_MIN_DOCUMENTS = 8
+"""Room for documents in a captured step; from there on by powers of two."""
 _MIN_CAPABILITY = (8, 0)
 """Older devices have no FlashAttention, and its replacement needs the host."""
 
@@ -173,6 +177,7 @@ class GraphedSteps:
         self._captured_steps: dict[_StepKey, _CapturedStep] = {}
         self._num_warm_up_steps: Counter[tuple[bool, frozenset[_BatchShape]]] = Counter()
         self._evaluated: set[_StepKey] = set()
+        self._documents_room = _MIN_DOCUMENTS
 
     def run(
         self,
@@ -184,12 +189,17 @@ class GraphedSteps:
     ) -> StepResult:
         """Runs a training step; one that is timed by action is not replayed. Router statistics are valid until the next step."""
         assert scales is not None, "an evaluation has a method of its own"
+<<<<<<< HEAD
         self._gradient_reducer.keep_grads_allocated()
         shapes = tuple(_batch_shape(batch) for batch in batches)
+=======
+        shapes = self._shapes(batches)
+>>>>>>> k4-graphs
         if clock is None and (True, shapes) in self._captured_steps:
             return self._replay((True, shapes), batches, scales)
-        # From the second micro-batch on gradients are accumulated, by kernels that a step of one never calls.
-        kind = (len(batches) > 1, frozenset(shapes))
+        # From the second micro-batch on gradients are accumulated, by kernels that a step of one never calls. Room for more
+        # documents is the same kind of step.
+        kind = (len(batches) > 1, frozenset(self._shapes([replace(batch, documents=None) for batch in batches])))
         if clock is not None or self._num_warm_up_steps[kind] < self._num_warm_ups:
             if self._num_warm_up_steps[kind] == 0:
                 self.clear()
@@ -202,9 +212,9 @@ class GraphedSteps:
         self, forward: Callable[..., StepResult], schedule: RankSchedule, batches: Sequence[Batch]
     ) -> StepResult:
         """Runs the forward passes of an evaluation. They are captured where training steps are, in the memory of these."""
-        if not self._captured_steps or any(batch.documents is not None for batch in batches):
+        if not self._captured_steps or any(_has_long_documents(batch) for batch in batches):
             return forward(schedule, batches)
-        key = (False, tuple(_batch_shape(batch) for batch in batches))
+        key = (False, self._shapes(batches))
         if key not in self._captured_steps:
             if key not in self._evaluated:
                 self._evaluated.add(key)
@@ -224,6 +234,12 @@ class GraphedSteps:
         self._captured_steps[key] = self._capture_on_all_ranks(run, batches, scales)
         kind = "a step" if scales is not None else "an evaluation"
         _log.debug("%s of %d micro-batches is recorded, and replayed from now on", kind, len(batches))
+
+    def _shapes(self, batches: Sequence[Batch]) -> tuple[_BatchShape, ...]:
+        """Returns what a capture of these micro-batches depends on: their shapes, and the room for documents, which only grows."""
+        most = max((batch.documents.num_documents for batch in batches if batch.documents is not None), default=1)
+        self._documents_room = max(self._documents_room, 1 << (most - 1).bit_length())
+        return tuple(_batch_shape(batch, self._documents_room) for batch in batches)
 
     @property
     def num_captured(self) -> int:
@@ -271,7 +287,7 @@ class GraphedSteps:
         scales: LossScales | None,
     ) -> _CapturedStep:
         self._prepare(trains=scales is not None, captured=True)
-        static_batches, static_scales = [batch.clone() for batch in batches], None
+        static_batches, static_scales = list(map(_static_batch, batches, self._shapes(batches))), None
         if scales is not None:
             static_scales = LossScales(token_loss=scales.token_loss.clone(), aux_loss=scales.aux_loss.clone())
         result, replay = self._graph_capture.capture(partial(run, static_batches, static_scales))
@@ -285,6 +301,8 @@ class GraphedSteps:
         for static, batch in zip(captured.batches, batches, strict=True):
             for name, target in static.arrays.items():
                 target.copy_(batch[name], non_blocking=True)
+            if static.documents is not None and batch.documents is not None:
+                static.documents.copy_(batch.documents)
         self._prepare(trains=scales is not None, captured=False)
         captured.replay()
         if scales is not None:
@@ -292,15 +310,32 @@ class GraphedSteps:
         return StepResult(captured.result.loss_sums.clone(), dict(captured.result.router_statistics))
 
 
-def _batch_shape(batch: Batch) -> _BatchShape:
+def _has_long_documents(batch: Batch) -> bool:
+    return batch.documents is not None and batch.documents.padded_rows is not None
+
+
+def _batch_shape(batch: Batch, most_documents: int) -> _BatchShape:
     """Returns the names, shapes and dtypes that a capture depends on."""
-    if batch.documents is not None:
+    shapes = tuple((name, x.shape, x.dtype) for name, x in batch.arrays.items())
+    documents = batch.documents
+    if documents is None:
+        return shapes
+    if documents.padded_rows is not None:
         raise CaptureError(
-            "attention is planned from the boundaries of packed documents",
-            "A step over packed documents cannot be recorded as a CUDA graph: attention is planned from their boundaries. Leave "
-            "--cuda-graphs out, or --reset-attention-mask.",
+            "attention of long packed documents is planned from their lengths",
+            f"A step over packed documents of {MIN_PADDED_DOCUMENT} tokens or more cannot be recorded as a CUDA graph: attention is "
+            "planned from their lengths. Leave --cuda-graphs out, or --reset-attention-mask.",
         )
-    return tuple((name, x.shape, x.dtype) for name, x in batch.arrays.items())
+    room = torch.Size((documents.equal_length or 0, most_documents))
+    return (*shapes, ("documents", room, documents.cu_seqlens.dtype))
+
+
+def _static_batch(batch: Batch, shape: _BatchShape) -> Batch:
+    """Returns a copy that other batches of this shape can be copied into."""
+    if batch.documents is None:
+        return batch.clone()
+    _, (_, most_documents), _ = shape[-1]
+    return replace(batch.clone(), documents=batch.documents.bounded(most_documents))
 
 
 def _end_pool_allocation(device: torch.device, pool: object) -> None:

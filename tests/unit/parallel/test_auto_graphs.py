@@ -358,13 +358,12 @@ def test_what_cannot_be_captured_is_said_before_training(
 ):
     caplog.set_level("INFO", "petatron.train.cuda_graphs")
     FakeCuda(capability=(7, 5)).install(monkeypatch)
-    run = load_config([*BASE.split(), *"--dp 2 --reset-attention-mask".split()], world_size=2).config
+    run = load_config([*BASE.split(), *"--dp 2 --softmax-type learnable".split()], world_size=2).config
     mesh: Any = SimpleNamespace(device=torch.device("cuda", 0), backend="gloo")
     use_cuda_graphs_if_faster(run, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
     assert caplog.messages == [
-        "CUDA graphs: off: --overlap-grad-reduce: gloo communicates inside it, on the host; --reset-attention-mask: where "
-        "documents lie differs from step to step, and the host plans with it; it needs a GPU of compute capability 8.0 (Ampere) "
-        "or later; this one has 7.5"
+        "CUDA graphs: off: --overlap-grad-reduce: gloo communicates inside it, on the host; --softmax-type learnable: "
+        "without FlashAttention the host makes the mask; it needs a GPU of compute capability 8.0 (Ampere) or later; this one has 7.5"
     ]
 
 
