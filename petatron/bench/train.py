@@ -113,20 +113,21 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Measure as asked; `flags` are the run's."""
     from petatron.base.device import detect_device
     from petatron.bench.measure.report import report
-    from petatron.bench.measure.timing import free_cached_memory
+    from petatron.bench.measure.timing import copy_bandwidth, free_cached_memory
 
     peers = _parse_peers(args.against)
     names = [args.only] if args.only else [OURS, *peers]
     spec = _bench_spec(args, flags, names)
     device = detect_device(spec.run.train.device)
     _check(args, spec, names, device)
+    bandwidth = None if device.peak("bfloat16") is None else copy_bandwidth(spec.device)
     host = _measure_host(args, flags, spec) if args.host else None
     found = None if args.apart else _measure_in_process(args, spec, names, device)
     if found is None:
         free_cached_memory(spec.device)
         found = _measure_in_subprocesses(args, flags, names)
     found.host = host
-    return report(spec, device, found)
+    return report(spec, device, found, bandwidth=bandwidth)
 
 
 def _measure_host(args: argparse.Namespace, flags: Sequence[str], spec: BenchSpec) -> dict[str, Any]:

@@ -26,6 +26,8 @@ class _RecomputableNorm:
     Weights are inputs too where autograd is to get their gradients.
     """
 
+    recast_in_fp8 = True
+
     __slots__ = ("_adds", "_norm")
 
     def __init__(self, norm: Norm, *, adds: bool) -> None:

@@ -327,10 +327,14 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
             module.weight_grad_sink = sink
 
 
-def set_gemm(module: Linear, gemm: Gemm) -> None:
-    """Makes a linear use a GEMM; its communication stays. What such a GEMM saves is no view of its input, which is saved before."""
+def set_gemm(module: Linear, gemm: Gemm, *, recasting_gemm: Gemm | None = None) -> None:
+    """Makes a linear use a GEMM, or the second for inputs that are recomputed (`GemmOp`); its communication stays.
+
+    What such a GEMM saves is no view of its input, which is saved before.
+    """
     linear_op = _parallel_op(module)
-    module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, gemm=gemm), save_first=True)
+    gemm_op = replace(linear_op.gemm_op, gemm=gemm, recasting_gemm=recasting_gemm)
+    module.linear_op = replace(linear_op, gemm_op=gemm_op, save_first=True)
 
 
 def gemm_of(module: Linear) -> Gemm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 from petatron.base.device import DeviceInfo
 from petatron.bench.measure.machine import versions
 from petatron.bench.measure.memory_snapshot import OUTSIDE_LAYERS
+from petatron.bench.measure.step_floor import step_floor
 from petatron.bench.measure.units import format_si
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec
 from petatron.bench.peers.bench_model import NUM_BATCHES
@@ -55,8 +57,10 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**runs[0], "blocks_ms": blocks, "peak_bytes": max(peaks, default=None)}
 
 
-def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements) -> BenchResult:
-    """Rows for people and values for programs."""
+def report(
+    spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements, *, bandwidth: float | None = None
+) -> BenchResult:
+    """Rows for people and values for programs; `bandwidth` is that of a copy on the device, in bytes per second."""
     flops = {causal: _flops_per_token(spec, causal=causal) for causal in (False, True)}
     contenders = {
         name: _derived_metrics(values, spec, device, flops) for name, values in measurements.contenders.items()
@@ -75,6 +79,10 @@ def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements)
         assert ours is not None
         ratios[name] = _compare_with_peer(ours, contenders[name], pairs)
         rows += _ratio_rows(name, ratios[name])
+    floor = step_floor(spec, device, bandwidth=bandwidth)
+    if floor is not None:
+        full_ms = spec.tokens * flops[False] / (device.peak("bfloat16") or math.inf) * 1e3
+        rows += floor.rows(step_ms=None if ours is None else ours.get("step_ms"), full_flops_ms=full_ms)
     model = spec.run.model
     kinds = {
         "experts": spec.run.moe.num_experts is not None,
@@ -97,6 +105,7 @@ def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements)
         "compile": spec.compile,
         "flops_per_token": {"full": flops[False], "causal": flops[True]},
         "contenders": contenders,
+        "floor": None if floor is None else floor.as_json(),
         "ratio": ratios,
         "clocks": measurements.gpu_readings,
         "apart": measurements.separate_processes,
@@ -193,6 +202,8 @@ def _compare_with_peer(ours: Mapping[str, Any], theirs: Mapping[str, Any], pairs
         "pairs": list(pairs),
         "spread": [min(pairs), max(pairs)],
         "memory": memory,
+        "first_losses": [ours["losses"][0], theirs["losses"][0]],
+        "loss_differences": apart,
         "largest_loss_difference": max(apart, default=None),
         "compared_steps": steps,
     }
@@ -204,6 +215,7 @@ def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
     difference = ratio["largest_loss_difference"]
     different = "in another precision" if name == OWN_BF16 else "NOT the same"
     verdict = "the same" if difference <= _LOSS_TOLERANCE else different
+    first = "{:.4f} and {:.4f} at first".format(*ratio["first_losses"])
     return [
         (
             f"speed / {name}",
@@ -211,7 +223,7 @@ def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             f"loss / {name}",
-            f"{verdict}: at most {difference:.2%} of the first apart over the first {ratio['compared_steps']} steps",
+            f"{verdict}: at most {difference:.2%} of the first apart over the first {ratio['compared_steps']} steps, {first}",
         ),
     ]
 

@@ -118,6 +118,18 @@ class AutoGraphedSteps:
         self._num_steps += 1
         return self._run_step(schedule, batches, scales)
 
+    def run_evaluation(self, forward: RunStep, schedule: RankSchedule, batches: Sequence[Batch]) -> StepResult:
+        """Runs the forward passes of an evaluation, captured if training steps are."""
+        if self._run_step != self._run_graphed:
+            return forward(schedule, batches)
+        try:
+            return self._graphed.run_evaluation(forward, schedule, batches)
+        except CaptureError as error:
+            reason = error.reason
+        self._turn_off(f"an evaluation could not be captured: {reason.strip().splitlines()[0]}")
+        gc.collect()
+        return forward(schedule, batches)
+
     def _measure(self, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales) -> StepResult:
         if self._num_steps <= _FIRST_STEPS:
             return self._run_plain(schedule, batches, scales)
@@ -178,8 +190,8 @@ class AutoGraphedSteps:
         try:
             return self._graphed.run(schedule, batches, scales)
         except CaptureError as error:
-            reason = error.reason.strip().splitlines()[0]
-        self._turn_off(f"a step could not be captured: {reason}")
+            reason = error.reason
+        self._turn_off(f"a step could not be captured: {reason.strip().splitlines()[0]}")
         gc.collect()  # the error's frames hold what the capture allocated
         self._restart_step(len(batches))
         return self._run_plain(schedule, batches, scales)

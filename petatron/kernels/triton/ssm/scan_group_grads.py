@@ -18,7 +18,7 @@ from petatron.kernels.triton.ssm.scan_tiles import (
     head_parts,
     load_rows,
 )
-from petatron.kernels.triton.ssm.scan_walk import RowGrads, documents_of_chunk, tile_descriptor
+from petatron.kernels.triton.ssm.scan_walk import documents_of_chunk, tile_descriptor
 
 _PROGRAMS = 512
 SCORE = {"num_warps": 4, "num_stages": 3, "maxnreg": None}
@@ -35,7 +35,7 @@ def group_grads(
     decays: ChunkDecays,
     states: Tensor,
     grad_states: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Returns gradients of B and C in their dtype, and by head that of s, and <dh, h>."""
     length, batch, heads, head_dim = x_SBHP.shape
     groups, state_dim = B_SBGN.shape[2:]
@@ -48,8 +48,8 @@ def group_grads(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x_SBHP.device)
 
-    score_sums, query_sums = torch.empty_like(decays.sums), new(splits, *decays.sums.shape)
-    state_products = new(splits, chunks, batch, heads)
+    score_sums, query_sums = new(2, *decays.sums.shape), new(2 * splits, *decays.sums.shape)
+    state_products, grad_D = new(splits, chunks, batch, heads), new(chunks, batch, heads)
     grad_B, grad_C = (new(parts, length, batch, groups, state_dim) for _ in range(2))
     dtype = B_SBGN.dtype if parts == 1 else torch.float32
     out_B, out_C = (new(parts, length, batch, groups, state_dim, dtype=dtype) for _ in range(2))
@@ -70,6 +70,7 @@ def group_grads(
         C_SBGN.stride()[:3],
         by_head,
         score_sums,
+        grad_D,
         grad_B,
         grad_C,
         sizes,
@@ -83,7 +84,9 @@ def group_grads(
         *tiles,
         TensorDescriptor(flat, list(flat.shape), list(flat.stride()), block),
         TensorDescriptor(grad_states.view_as(flat), list(flat.shape), list(flat.stride()), block),
+        B_SBGN,
         C_SBGN,
+        B_SBGN.stride()[:3],
         C_SBGN.stride()[:3],
         by_head,
         query_sums,
@@ -100,7 +103,7 @@ def group_grads(
     )
     if parts > 1:
         out_B, out_C = (tensor.sum(dim=0, keepdim=True).to(B_SBGN.dtype) for tensor in (out_B, out_C))
-    return out_B[0], out_C[0], score_sums, query_sums, state_products
+    return out_B[0], out_C[0], grad_D.sum(dim=(0, 1)), score_sums, query_sums, state_products
 
 
 def options(all: dict) -> dict:
@@ -117,6 +120,7 @@ def _score_grads(
     C_strides,
     by_head,
     score_sums,
+    grad_D,
     grad_B,
     grad_C,
     sizes,
@@ -141,16 +145,19 @@ def _score_grads(
     scores = tl.where(allowed, tl.dot(query, tl.trans(key), input_precision=PRECISION), 0.0)
     scores_grad = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     first = (group * PARTS + part) * heads_here
+    size = batch * heads.to(tl.int64) * num_chunks * CHUNK
     for head in range(first, first + heads_here):
         at = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
         rows = x_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
         grad = grad_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
         total, step = tl.load(sums + at), tl.load(steps + at)
         products = tl.dot(grad, tl.trans(rows), input_precision=PRECISION)
-        products *= tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)) * step[None, :]
+        tl.store(grad_D + (chunk * batch + b) * heads + head, tl.sum(tl.where(row == column, products, 0.0)))
+        products *= tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+        tl.store(score_sums + size + at, tl.sum(products * scores, axis=0))
+        products *= step[None, :]
         scores_grad += products
-        products *= scores
-        tl.store(score_sums + at, tl.sum(products, axis=1) - tl.sum(products, axis=0))
+        tl.store(score_sums + at, tl.sum(products * scores, axis=1))
     again = tl.arange(0, CHUNK)[None, :] <= tl.arange(0, CHUNK)[:, None]
     if documents is not None:
         own = document_of(documents, token, b, length)
@@ -169,7 +176,9 @@ def _group_grads(
     x_tiles,
     state_tiles,
     grad_state_tiles,
+    B,
     C,
+    B_strides,
     C_strides,
     by_head,
     query_sums,
@@ -195,10 +204,12 @@ def _group_grads(
     enters, leaves, _ = documents_of_chunk(documents, token, chunk, b, length, CHUNK)
     n = split * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     query = load_rows(C + split * COLUMNS, C_strides, token, b, group, state_dim - split * COLUMNS, length, COLUMNS)
+    key = load_rows(B + split * COLUMNS, B_strides, token, b, group, state_dim - split * COLUMNS, length, COLUMNS)
     query_grad = tl.zeros((CHUNK, COLUMNS), dtype=tl.float32)
     key_grad = tl.zeros((CHUNK, COLUMNS), dtype=tl.float32)
     first = (group * PARTS + part) * heads_here
-    query_sums += split * batch * heads.to(tl.int64) * num_chunks * CHUNK
+    size = batch * heads.to(tl.int64) * num_chunks * CHUNK
+    query_sums += split * 2 * size
     for head in range(first, first + heads_here):
         at = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
         state_at = b * num_chunks + chunk
@@ -206,17 +217,19 @@ def _group_grads(
         end = tl.load(sums + (b * heads + head).to(tl.int64) * num_chunks * CHUNK + begin + CHUNK - 1)
         grad = grad_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
         state = state_tiles.load([state_at, head, split * COLUMNS, 0]).reshape(COLUMNS, HEAD_DIM)
-        decayed = (grad.to(tl.float32) * tl.where(enters, tl.exp(total), 0.0)[:, None]).to(grad.dtype)
-        queried = tl.dot(decayed, tl.trans(state), input_precision=PRECISION)
+        queried = tl.dot(grad, tl.trans(state), input_precision=PRECISION)
+        queried *= tl.where(enters, tl.exp(total), 0.0)[:, None]
         query_grad += queried
         tl.store(query_sums + at, tl.sum(queried * query.to(tl.float32), axis=1))
         state_grad = grad_state_tiles.load([state_at, head, split * COLUMNS, 0]).reshape(COLUMNS, HEAD_DIM)
-        inner = tl.sum(tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), axis=1), axis=0)
+        inner = tl.sum(state.to(tl.float32) * state_grad.to(tl.float32))
         tl.store(state_products + ((split * num_chunks + chunk) * batch + b) * heads + head, inner)
         rows = x_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
         to_end = tl.where(leaves, tl.exp(end - total), 0.0)
-        weighted = (rows.to(tl.float32) * (step * to_end)[:, None]).to(rows.dtype)
-        key_grad = tl.dot(weighted, tl.trans(state_grad), acc=key_grad, input_precision=PRECISION)
+        taken = tl.dot(rows, tl.trans(state_grad), input_precision=PRECISION)
+        taken *= to_end[:, None]
+        tl.store(query_sums + size + at, tl.sum(taken * key.to(tl.float32), axis=1))
+        key_grad += taken * step[:, None]
     to = (((part * length + token.to(tl.int64)) * batch + b) * groups + group)[:, None] * state_dim + n
     there = (token < length)[:, None] & (n < state_dim)
     query_grad += tl.load(grad_C + to, mask=there, other=0.0)
@@ -226,13 +239,7 @@ def _group_grads(
 
 
 def step_grads(
-    A_H: Tensor,
-    decays: ChunkDecays,
-    grads: RowGrads,
-    score_sums: Tensor,
-    query_sums: Tensor,
-    state_products: Tensor,
-    length: int,
+    A_H: Tensor, decays: ChunkDecays, score_sums: Tensor, query_sums: Tensor, state_products: Tensor, length: int
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of dt [S, B, H] and of A [H] in float32."""
     batch, heads = decays.sums.shape[:2]
@@ -244,8 +251,6 @@ def step_grads(
         decays.steps,
         decays.sums,
         decays.documents,
-        grads.products,
-        grads.through_states,
         score_sums,
         query_sums,
         state_products,
@@ -253,7 +258,7 @@ def step_grads(
         grad_A,
         length,
         heads,
-        SPLITS=len(query_sums),
+        SPLITS=len(state_products),
         CHUNK=decays.chunk,
         HEADS=_HEADS,
     )
@@ -266,8 +271,6 @@ def _step_grads(
     steps,
     sums,
     documents,
-    products,
-    through_states,
     score_sums,
     query_sums,
     state_products,
@@ -284,25 +287,27 @@ def _step_grads(
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     there = (head < heads)[:, None]
     row = (b * heads + head).to(tl.int64) * chunks * CHUNK
+    size = batch * heads.to(tl.int64) * chunks * CHUNK
     at = row[:, None] + token[None, :]
     passes = True
     if documents is not None:
         after = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
         passes = document_before(documents, chunk, b, length, CHUNK) == after
-    added = tl.load(through_states + at, mask=there, other=0.0)
-    sums_grad = tl.load(score_sums + at, mask=there, other=0.0) - added
     chunk_at = (chunk * batch + b) * heads + head
     inner = tl.zeros((HEADS,), dtype=tl.float32)
+    added = tl.zeros((HEADS, CHUNK), dtype=tl.float32)
+    sums_grad = tl.load(score_sums + at, mask=there, other=0.0)
     for split in tl.static_range(SPLITS):
-        sums_grad += tl.load(
-            query_sums + split * batch * heads.to(tl.int64) * chunks * CHUNK + at, mask=there, other=0.0
-        )
+        sums_grad += tl.load(query_sums + split * 2 * size + at, mask=there, other=0.0)
+        added += tl.load(query_sums + (split * 2 + 1) * size + at, mask=there, other=0.0)
         inner += tl.load(state_products + split * chunks * batch * heads + chunk_at, mask=head < heads, other=0.0)
+    step = tl.load(steps + at, mask=there, other=0.0)
+    products = tl.load(score_sums + size + at, mask=there, other=0.0) + added
+    sums_grad -= products * step
     end = tl.load(sums + row + chunk * CHUNK + CHUNK - 1, mask=head < heads, other=0.0)
-    end_grad = tl.sum(added, axis=1) + tl.where(passes, tl.exp(end), 0.0) * inner
-    after = (tl.sum(sums_grad, axis=1) + end_grad)[:, None] - tl.cumsum(sums_grad, axis=1) + sums_grad
+    end_grad = tl.sum(added * step, axis=1) + tl.where(passes, tl.exp(end), 0.0) * inner
+    decay_grad = (tl.sum(sums_grad, axis=1) + end_grad)[:, None] - tl.cumsum(sums_grad, axis=1) + sums_grad
     decay_rate = tl.load(A + head, mask=head < heads, other=0.0).to(tl.float32)
-    step_grad = after * decay_rate[:, None] + tl.load(products + at, mask=there, other=0.0)
     to = (token.to(tl.int64)[None, :] * batch + b) * heads + head[:, None]
-    tl.store(grad_dt + to, step_grad, mask=there & (token < length)[None, :])
-    tl.store(grad_A + chunk_at, tl.sum(after * tl.load(steps + at, mask=there, other=0.0), axis=1), mask=head < heads)
+    tl.store(grad_dt + to, decay_grad * decay_rate[:, None] + products, mask=there & (token < length)[None, :])
+    tl.store(grad_A + chunk_at, tl.sum(decay_grad * step, axis=1), mask=head < heads)

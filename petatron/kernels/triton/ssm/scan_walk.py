@@ -17,8 +17,6 @@ S sequence, B batch, H heads, P head dim, G groups, N state dim; c chunks.
 # pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -33,20 +31,10 @@ from petatron.kernels.triton.ssm.scan_tiles import (
     load_rows,
 )
 
+POINTERS = False
 FORWARD = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
 STATES = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
 REVERSE = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
-
-
-class RowGrads(NamedTuple):
-    """What the gradient g of dt x gives: that of x, in its dtype; in float32 by head <g, x> and the part of <g, dt x> that came
-    through the state after the chunk [B, H, padded length]; and by chunk the gradient of D [c, B, H].
-    """
-
-    grad_x: Tensor
-    products: Tensor
-    through_states: Tensor
-    grad_D: Tensor
 
 
 def scan_forward(
@@ -55,7 +43,7 @@ def scan_forward(
     """Returns the outputs of all tokens [S, B, H, P], and the state after the last, in float32."""
     y = torch.empty(x_SBHP.shape, dtype=x_SBHP.dtype, device=x_SBHP.device)
     rows = (x_SBHP, B_SBGN, C_SBGN)
-    return y, _launch(rows, None, D_H, decays, first, None, (y, None, None, None), reverse=False, options=FORWARD)
+    return y, _launch(rows, y, D_H, decays, first, None, reverse=False, options=FORWARD)
 
 
 def scan_states(
@@ -63,30 +51,23 @@ def scan_states(
 ) -> tuple[Tensor, Tensor]:
     """Returns the states before the chunks [B, c, H, N, P] in the dtype of x, and that after the last, in float32."""
     states = _new_states(x_SBHP, B_SBGN, decays)
-    rows, outs = (x_SBHP, B_SBGN, B_SBGN), (None, None, None, None)
-    return states, _launch(rows, None, D_H, decays, first, states, outs, reverse=False, options=STATES)
+    rows = (x_SBHP, B_SBGN, B_SBGN)
+    return states, _launch(rows, None, D_H, decays, first, states, reverse=False, options=STATES)
 
 
 def scan_reverse(
     grad_y_SBHP: Tensor,
-    x_SBHP: Tensor,
     B_SBGN: Tensor,
     C_SBGN: Tensor,
     D_H: Tensor,
     decays: ChunkDecays,
     grad_last: Tensor | None,
-) -> tuple[RowGrads, Tensor, Tensor]:
-    """Returns gradients, those of the states after the chunks [B, c, H, N, P], and that of the initial state, in float32."""
-    grads = RowGrads(
-        torch.empty(x_SBHP.shape, dtype=x_SBHP.dtype, device=x_SBHP.device),
-        torch.empty_like(decays.sums),
-        torch.empty_like(decays.sums),
-        torch.empty((decays.num_chunks, *x_SBHP.shape[1:3]), dtype=torch.float32, device=x_SBHP.device),
-    )
-    states = _new_states(x_SBHP, B_SBGN, decays)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of x, of the states after the chunks [B, c, H, N, P], and of the initial state, in float32."""
+    grad_x = torch.empty(grad_y_SBHP.shape, dtype=grad_y_SBHP.dtype, device=grad_y_SBHP.device)
+    states = _new_states(grad_y_SBHP, B_SBGN, decays)
     rows = (grad_y_SBHP, C_SBGN, B_SBGN)
-    first = _launch(rows, x_SBHP, D_H, decays, grad_last, states, tuple(grads), reverse=True, options=REVERSE)
-    return grads, states, first
+    return grad_x, states, _launch(rows, grad_x, D_H, decays, grad_last, states, reverse=True, options=REVERSE)
 
 
 def _new_states(x_SBHP: Tensor, B_SBGN: Tensor, decays: ChunkDecays) -> Tensor:
@@ -164,12 +145,11 @@ def state_descriptor(states: Tensor) -> TensorDescriptor:
 
 def _launch(
     rows: tuple[Tensor, Tensor, Tensor],
-    x_SBHP: Tensor | None,
+    out: Tensor | None,
     D_H: Tensor,
     decays: ChunkDecays,
     first: Tensor | None,
     states: Tensor | None,
-    outs: tuple[Tensor | None, ...],
     *,
     reverse: bool,
     options: dict[str, int | None],
@@ -179,33 +159,30 @@ def _launch(
     length, batch, heads, head_dim = rows_SBHP.shape
     groups, state_dim = keys_SBGN.shape[2:]
     last = torch.empty((batch, heads, state_dim, head_dim), dtype=torch.float32, device=rows_SBHP.device)
-    out, *more = outs
     chunk = decays.chunk
     scores = None if out is None else chunk_scores(queries_SBGN, keys_SBGN, decays, reverse=reverse)
     _walk[(batch * heads,)](
         tile_descriptor(rows_SBHP, chunk),
         tile_descriptor(keys_SBGN, chunk),
         tile_descriptor(queries_SBGN, chunk),
-        None if x_SBHP is None else tile_descriptor(x_SBHP, chunk),
         None if scores is None else TensorDescriptor.from_tensor(scores.view(-1, chunk), [chunk, chunk]),
         None if out is None else tile_descriptor(out, chunk),
-        None if states is None else state_descriptor(states),
+        states if states is None or POINTERS else state_descriptor(states),
         decays.steps,
         decays.sums,
         decays.documents,
         D_H,
         None if first is None else state_descriptor(first.float().mT.contiguous()),
         state_descriptor(last),
-        *more,
         length,
         decays.num_chunks,
-        batch,
         heads,
         heads // groups,
         CHUNK=chunk,
         HEAD_DIM=triton.next_power_of_2(max(head_dim, 16)),
         STATE_DIM=triton.next_power_of_2(max(state_dim, 16)),
         REVERSE=reverse,
+        POINTERS=POINTERS,
         PRECISION=dot_precision(rows_SBHP),
         **{key: value for key, value in options.items() if value is not None},
     )
@@ -217,7 +194,6 @@ def _walk(
     rows_tiles,
     key_tiles,
     query_tiles,
-    x_tiles,
     score_tiles,
     out_tiles,
     state_tiles,
@@ -227,18 +203,15 @@ def _walk(
     D,
     first,
     last,
-    products,
-    through_states,
-    grad_D,
     length,
     num_chunks,
-    batch,
     heads,
     heads_per_group,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
     REVERSE: tl.constexpr,
+    POINTERS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     b, head = tl.program_id(0) // heads, tl.program_id(0) % heads
@@ -249,9 +222,6 @@ def _walk(
     own_row = tl.program_id(0).to(tl.int64) * num_chunks * CHUNK
     steps += own_row
     sums += own_row
-    if products is not None:
-        products += own_row
-        through_states += own_row
     skip = tl.load(D + head).to(tl.float32)
     DTYPE: tl.constexpr = rows_tiles.dtype
     for number in range(num_chunks):
@@ -262,7 +232,12 @@ def _walk(
             query = query_tiles.load([b, group, begin, 0]).reshape(CHUNK, STATE_DIM)
         narrow = state.to(DTYPE)
         if state_tiles is not None:
-            state_tiles.store([b * num_chunks + chunk, head, 0, 0], narrow.reshape(1, 1, STATE_DIM, HEAD_DIM))
+            if POINTERS:
+                to = ((b * num_chunks + chunk).to(tl.int64) * heads + head) * (STATE_DIM * HEAD_DIM)
+                within = tl.arange(0, STATE_DIM)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+                tl.store(state_tiles + to + within, narrow)
+            else:
+                state_tiles.store([b * num_chunks + chunk, head, 0, 0], narrow.reshape(1, 1, STATE_DIM, HEAD_DIM))
         if out_tiles is not None:
             out = tl.dot(query, narrow, input_precision=PRECISION)
         total, step = tl.load(sums + token), tl.load(steps + token)
@@ -275,23 +250,12 @@ def _walk(
         weight = to_token if REVERSE else to_end * step
         weighted = (wide * weight[:, None]).to(DTYPE)
         if out_tiles is not None:
-            if REVERSE:
-                out *= to_end[:, None]
-                x = x_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM).to(tl.float32)
-                inner = tl.sum(tl.sum(x * wide, axis=1), axis=0)
-                tl.store(grad_D + (chunk * batch + b) * heads + head, inner)
-                tl.store(through_states + token, tl.sum(out * x, axis=1) * step)
-            else:
-                out = out * to_token[:, None] + skip * wide
+            out = out * (to_end * step if REVERSE else to_token)[:, None] + skip * wide
             at = (b * num_chunks + chunk) * (heads // heads_per_group) + group
             difference = total[None, :] - total[:, None] if REVERSE else total[:, None] - total[None, :]
             decayed = score_tiles.load([at * CHUNK, 0]).to(tl.float32) * tl.exp(tl.minimum(difference, 0.0))
-            if not REVERSE:
-                decayed *= step[None, :]
+            decayed *= step[:, None] if REVERSE else step[None, :]
             out = tl.dot(decayed.to(DTYPE), rows, acc=out, input_precision=PRECISION)
-            if REVERSE:
-                tl.store(products + token, tl.sum(out * x, axis=1))
-                out = out * step[:, None] + skip * wide
             out_tiles.store([b, head, begin, 0], out.to(DTYPE).reshape(1, 1, CHUNK, HEAD_DIM))
         key = key_tiles.load([b, group, begin, 0]).reshape(CHUNK, STATE_DIM)
         state = tl.dot(tl.trans(key), weighted, acc=state * decay, input_precision=PRECISION)
