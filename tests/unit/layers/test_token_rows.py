@@ -13,7 +13,7 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.rope import RotaryEmbedding
 from petatron.layers.token_layout import TokenRows, is_batch_first
 from petatron.layers.transformer_layer import TransformerLayer
-from petatron.models.registry import model_spec
+from petatron.models.decoder_spec import decoder_spec
 from petatron.models.stage_module import run_layers_sequentially
 
 FLAGS = (
@@ -43,7 +43,7 @@ def test_rows_and_back(length: int, batch: int, batch_first: bool):
 
 def built_layers(flags: str) -> tuple[list[TransformerLayer], ForwardContext]:
     run = load_config((FLAGS + flags).split(), world_size=1).config
-    spec = model_spec(run)
+    spec = decoder_spec(run.model, run.moe)
     layers = [spec.layers[index].build(index).double() for index in range(2)]
     generator = torch.Generator().manual_seed(3)
     for layer in layers:
