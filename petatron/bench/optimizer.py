@@ -113,7 +113,7 @@ class _Bench:
         gradient, moment = (2 if word == "bf16" else 4 for word in (args.main_grads, args.moments))
         norm, update = size * gradient, size * (gradient + 2 * 4 + 4 * moment + 2)
         copy, copied = large_copy(device)
-        grads = [group.flat_grads for group in groups]
+        grads = [grad for group in groups for grad in group.grads()]
         contenders: dict[str, Callable[[], object]] = {
             "ours": optimizer.step,
             "norm": lambda: kernels.sum_of_squares(grads),
@@ -211,7 +211,8 @@ def _flat_groups(num_parameters: int, device: torch.device, grads_dtype: str) ->
         grads_per_micro_batch=uses,
     )
     for group in groups:
-        group.flat_grads.normal_(std=1e-3)
+        for grad in group.grads():
+            grad.normal_(std=1e-3)
     return groups
 
 

@@ -77,6 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peer-keeps-gathered", action="store_true", help="torchtitan: no second gathering of weights; more memory"
     )
     parser.add_argument("--breakdown", action="store_true", help="say where the time of a step goes (CUDA only)")
+    parser.add_argument(
+        "--host", action="store_true", help="say what our step costs the host per layer, by models of 2 and 4 layers"
+    )
+    parser.add_argument("--memory", action="store_true", help="say what holds our memory at the peak of a step")
 
 
 def _parse_peers(texts: Sequence[str]) -> list[str]:
@@ -109,22 +113,36 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Measure as asked; `flags` are the run's."""
     from petatron.base.device import detect_device
     from petatron.bench.measure.report import report
-    from petatron.bench.measure.timing import free_cached_memory
+    from petatron.bench.measure.timing import copy_bandwidth, free_cached_memory
 
     peers = _parse_peers(args.against)
     names = [args.only] if args.only else [OURS, *peers]
     spec = _bench_spec(args, flags, names)
     device = detect_device(spec.run.train.device)
     _check(args, spec, names, device)
+    bandwidth = None if device.peak("bfloat16") is None else copy_bandwidth(spec.device)
+    host = _measure_host(args, flags, spec) if args.host else None
     found = None if args.apart else _measure_in_process(args, spec, names, device)
     if found is None:
         free_cached_memory(spec.device)
         found = _measure_in_subprocesses(args, flags, names)
-    return report(spec, device, found)
+    found.host = host
+    return report(spec, device, found, bandwidth=bandwidth)
 
 
-def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> BenchSpec:
-    from petatron.bench.peers.bench_model import bench_spec
+def _measure_host(args: argparse.Namespace, flags: Sequence[str], spec: BenchSpec) -> dict[str, Any]:
+    """Measures the host's part of our step before anything else is on the device."""
+    from petatron.bench.measure.host_time import DEPTHS, measure_host
+    from petatron.bench.measure.timing import free_cached_memory
+
+    _log.info("the host's part of our step, with %d and %d layers", *DEPTHS)
+    measured = measure_host(_run_words(args, flags)).as_json()
+    free_cached_memory(spec.device)
+    return measured
+
+
+def _run_words(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+    """Returns the run's flags, with those that the bench's own stand for."""
     from petatron.config.schema.fields import fields_by_name
 
     words = [*flags]
@@ -132,6 +150,13 @@ def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[
     if args.fp8_recipe is not None:
         format_given = any(flag.partition("=")[0] in ("--fp8-format", "--fp8-hybrid") for flag in flags)
         words += ([] if format_given else ["--fp8-format", "hybrid"]) + ["--fp8-recipe", args.fp8_recipe]
+    return words
+
+
+def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> BenchSpec:
+    from petatron.bench.peers.bench_model import bench_spec
+
+    words = _run_words(args, flags)
     if "torchtitan" in names:
         spec = bench_spec(
             words, silenced_flags=("--no-compile",)
@@ -169,6 +194,9 @@ def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], devi
         found.append(Problem("--optimizer", spec.run.optim.optimizer, rule, "Leave it out."))
     if args.breakdown and device.kind != "cuda":
         found.append(Problem("--breakdown", "", "needs a CUDA device", "Leave it out."))
+    if args.host and OURS not in names:
+        rule = f"is about our own step, and {args.only} is measured alone"
+        found.append(Problem("--host", "", rule, "Leave one of them out."))
     if args.only and (args.against or args.apart):
         found.append(
             Problem("--only", args.only, "measures one alone, so there is nobody to compare", "Keep one of them.")
@@ -231,7 +259,8 @@ def _time_runners(args: argparse.Namespace, runners: list[BenchRunner], measurem
         measurements.gpu_readings[runner.name] = samples.describe()
     for runner in runners:
         breakdown = profile_steps(runner).as_json() if args.breakdown else None
-        measurements.contenders[runner.name] = {**runner.as_json(), "breakdown": breakdown}
+        memory = runner.snapshot_memory() if args.memory else None
+        measurements.contenders[runner.name] = {**runner.as_json(), "breakdown": breakdown, "memory": memory}
     for runner in runners[1:]:
         measurements.paired_speedups[runner.name] = paired_speedups(runners[0].blocks_ms, runner.blocks_ms)
 
@@ -305,6 +334,7 @@ def _run_subprocess(args: argparse.Namespace, flags: Sequence[str], name: str) -
             (args.no_compile, "--no-compile"),
             (args.peer_keeps_gathered, "--peer-keeps-gathered"),
             (args.breakdown, "--breakdown"),
+            (args.memory, "--memory"),
         ):
             words += [flag] if given else []
         done = subprocess.run([*words, *flags], capture_output=True, text=True)

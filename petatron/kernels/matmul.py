@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.base.device import cpu_instructions
 from petatron.kernels.compute_dtype import to_compute_dtype
 
@@ -50,8 +50,8 @@ def is_widened(a: Tensor, b: Tensor) -> bool:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a b in the dtype of both, also for batches of matrices."""
-    if not is_widened(a, b):
-        return a @ b
+    if a.is_cuda or not is_widened(a, b):
+        return torch.mm(a, b) if a.dim() == b.dim() == 2 else a @ b
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return _WidenedMatmul.apply(a, b)  # pyright: ignore[reportReturnType]
     return _widened(a, b)
@@ -61,7 +61,7 @@ def _widened(a: Tensor, b: Tensor) -> Tensor:
     return (to_compute_dtype(a) @ to_compute_dtype(b)).to(a.dtype)
 
 
-class _WidenedMatmul(torch.autograd.Function):
+class _WidenedMatmul(AutogradOp):
     """Saves operands as they are: autograd by itself would save the widened ones, twice the bytes. Both are batches of one shape."""
 
     @staticmethod
@@ -71,7 +71,7 @@ class _WidenedMatmul(torch.autograd.Function):
         return _widened(a, b)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = ctx.saved_tensors
         a_wanted, b_wanted = ctx.needs_input_grad

@@ -178,7 +178,8 @@ class AttentionSpec(BranchSpec):
             heads = rows * (q_dim + kv_dim) // self.head_dim if per_head else 2 * rows
             saved += 0 if fused else self.qk_norm.statistics_bytes(shape, heads)
         saved += self._saved_variant_bytes(shape)
-        saved += shape.activation_bytes(rows, q_dim) + shape.fp8_input_bytes(self.hidden_size, q_dim)
+        saved += shape.activation_bytes(rows, q_dim) + shape.fp8_recast_bytes(q_dim)
+        saved += shape.fp8_column_input_bytes(self.hidden_size)
         saved += shape.activation_bytes(rows, self._saved_gates() * self.gate_dim(shape.tp))
         log_sum_exp = rows * q_dim // self.head_dim * shape.compute_bytes
         return saved + (0 if "core_attn" in recomputed else log_sum_exp)
@@ -209,10 +210,10 @@ class AttentionSpec(BranchSpec):
         return shape.activation_bytes(shape.gathered_tokens, 2 * self.kv_dim(shape.tp))
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
+        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
         if region == "core_attn":
             return self._core_flops(shape)
-        return self.forward_flops(shape) - (0.0 if shape.fp8_recipe is not None else self._out_flops(shape))
+        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else self._out_flops(shape))
 
     def forward_flops(self, shape: ActivationShape) -> float:
         width = self.q_dim(shape.tp) + 2 * self.kv_dim(shape.tp) + self.gate_dim(shape.tp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,9 +15,9 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BranchModule, ChannelMixerSpec
+from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
-from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
+from petatron.layers.token_layout import from_rows, rows_in_memory_order, to_rows
 from petatron.sharding.shard_spec import Shard
 
 
@@ -53,7 +53,13 @@ class MLPSpec(ChannelMixerSpec):
             return 0
         width = self.width // shape.tp
         first = shape.activation_bytes(shape.gathered_tokens, (2 if self.gated else 1) * width)
-        return first + shape.fp8_input_bytes(self.hidden_size, width)
+        return first + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_input_bytes(width)
+
+    def backward_moments(self, shape: ActivationShape) -> Sequence[BackwardMoment]:
+        """The activation's backward: gradients of its output and input, and the output, if the last GEMM's gradient needs it."""
+        inner = (2 if self.gated else 1) + (2 if shape.fp8_recipe is None else 1)
+        workspace = shape.activation_bytes(shape.gathered_tokens, inner * (self.width // shape.tp))
+        return [BackwardMoment(self.stream_grad_bytes(shape) + workspace, 1 / 3 if self.gated else 1 / 2)]
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
         """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
@@ -95,47 +101,44 @@ class ActivationKernels(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
-@dataclass(frozen=True, slots=True)
 class _RecomputableActivation:
-    kernels: ActivationKernels
-    name: str
-    bounds: GluVariant | None
+    """The activation function of a module, with that module's kernels."""
 
-    @property
-    def _gated(self) -> bool:
-        return self.name in GATED_ACTIVATIONS
+    recast_in_fp8 = False
 
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
-        (x,) = inputs
-        assert x is not None
-        return (self.recompute((x,)),), (x,)
+    __slots__ = ("_module",)
+
+    def __init__(self, module: Activation) -> None:
+        self._module = module
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
+        return (self.recompute(inputs),), inputs
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
     ) -> tuple[MaybeTensors, Tensor | None]:
-        (x,), (grad,) = saved, grads
+        module, (x,), (grad,) = self._module, saved, grads
         assert grad is not None
-        batch_first = is_batch_first(x)
-        rows, grad_rows = to_rows(x, batch_first=batch_first), to_rows(grad, batch_first=batch_first)
-        if self._gated:
-            x_grad, output = self.kernels.gated_activation_backward(
-                grad_rows, rows, self.name, self.bounds, recompute_output=recompute_output
+        rows, batch_first = rows_in_memory_order(x)
+        grad_rows = to_rows(grad, batch_first=batch_first)
+        if module.gated:
+            x_grad, output = module.kernels.gated_activation_backward(
+                grad_rows, rows, module.name, module.bounds, recompute_output=recompute_output
             )
         else:
-            x_grad, output = self.kernels.activation_backward(
-                grad_rows, rows, self.name, recompute_output=recompute_output
+            x_grad, output = module.kernels.activation_backward(
+                grad_rows, rows, module.name, recompute_output=recompute_output
             )
         value = None if output is None else from_rows(output, x, batch_first=batch_first)
         return (from_rows(x_grad, x, batch_first=batch_first),), value
 
     def recompute(self, saved: Tensors) -> Tensor:
-        (x,) = saved
-        batch_first = is_batch_first(x)
-        rows = to_rows(x, batch_first=batch_first)
-        if self._gated:
-            output = self.kernels.gated_activation(rows, self.name, self.bounds)
+        module, (x,) = self._module, saved
+        rows, batch_first = rows_in_memory_order(x)
+        if module.gated:
+            output = module.kernels.gated_activation(rows, module.name, module.bounds)
         else:
-            output = self.kernels.activation(rows, self.name)
+            output = module.kernels.activation(rows, module.name)
         return from_rows(output, x, batch_first=batch_first)
 
 
@@ -144,15 +147,16 @@ class Activation(nn.Module):
 
     def __init__(self, name: str, bounds: GluVariant | None = None) -> None:
         super().__init__()
-        self.name, self.bounds = name, bounds
+        self.name, self.bounds, self.gated = name, bounds, name in GATED_ACTIVATIONS
         self.kernels: ActivationKernels = reference
+        self._function = _RecomputableActivation(self)
 
     def kernel_slots(self) -> Mapping[str, str]:
         gated = "gated activation" if self.bounds is None else "bounded gated activation"
-        return {"kernels": gated if self.name in GATED_ACTIVATIONS else "plain activation"}
+        return {"kernels": gated if self.gated else "plain activation"}
 
     def forward(self, x: Tensor) -> Recomputable:
-        (value,), handle = apply_recomputable(_RecomputableActivation(self.kernels, self.name, self.bounds), x)
+        (value,), handle = apply_recomputable(self._function, x)
         return Recomputable(value, handle)
 
 

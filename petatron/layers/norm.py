@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from itertools import repeat
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,65 +15,61 @@ from petatron.layers.ops.linear_op import WeightGradSink
 from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.param_spec import ParamSpec
-from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
+from petatron.layers.token_layout import from_rows, rows_in_memory_order, to_rows
 from petatron.sharding.initial_values import ONES, ZEROS
 from petatron.sharding.shard_spec import Shard
 
-NormForward = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""Returns the residual sum, its norm, and statistics for backward."""
-NormBackward = Callable[..., tuple[Tensor | None, ...]]
-"""Returns the gradients of the residual sum and of the weights, and the norm's output if recomputed."""
 
-
-@dataclass(frozen=True, slots=True)
 class _RecomputableNorm:
-    """(x, branch, weights ...) to (x + branch, its norm), with the kernels of RMSNorm or LayerNorm."""
+    """(x, branch) to (x + branch, its norm), or x to (x, its norm), with the kernels of RMSNorm or LayerNorm.
 
-    forward_kernel: NormForward
-    backward_kernel: NormBackward
-    norm: Norm
+    Weights are inputs too where autograd is to get their gradients.
+    """
 
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
-        x, branch, *weights = inputs
-        assert x is not None
-        batch_first = is_batch_first(x)
-        rows = to_rows(x, batch_first=batch_first)
-        added = None if branch is None else to_rows(branch, batch_first=batch_first)
-        total, normal, statistics = self.forward_kernel(
-            rows, *weights, eps=self.norm.eps, zero_centered_gamma=self.norm.zero_centered_gamma, branch=added
+    recast_in_fp8 = True
+
+    __slots__ = ("_adds", "_norm")
+
+    def __init__(self, norm: Norm, *, adds: bool) -> None:
+        self._norm, self._adds = norm, adds
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
+        norm, x = self._norm, inputs[0]
+        rows, batch_first = rows_in_memory_order(x)
+        weights = norm.weights()
+        total, normal, statistics = getattr(norm.kernels, norm.operation)(
+            rows,
+            *weights,
+            eps=norm.eps,
+            zero_centered_gamma=norm.zero_centered_gamma,
+            branch=to_rows(inputs[1], batch_first=batch_first) if self._adds else None,
         )
-        total = x.view_as(x) if branch is None else from_rows(total, x, batch_first=batch_first)
-        saved = (total, statistics, *cast("list[Tensor]", weights))
-        return (total, from_rows(normal, x, batch_first=batch_first)), saved
+        total = from_rows(total, x, batch_first=batch_first) if self._adds else x.view_as(x)
+        return (total, from_rows(normal, x, batch_first=batch_first)), (total, statistics, *weights)
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
     ) -> tuple[MaybeTensors, Tensor | None]:
-        total, statistics, *weights = saved
-        batch_first = is_batch_first(total)
-        grad_total, grad = (None if grad is None else to_rows(grad, batch_first=batch_first) for grad in grads)
-        rows = to_rows(total, batch_first=batch_first)
-        grad = torch.zeros_like(rows) if grad is None else grad
-        x_grad, *weight_grads, normal = self.backward_kernel(
-            grad,
+        norm, total, (grad_total, grad) = self._norm, saved[0], grads
+        rows, batch_first = rows_in_memory_order(total)
+        x_grad, *weight_grads, normal = getattr(norm.kernels, norm.backward_operation)(
+            torch.zeros_like(rows) if grad is None else to_rows(grad, batch_first=batch_first),
             rows,
-            statistics,
-            *weights,
-            zero_centered_gamma=self.norm.zero_centered_gamma,
-            grad_total=grad_total,
+            *saved[1:],
+            zero_centered_gamma=norm.zero_centered_gamma,
+            grad_total=None if grad_total is None else to_rows(grad_total, batch_first=batch_first),
             recompute_output=recompute_output,
         )
-        assert x_grad is not None
         x_grad = from_rows(x_grad, total, batch_first=batch_first)
         out = None if normal is None else from_rows(normal, total, batch_first=batch_first)
-        return (x_grad, x_grad, *map(partial(submit_norm_grad, self.norm), self.norm.parameters(), weight_grads)), out
+        returned = map(submit_norm_grad, repeat(norm), norm.weights(), weight_grads)
+        return ((x_grad, x_grad, *returned) if self._adds else (x_grad, *returned)), out
 
     def recompute(self, saved: Tensors) -> Tensor:
-        total, _, *weights = saved
-        batch_first = is_batch_first(total)
-        rows = to_rows(total, batch_first=batch_first)
-        _, normal, _ = self.forward_kernel(
-            rows, *weights, eps=self.norm.eps, zero_centered_gamma=self.norm.zero_centered_gamma
+        norm, total = self._norm, saved[0]
+        rows, batch_first = rows_in_memory_order(total)
+        _, normal, _ = getattr(norm.kernels, norm.operation)(
+            rows, *saved[2:], eps=norm.eps, zero_centered_gamma=norm.zero_centered_gamma
         )
         return from_rows(normal, total, batch_first=batch_first)
 
@@ -93,10 +89,12 @@ def submit_norm_grad(norm: Norm, weight: Tensor, grad: Tensor | None) -> Tensor 
 class Norm(nn.Module):
     """A norm over the last dimension; with `zero_centered_gamma` the weight is stored as an offset from one.
 
-    operation: its name in the kernel registry, and of its functions in `kernels/norm.py` and the faster implementations.
+    operation: its name in the kernel registry, and that of its function in `kernels/norm.py` and the faster implementations;
+    `backward_operation` is its derivative there.
     """
 
     operation: ClassVar[str]
+    backward_operation: ClassVar[str]
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
         super().__init__()
@@ -104,41 +102,42 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.kernels: Any = reference
         self.weight_grad_sink: WeightGradSink | None = None
+        self._norm_of_input = _RecomputableNorm(self, adds=False)
+        self._norm_of_sum = _RecomputableNorm(self, adds=True)
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": self.operation}
 
-    def weights(self) -> tuple[Tensor, ...]:
-        return (self.weight,)
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        """Returns the weight, and the bias if there is one."""
+        return tuple(self._parameters.values())  # pyright: ignore[reportReturnType]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add_and_norm(x)[1].value
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Recomputable]:
         """Returns x + branch, and its norm."""
-        kernels, operation = self.kernels, self.operation
-        function = _RecomputableNorm(getattr(kernels, operation), getattr(kernels, f"{operation}_backward"), self)
-        (total, value), handle = apply_recomputable(function, x, branch, *self.weights())
+        function, inputs = (self._norm_of_input, (x,)) if branch is None else (self._norm_of_sum, (x, branch))
+        if self.weight_grad_sink is None or not x.requires_grad:
+            inputs += self.weights()
+        (total, value), handle = apply_recomputable(function, *inputs)
         return total, Recomputable(value, handle)
 
 
 class RMSNorm(Norm):
     """x / rms(x) * weight, computed in at least float32."""
 
-    operation = "rms_norm"
+    operation, backward_operation = "rms_norm", "rms_norm_backward"
 
 
 class LayerNorm(Norm):
     """(x - mean) / standard deviation * weight + bias; the bias may be missing."""
 
-    operation = "layer_norm"
+    operation, backward_operation = "layer_norm", "layer_norm_backward"
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False, bias: bool = True) -> None:
         super().__init__(width, eps=eps, zero_centered_gamma=zero_centered_gamma)
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
-
-    def weights(self) -> tuple[Tensor, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)

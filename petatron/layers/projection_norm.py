@@ -15,16 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.norm import Norm, submit_norm_grad
 
 
-class _ProjectionNorm(torch.autograd.Function):
+class _ProjectionNorm(AutogradOp):
     @staticmethod
     def forward(ctx: Any, x_SBHE: Tensor, weight: Tensor, norm: ProjectionRMSNorm) -> Tensor:
         wide = x_SBHE.to(compute_dtype(x_SBHE.dtype))
@@ -34,7 +33,7 @@ class _ProjectionNorm(torch.autograd.Function):
         return (wide * scale_SB[..., None, None] * norm.gain_HE(weight, wide)).to(x_SBHE.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_SBHE, weight, scale_SB = ctx.saved_tensors
         norm: ProjectionRMSNorm = ctx.norm
@@ -50,7 +49,7 @@ class _ProjectionNorm(torch.autograd.Function):
 class ProjectionRMSNorm(Norm):
     """x / rms(x) * weight for x [S, B, H, E], the mean square being over all heads of all ranks; `width` counts their channels."""
 
-    operation = "rms_norm"
+    operation, backward_operation = "rms_norm", "rms_norm_backward"
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
         super().__init__(width, eps=eps, zero_centered_gamma=zero_centered_gamma)

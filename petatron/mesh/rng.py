@@ -48,9 +48,10 @@ class RandomStreams:
         return states
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Returns the state of both streams inside a step; empty if steps use none, since it cannot be read during the capture
-        of a CUDA graph."""
-        return self.state() if self.used_in_step else {}
+        """Returns the state of both streams inside a step; empty if steps use none, and during the capture of a CUDA graph, where it
+        cannot be read: a step that uses them to recompute is not captured."""
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.state() if self.used_in_step and not captured else {}
 
     @contextmanager
     def at_snapshot(self, snapshot: dict[str, Tensor]) -> Iterator[None]:

@@ -137,7 +137,13 @@ class MixedPrecisionOptimizer:
             master,
             moments,
             apart,
+            self._flat_shard_start(segment_range.flat_shard_index) + segment_range.begin,
         )
+
+    def _flat_shard_start(self, index: int) -> int:
+        """Returns how many elements of its group on this rank are before those of a flat shard."""
+        owners = self._owners()
+        return sum(flat_shard.length for group, flat_shard in owners[:index] if group is owners[index][0])
 
     def _owners(self) -> list[tuple[ParameterGroup, FlatShard]]:
         return [(group, flat_shard) for group in self._param_groups for flat_shard in group.flat_shards]
@@ -300,6 +306,6 @@ def _update_segment(
         master=master,
         moments=moments,
         model_weight=weight if segment.has_master_weights else None,
-        start=segment.range.begin,
+        start=segment.start,
     )
     update(elements, segment.group.spec)

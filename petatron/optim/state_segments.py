@@ -36,7 +36,10 @@ class SegmentRange:
 
 @dataclass(frozen=True, slots=True)
 class StateSegment:
-    """A range with its state; `state` is the moments in the rule's order, after the master weights where these are separate."""
+    """A range with its state; `state` is the moments in the rule's order, after the master weights where these are separate.
+
+    start: the index of its first element among the group's elements on this rank.
+    """
 
     range: SegmentRange
     group: ParameterGroup
@@ -44,6 +47,7 @@ class StateSegment:
     master: Tensor
     moments: tuple[Tensor, ...]
     has_master_weights: bool
+    start: int
 
     @property
     def state(self) -> tuple[Tensor, ...]:

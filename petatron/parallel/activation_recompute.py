@@ -43,7 +43,7 @@ from petatron.layers.spec.branch import FULL
 from petatron.layers.transformer_layer import TransformerLayer
 from petatron.mesh.rng import RandomStreams
 from petatron.models.stage_module import LayerRunner, StageModule, run_layers_sequentially
-from petatron.parallel.tensor_parallel import ColumnParallelOp
+from petatron.parallel.tensor_parallel import ColumnParallelOp, ReplicatedOp, RowParallelOp
 
 ForwardFunction = Callable[..., Tensor]
 
@@ -221,22 +221,25 @@ def _recompute_instead_of_saving(value: Tensor, handle: RecomputeHandle) -> save
 def _recompute_modules(layer: TransformerLayer, modules: ModuleSet, rng_streams: RandomStreams) -> None:
     """Wraps a layer's recomputed modules, inner ones first."""
     if FULL in modules:
-        _save_gathered_inputs(layer)
+        _save_inputs_before_gemms(layer)
     for branch in layer.branches():
         for name, module in branch.recompute_regions().items():
             if name in modules:
                 branch.region_is_recomputed(name)
-                _save_gathered_inputs(module)
+                _save_inputs_before_gemms(module)
                 module.forward = recomputed(module.forward, rng_streams)
         if "layernorm" in modules and branch.saves_input:
             discard_input(branch)
 
 
-def _save_gathered_inputs(module: nn.Module) -> None:
-    """Makes a region's GEMMs save their gathered inputs, which its second run gathers."""
+def _save_inputs_before_gemms(module: nn.Module) -> None:
+    """Makes a region's GEMMs save their inputs before they run, and those they gather, which its second run gathers."""
     for linear in module.modules():
-        if isinstance(linear, Linear) and isinstance(linear.linear_op, ColumnParallelOp):
-            linear.linear_op = replace(linear.linear_op, regather=False)
+        if isinstance(linear, Linear):
+            if isinstance(linear.linear_op, ColumnParallelOp):
+                linear.linear_op = replace(linear.linear_op, regather=False)
+            if isinstance(linear.linear_op, ColumnParallelOp | RowParallelOp | ReplicatedOp):
+                linear.linear_op = replace(linear.linear_op, save_first=True)
 
 
 def _grouped_layer_runner(

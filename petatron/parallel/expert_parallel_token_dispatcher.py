@@ -159,7 +159,13 @@ class AllToAllDispatcher:
     def _repeat_for_etp(self, permutation: Permutation, send: list[int]) -> Permutation:
         """Returns the permutation with each ep rank's rows repeated etp times; each repetition is a choice of its own."""
         device, etp = permutation.choice_R.device, self.etp_size
-        lengths = torch.tensor(send[::etp], device=device)
+        # Equal lengths, as of padded inputs, need no copy from the host, which a CUDA graph could not capture.
+        each = set(send)
+        lengths = (
+            torch.full((self.ep_size,), send[0], device=device)
+            if len(each) == 1
+            else torch.tensor(send[::etp], device=device)
+        )
         starts = lengths.cumsum(0) - lengths
         rows = permutation.choice_R.shape[0]
         block_R = torch.arange(self.ep_size, device=device).repeat_interleave(lengths, output_size=rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,14 +14,8 @@ from petatron.kernels.fp8.cast_and_gemm import Scaling
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.linear import Linear
 from petatron.layers.moe.experts import GroupedLinear
-from petatron.layers.ops.fp8_gemm import (
-    DelayedScaling,
-    Fp8ExpertGemms,
-    Fp8Gemm,
-    Fp8Recipe,
-    fp8_gemm_factory,
-    is_fp8_layer,
-)
+from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, Fp8Gemm, Fp8Recipe, fp8_gemm_factory, is_fp8_layer
+from petatron.layers.ops.fp8_scaling import DelayedScaling
 from petatron.mesh.rng import stable_seed
 from petatron.models.stage_module import StageModule
 from petatron.parallel.tensor_parallel import set_gemm
@@ -40,10 +34,22 @@ class Fp8GemmSet:
     experts: Sequence[Fp8ExpertGemms] = ()
     fp8_gather_scalings: Mapping[str, Scaling] = field(default_factory=dict)
 
-    def new_step(self) -> None:
-        """Starts a step: weights have changed."""
+    def new_step(self, micro_batches: int) -> None:
+        """Starts a step of so many micro-batches: weights have changed."""
         for gemm in (*self.linears.values(), *self.experts):
-            gemm.new_step()
+            gemm.new_step(micro_batches)
+
+    def undo_point(self) -> Callable[[], None]:
+        """Returns a function that undoes what the host notes from now on, of a step that the device does not run."""
+        undo_histories = [history.undo_point() for history in self._amax_histories().values()]
+
+        def undo() -> None:
+            for gemm in (*self.linears.values(), *self.experts):
+                gemm.drop_cached_weight()
+            for undo_history in undo_histories:
+                undo_history()
+
+        return undo
 
     def weights_changed(self) -> None:
         """Drops cached weights without a step; amax is not recorded until one starts."""
@@ -107,7 +113,7 @@ def apply_fp8(
                 if isinstance(module, Linear):
                     weight = f"layers.{layer_index}.{name}.weight"
                     linears[weight] = make_gemm()
-                    set_gemm(module, linears[weight])
+                    set_gemm(module, linears[weight], recasting_gemm=linears[weight].recasting())
                     scaling = recipe.fp8_gather_scaling(module.weight.shape)
                     gather_scalings |= {} if scaling is None else {weight: scaling}
                 else:

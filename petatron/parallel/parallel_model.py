@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +21,14 @@ from petatron.models.stage_module import StageModule
 from petatron.parallel.context import split_batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.parallelize import ParallelizeResult
+from petatron.parallel.pipeline.auto_cuda_graphs import AutoGraphedSteps, GraphFacts
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture, GraphedSteps
 from petatron.parallel.pipeline.executor import LossScales, PipelineExecutor, StepResult
 from petatron.parallel.router_statistics import RouterStatistics
+from petatron.schedule import RankSchedule
 from petatron.schedule.actions import TimedAction
 from petatron.schedule.pipeline_plan import PipelinePlan
+from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.sharding.flat_shard import all_gather_params
 
 
@@ -76,17 +81,32 @@ class ParallelModel:
             weight_grad_queue=parallelized.weight_grad_queue,
             combined_passes=parallelized.combined_passes,
         )
-        self._run_step: Callable[..., StepResult] = self._pipeline.run
+        self._run_step: Callable[..., StepResult] = self._run_and_reduce
+        self._run_evaluation: Callable[..., StepResult] = self._pipeline.run
         weights = [loss.weight for loss in io.losses]
         self._loss_weights = (
             None if weights == [1.0] else torch.tensor(weights, dtype=torch.float64, device=mesh.device)
         )
         self._mean_losses: Tensor | None = None
 
-    def use_cuda_graphs(self, graph_capture: CudaGraphCapture) -> None:
-        """Captures and replays training steps as CUDA graphs from now on (`parallel/pipeline/cuda_graph.py`)."""
-        assert isinstance(self.gradient_reducer, GradientReducer), "fully_shard communicates inside a step"
-        self._run_step = GraphedSteps(self._pipeline.run, self.gradient_reducer, graph_capture).run
+    def use_cuda_graphs(self, graph_capture: CudaGraphCapture, facts: GraphFacts | None = None) -> None:
+        """Captures and replays training steps as CUDA graphs from now on (`parallel/pipeline/cuda_graph.py`).
+
+        With `facts` they decide, after some steps, whether anything is captured (`parallel/pipeline/auto_cuda_graphs.py`).
+        """
+        reducer = self.gradient_reducer
+        assert isinstance(reducer, GradientReducer), "fully_shard communicates inside a step"
+        options: dict[str, Any] = {"prepare": self._prepare_graph}
+        if facts is not None:
+            options |= {"undo_point": self.fp8_gemms.undo_point, "warm_up_steps": 1}
+            options |= {"any_rank": lambda here: facts.max_over_ranks([float(here)]) == [1.0]}
+        # Reductions that overlap the backward pass are in the graph; others follow it, over any backend.
+        run = self._run_and_reduce if reducer.overlap else self._run_passes
+        steps = GraphedSteps(run, reducer, graph_capture, **options)
+        if facts is not None:
+            steps = AutoGraphedSteps(run, steps, facts, restart_step=self._start_step)
+        self._run_evaluation = partial(steps.run_evaluation, self._pipeline.run)
+        self._run_step = steps.run if reducer.overlap else partial(self._run_and_reduce, run=steps.run)
 
     @property
     def module(self) -> StageModule:
@@ -127,9 +147,7 @@ class ParallelModel:
         """
         self._set_mode(training=True)
         batches = self._split(batches)
-        self._weight_grad_queue.start_step()
-        self.gradient_reducer.start_step(len(batches))
-        self.fp8_gemms.new_step()
+        self._start_step(len(batches))
         tokens = self._count_tokens(batches)
         aux_loss_scale = torch.full_like(tokens[0], loss_scale / (len(batches) * self.mesh.dp.size))
         token_loss_scale = (loss_scale if self._loss_weights is None else loss_scale * self._loss_weights) / tokens
@@ -138,13 +156,47 @@ class ParallelModel:
         result = self._run_step(
             self.plan.training_schedule(len(batches), rank=self.mesh.pp.rank), batches, scales, clock=clock
         )
-        self.gradient_reducer.finish_grad_sync()
         self.fp8_gemms.weights_changed()  # the optimizer changes them next; no forward runs before
         self.router_statistics.update(result.router_statistics)
         if timeline is not None:
             timeline(result.timed_actions)
         self._mean_losses = self._total_losses(result) / tokens
         return self.objective(self._mean_losses)
+
+    def _run_passes(
+        self, schedule: RankSchedule, batches: Sequence[Batch], *arguments: Any, **options: Any
+    ) -> StepResult:
+        """Runs the passes of a step over weights that have changed."""
+        self.fp8_gemms.new_step(len(batches))
+        for group in self._flat_groups():
+            group.start_due_gather()
+        result = self._pipeline.run(schedule, batches, *arguments, **options)
+        for group in self._flat_groups():
+            group.wait_for_params()
+        return result
+
+    def _run_and_reduce(
+        self, *arguments: Any, run: Callable[..., StepResult] | None = None, **options: Any
+    ) -> StepResult:
+        """Runs the passes of a step, and finishes the reduction of its gradients."""
+        result = (run or self._run_passes)(*arguments, **options)
+        self.gradient_reducer.finish_grad_sync()
+        return result
+
+    def _start_step(self, num_micro_batches: int) -> None:
+        self._weight_grad_queue.start_step()
+        self.gradient_reducer.start_step(num_micro_batches)
+
+    def _prepare_graph(self, *, trains: bool, captured: bool) -> None:
+        """Completes all-gathers of weights in flight, which a graph cannot wait for, or leaves them to a graph that trains."""
+        for group in self._flat_groups():
+            if trains:
+                group.gather_in_step(captured=captured)
+            else:
+                group.wait_for_params()
+
+    def _flat_groups(self) -> Iterator[FlatParamGroup]:
+        return (group for group in self.param_groups if isinstance(group, FlatParamGroup))
 
     def objective(self, mean_losses: Tensor) -> Tensor:
         """Returns the weighted sum of the means of all losses [losses]."""
@@ -190,7 +242,11 @@ class ParallelModel:
         self._set_mode(training=False)
         self.fp8_gemms.weights_changed()
         schedule = self.plan.evaluation_schedule(len(batches), rank=self.mesh.pp.rank)
-        return self._pipeline.run(schedule, batches, collect=collect)
+        return (
+            self._pipeline.run(schedule, batches, collect=collect)
+            if collect
+            else self._run_evaluation(schedule, batches)
+        )
 
     def _split(self, batches: Sequence[Batch]) -> list[Batch]:
         whole = batches if self.io.extend_batch is None else map(self.io.extend_batch, batches)

@@ -195,11 +195,17 @@ def _row_blocks(x: Tensor) -> Tensor:
     return x.flatten(1, -2)
 
 
+def _saved_input(x: Tensor, *, save_first: bool) -> Recomputable:
+    """Returns an input that nothing recomputes: the GEMM saves it, or, inside a recomputed region, it is saved before the GEMM."""
+    return as_recomputable(x) if save_first else Recomputable(x, None)
+
+
 @dataclass(frozen=True, slots=True)
 class ColumnParallelOp:
     """A linear with its weight sharded along the output: every rank needs the whole input.
 
     `regather`: a gathered input is not saved but gathered a second time in backward. (FP8 saves its quantised input either way.)
+    `save_first`: in this op and those below, an input that nothing recomputes is saved before the GEMM runs.
     """
 
     axis: Axis
@@ -207,10 +213,12 @@ class ColumnParallelOp:
     gemm_op: GemmOp = DEFAULT_GEMM_OP
     regather: bool = True
     overlap: AllGatherOverlap | None = None
+    save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return self.gemm_op(as_recomputable(x), weight)
+            x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
+            return self.gemm_op(x, weight)
         if not self.sequence_parallel:
             return self.gemm_op(as_recomputable(x), weight, input_comm=ReplicatedInput(self.axis))
         local_input = (
@@ -227,11 +235,15 @@ class RowParallelOp:
     sequence_parallel: bool
     gemm_op: GemmOp = DEFAULT_GEMM_OP
     overlap: ReduceScatterOverlap | None = None
+    save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
+        x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
+        if self.axis.size == 1:
+            return self.gemm_op(x, weight)
         if self.overlap is not None:
-            return self.gemm_op(as_recomputable(x), weight, gemm_forward=self.overlap)
-        return self.reduce_output(self.gemm_op(as_recomputable(x), weight))
+            return self.gemm_op(x, weight, gemm_forward=self.overlap)
+        return self.reduce_output(self.gemm_op(x, weight))
 
     def reduce_output(self, partial_sum: Tensor) -> Tensor:
         reduce = collectives.reduce_scatter_to_region if self.sequence_parallel else collectives.reduce_from_region
@@ -243,9 +255,11 @@ class ReplicatedOp:
     """A linear with its whole weight on every rank."""
 
     gemm_op: GemmOp = DEFAULT_GEMM_OP
+    save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
-        return self.gemm_op(as_recomputable(x), weight)
+        x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
+        return self.gemm_op(x, weight)
 
 
 def apply_tensor_parallel(
@@ -309,10 +323,14 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
             module.weight_grad_sink = sink
 
 
-def set_gemm(module: Linear, gemm: Gemm) -> None:
-    """Makes a linear use a GEMM; its communication stays."""
+def set_gemm(module: Linear, gemm: Gemm, *, recasting_gemm: Gemm | None = None) -> None:
+    """Makes a linear use a GEMM, or the second for inputs that are recomputed (`GemmOp`); its communication stays.
+
+    What such a GEMM saves is no view of its input, which is saved before.
+    """
     linear_op = _parallel_op(module)
-    module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, gemm=gemm))
+    gemm_op = replace(linear_op.gemm_op, gemm=gemm, recasting_gemm=recasting_gemm)
+    module.linear_op = replace(linear_op, gemm_op=gemm_op, save_first=True)
 
 
 def gemm_of(module: Linear) -> Gemm:

@@ -1,9 +1,9 @@
-"""Flat buffers: all parameters of one kind in one contiguous tensor, with their gradients in another of the same layout.
+"""Flat buffers: all parameters of one kind in one contiguous tensor, with their gradients in one tensor per bucket.
 
-A buffer is cut into buckets, the unit in which gradients are reduced during the backward pass. Without sharding,
-every rank has and updates the whole buffer. With the distributed optimizer (ZeRO-1), each rank of the `shard` axis owns
-one part of every bucket: gradients are reduce-scattered, master weights and moments exist only for the owned parts, and
-updated weights are gathered bucket by bucket. So buckets are padded to a multiple of the ranks that share them.
+A buffer is cut into buckets, the unit in which gradients are reduced during the backward pass, and in which their memory is
+allocated and freed. Without sharding, every rank updates whole buckets. With the distributed optimizer (ZeRO-1), each rank of the
+`shard` axis owns one part of every bucket: gradients are reduce-scattered, master weights and moments exist only for the owned
+parts, and updated weights are gathered bucket by bucket. So buckets are padded to a multiple of the ranks that share them.
 
 Where an update rule needs whole matrices (`GroupSpec.unit`), the parameters of a bucket are assigned to its shards, the largest first,
 each to the shard that has least; all shards are as long as the fullest. A bucket takes more parameters until little of it is
@@ -17,7 +17,6 @@ values.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,46 +29,24 @@ from petatron.kernels.fp8.cast_and_gemm import Scaling
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParamRange, rank_share
+from petatron.sharding.bucket import Bucket, BucketGrads, BucketParam
+from petatron.sharding.flat_shard import (
+    ALIGNMENT,
+    FlatShard,
+    OwnedRange,
+    ParamRange,
+    assign_whole_blocks,
+    rank_share,
+)
 from petatron.sharding.fp8_gather import BucketFp8Gather, Fp8Weights
 from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
 
 _log = get_logger(__name__)
 
-# Parts of a bucket start at multiples of this many elements: vector loads, and the widest message units of NCCL.
-_ALIGNMENT = 64
 # Buckets of whole matrices: the largest share of padding, and how many bucket sizes of matrices to try for less.
 _MAX_PADDING = 1 / 16
 _MAX_BUCKET_SIZES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class BucketParam:
-    """One parameter's place in its group; `grad_order` is its position among the gradients of its stage's backward pass.
-
-    `grads_per_micro_batch` is how many gradients it gets per micro-batch: 2 for a tied embedding with both its ends on one rank.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    placement: Placement
-    start: int
-    grad_order: int
-    grads_per_micro_batch: int = 1
-
-    @property
-    def end(self) -> int:
-        return self.start + self.parameter.numel()
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A range of a group's buffers, and the parameters in it."""
-
-    begin: int
-    end: int
-    params: tuple[BucketParam, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +90,24 @@ class FlatParamGroup:
         self.virtual_stage = virtual_stage
         self.replica_axis = axes.outer if axes.sharded else axes.data_parallel
         self._shard_axis = axes.shard if axes.sharded else axes.shard.alone()
-        self._places = {id(slot.placement): (bucket, slot) for bucket in buckets for slot in bucket.params}
+        self._places = {
+            id(slot.placement): (index, slot) for index, bucket in enumerate(buckets) for slot in bucket.params
+        }
         self.flat_weights = torch.zeros(size, dtype=first.dtype, device=first.device)
         grad_dtype = grad_dtype or torch.promote_types(first.dtype, torch.float32)
-        self.flat_grads = torch.zeros(size, dtype=grad_dtype, device=first.device if gradients else "meta")
+        device = first.device if gradients else "meta"
+        self.bucket_grads = [BucketGrads(bucket, grad_dtype, device) for bucket in buckets]
         self.flat_shards = [self._flat_shard(begin, end) for begin, end in self._owned_ranges()]
         self._overlap_param_gather = overlap_param_gather
         self._gather_handles: dict[int, Handle] = {}
+        self._gather_due = self._gathers_in_step = False
         for slot in self.params:
             view = self.param_view(self.flat_weights, slot)
             view.copy_(slot.parameter.detach())
             slot.parameter.data = view
         self._fp8_gather = self._build_fp8_gather(fp8_weights) if fp8_weights is not None else None
         self._scales: Tensor | None = None
-        self._owned_weights = self._owned_views(self.flat_weights)
+        self._owned_weights = [self.flat_weights[begin:end] for begin, end in self._owned_ranges()]
         if self._fp8_gather is not None:
             self._owned_weights = [weight.clone() for weight in self._owned_weights]
 
@@ -149,6 +130,12 @@ class FlatParamGroup:
         """Returns a parameter-shaped view into a tensor of this group's layout."""
         return flat[param.start : param.end].view(param.placement.shape)
 
+    def param_grad(self, param: BucketParam) -> Tensor:
+        """Returns the parameter-shaped view of a parameter's gradient."""
+        index, _ = self._places[id(param.placement)]
+        begin = self.buckets[index].begin
+        return self.bucket_grads[index].flat[param.start - begin : param.end - begin].view(param.placement.shape)
+
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         """Returns the range of a bucket that this rank updates."""
         if not self.axes.sharded:
@@ -167,7 +154,8 @@ class FlatParamGroup:
 
     def owned_ranges(self, placement: Placement) -> list[OwnedRange]:
         """Returns which elements of a parameter each rank of `shard_axis` owns."""
-        bucket, slot = self._places[id(placement)]
+        index, slot = self._places[id(placement)]
+        bucket = self.buckets[index]
         length = (bucket.end - bucket.begin) // self._shard_axis.size
         first, last = (slot.start - bucket.begin) // length, (slot.end - 1 - bucket.begin) // length
         found = []
@@ -178,8 +166,6 @@ class FlatParamGroup:
         return found
 
     def _owned_ranges(self) -> list[tuple[int, int]]:
-        if not self.axes.sharded:
-            return [(0, self.buckets[-1].end)]
         return [self.owned_range(bucket) for bucket in self.buckets]
 
     def _flat_shard(self, begin: int, end: int) -> FlatShard:
@@ -190,14 +176,14 @@ class FlatParamGroup:
                 parts.append(ParamRange(slot.placement, low - slot.start, high - slot.start, low - begin))
         return FlatShard(end - begin, tuple(parts), rank_share(end - begin, self.replica_axis))
 
-    def _owned_views(self, flat: Tensor) -> list[Tensor]:
-        return [flat[begin:end] for begin, end in self._owned_ranges()]
-
     def weights(self) -> list[Tensor]:
         return list(self._owned_weights)
 
     def grads(self) -> list[Tensor]:
-        return self._owned_views(self.flat_grads)
+        found = []
+        for bucket, grads, (begin, end) in zip(self.buckets, self.bucket_grads, self._owned_ranges(), strict=True):
+            found.append(grads.flat[begin - bucket.begin : end - bucket.begin])
+        return found
 
     def sync_fp8_scales(self) -> None:
         """Reduces the scales of weights that are gathered in FP8, over all ranks."""
@@ -205,9 +191,18 @@ class FlatParamGroup:
             self._scales = self._fp8_gather.compute_scales(self._owned_weights)
 
     def all_gather_params(self) -> None:
-        """Starts the all-gather of every bucket's weights, in the order in which the forward pass needs them."""
-        if not self.axes.sharded:
+        """Starts the all-gather of every bucket's weights, or leaves that to the next step or use, see `gather_in_step`."""
+        self._gather_due = self.axes.sharded
+        if not self._gathers_in_step:
+            self.start_due_gather()
+        if not self._overlap_param_gather:
+            self.wait_for_params()
+
+    def start_due_gather(self) -> None:
+        """Starts an all-gather that is due, in the order in which the forward pass needs the weights."""
+        if not self._gather_due:
             return
+        self._gather_due = False
         self.wait_for_params()
         for index in reversed(range(len(self.buckets))):
             bucket, own = self.buckets[index], self._owned_weights[index]
@@ -218,11 +213,17 @@ class FlatParamGroup:
                 assert self._scales is not None, "nothing was agreed on"
                 self._gather_handles[index] = self._fp8_gather.start_all_gather(index, out, own, self._scales)
         self._scales = None
-        if not self._overlap_param_gather:
-            self.wait_for_params()
+
+    def gather_in_step(self, *, captured: bool) -> None:
+        """Leaves gathers that overlap a step to a CUDA graph of that step, which is captured now (or replayed)."""
+        self._gathers_in_step = self.axes.sharded and self._overlap_param_gather and self._fp8_gather is None
+        self._gather_due = self._gather_due and not self._gathers_in_step
+        self.wait_for_params()
+        self._gather_due = captured and self._gathers_in_step
 
     def wait_for_params(self, bucket_indices: Iterable[int] | None = None) -> None:
         """Waits until the weights of these buckets (None: all) may be used."""
+        self.start_due_gather()
         for index in list(self._gather_handles) if bucket_indices is None else bucket_indices:
             handle = self._gather_handles.pop(index, None)
             if handle is not None:
@@ -311,7 +312,7 @@ def _build_buckets(
     begin: int = 0,
 ) -> list[Bucket]:
     """Builds buckets of at least `bucket_size` elements; sharded ones are padded so that they divide into aligned shards."""
-    multiple = num_shards * _ALIGNMENT if num_shards > 1 else 1
+    multiple = num_shards * ALIGNMENT if num_shards > 1 else 1
     buckets: list[Bucket] = []
     at, slots = begin, []
     for index, (name, parameter, grad_order, uses) in enumerate(params):
@@ -374,18 +375,3 @@ def _whole_param_shards(
         if total >= _MAX_BUCKET_SIZES * bucket_size:
             break
     return first, [], 0
-
-
-def assign_whole_blocks(sizes: Sequence[int], num_shards: int) -> tuple[list[int], int]:
-    """Returns where each block starts, so that none crosses shards of the bucket, and the bucket's length.
-
-    >>> assign_whole_blocks([64, 128, 64], 2)
-    ([128, 0, 192], 256)
-    """
-    filled, places = [(0, part) for part in range(num_shards)], [(0, 0)] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
-        least, part = filled[0]
-        places[index] = part, least
-        heapq.heapreplace(filled, (least + sizes[index], part))
-    length = -(-max(filled)[0] // _ALIGNMENT) * _ALIGNMENT
-    return [part * length + offset for part, offset in places], num_shards * length

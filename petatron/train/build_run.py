@@ -20,7 +20,6 @@ import torch
 
 from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.log import get_logger
 from petatron.config import LoadedConfig, RunConfig, parse_split, with_vocab_size
 from petatron.config.checks.cuda_graphs import uses_random_numbers
 from petatron.config.nccl_communicators import communicator_options
@@ -47,14 +46,12 @@ from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.needed_process_groups import used_axes
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.parallelize import parallelize
-from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
+from petatron.train.cuda_graphs import use_cuda_graphs
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.run_model import Model
 from petatron.train.state.start_tokenizer import check_start_tokenizer, find_start_tokenizer, with_start_tokenizer
-
-_log = get_logger(__name__)
 
 
 class HasConfig(Protocol):
@@ -135,7 +132,7 @@ def build_model(
     """
     run = config_of(run)
     # CUDA graphs cannot read RNG states during capture, so only they rely on knowing whether the step draws.
-    uses_rng = uses_random_numbers(run) or not run.train.cuda_graphs
+    uses_rng = uses_random_numbers(run) or run.train.cuda_graphs != "on"
     streams = RandomStreams.seeded(run.train.seed, mesh, used_in_step=uses_rng)
     plan = pipeline_plan(run)
     dtype = compute_dtype(run.precision)
@@ -174,12 +171,7 @@ def build_model(
         dtype=dtype,
         sequence_parallel=run.parallel.sequence_parallel,
     )
-    if run.train.cuda_graphs and mesh.device.type == "cuda":
-        model.use_cuda_graphs(CudaGraphCapture(mesh.device))
-    elif (
-        run.train.cuda_graphs and mesh.rank == 0 and run.train.device != "cpu"
-    ):  # an explicit CPU is reported with the flags
-        _log.info("--cuda-graphs has no effect: the device is a %s", mesh.device.type)
+    use_cuda_graphs(run, model)
     return model
 
 

@@ -116,7 +116,7 @@ def test_a_weight_in_training_without_waiting_for_the_device(kernels: Any, recip
                 x_grad, job = way.backward(g, w, kept)
                 job.write(None, w_grad, accumulate=False)
                 job.write(None, w_grad, accumulate=True)
-                way.new_step()
+                way.new_step(1)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         found.append((y, x_grad, w_grad))

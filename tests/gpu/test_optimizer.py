@@ -91,7 +91,8 @@ def trained(memory: MemoryConfig, moments: str, *, steps: int = 4) -> list[Tenso
     generator = torch.Generator(CUDA).manual_seed(4)
     for step in range(steps):
         for group in groups:
-            group.flat_grads.normal_(generator=generator)
+            for grads in group.grads():
+                grads.normal_(generator=generator)
         # A first step compiles and takes memory; from then on nothing may wait, unless the disk makes it.
         quiet = step > 0 and memory.optimizer_nvme_offload is None
         torch.cuda.set_sync_debug_mode("error" if quiet else "default")

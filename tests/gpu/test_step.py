@@ -22,12 +22,13 @@ MODEL = (
     "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --num-query-groups 2 --vocab-size 1000 "
     "--seq-length 512 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --bf16 "
     "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --mock-data --num-workers 0 "
-    "--micro-batch-size 2 --global-batch-size 4 --train-iters 12 --lr 1e-3 --eval-iters 0"
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 12 --lr 1e-3 --eval-iters 0 --cuda-graphs off"
 )
 FP8 = "--fp8-format hybrid --fp8-recipe"
 CASES = {
     "bf16": "",
     "graphs": "--cuda-graphs",
+    "auto": "--cuda-graphs auto",
     "dropout": "--hidden-dropout 0.1",
     "packed": "--seq-length 2048 --reset-attention-mask --reset-position-ids --eod-mask-loss",
     "experts": "--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01",
@@ -40,7 +41,7 @@ CASES = {
     "blockwise": f"{FP8} blockwise",
     "fp8 experts": f"{FP8} tensorwise --num-experts 8 --moe-router-topk 2",
 }
-WARM_UP, CHECKED = 4, 3
+WARM_UP, CHECKED = 8, 3  # auto decides after seven steps
 WAITS = {
     "cudaDeviceSynchronize",
     "cudaStreamSynchronize",

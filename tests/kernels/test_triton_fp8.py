@@ -68,6 +68,22 @@ def test_one_orientation():
     assert_same(twins.cast_rows_only(x, E4M3), cast_and_gemm.cast_rows_only(x, E4M3))
 
 
+@pytest.mark.parametrize("name", CASTS)
+def test_a_cast_of_one_orientation_equals_that_half_of_both(name: str):
+    x = representable((144, 272), E4M3, seed=3, spread=20)
+    for kernels in (twins, cast_and_gemm):
+        both, rows, columns = (
+            getattr(kernels, name)(x, E4M3, orientation=each) for each in ("both", "rows", "columns")
+        )
+        assert_same(rows.rows, both.rows)
+        assert_same(columns.columns, both.columns)
+        assert rows.cast_columns is None and columns.cast_rows is None
+        with pytest.raises(AssertionError, match="only the rows"):
+            _ = rows.columns
+        with pytest.raises(AssertionError, match="only the columns"):
+            _ = columns.rows
+
+
 def test_the_matrices_of_experts():
     x = torch.stack([representable((48, 144), E4M3, seed=seed, spread=3) for seed in range(3)])
     cast = twins.cast_matrices(x, E4M3)
@@ -149,11 +165,11 @@ def test_next_scale(length: int, most_recent: bool):
         history[0], history[1] = float("nan"), float("inf")
     ours, wanted = history.clone(), history.clone()
     scales = torch.zeros(1), torch.zeros(1)
-    where = {"latest": length // 2, "cleared": (length // 2 + 1) % length, "most_recent": most_recent}
-    twins.update_scale(ours, scales[0], E5M2, **where)
-    cast_and_gemm.update_scale(wanted, scales[1], E5M2, **where)
-    assert torch.equal(ours, wanted) and torch.equal(*scales) and scales[0] > 0
-    assert ours[where["cleared"]] == 0
+    for _ in range(3):
+        twins.update_scale(ours, scales[0], E5M2, most_recent=most_recent)
+        cast_and_gemm.update_scale(wanted, scales[1], E5M2, most_recent=most_recent)
+        assert torch.equal(ours, wanted) and torch.equal(*scales) and scales[0] > 0
+        assert ours[0] == 0
 
 
 def test_raise_largest():

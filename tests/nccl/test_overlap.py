@@ -30,7 +30,8 @@ MODEL = (
     "--num-layers 4 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --num-query-groups 4 --vocab-size 1000 "
     "--seq-length 1024 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --bf16 "
     "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --mock-data --num-workers 0 --device cuda "
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 12 --lr 1e-3 --eval-iters 0 --no-compile --ddp-bucket-size 2000000"
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 12 --lr 1e-3 --eval-iters 0 --no-compile --ddp-bucket-size 2000000 "
+    "--cuda-graphs off"
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-token-dispatcher-type alltoall"
 WARM_UP = 3

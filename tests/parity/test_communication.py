@@ -82,7 +82,7 @@ def _second_step(run: RunConfig) -> StepEvents:
         [event for event in events if event.sequence_number <= done],
         [event for event in events if event.sequence_number > done],
         sum(parameter.numel() for stage in model.stages.values() for parameter in stage.parameters()),
-        sum(group.flat_grads.numel() for group in model.param_groups if isinstance(group, FlatParamGroup)),
+        sum(group.buckets[-1].end for group in model.param_groups if isinstance(group, FlatParamGroup)),
     )
 
 

@@ -37,7 +37,7 @@ _RULES: Sequence[tuple[str, re.Pattern[str]]] = tuple(
         (
             "elementwise",
             r"triton|elementwise|vectorized|unrolled|reduce|softmax|norm|rope|rotate|rotary|swiglu|silu|glu_|embedding|index"
-            r"|scatter|gather|quanti[sz]e|cross_entropy|nll_loss|permute|cast",
+            r"|scatter|gather|quanti[sz]e|cross_entropy|nll_loss|permute|cast|amax|update_scale",
         ),
     )
 )

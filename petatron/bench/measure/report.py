@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Any
 
 from petatron.base.device import DeviceInfo
 from petatron.bench.measure.machine import versions
+from petatron.bench.measure.memory_snapshot import OUTSIDE_LAYERS
+from petatron.bench.measure.step_floor import step_floor
 from petatron.bench.measure.units import format_si
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec
 from petatron.bench.peers.bench_model import NUM_BATCHES
@@ -33,6 +36,8 @@ class TrainMeasurements:
     """Each ran in its own process."""
     one_peer_at_a_time: bool = False
     """Peers ran one after the other against ours, because not all of them fit the device."""
+    host: dict[str, Any] | None = None
+    """What our step costs the host, if asked for."""
 
     @property
     def description(self) -> str:
@@ -52,8 +57,10 @@ def merge_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**runs[0], "blocks_ms": blocks, "peak_bytes": max(peaks, default=None)}
 
 
-def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements) -> BenchResult:
-    """Rows for people and values for programs."""
+def report(
+    spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements, *, bandwidth: float | None = None
+) -> BenchResult:
+    """Rows for people and values for programs; `bandwidth` is that of a copy on the device, in bytes per second."""
     flops = {causal: _flops_per_token(spec, causal=causal) for causal in (False, True)}
     contenders = {
         name: _derived_metrics(values, spec, device, flops) for name, values in measurements.contenders.items()
@@ -65,10 +72,17 @@ def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements)
         rows.append((name, _speed_text(values)))
         if values.get("breakdown"):
             rows += _breakdown_rows(values["breakdown"])
+        if values.get("memory"):
+            rows += _memory_rows(values["memory"])
+    rows += [] if measurements.host is None else [("host", _host_text(measurements.host))]
     for name, pairs in measurements.paired_speedups.items():
         assert ours is not None
         ratios[name] = _compare_with_peer(ours, contenders[name], pairs)
         rows += _ratio_rows(name, ratios[name])
+    floor = step_floor(spec, device, bandwidth=bandwidth)
+    if floor is not None:
+        full_ms = spec.tokens * flops[False] / (device.peak("bfloat16") or math.inf) * 1e3
+        rows += floor.rows(step_ms=None if ours is None else ours.get("step_ms"), full_flops_ms=full_ms)
     model = spec.run.model
     kinds = {
         "experts": spec.run.moe.num_experts is not None,
@@ -91,10 +105,12 @@ def report(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements)
         "compile": spec.compile,
         "flops_per_token": {"full": flops[False], "causal": flops[True]},
         "contenders": contenders,
+        "floor": None if floor is None else floor.as_json(),
         "ratio": ratios,
         "clocks": measurements.gpu_readings,
         "apart": measurements.separate_processes,
         "in_pairs": measurements.one_peer_at_a_time,
+        "host": measurements.host,
     }
     return BenchResult(tuple(rows), values)
 
@@ -152,9 +168,29 @@ def _speed_text(values: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def _host_text(host: Mapping[str, Any]) -> str:
+    us, calls = host["us"], host["calls"]
+    return (
+        f"per layer {us['forward']:,.0f} us forward and {us['backward']:,.0f} us backward, "
+        f"{calls['forward']:,.0f} and {calls['backward']:,.0f} calls of Python; "
+        f"per step elsewhere {us['elsewhere']:,.0f} us, {calls['elsewhere']:,.0f} calls"
+    )
+
+
 def _breakdown_rows(breakdown: Mapping[str, Any]) -> list[tuple[str, str]]:
     total = breakdown["step_ms"] or 1.0
     return [(f"  {name}", f"{ms:8.2f} ms  {ms / total:6.1%}") for name, ms in breakdown["ms"].items() if ms]
+
+
+def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """One line per purpose, the most bytes first: bytes, share, and how many layers they are of."""
+    total, rows = memory["total"] or 1, []
+    for purpose, sizes in sorted(memory["bytes"].items(), key=lambda item: -sum(item[1].values())):
+        size, layers = sum(sizes.values()), len(sizes.keys() - {OUTSIDE_LAYERS})
+        rows.append(
+            (f"  {purpose}", f"{size / 1e9:9.3f} GB {size / total:6.1%}{f', {layers} layers' if layers else ''}")
+        )
+    return [("  memory at the peak", f"{total / 1e9:9.3f} GB"), *rows]
 
 
 def _compare_with_peer(ours: Mapping[str, Any], theirs: Mapping[str, Any], pairs: Sequence[float]) -> dict[str, Any]:
@@ -166,6 +202,8 @@ def _compare_with_peer(ours: Mapping[str, Any], theirs: Mapping[str, Any], pairs
         "pairs": list(pairs),
         "spread": [min(pairs), max(pairs)],
         "memory": memory,
+        "first_losses": [ours["losses"][0], theirs["losses"][0]],
+        "loss_differences": apart,
         "largest_loss_difference": max(apart, default=None),
         "compared_steps": steps,
     }
@@ -177,6 +215,7 @@ def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
     difference = ratio["largest_loss_difference"]
     different = "in another precision" if name == OWN_BF16 else "NOT the same"
     verdict = "the same" if difference <= _LOSS_TOLERANCE else different
+    first = "{:.4f} and {:.4f} at first".format(*ratio["first_losses"])
     return [
         (
             f"speed / {name}",
@@ -184,7 +223,7 @@ def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             f"loss / {name}",
-            f"{verdict}: at most {difference:.2%} of the first apart over the first {ratio['compared_steps']} steps",
+            f"{verdict}: at most {difference:.2%} of the first apart over the first {ratio['compared_steps']} steps, {first}",
         ),
     ]
 

@@ -71,6 +71,15 @@ class BenchRunner:
             "first_steps_s": self.first_steps_s,
         }
 
+    def snapshot_memory(self) -> dict[str, Any] | None:
+        """Returns what holds the memory of one more step at its peak, as JSON; None for a peer, whose tensors are not known."""
+        from petatron.bench.measure.memory_snapshot import snapshot_step
+        from petatron.bench.peers.ours import PetatronContender
+
+        if not isinstance(self.contender, PetatronContender):
+            return None
+        return snapshot_step(self.contender, self.batches[0], self.device).as_json()
+
     def compile_and_measure_memory(self, *, allocated_before: int) -> None:
         """Compiles, and then measures how much memory a step takes beyond what was allocated before this was built."""
         self.first_steps_s = elapsed_seconds(lambda: (self.run(COMPILE_STEPS), synchronize(self.device)))

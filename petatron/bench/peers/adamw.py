@@ -1,4 +1,7 @@
-"""The update of every peer: torch's fused AdamW on fp32 weights, after clipping all gradients together."""
+"""The update of every peer: torch's fused AdamW on fp32 weights, after clipping all gradients together.
+
+Vectors (norms and biases) are not decayed, as in our own optimizer.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ class ClippedAdamW:
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._clip = config.clip_grad
+        decayed = [parameter for parameter in self._parameters if parameter.dim() > 1]
+        others = [parameter for parameter in self._parameters if parameter.dim() <= 1]
         self._optimizer = torch.optim.AdamW(
-            self._parameters,
+            [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
             lr=required("lr", config.lr),
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,

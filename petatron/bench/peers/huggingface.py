@@ -1,9 +1,14 @@
-"""transformers' model of the same config, in eager mode: fp32 weights under bf16 autocast, SDPA attention, fused AdamW."""
+"""transformers' model of the same config, in eager mode: fp32 weights under autocast, SDPA attention, fused AdamW.
+
+In a run without bf16 there is no autocast, so that losses can be compared in float32.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +17,23 @@ from torch.nn import functional
 from petatron.base.errors import ConfigError, Problem
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.adamw import ClippedAdamW
+from petatron.bench.peers.huggingface_experts import (
+    RouterLosses,
+    cast_expert_weights,
+    has_router_losses,
+    unmatched_training,
+)
 from petatron.bench.peers.initial_weights import InitialWeights
 from petatron.config import RunConfig
 from petatron.config.schema.hybrid_pattern import ATTENTION, branch_letters
 from petatron.models.batch import Batch
 from petatron.models.hf import family_entries, get_family, to_hf_config
+from petatron.models.hf.folder_entries import FolderEntry
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
+from petatron.optim.loss_scaler import compute_dtype
+
+_PRECISIONS = (torch.bfloat16, torch.float32)
 
 
 def problems(spec: BenchSpec) -> Sequence[Problem]:
@@ -31,6 +46,9 @@ def problems(spec: BenchSpec) -> Sequence[Problem]:
     if spec.fp8_recipe is not None:
         fix = "Leave one of them out, or compare with torchtitan."
         found.append(Problem("--against", "hf", "has no FP8 training to compare --fp8-recipe with", fix))
+    if compute_dtype(spec.run.precision) not in _PRECISIONS:
+        found.append(Problem("--against", "hf", "is measured in bf16 and float32 alone", "Use --bf16 or --no-bf16."))
+    found += unmatched_training(spec.run.moe)
     try:
         config_json(spec.run)
     except ConfigError as error:
@@ -43,19 +61,28 @@ def build(spec: BenchSpec) -> TransformersContender:
 
 
 class TransformersContender:
-    """A transformers model with an optimizer."""
+    """A transformers model with an optimizer; experts are balanced by our loss."""
 
     def __init__(self, spec: BenchSpec) -> None:
-        self._model = build_model(spec.run, device=spec.device, dtype=torch.float32).train()
-        self._optimizer = ClippedAdamW(self._model, spec.run.optim)
-        self._device = spec.device.type
+        run, dtype = spec.run, compute_dtype(spec.run.precision)
+        self._model = build_model(run, device=spec.device, dtype=torch.float32).train()
+        entries = _entries(self._model, model_spec(run))
+        self._router_losses = None
+        if has_router_losses(run.moe):
+            sequences = run.train.micro_batch_size
+            self._router_losses = RouterLosses(self._model, entries, run.moe, num_sequences=sequences)
+        self._autocast = None
+        if dtype != torch.float32:
+            self._autocast = torch.autocast(spec.device.type, dtype=dtype)
+            cast_expert_weights(self._model, entries, dtype)
+        self._optimizer = ClippedAdamW(self._model, run.optim)
 
     def step(self, batch: Batch) -> Tensor:
-        with torch.autocast(self._device, dtype=torch.bfloat16):
+        with self._autocast or nullcontext():
             logits = self._model(input_ids=batch.tokens, use_cache=False).logits
         loss = functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
         del logits
-        loss.backward()
+        (loss if self._router_losses is None else loss + self._router_losses.pop()).backward()
         self._optimizer.step()
         return loss.detach()
 
@@ -78,15 +105,20 @@ def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> 
     )  # what has no attention refuses the former
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    load_initial_weights(model, model_spec(run), family=str(config.model_type), device=device)
+    load_initial_weights(model, model_spec(run), device=device)
     return model
 
 
 @torch.no_grad()
-def load_initial_weights(model: nn.Module, spec: ModelSpec, *, family: str, device: torch.device) -> None:
-    table = get_family(family)
+def load_initial_weights(model: nn.Module, spec: ModelSpec, *, device: torch.device) -> None:
     initial_weights = InitialWeights(spec, device)
     parameters = dict(model.named_parameters())
-    for entry in family_entries(table, table.in_memory_mappings or table.mappings, spec):
+    for entry in _entries(model, spec):
         for region in entry.regions:
             region.view_in(parameters[entry.name]).copy_(initial_weights[region.name][region.logical_slices()])
+
+
+def _entries(model: Any, spec: ModelSpec) -> tuple[FolderEntry, ...]:
+    """Returns where the parameters of a transformers model have our logical tensors."""
+    family = get_family(str(model.config.model_type))
+    return family_entries(family, family.in_memory_mappings or family.mappings, spec)

@@ -1,8 +1,9 @@
 """What cannot be combined with `--cuda-graphs`: the one list of it.
 
-A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step. Inside it there is no
-communication, no device-to-host synchronisation, and no host state that changes from step to step. What is before or after a
-step's forward and backward is unrestricted: gradient reduction, the optimizer and its offload, evaluation, saving.
+A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step, NCCL's among them. Inside it there is
+no device-to-host synchronisation, no communication by the host, and no host state that changes from step to step. What is before
+or after a step's forward and backward is unrestricted: the optimizer and its offload, saving, reduction that does not overlap.
+With `--cuda-graphs on` each of these is an error; with `auto` they are the reasons for which nothing is recorded.
 
 Here are the rules that a config can break. Anything else that cannot be captured fails at capture (`parallel/pipeline/cuda_graph.py`).
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.checks.moe_overlap import MOE_OVERLAP_FLAG
 from petatron.config.checks.parallel_sizes import MODEL_PARALLEL_SIZES
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
@@ -20,20 +22,24 @@ from petatron.config.schema.run import RawRunConfig
 CUDA_GRAPHS_FLAG = "--cuda-graphs"
 _GROUPED_MULTIPLE = 8  # elements of bfloat16 in the 16 bytes that the grouped kernel copies at a time
 _MAX_HEAD_DIM = 256  # of FlashAttention
+_LONG_DOCUMENT = 1024  # tokens, `kernels/attention/documents.py`
+
+
+CaptureProblem = tuple[str, str, str]
+"""What the step has, why that cannot be captured, and what to do."""
 
 
 def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
-    if not config.train.cuda_graphs or config.train.device == "cpu":  # there it has no effect
+    if config.train.cuda_graphs != "on" or config.train.device == "cpu":  # there it has no effect
         return
-    for found, why, fix in (
-        *_communication(config),
-        *_precision(config),
-        *_experts(config),
-        *_memory(config),
-        *_attention(config),
-        *_timeline(config),
-    ):
+    for found, why, fix in capture_problems(config):
         yield Problem(CUDA_GRAPHS_FLAG, "", f"cannot record a step with {found}: {why}", fix)
+
+
+def capture_problems(config: RawRunConfig) -> list[CaptureProblem]:
+    """Returns all reasons why the steps of a run cannot be captured."""
+    rules = (_communication, _experts, _memory, _attention, _timeline)
+    return [problem for rule in rules for problem in rule(config)]
 
 
 def uses_random_numbers(config: RawRunConfig) -> bool:
@@ -43,39 +49,33 @@ def uses_random_numbers(config: RawRunConfig) -> bool:
     return config.model.hidden_dropout > 0.0 or config.model.attention_dropout > 0.0 or (experts and noisy)
 
 
-CaptureProblem = tuple[str, str, str]
-"""What the step has, why that cannot be captured, and what to do."""
-
-
 def _communication(config: RawRunConfig) -> Iterator[CaptureProblem]:
     parallel = config.parallel
-    split_experts = config.moe.num_experts is not None and parallel.tensor_model_parallel_size == 1
+    strategy = parallel.data_parallel_sharding_strategy
+    if parallel.data_parallel_size != 1 and strategy in FSDP_STRATEGIES:
+        fix = "Use the strategy optim, or leave one of them out."
+        yield f"--data-parallel-sharding-strategy {strategy}", "fully_shard frees and gathers weights by hooks", fix
+    if parallel.overlap_moe_expert_parallel_comm:
+        yield MOE_OVERLAP_FLAG, "two threads launch its kernels in turns", "Leave one of them out."
+    if parallel.distributed_backend == "gloo":
+        yield from _host_communication(config)
+
+
+def _host_communication(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    """Yields what gloo, which sends from the host, would communicate inside a step."""
+    parallel, experts = config.parallel, config.moe.num_experts is not None
+    why, fix = "gloo communicates inside it, on the host", "Use --distributed-backend nccl, or leave --cuda-graphs out."
+    split_experts = experts and parallel.tensor_model_parallel_size == 1
     for name in (*MODEL_PARALLEL_SIZES, *(("expert_tensor_parallel_size",) if split_experts else ())):
         size = getattr(parallel, name)
         if size is not None and size > 1:
-            fix = "Use data parallelism alone, or leave one of them out."
-            yield f"{flag_name(name)} {size}", "ranks communicate inside it", fix
-    if parallel.data_parallel_size == 1:
+            yield f"{flag_name(name)} {size}", why, fix
+    if parallel.data_parallel_size == 1 or parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES:
         return
-    strategy = parallel.data_parallel_sharding_strategy
-    if strategy in FSDP_STRATEGIES:
-        fix = "Use the strategy optim with --no-overlap-grad-reduce, or leave one of them out."
-        yield f"--data-parallel-sharding-strategy {strategy}", "weights are gathered inside it", fix
-    elif parallel.overlap_grad_reduce:
-        fix = "Add --no-overlap-grad-reduce, which reduces them after it, or leave --cuda-graphs out."
-        yield "--overlap-grad-reduce", "gradients would be reduced inside it", fix
-    if parallel.overlap_param_gather:
-        yield "--overlap-param-gather", "weights are waited for inside it", "Leave one of them out."
-    if config.moe.num_experts is not None and config.moe.moe_router_load_balancing_type == "global_aux_loss":
-        fix = "Use aux_loss or seq_aux_loss, or leave --cuda-graphs out."
-        yield "--moe-router-load-balancing-type global_aux_loss", "routers communicate inside it", fix
-
-
-def _precision(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    precision = config.precision
-    if precision.fp8_format is not None and precision.fp8_recipe == "delayed":
-        why = "the host counts on in the histories of scales"
-        yield "--fp8-recipe delayed", why, "Use tensorwise, rowwise or blockwise, or leave --cuda-graphs out."
+    if parallel.overlap_grad_reduce:
+        yield "--overlap-grad-reduce", why, "Add --no-overlap-grad-reduce, which reduces gradients after it."
+    if experts and config.moe.moe_router_load_balancing_type == "global_aux_loss":
+        yield "--moe-router-load-balancing-type global_aux_loss", why, fix
 
 
 def _experts(config: RawRunConfig) -> Iterator[CaptureProblem]:
@@ -87,6 +87,7 @@ def _experts(config: RawRunConfig) -> Iterator[CaptureProblem]:
         yield "--moe-router-load-balancing-type sinkhorn", "the host looks when the load is even enough", fix
     if moe.moe_pad_expert_input_to_capacity:
         return
+    yield from _dispatch(config)
     why = "the host must know how many rows each expert has"
     fp8 = precision.fp8_format is not None and not precision.first_last_layers_bf16
     if not precision.bf16:
@@ -103,6 +104,18 @@ def _experts(config: RawRunConfig) -> Iterator[CaptureProblem]:
             yield f"{flag_name(name)} {width}", why, fix
 
 
+def _dispatch(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    """Yields why experts of several ranks cannot be captured if their inputs are not padded to capacity."""
+    parallel, dispatcher = config.parallel, config.moe.moe_token_dispatcher_type
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or 1
+    why = "the host must know how many rows a rank gets"
+    fix = "Add --moe-pad-expert-input-to-capacity with --moe-expert-capacity-factor, or leave --cuda-graphs out."
+    if dispatcher == "alltoall" and ep * etp > 1:
+        yield f"--moe-token-dispatcher-type alltoall over {ep * etp} ranks", why, fix
+    elif ep > 1 and config.moe.moe_expert_capacity_factor is None:
+        yield f"--expert-model-parallel-size {ep} without --moe-expert-capacity-factor", why, fix
+
+
 def _memory(config: RawRunConfig) -> Iterator[CaptureProblem]:
     memory = config.memory
     if memory.cpu_offloading_num_layers > 0:
@@ -116,9 +129,7 @@ def _memory(config: RawRunConfig) -> Iterator[CaptureProblem]:
 
 def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
     model, window = config.model, config.model.window_size
-    if config.data.reset_attention_mask:
-        why = "where documents lie differs from step to step, and the host plans with it"
-        yield "--reset-attention-mask", why, "Leave one of them out."
+    yield from _documents(config)
     why = "without FlashAttention the host makes the mask"
     if model.attn_logit_softcapping is not None:
         yield f"--attn-logit-softcapping {model.attn_logit_softcapping:g}", why, "Leave one of them out."
@@ -127,6 +138,7 @@ def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
     if model.attention_chunk_size is not None and model.attention_chunk_size < model.seq_length:
         why = "the host keeps the boundaries of chunks, and may forget them"
         yield f"--attention-chunk-size {model.attention_chunk_size}", why, "Leave one of them out."
+    yield from _context(config)
     if window is None or window >= model.seq_length:
         return
     if not (config.precision.bf16 or config.precision.fp16):
@@ -134,6 +146,43 @@ def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
     elif model.kv_channels is not None and (model.kv_channels % 8 or model.kv_channels > _MAX_HEAD_DIM):
         fix = f"Use heads of a multiple of 8 up to {_MAX_HEAD_DIM}, or leave --cuda-graphs out."
         yield f"--window-size {window} and heads of width {model.kv_channels}", why, fix
+
+
+def _documents(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    """Yields why attention within packed documents cannot be captured; short ones can, by the kernel for unequal lengths."""
+    model = config.model
+    if not config.data.reset_attention_mask:
+        return
+    fix = "Leave one of them out."
+    if model.seq_length >= _LONG_DOCUMENT:
+        why = f"attention of documents of {_LONG_DOCUMENT} tokens or more is planned from their lengths, by the host"
+        yield f"--reset-attention-mask and --seq-length {model.seq_length}", why, fix
+    if config.parallel.world_size not in (None, 1):
+        why = "what they capture would depend on their documents"
+        yield f"--reset-attention-mask and {config.parallel.world_size} ranks", why, fix
+    if model.attention_dropout > 0.0:
+        why = "how many random numbers are drawn depends on the number of documents"
+        yield f"--reset-attention-mask and --attention-dropout {model.attention_dropout:g}", why, fix
+    if not (config.precision.bf16 or config.precision.fp16):
+        why = "without FlashAttention the host makes the mask"
+        yield "--reset-attention-mask in this precision", why, "Add --bf16 or --fp16, or leave one of them out."
+    elif model.kv_channels is not None and (model.kv_channels % 8 or model.kv_channels > _MAX_HEAD_DIM):
+        why = "without FlashAttention the host makes the mask"
+        yield f"--reset-attention-mask and heads of width {model.kv_channels}", why, fix
+
+
+def _context(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    """Yields what attention over the keys of several ranks needs the host for."""
+    parallel, model = config.parallel, config.model
+    if parallel.context_parallel_size == 1 or parallel.cp_comm_type == "a2a":
+        return
+    found = f"--context-parallel-size {parallel.context_parallel_size} --cp-comm-type {parallel.cp_comm_type}"
+    if model.attention_dropout > 0.0:
+        fix = "Use --attention-dropout 0 or --cp-comm-type a2a, or leave --cuda-graphs out."
+        yield f"{found} and --attention-dropout {model.attention_dropout:g}", "the host draws its seeds", fix
+    if model.window_size is not None and model.window_size < model.seq_length:
+        fix = "Use --cp-comm-type a2a, or leave --cuda-graphs out."
+        yield f"{found} and --window-size {model.window_size}", "the host makes the mask", fix
 
 
 def _timeline(config: RawRunConfig) -> Iterator[CaptureProblem]:

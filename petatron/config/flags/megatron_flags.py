@@ -65,7 +65,7 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--disable-bias-linear": Shorthand("add_bias_linear", False),
     "--use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),
     "--fp8-hybrid": Shorthand("fp8_format", "hybrid"),
-    "--enable-cuda-graph": Shorthand("cuda_graphs", True),
+    "--enable-cuda-graph": Shorthand("cuda_graphs", "on"),
     "--recompute-activations": Shorthand("recompute_granularity", "selective"),
     # Megatron's switches for FSDP; the strategy decides how much is sharded when that is given too.
     "--use-torch-fsdp2": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", is_overridable=True),
@@ -76,9 +76,9 @@ SHORTHANDS: Mapping[str, Shorthand] = {
 # A flag whose every value maps to one of a field's.
 CHOICE_FLAGS: Mapping[str, Mapping[str, Shorthand]] = {
     "--cuda-graph-impl": {
-        "none": Shorthand("cuda_graphs", False),
-        "local": Shorthand("cuda_graphs", True),
-        "full_iteration": Shorthand("cuda_graphs", True),
+        "none": Shorthand("cuda_graphs", "off"),
+        "local": Shorthand("cuda_graphs", "on"),
+        "full_iteration": Shorthand("cuda_graphs", "on"),
     },
 }
 

@@ -2,7 +2,8 @@
 
 A flag is a field of the schema (`--num-layers 2` or `--num-layers=2`), another spelling from `megatron_flags.py`, or wrong.
 Booleans are `--x`, `--no-x`, `--x=false`; a bare `true` or `false` after one is its value, any other word is
-not. Fields with several values consume words until the next flag. Underscores count as dashes, so torchrun's
+not. A switch is written like a boolean, or with one of its choices. Fields with several values consume words until the
+next flag. Underscores count as dashes, so torchrun's
 `--nproc_per_node=8` is understood. A word that starts with `--` is always a flag; one that starts with a single dash is
 a value, so negative numbers need no quoting.
 """
@@ -69,7 +70,7 @@ def parse_flags(argv: Sequence[str]) -> ParsedFlags:
 def known_flags() -> list[str]:
     """Returns every accepted spelling, for suggestions."""
     own = [info.flag for info in fields_by_name().values()]
-    negated = [f"--no-{info.flag[2:]}" for info in fields_by_name().values() if info.kind == "bool"]
+    negated = [f"--no-{info.flag[2:]}" for info in fields_by_name().values() if _needs_no_value(info)]
     others = (
         megatron_flags.ALIASES,
         megatron_flags.SHORTHANDS,
@@ -122,8 +123,8 @@ def _apply_flag(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
     negated = _field(f"--{flag[5:]}") if flag.startswith("--no-") else None
     if info is not None:
         return _apply_field(info, token, parsed)
-    if negated is not None and negated.kind == "bool":
-        return _apply_valueless(token, parsed, lambda: parsed.add_setting(negated, False, token.typed))
+    if negated is not None and _needs_no_value(negated):
+        return _apply_valueless(token, parsed, lambda: parsed.add_setting(negated, negated.off_value, token.typed))
     if flag in _SOURCES:
         return _apply_source(token, parsed)
     if (shorthand := megatron_flags.SHORTHANDS.get(flag)) is not None:
@@ -144,6 +145,10 @@ def _field(flag: str) -> FieldInfo | None:
     return fields_by_name().get(megatron_flags.ALIASES.get(flag, flag[2:].replace("-", "_")))
 
 
+def _needs_no_value(info: FieldInfo) -> bool:
+    return info.kind == "bool" or info.is_switch
+
+
 def _apply_field(info: FieldInfo, token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
     if info.is_list:
         texts = token.following_words if token.inline_value is None else (token.inline_value, *token.following_words)
@@ -155,8 +160,8 @@ def _apply_field(info: FieldInfo, token: _FlagToken, parsed: ParsedFlags) -> Seq
     if token.inline_value is not None:
         _add_parsed(info, token, (token.inline_value,), parsed)
         return token.following_words
-    if info.kind == "bool":
-        explicit = token.following_words[:1] if token.following_words[:1] in (("true",), ("false",)) else ()
+    if _needs_no_value(info):
+        explicit = tuple(word for word in token.following_words[:1] if word in info.words)
         _add_parsed(info, token, explicit or ("true",), parsed)
         return token.following_words[len(explicit) :]
     if not token.following_words:
@@ -273,7 +278,7 @@ def _check_contradictions(parsed: ParsedFlags) -> None:
     for setting in parsed.settings:
         earlier, info = before.get(setting.path), fields_by_path()[setting.path]
         before[setting.path] = setting
-        if earlier is None or setting.value in (None, False) or earlier.value == setting.value:
+        if earlier is None or setting.value in (None, info.off_value) or earlier.value == setting.value:
             continue
         first, last = (one.origin.detail.replace("_", "-") for one in (earlier, setting))
         short = [flag in megatron_flags.SHORTHANDS or flag in megatron_flags.CHOICE_FLAGS for flag in (first, last)]

@@ -37,7 +37,8 @@ _KIND_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or fa
 class FieldInfo:
     """One setting. `is_list` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`).
 
-    `marks` are the words next to the type in the schema's `Annotated`: path, private, one start, one load; `bounds` those of a number.
+    `marks` are the words next to the type in the schema's `Annotated`: path, private, one start, one load, switch; `bounds` those of
+    a number. A `switch` is a choice with on and off that may be written as a boolean: `--x`, `--no-x`, `x: true`.
     """
 
     section: str
@@ -60,6 +61,20 @@ class FieldInfo:
         return flag_name(self.name)
 
     @property
+    def is_switch(self) -> bool:
+        return "switch" in self.marks
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words that follow the flag of a boolean or a switch as its value; any other word does not belong to it."""
+        return ("true", "false", *self.choices)
+
+    @property
+    def off_value(self) -> FieldValue:
+        """What `--no-x` sets a boolean or a switch to."""
+        return "off" if self.is_switch else False
+
+    @property
     def type_name(self) -> str:
         """The type as printed on the reference page."""
         name = " | ".join(self.choices) if self.kind == "choice" else self.kind
@@ -69,6 +84,8 @@ class FieldInfo:
         """Parses one value from text; `ValueError` tells what is expected."""
         if self.optional and text.lower() in NONE_WORDS:
             return None
+        if self.is_switch and text.lower() in _TRUE_WORDS + _FALSE_WORDS:
+            return "on" if text.lower() in _TRUE_WORDS else "off"
         if self.kind == "choice":
             if text not in self.choices:
                 single = len(self.choices) == 1

@@ -11,6 +11,8 @@ All functions take [B, H, S, E] with kv heads not repeated, in any memory order 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -33,12 +35,21 @@ def unsupported_tensors_reason(q: Tensor, v: Tensor) -> str | None:
     equal = widths[0] == widths[1] and widths[0] % 8 == 0 and widths[0] <= _WIDEST
     if not equal and widths not in _WIDER:
         return f"heads of {widths[0]} and {widths[1]} values; equal multiples of 8 up to {_WIDEST}, 192, 256, and 192 with 128 are served"
-    cuda = q.device.type == "cuda"
-    return unsupported_reason(q.device.type, torch.cuda.get_device_capability(q.device) if cuda else (0, 0), q.dtype)
+    return _lacking_on(q.device, q.dtype) or _not_deterministic()
 
 
 def unsupported_reason(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
     """Returns what a kind of device lacks for it, whatever the shapes; None: nothing."""
+    return _lacking(device, capability, dtype) or _not_deterministic()
+
+
+@cache
+def _lacking_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    cuda = device.type == "cuda"
+    return _lacking(device.type, torch.cuda.get_device_capability(device) if cuda else (0, 0), dtype)
+
+
+def _lacking(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
     if device != "cuda" or torch.version.cuda is None:
         return "the device is no NVIDIA GPU"
     if capability != _HOPPER:
@@ -48,9 +59,12 @@ def unsupported_reason(device: str, capability: tuple[int, int], dtype: torch.dt
     version = torch.backends.cudnn.version()
     if version is None or version < _MIN_VERSION:
         return f"cuDNN {version} is older than 9.15"
-    if torch.are_deterministic_algorithms_enabled():
-        return "its backward pass is not deterministic, which was asked for"
     return None
+
+
+def _not_deterministic() -> str | None:
+    asked = torch.are_deterministic_algorithms_enabled()
+    return "its backward pass is not deterministic, which was asked for" if asked else None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

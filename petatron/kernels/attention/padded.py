@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention.documents import DocumentGroup, PaddedRows
 
 SavedTensors = tuple[Tensor, ...]
@@ -84,7 +84,7 @@ def padded_attention(
     return _PaddedAttention.apply(q_SBHE, k_SBKE, v_SBKE, rows, kernels)  # pyright: ignore[reportReturnType]
 
 
-class _PaddedAttention(torch.autograd.Function):
+class _PaddedAttention(AutogradOp):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: PaddedRows, kernels: PaddedKernels) -> Tensor:
         row_qkv = kernels.packing.gather_rows((q, k, v), rows.token_index)
@@ -107,7 +107,7 @@ class _PaddedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # unpacked once: in a recomputed region unpacking runs the region
         *row_tensors, out, token_index, short_cu_seqlens = saved[:6]

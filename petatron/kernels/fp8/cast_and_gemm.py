@@ -1,7 +1,7 @@
 """FP8 casts and GEMMs: the reference, which also runs on the CPU.
 
 An FP8 GEMM on Hopper takes both operands with the summed dimension last. A linear has three GEMMs over three tensors, so each tensor
-is cast in both orientations, from one read:
+is cast in both orientations, from one read if both are wanted at the same time:
 
     y  [T, O] = x  [T, D] . w  [O, D]        rows of x,     rows of w
     dx [T, D] = g  [T, O] . wT [D, O]        rows of g,     columns of w
@@ -43,6 +43,8 @@ BLOCK_SCALE_MULTIPLE = 4
 _EXPONENT_LIMIT = 126
 
 Scaling = Literal["tensor", "rows", "blocks", "squares"]
+Orientation = Literal["both", "rows", "columns"]
+"""Which orientations a cast writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,38 +58,51 @@ class Fp8Operand:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A matrix in both orientations: as it is, and transposed."""
+    """A matrix as it is, and transposed; None for an orientation that its cast was not asked for."""
 
-    rows: Fp8Operand
-    columns: Fp8Operand
+    cast_rows: Fp8Operand | None
+    cast_columns: Fp8Operand | None
+
+    @property
+    def rows(self) -> Fp8Operand:
+        assert self.cast_rows is not None, "only the columns were cast"
+        return self.cast_rows
+
+    @property
+    def columns(self) -> Fp8Operand:
+        assert self.cast_columns is not None, "only the rows were cast"
+        return self.cast_columns
 
 
 class CastKernel(Protocol):
     """A cast with current scaling: the scale comes from the tensor itself."""
 
-    def __call__(self, x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix: ...
+    def __call__(self, x_RC: Tensor, dtype: torch.dtype, /, *, orientation: Orientation = "both") -> Fp8Matrix: ...
 
 
 class UpdateScaleKernel(Protocol):
-    def __call__(
-        self, history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, latest: int, cleared: int, most_recent: bool
-    ) -> None:
-        """Sets `scale` [1] from an amax history: the maximum of all entries, or the one at `latest`.
+    def __call__(self, history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_recent: bool) -> None:
+        """Sets `scale` [1] from an amax history: the maximum of all entries, or the first, that of the step before.
 
-        A non-finite amax counts as 0, here and from now on: its NaN has been propagated already. The entry `cleared` becomes 0,
-        for the new step.
+        The history has that first entry, then those before it, oldest first. The first becomes the last, the oldest is dropped, and
+        the new first entry is 0, for the new step: where it is does not depend on the step. A non-finite amax counts as 0, here and
+        from now on: its NaN has been propagated already.
         """
         ...
 
 
 class CastTensorKernel(Protocol):
-    def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Fp8Matrix:
+    def __call__(
+        self, x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None, orientation: Orientation = "both"
+    ) -> Fp8Matrix:
         """`amax` [1] float32 is the tensor's amax, where it is known already."""
         ...
 
 
 class CastDelayedKernel(Protocol):
-    def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
+    def __call__(
+        self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
+    ) -> Fp8Matrix:
         """Casts with the given scale [1]; raises `amax` [1] to the tensor's."""
         ...
 
@@ -151,27 +166,33 @@ def update_amax(x_RC: Tensor, amax: Tensor) -> None:
     amax.copy_(torch.maximum(amax, _amax(x_RC)))
 
 
-def update_scale(
-    history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, latest: int, cleared: int, most_recent: bool
-) -> None:
+def update_scale(history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_recent: bool) -> None:
     history_L.nan_to_num_(nan=0.0, posinf=0.0)
-    amax = history_L[latest : latest + 1] if most_recent else history_L.amax().reshape(1)
+    amax = history_L[:1] if most_recent else history_L.amax().reshape(1)
     scale.copy_(power_of_two_scale(amax, dtype))
-    history_L[cleared] = 0
+    history_L.copy_(history_L.roll(-1))
+    history_L[0] = 0
 
 
-def cast_tensor(x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None) -> Fp8Matrix:
+def cast_tensor(
+    x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None, orientation: Orientation = "both"
+) -> Fp8Matrix:
     scale = power_of_two_scale(_amax(x_RC) if amax is None else amax, dtype).reshape(1)
-    return _cast_with_scale(x_RC, dtype, scale)
+    return _cast_with_scale(x_RC, dtype, scale, orientation)
 
 
-def cast_delayed(x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
+def cast_delayed(
+    x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
+) -> Fp8Matrix:
     update_amax(x_RC, amax)
-    return _cast_with_scale(x_RC, dtype, scale)
+    return _cast_with_scale(x_RC, dtype, scale, orientation)
 
 
-def cast_rows(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
-    return Fp8Matrix(cast_rows_only(x_RC, dtype), cast_rows_only(x_RC.t(), dtype))
+def cast_rows(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
+    return Fp8Matrix(
+        None if orientation == "columns" else cast_rows_only(x_RC, dtype),
+        None if orientation == "rows" else cast_rows_only(x_RC.t(), dtype),
+    )
 
 
 def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
@@ -190,16 +211,22 @@ def _cast_rows_of_each(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     return Fp8Operand(cast.values.view(x_ERC.shape), cast.scale.view(x_ERC.shape[:2]), "rows")
 
 
-def cast_blocks(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
-    return Fp8Matrix(_cast_blocks_only(x_RC, dtype), _cast_blocks_only(x_RC.t(), dtype))
+def cast_blocks(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
+    return Fp8Matrix(
+        None if orientation == "columns" else _cast_blocks_only(x_RC, dtype),
+        None if orientation == "rows" else _cast_blocks_only(x_RC.t(), dtype),
+    )
 
 
-def cast_blocks_2d(x_RC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
+def cast_blocks_2d(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     tiles = _pad_to_multiples(x_RC, BLOCK, BLOCK).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scale = power_of_two_scale(tiles.abs().amax(dim=(1, 3)), dtype)
     values = quantise(x_RC, _expand_block_scales(scale, x_RC.shape, BLOCK), dtype)
-    columns = Fp8Operand(values.t().contiguous(), _pad_block_scales(scale.t()), "squares")
-    return Fp8Matrix(Fp8Operand(values.contiguous(), _pad_block_scales(scale), "squares"), columns)
+    rows, columns = (
+        Fp8Operand(each.contiguous(), _pad_block_scales(scales), "squares")
+        for each, scales in ((values, scale), (values.t(), scale.t()))
+    )
+    return _wanted(rows, columns, orientation)
 
 
 def emulated_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
@@ -283,11 +310,14 @@ def _amax(x: Tensor) -> Tensor:
     return x.abs().amax().to(torch.float32).reshape(1)
 
 
-def _cast_with_scale(x_RC: Tensor, dtype: torch.dtype, scale: Tensor) -> Fp8Matrix:
+def _cast_with_scale(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, orientation: Orientation) -> Fp8Matrix:
     values = quantise(x_RC, scale, dtype)
-    return Fp8Matrix(
-        Fp8Operand(values.contiguous(), scale, "tensor"), Fp8Operand(values.t().contiguous(), scale, "tensor")
-    )
+    rows, columns = (Fp8Operand(each.contiguous(), scale, "tensor") for each in (values, values.t()))
+    return _wanted(rows, columns, orientation)
+
+
+def _wanted(rows: Fp8Operand, columns: Fp8Operand, orientation: Orientation) -> Fp8Matrix:
+    return Fp8Matrix(None if orientation == "columns" else rows, None if orientation == "rows" else columns)
 
 
 def _cast_blocks_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:

@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from petatron.base.autograd_op import AutogradOp
 from petatron.kernels.activation import (
     GATE_ACTIVATIONS,
     GluVariant,
@@ -256,7 +257,7 @@ REFERENCE = MoEKernels(
 )
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(AutogradOp):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, permutation: Permutation, kernels: MoEKernels) -> Tensor:
         ctx.permutation, ctx.kernels = permutation, kernels
@@ -272,7 +273,7 @@ def permute(x_TD: Tensor, permutation: Permutation, *, kernels: MoEKernels) -> T
     return _Permute.apply(x_TD, permutation, kernels)  # pyright: ignore[reportReturnType]
 
 
-class _Unpermute(torch.autograd.Function):
+class _Unpermute(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any, rows_RD: Tensor, weights_TK: Tensor | None, permutation: Permutation, kernels: MoEKernels
@@ -295,7 +296,7 @@ def unpermute(rows_RD: Tensor, weights_TK: Tensor | None, permutation: Permutati
     return _Unpermute.apply(rows_RD, weights_TK, permutation, kernels)  # pyright: ignore[reportReturnType]
 
 
-class _PermuteRouterWeights(torch.autograd.Function):
+class _PermuteRouterWeights(AutogradOp):
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, permutation: Permutation) -> Tensor:
         ctx.permutation = permutation
@@ -311,7 +312,7 @@ def permute_router_weights(weights_TK: Tensor, permutation: Permutation) -> Tens
     return _PermuteRouterWeights.apply(weights_TK, permutation)  # pyright: ignore[reportReturnType]
 
 
-class _Reorder(torch.autograd.Function):
+class _Reorder(AutogradOp):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse_order: Tensor) -> Tensor:
         ctx.order, ctx.inverse_order = order, inverse_order

@@ -71,11 +71,10 @@ class _RecomputableWeightedActivation:
     kernels: MoEKernels
     name: str
     bounds: GluVariant | None
+    recast_in_fp8: bool = False
 
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
-        inner, weight = inputs
-        assert inner is not None and weight is not None
-        return (self.recompute((inner, weight)),), (inner, weight)
+    def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
+        return (self.recompute(inputs),), inputs
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool

@@ -3,9 +3,14 @@
     forward     x8 = cast(x), y = x8 . w8;                   saved: x8 transposed, so x itself is not needed again
     backward    g8 = cast(g), dx = g8 . w8 transposed;       dw = g8 transposed . x8 transposed
 
-Each cast writes both orientations (see `kernels/fp8/cast_and_gemm.py`). The weight is cast once per optimizer step, however many
-micro-batches use it. The forward GEMM uses the tensor cores' fast accumulation, which is good enough for activations; the two
-of backward do not. A weight gradient's GEMM has FP8 operands too and writes float32, the precision of the gradient buffer.
+Casts write both orientations (see `kernels/fp8/cast_and_gemm.py`). Where x is saved anyway by something else, or is recomputed in
+backward from what is saved (the output of a norm), x8 is not saved: `Fp8Gemm.recasting` casts x again in backward, with the same scale
+and so to the same bits. That costs 3 bytes of traffic per element, and 2 more to write what is recomputed; so the output of an
+activation function, which is four times as wide, is saved as x8. So are inputs that tensor-parallel ranks share.
+
+How often a weight is cast is in `fp8_weight.py`. The forward GEMM uses the tensor cores' fast accumulation, which is good enough for
+activations; the two of backward do not. A weight gradient's GEMM has FP8 operands too and writes float32, the precision of the
+gradient buffer.
 
 | recipe     | scale of x, g             | scale of w      | passes over x and g |
 |------------|---------------------------|-----------------|---------------------|
@@ -30,16 +35,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
 from petatron.config.schema.parallel import PrecisionConfig
-from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Scaling
+from petatron.kernels.fp8.cast_and_gemm import (
+    BLOCK,
+    E4M3,
+    E5M2,
+    Fp8Kernels,
+    Fp8Matrix,
+    Fp8Operand,
+    Orientation,
+    Scaling,
+)
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad, WriteGrad, write_grad
+from petatron.layers.ops.fp8_scaling import CurrentScaling, DelayedScaling, Quantiser
+from petatron.layers.ops.fp8_weight import Fp8WeightCache, StatelessWeightCast, TensorwiseWeightCast, WeightCast
 
 _log = get_logger(__name__)
 
@@ -52,99 +67,6 @@ def is_fp8_layer(config: PrecisionConfig, layer_index: int, *, num_layers: int) 
         return config.fp8_format is not None
     start, end = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
     return start <= layer_index < num_layers - end
-
-
-class Quantiser(Protocol):
-    """Quantises a tensor, with state or without."""
-
-    def __call__(self, x_RC: Tensor) -> Fp8Matrix: ...
-
-    def new_step(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CurrentScaling:
-    """Scales come from the tensor itself."""
-
-    cast: Callable[[Tensor], Fp8Matrix]
-
-    def __call__(self, x_RC: Tensor) -> Fp8Matrix:
-        return self.cast(x_RC)
-
-    def new_step(self) -> None:
-        pass
-
-
-class DelayedScaling:
-    """The scale comes from the amax of past steps, so that a cast is one pass.
-
-    Between `pause` and the next step amax is not recorded: an evaluation does not change what is trained.
-    """
-
-    def __init__(self, kernels: Fp8Kernels, dtype: torch.dtype, *, length: int, most_recent: bool) -> None:
-        self._kernels, self._dtype = kernels, dtype
-        self._length, self._most_recent = length, most_recent
-        self._history: Tensor | None = None
-        self._scale: Tensor | None = None
-        self._position = 0
-        self._used = False
-        self._paused = False
-
-    def __call__(self, x_RC: Tensor) -> Fp8Matrix:
-        amax = self._current_amax(x_RC.device)
-        if self._scale is not None:
-            return self._kernels.cast_delayed(x_RC, self._dtype, scale=self._scale, amax=amax)
-        self._kernels.update_amax(x_RC, amax)
-        return self._kernels.cast_tensor(x_RC, self._dtype, amax=amax)
-
-    def _current_amax(self, device: torch.device) -> Tensor:
-        """Returns the history entry of this step's amax."""
-        if self._paused:
-            return torch.zeros(1, dtype=torch.float32, device=device)
-        history = self._history
-        if history is None:
-            history = self._history = torch.zeros(self._length, dtype=torch.float32, device=device)
-        self._used = True
-        return history[self._position : self._position + 1]
-
-    def pause(self) -> None:
-        self._paused = True
-
-    def new_step(self) -> None:
-        self._paused = False
-        if not self._used:
-            return
-        assert self._history is not None
-        # A new tensor: what was quantised in the last step still refers to its scale.
-        self._scale = torch.empty(1, dtype=torch.float32, device=self._history.device)
-        following = (self._position + 1) % self._length
-        self._kernels.update_scale(
-            self._history,
-            self._scale,
-            self._dtype,
-            latest=self._position,
-            cleared=following,
-            most_recent=self._most_recent,
-        )
-        self._position, self._used = following, False
-
-    @property
-    def kind(self) -> str:
-        """Identifies the state's format: only a state of the same kind can be loaded."""
-        return f"{self._dtype} over {self._length} steps"
-
-    def state(self) -> Tensor:
-        """Returns [2 + length] on the host: the scale (0: none yet), whether the history was updated in this step (1 or 0), and
-        the history from its current entry on."""
-        history = torch.zeros(self._length) if self._history is None else self._history.cpu().roll(-self._position)
-        scale = torch.zeros(1) if self._scale is None else self._scale.cpu()
-        return torch.cat([scale, torch.tensor([float(self._used)]), history])
-
-    def load_state(self, state: Tensor, device: torch.device) -> None:
-        scale, used = state[:2].tolist()
-        self._scale = state[:1].to(device, copy=True) if scale else None
-        self._history = state[2:].to(device, copy=True)
-        self._position, self._used = 0, bool(used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,36 +99,18 @@ class Fp8Recipe:
         if self.delayed:
             return DelayedScaling(kernels, dtype, length=self.amax_history_len, most_recent=self.most_recent)
         casts = {"tensor": kernels.cast_tensor, "rows": kernels.cast_rows, "blocks": kernels.cast_blocks}
-        return CurrentScaling(partial(casts[self.scaling], dtype=dtype))
+        return CurrentScaling(casts[self.scaling], dtype)
 
-    def weight_quantiser(self, kernels: Fp8Kernels) -> Callable[[Tensor], Fp8Matrix]:
-        casts = {"tensor": kernels.cast_tensor, "rows": kernels.cast_rows, "blocks": kernels.cast_blocks_2d}
-        return partial(casts[self.scaling], dtype=E4M3)
+    def weight_cast(self, kernels: Fp8Kernels) -> WeightCast:
+        if self.scaling == "tensor":
+            return TensorwiseWeightCast(kernels)
+        return StatelessWeightCast(kernels.cast_rows if self.scaling == "rows" else kernels.cast_blocks_2d)
 
     def fp8_gather_scaling(self, shape: torch.Size) -> Scaling | None:
         """Returns the weight's scaling if both its orientations hold the same values; None if not, or if it is not quantised."""
         if self.scaling == "rows" or not _sizes_fit(shape, self.size_multiple):
             return None
         return "squares" if self.scaling == "blocks" else "tensor"
-
-
-class _Fp8WeightCache:
-    """Caches a weight in FP8 for one step; with `keep` False it is quantised at each use (gathered weights are freed between uses)."""
-
-    def __init__(self, cast: Callable[[Tensor], Fp8Matrix], *, keep: bool) -> None:
-        self._cast, self._keep = cast, keep
-        self._cached: Fp8Matrix | None = None
-
-    def get(self, weight: Tensor) -> Fp8Matrix:
-        if self._cached is not None:
-            return self._cached
-        quantised = self._cast(weight.detach())
-        if self._keep:
-            self._cached = quantised
-        return quantised
-
-    def new_step(self) -> None:
-        self._cached = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +129,20 @@ class Fp8WeightGrad:
             self.kernels.gemm(self.grad, self.x, dtype=out.dtype, fast=False, out=out)
 
 
+@dataclass(frozen=True, slots=True)
+class _Fp8RecastWeightGrad:
+    """dw = g8 transposed . cast(x) transposed."""
+
+    grad: Fp8Operand
+    cast: Callable[[Tensor], Fp8Operand]
+    kernels: Fp8Kernels
+    needs_input: bool = True
+
+    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+        assert x_RD is not None
+        Fp8WeightGrad(self.grad, self.cast(x_RD), self.kernels).write(None, out, accumulate=accumulate)
+
+
 class Fp8Gemm:
     """The FP8 GEMMs of one weight; call `new_step` after every update of the weight."""
 
@@ -240,32 +158,68 @@ class Fp8Gemm:
         self._recipe, self._kernels, self._fallback, self._report = recipe, kernels, fallback, report
         self._input_quantiser = recipe.quantiser(kernels, E4M3)
         self._grad_quantiser = recipe.quantiser(kernels, recipe.grad_dtype)
-        self._weight_cache = _Fp8WeightCache(recipe.weight_quantiser(kernels), keep=cache_weights)
+        self._weight_cache = Fp8WeightCache(recipe.weight_cast(kernels), keep=cache_weights)
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        if not _sizes_fit((x_RD.shape[0], *weight.shape), self._recipe.size_multiple):
+        if not self.supports(x_RD.shape[0], weight):
             self._report(_fallback_message(x_RD.shape[0], weight.shape, self._recipe.size_multiple))
             return self._fallback.forward(x_RD, weight)
         x = self._input_quantiser(x_RD)
-        y = self._kernels.gemm(x.rows, self._weight_cache.get(weight).rows, dtype=x_RD.dtype, fast=True)
+        w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
+        y = self._kernels.gemm(x.rows, w.rows, dtype=x_RD.dtype, fast=True)
         return y, (x.columns.values, x.columns.scale)
 
     def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         if not saved:
             return self._fallback.backward(grad_RO, weight, saved)
         values, scale = saved
-        grad = self._grad_quantiser(grad_RO)
-        x_grad = self._kernels.gemm(grad.rows, self._weight_cache.get(weight).columns, dtype=grad_RO.dtype, fast=False)
-        return x_grad, Fp8WeightGrad(grad.columns, Fp8Operand(values, scale, self._recipe.scaling), self._kernels)
+        x_grad, grad = self._input_grad(grad_RO, weight)
+        return x_grad, Fp8WeightGrad(grad, Fp8Operand(values, scale, self._recipe.scaling), self._kernels)
 
-    def new_step(self) -> None:
-        """Drops the cached weight and advances the amax histories."""
-        for part in (self._input_quantiser, self._grad_quantiser, self._weight_cache):
-            part.new_step()
+    def _input_grad(self, grad_RO: Tensor, weight: Tensor) -> tuple[Tensor, Fp8Operand]:
+        """Returns the gradient of the input, and the quantised gradient of the output as the weight gradient reads it."""
+        grad = self._grad_quantiser(grad_RO)
+        w = self._weight_cache.get(weight, "columns", num_rows=grad_RO.shape[0])
+        return self._kernels.gemm(grad.rows, w.columns, dtype=grad_RO.dtype, fast=False), grad.columns
+
+    def recasting(self) -> Gemm:
+        """Returns the same GEMMs for an input that is available in backward: they save none of it, and cast it again."""
+        return _Fp8GemmRecasting(self)
+
+    def forward_rows(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
+        """Multiplies; saves the scale that a second cast of the input needs, if it needs one."""
+        x = self._input_quantiser(x_RD, orientation="rows").rows
+        w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
+        y = self._kernels.gemm(x, w.rows, dtype=x_RD.dtype, fast=True)
+        return y, (x.scale,) if x.scaling == "tensor" else ()
+
+    def cast_again(self, x_RD: Tensor, saved: Tensors) -> Fp8Operand:
+        """Returns the transposed input, to the bits that the cast of the forward pass would have given."""
+        if not saved:
+            return self._input_quantiser(x_RD, orientation="columns").columns
+        unused = torch.zeros(1, dtype=torch.float32, device=x_RD.device)
+        return self._kernels.cast_delayed(x_RD, E4M3, scale=saved[0], amax=unused, orientation="columns").columns
+
+    def backward_columns(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
+        x_grad, grad = self._input_grad(grad_RO, weight)
+        return x_grad, _Fp8RecastWeightGrad(grad, partial(self.cast_again, saved=saved), self._kernels)
+
+    def supports(self, num_rows: int, weight: Tensor) -> bool:
+        """Whether a GEMM with so many rows can run in FP8."""
+        return _sizes_fit((num_rows, *weight.shape), self._recipe.size_multiple)
+
+    def new_step(self, micro_batches: int) -> None:
+        """Drops the cached weight and advances the amax histories; the weight will be used in so many micro-batches."""
+        self._input_quantiser.new_step()
+        self._grad_quantiser.new_step()
+        self._weight_cache.new_step(micro_batches)
+
+    def drop_cached_weight(self) -> None:
+        self._weight_cache.drop()
 
     def weight_changed(self) -> None:
         """Drops the cached weight without a step; amax is not recorded until the next step."""
-        self._weight_cache.new_step()
+        self._weight_cache.drop()
         for history in self.amax_histories().values():
             history.pause()
 
@@ -273,6 +227,23 @@ class Fp8Gemm:
         """Returns the amax histories of activations and gradients, which an exact resume needs; empty but for delayed scaling."""
         parts = {"x": self._input_quantiser, "grad": self._grad_quantiser}
         return {name: part for name, part in parts.items() if isinstance(part, DelayedScaling)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fp8GemmRecasting:
+    """The GEMMs of an input that is available in backward; of one that does not fit FP8, those in the precision of its tensors."""
+
+    gemm: Fp8Gemm
+
+    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
+        if not self.gemm.supports(x_RD.shape[0], weight):
+            return self.gemm.forward(x_RD, weight)
+        return self.gemm.forward_rows(x_RD, weight)
+
+    def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
+        if not self.gemm.supports(grad_RO.shape[0], weight):
+            return self.gemm.backward(grad_RO, weight, saved)
+        return self.gemm.backward_columns(grad_RO, weight, saved)
 
 
 def fp8_gemm_factory(
@@ -293,27 +264,32 @@ class Fp8ExpertGemms:
 
     def __init__(self, kernels: Fp8Kernels, *, cache_weights: bool = True) -> None:
         self._kernels = kernels
-        self._weight_cache = _Fp8WeightCache(self._cast_weight, keep=cache_weights)
+        self._weight_cache = Fp8WeightCache(StatelessWeightCast(self._cast_weight), keep=cache_weights)
 
     def __call__(self, counts: ExpertCounts, write_grad: WriteGrad = write_grad) -> Gemm:
         """Returns the grouped GEMM for rows sorted by expert, with their counts."""
         return _Fp8GroupedGemm(self, counts, write_grad)
 
-    def new_step(self) -> None:
-        self._weight_cache.new_step()
+    def new_step(self, micro_batches: int) -> None:
+        """Drops the cached weight. It is cached for any number of micro-batches: an expert has few rows for its weight."""
+        self._weight_cache.drop()
 
-    weight_changed = new_step
+    def weight_changed(self) -> None:
+        self._weight_cache.drop()
+
+    drop_cached_weight = weight_changed
 
     def grouped_gemm(self, x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts, *, transposed: bool) -> Tensor:
-        quantised = self._weight_cache.get(weight_EOD)
+        quantised = self._weight_cache.get(weight_EOD, "both")
         x = self._kernels.cast_rows_only(x_RD, E4M3)
         if isinstance(counts, int):
             counts = torch.full(weight_EOD.shape[:1], counts, device=x_RD.device)
         matrices = quantised.columns if transposed else quantised.rows
         return self._kernels.grouped_gemm(x.values, x.scale, matrices, counts, dtype=x_RD.dtype, fast=not transposed)
 
-    def _cast_weight(self, weight_EOD: Tensor) -> Fp8Matrix:
-        return self._kernels.cast_matrices(weight_EOD, E4M3)
+    def _cast_weight(self, weight_EOD: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
+        assert orientation == "both"
+        return self._kernels.cast_matrices(weight_EOD, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.qk_norm_rope import TensorPair
 from petatron.layers.forward_context import RopeCosSin
 
@@ -30,7 +30,7 @@ class LatentHeadKernels(Protocol):
     ) -> TensorPair: ...
 
 
-class _InterleavedRope(torch.autograd.Function):
+class _InterleavedRope(AutogradOp):
     @staticmethod
     def forward(ctx: Any, q: Tensor, cos: Tensor, sin: Tensor, scale: float, kernels: LatentHeadKernels) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -38,13 +38,13 @@ class _InterleavedRope(torch.autograd.Function):
         return kernels.interleaved_rope(q, cos, sin, scale=scale)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         [grad] = grads
         return ctx.kernels.interleaved_rope_backward(grad, *ctx.saved_tensors, scale=ctx.scale), None, None, None, None
 
 
-class _JoinRopeKey(torch.autograd.Function):
+class _JoinRopeKey(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any, kv: Tensor, rotary: Tensor, cos: Tensor, sin: Tensor, nope_dim: int, kernels: LatentHeadKernels
@@ -54,7 +54,7 @@ class _JoinRopeKey(torch.autograd.Function):
         return kernels.join_rope_key(kv, rotary, cos, sin, nope_dim=nope_dim)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_kv, grad_rotary = ctx.kernels.join_rope_key_backward(*grads, *ctx.saved_tensors)
         return grad_kv, grad_rotary, None, None, None, None

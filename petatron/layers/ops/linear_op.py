@@ -33,11 +33,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.layers.ops.recompute_output import Recomputable, RecomputeHandle, as_recomputable
-from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
+from petatron.layers.token_layout import from_rows, rows_in_memory_order, to_rows
 
 WriteWeightGrad = Callable[[Tensor, bool], None]
 """(out, accumulate): writes a gradient to a tensor, or adds to it."""
@@ -116,8 +116,7 @@ class GatherThenGemm:
 
     def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
         x = x if self.input_comm is None else self.input_comm.gather_input(x)
-        batch_first = is_batch_first(x)
-        rows = to_rows(x, batch_first=batch_first)
+        rows, batch_first = rows_in_memory_order(x)
         y, saved = gemm.forward(rows, weight)
         return GemmResult(from_rows(y, x, batch_first=batch_first), (rows,), saved, batch_first)
 
@@ -134,10 +133,14 @@ LOCAL_GEMM = GatherThenGemm()
 
 @dataclass(frozen=True, slots=True)
 class GemmOp:
-    """A GEMM as an autograd op; `weight_grad_sink` None leaves weight gradients to autograd."""
+    """A GEMM as an autograd op; `weight_grad_sink` None leaves weight gradients to autograd.
+
+    recasting_gemm: used for an input that is recomputed in backward, where that costs little; None: `gemm` is used for all.
+    """
 
     gemm: Gemm = PLAIN_GEMM
     weight_grad_sink: WeightGradSink | None = None
+    recasting_gemm: Gemm | None = None
 
     def __call__(
         self,
@@ -150,53 +153,56 @@ class GemmOp:
         """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
         if gemm_forward is None:
             gemm_forward = LOCAL_GEMM if input_comm is None else GatherThenGemm(input_comm)
+        value, handle = x.value, x.handle
         if not torch.is_grad_enabled():  # a node costs more than a small GEMM
-            return gemm_forward.forward(x.value, weight, self.gemm).y
-        return _GemmFunction.apply(x.value, weight, self, x.handle, input_comm, gemm_forward)  # pyright: ignore[reportReturnType]
+            return gemm_forward.forward(value, weight, self.gemm).y
+        gemm = self.gemm
+        if self.recasting_gemm is not None and input_comm is None and handle is not None:
+            gemm = self.recasting_gemm if handle.function.recast_in_fp8 else gemm
+        # Autograd visits every parameter that is an input, also where its gradient goes to a sink: then it is none, unless it alone
+        # makes the output require a gradient.
+        sink = self.weight_grad_sink
+        node_weight = weight if sink is None or not value.requires_grad else None
+        return _GemmFunction.apply(value, node_weight, _GemmCall(weight, gemm, sink, handle, input_comm, gemm_forward))
 
 
-class _GemmFunction(torch.autograd.Function):
+class _GemmCall(NamedTuple):
+    """One GEMM of a forward pass, as its backward needs it."""
+
+    weight: Tensor
+    gemm: Gemm
+    sink: WeightGradSink | None
+    handle: RecomputeHandle | None
+    input_comm: InputComm | None
+    gemm_forward: GemmForward
+
+
+class _GemmFunction(AutogradOp):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        op: GemmOp,
-        handle: RecomputeHandle | None,
-        input_comm: InputComm | None,
-        gemm_forward: GemmForward,
-    ) -> Tensor:
-        result = gemm_forward.forward(x, weight, op.gemm)
-        ctx.saves_input = handle is None and not result.saved
-        ctx.save_for_backward(*(result.gemm_input if ctx.saves_input else result.saved))
-        ctx.weight, ctx.op, ctx.handle, ctx.input_comm, ctx.batch_first = (
-            weight,
-            op,
-            handle,
-            input_comm,
-            result.batch_first,
-        )
-        ctx.gemm_forward = gemm_forward
-        return result.y
+    def forward(ctx: Any, x: Tensor, node_weight: Tensor | None, call: _GemmCall) -> Tensor:
+        y, gemm_input, saved, ctx.batch_first = call.gemm_forward.forward(x, call.weight, call.gemm)
+        ctx.call, ctx.saves_input = call, call.handle is None and not saved
+        ctx.save_for_backward(*(gemm_input if ctx.saves_input else saved))
+        return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        op, weight, input_comm = ctx.op, ctx.weight, ctx.input_comm
-        grad = ctx.gemm_forward.output_grad(grads[0])
-        saved, rows = ctx.saved_tensors, None
-        x_wanted, weight_wanted, *_ = ctx.needs_input_grad
+        weight, gemm, sink, handle, input_comm, gemm_forward = ctx.call
+        batch_first, saved, rows = ctx.batch_first, ctx.saved_tensors, None
+        grad = gemm_forward.output_grad(grads[0])
         if ctx.saves_input:
-            rows, saved = ctx.gemm_forward.input_rows(saved), ()
-        gemm_input = _GemmInput(rows, ctx.handle, input_comm, ctx.batch_first)
-        if weight_wanted and not saved:
-            gemm_input.start_gather(op.weight_grad_sink)
-        grad_rows = to_rows(grad, batch_first=ctx.batch_first)
-        x_grad, job = op.gemm.backward(grad_rows, weight, saved)
-        x_grad = from_rows(x_grad, grad, batch_first=ctx.batch_first)
-        pending_grad = input_comm.start_reduce_input_grad(x_grad) if x_wanted and input_comm is not None else None
-        weight_grad = _submit_weight_grad(job, weight, op.weight_grad_sink, gemm_input) if weight_wanted else None
-        return x_grad if pending_grad is None else pending_grad(), weight_grad, None, None, None, None
+            rows, saved = gemm_forward.input_rows(saved), ()
+        gemm_input = _GemmInput(rows, handle, input_comm, batch_first)
+        if input_comm is not None and weight.requires_grad and not saved:
+            gemm_input.start_gather(sink)
+        x_grad, job = gemm.backward(to_rows(grad, batch_first=batch_first), weight, saved)
+        x_grad = from_rows(x_grad, grad, batch_first=batch_first)
+        pending_grad = None
+        if input_comm is not None and ctx.needs_input_grad[0]:
+            pending_grad = input_comm.start_reduce_input_grad(x_grad)
+        weight_grad = _submit_weight_grad(job, weight, sink, gemm_input) if weight.requires_grad else None
+        return x_grad if pending_grad is None else pending_grad(), weight_grad, None
 
 
 class _InputGather:

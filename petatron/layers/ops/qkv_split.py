@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
 from petatron.layers.forward_context import RopeCosSin
 from petatron.layers.norm import RMSNorm, submit_norm_grad
@@ -48,7 +48,7 @@ class QKNormRopeKernels(Protocol):
     ) -> TensorPair: ...
 
 
-class _SplitQKVRope(torch.autograd.Function):
+class _SplitQKVRope(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, kernels: RopeKernels
@@ -60,7 +60,7 @@ class _SplitQKVRope(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         out = torch.empty_strided(ctx.shape, ctx.stride, dtype=grads[0].dtype, device=grads[0].device)
@@ -80,7 +80,7 @@ def split_qkv_rope(
     return _SplitQKVRope.apply(qkv, *rope_cos_sin, num_heads, num_kv_heads, kernels)  # pyright: ignore[reportReturnType]
 
 
-class _SplitQKVNormRope(torch.autograd.Function):
+class _SplitQKVNormRope(AutogradOp):
     """Saves the QKV output, of which v is a view, and no normalised tensor."""
 
     @staticmethod
@@ -93,7 +93,7 @@ class _SplitQKVNormRope(torch.autograd.Function):
         return kernels.split_qkv_norm_rope(qkv, (q_weight, k_weight), (cos, sin), norm, batch_first=is_batch_first(qkv))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         out = torch.empty_strided(qkv.shape, qkv.stride(), dtype=qkv.dtype, device=qkv.device)

@@ -21,23 +21,35 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from petatron.base.autograd_op import AutogradOp, first_derivative
 
 Tensors = tuple[Tensor, ...]
 MaybeTensors = tuple[Tensor | None, ...]
 
 
 class RecomputableFunction(Protocol):
-    """A function of rows with its derivative. The tensors it saves for backward suffice to recompute its output."""
+    """A function of rows with its derivative. The tensors it saves for backward suffice to recompute its output.
 
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
+    recast_in_fp8: whether an FP8 GEMM of its output saves none of it, and casts the recomputed output again. Else it saves its own cast.
+
+    A module has one, and calls it in every forward pass.
+    """
+
+    @property
+    def recast_in_fp8(self) -> bool: ...
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         """Returns the outputs, the recomputable one last, and the tensors to save."""
         ...
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
     ) -> tuple[MaybeTensors, Tensor | None]:
-        """Returns the inputs' gradients from those of the outputs, and the recomputed output if asked for."""
+        """Returns the inputs' gradients from those of the outputs, and the recomputed output if asked for.
+
+        Gradients beyond those of the inputs that were given are ignored.
+        """
         ...
 
     def recompute(self, saved: Tensors) -> Tensor:
@@ -93,10 +105,10 @@ class RecomputeHandle:
             self._output = None
         return output
 
-    def run_backward(self, grads: MaybeTensors) -> MaybeTensors:
+    def run_backward(self, node: Any, grads: MaybeTensors) -> MaybeTensors:
         """Runs the function's backward, then the registered consumers with the recomputed output."""
         consumers, self._consumers = self._consumers, []
-        saved, self._saved = self._load_saved(), None
+        saved, self._saved = node.saved_tensors if self._saved is None else self._saved, None
         inputs, output = self.function.backward(saved, grads, recompute_output=bool(consumers))
         for consumer in consumers:
             assert output is not None
@@ -116,9 +128,9 @@ class Recomputable:
     handle: RecomputeHandle | None
 
 
-class _RecomputableOp(torch.autograd.Function):
+class _RecomputableOp(AutogradOp):
     @staticmethod
-    def forward(ctx: Any, handle: RecomputeHandle, *inputs: Tensor | None) -> Tensors:
+    def forward(ctx: Any, handle: RecomputeHandle, *inputs: Tensor) -> Tensors:
         outputs, saved = handle.function.forward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
@@ -127,33 +139,30 @@ class _RecomputableOp(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> MaybeTensors:
-        if all(grad is None for grad in grads):
-            return (None,) * (1 + ctx.inputs)
-        input_grads = ctx.handle.run_backward(grads)
-        return None, *(
-            grad if wanted else None for grad, wanted in zip(input_grads, ctx.needs_input_grad[1:], strict=True)
-        )
+        for grad in grads:
+            if grad is not None:  # autograd drops the gradients of inputs that need none
+                return None, *ctx.handle.run_backward(ctx, grads)[: ctx.inputs]
+        return (None,) * (1 + ctx.inputs)
 
 
-def apply_recomputable(
-    function: RecomputableFunction, *inputs: Tensor | None
-) -> tuple[Tensors, RecomputeHandle | None]:
+def apply_recomputable(function: RecomputableFunction, *inputs: Tensor) -> tuple[Tensors, RecomputeHandle | None]:
     """Applies the function; returns its outputs, the recomputable one last. Handle None: nothing requires grad, so no backward."""
     if not torch.is_grad_enabled():
         return function.forward(*inputs)[0], None
     handle = RecomputeHandle(function)
-    outputs: Tensors = _RecomputableOp.apply(handle, *inputs)  # pyright: ignore[reportAssignmentType]
+    outputs: Tensors = _RecomputableOp.apply(handle, *inputs)
     return outputs, handle if outputs[-1].requires_grad else None
 
 
 class _Identity:
     """The identity: its output is its input, which is saved."""
 
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Tensors]:
+    recast_in_fp8 = True
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         (x,) = inputs
-        assert x is not None
         return (x.view_as(x),), (x,)
 
     def backward(

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.ssm.norm_then_gate import NormGate
 
 
@@ -60,7 +60,7 @@ def delta_rule(
     return _DeltaRule.apply(kernels, chunk_size, starts_SB, initial_state, *inputs)  # pyright: ignore[reportReturnType]
 
 
-class _DeltaRule(torch.autograd.Function):
+class _DeltaRule(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any, kernels: DeltaKernels, chunk_size: int, starts: Tensor | None, initial: Tensor | None, *inputs: Tensor
@@ -71,7 +71,7 @@ class _DeltaRule(torch.autograd.Function):
         return kernels.chunk_delta_rule(*inputs, chunk_size=chunk_size, starts_SB=starts, initial_state=initial)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         starts, initial, *inputs = ctx.saved_tensors
         grad_o, grad_state = grads
@@ -90,7 +90,7 @@ def norm_then_gate(
     return _NormThenGate.apply(kernels, eps, gate, y, z, weight_P)  # pyright: ignore[reportReturnType]
 
 
-class _NormThenGate(torch.autograd.Function):
+class _NormThenGate(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any, kernels: NormThenGateKernels, eps: float, gate: NormGate, y: Tensor, z: Tensor, weight: Tensor
@@ -100,7 +100,7 @@ class _NormThenGate(torch.autograd.Function):
         return kernels.norm_then_gate(y, z, weight, **ctx.options)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         y, z, weight = ctx.saved_tensors
         grad_y, grad_z, grad_weight = ctx.kernels.norm_then_gate_backward(grads[0], y, z, weight, **ctx.options)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.layers.comm_slot import CommSlot
 from petatron.layers.token_layout import from_rows
 
@@ -81,7 +81,7 @@ def selective_scan(
     return _SelectiveScan.apply(kernels, chunk_size, starts_SB, initial_state, *inputs)  # pyright: ignore[reportReturnType]
 
 
-class _SelectiveScan(torch.autograd.Function):
+class _SelectiveScan(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any, kernels: ScanKernels, chunk_size: int, starts: Tensor | None, initial: Tensor | None, *inputs: Tensor
@@ -92,7 +92,7 @@ class _SelectiveScan(torch.autograd.Function):
         return kernels.chunk_scan(*inputs, chunk_size=chunk_size, starts_SB=starts, initial_state=initial)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         starts, initial, *inputs = ctx.saved_tensors
         grad_y, grad_state = grads
@@ -117,7 +117,7 @@ def causal_conv(
     return _CausalConv.apply(kernels, starts_SB, x_SBC, weight_CW, bias_C, window)  # pyright: ignore[reportReturnType]
 
 
-class _CausalConv(torch.autograd.Function):
+class _CausalConv(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any,
@@ -133,7 +133,7 @@ class _CausalConv(torch.autograd.Function):
         return kernels.causal_conv(x, weight, bias, starts_SB=starts, window=window)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         starts, x, weight, bias, window = ctx.saved_tensors
         grad_x, grad_weight, grad_bias, grad_window = ctx.kernels.causal_conv_backward(
@@ -175,7 +175,7 @@ def _rows(x: Tensor, *, batch_first: bool) -> Tensor:
     return (x.transpose(0, 1) if batch_first else x).flatten(0, -2)
 
 
-class _GateThenNorm(torch.autograd.Function):
+class _GateThenNorm(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any, kernels: GateThenNormKernels, norm: NormGroups, y: Tensor, z: Tensor | None, weight: Tensor
@@ -187,7 +187,7 @@ class _GateThenNorm(torch.autograd.Function):
         return kernels.gate_then_norm(y, z, rstd, weight)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         y, z, rstd, weight = ctx.saved_tensors
         norm: NormGroups = ctx.norm
@@ -205,7 +205,7 @@ def silu_gate(y: Tensor, z: Tensor, *, kernels: SiluGateKernels) -> Tensor:
     return from_rows(rows, y, batch_first=batch_first)
 
 
-class _SiluGate(torch.autograd.Function):
+class _SiluGate(AutogradOp):
     @staticmethod
     def forward(ctx: Any, kernels: SiluGateKernels, y: Tensor, z: Tensor) -> Tensor:
         ctx.kernels = kernels
@@ -213,6 +213,6 @@ class _SiluGate(torch.autograd.Function):
         return kernels.silu_gate(y, z)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, *ctx.kernels.silu_gate_backward(grads[0], *ctx.saved_tensors)

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels import embedding_grad as embedding_reference
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.ops.linear_op import WeightGradSink
@@ -25,7 +25,7 @@ class EmbeddingKernels(Protocol):
     def embedding_grad(self, ids_T: Tensor, grad_TD: Tensor, out_VD: Tensor, *, accumulate: bool) -> None: ...
 
 
-class _EmbeddingLookup(torch.autograd.Function):
+class _EmbeddingLookup(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any, rows_BS: Tensor, elsewhere_BS: Tensor | None, weight: Tensor, embedding: TokenEmbedding
@@ -37,7 +37,7 @@ class _EmbeddingLookup(torch.autograd.Function):
         return F.embedding(rows_BS.clamp(min=0), weight).masked_fill_(elsewhere_BS.unsqueeze(-1), 0)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None, None]:
         (rows_BS,) = ctx.saved_tensors
         # Ids of other ranks' vocabulary shards have row -1, which the kernel skips.

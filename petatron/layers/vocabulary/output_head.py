@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.matmul import matmul
 from petatron.kernels.vocab_parallel_cross_entropy import (
     REFERENCE,
@@ -35,7 +35,7 @@ from petatron.layers.token_layout import from_row_order, from_rows, is_batch_fir
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(AutogradOp):
     @staticmethod
     def forward(
         ctx: Any, x_SBD: Tensor, weight: Tensor, targets_SB: Tensor, loss_weights_SB: Tensor | None, head: OutputHead
@@ -53,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return from_row_order(losses, targets_SB, batch_first=batch_first)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.weights_known:
             grad, weight_grad = ctx.saved_tensors

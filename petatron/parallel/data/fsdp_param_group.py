@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.parallel.data.fsdp_all_gather_reduce_scatter import Fp8AllGather
-from petatron.parallel.data.gradient_reduction import all_reduce_partial_grads
+from petatron.parallel.data.gradient_reduction import all_reduce_partial_grads, groups_with_partial_grads
 from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParamRange, rank_share
 from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
@@ -138,6 +138,7 @@ class FsdpGradientReducer:
     def __init__(self, param_groups: Sequence[FsdpParamGroup], mesh: ParallelMesh) -> None:
         self._param_groups = param_groups
         self._mesh = mesh
+        self._partial_groups = groups_with_partial_grads(param_groups)
         self._stages = list(dict.fromkeys(group.stage for group in param_groups))
 
     def start_step(self, micro_batches: int) -> None:
@@ -156,7 +157,7 @@ class FsdpGradientReducer:
             stage._get_fsdp_state()._root_post_backward_final_callback()
         if self._mesh["dp_outer"].size > 1:
             self._all_reduce_over_replicas()
-        all_reduce_partial_grads(self._param_groups, self._mesh)
+        all_reduce_partial_grads(self._partial_groups, self._mesh)
 
     def _all_reduce_over_replicas(self) -> None:
         started = []

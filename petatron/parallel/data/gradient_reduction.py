@@ -1,12 +1,17 @@
 """Gradient accumulation and reduction.
 
-Gradients of all micro-batches accumulate in the fp32 (or wider) flat buffers of `sharding/flat_buffer.py`. GEMMs write there directly
+Gradients of all micro-batches accumulate in the fp32 (or wider) buffers of `sharding/flat_buffer.py`. GEMMs write there directly
 (`layers/ops/linear_op.py`), other gradients come from autograd; the first gradient of a step overwrites that of the last step, so
 only parameters without a gradient are set to zero. Every use of a parameter brings one gradient per micro-batch; when a bucket
 has got all of a step's, it is reduced over the ranks that had other tokens, overlapped with the backward pass: an all-reduce, or
 with sharded optimizer state a reduce-scatter to the owned ranges. A stage's buckets are sent in one fixed
 order on every rank, whatever order gradients arrive in, so ranks cannot deadlock. Losses are divided
 by the global token count before the backward pass, so the sum is the gradient: nothing is averaged here.
+
+A step of one micro-batch needs activations and gradients at different times: when its activations are most, before the backward
+pass, it has no gradients but the output head's. So it frees the memory of gradients when it starts, and allocates that of a bucket when
+its first gradient comes, which is where the activations of the layers behind it were. With several micro-batches gradients are there
+throughout, and stay where they are. A captured CUDA graph needs addresses that never change (`keep_grads_allocated`).
 
 Afterwards, partial gradients that several ranks of one replica have (see `TensorShard.grad_reduce_axis`) are all-reduced over those ranks.
 """
@@ -23,7 +28,8 @@ from torch import Tensor, nn
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
-from petatron.sharding.flat_buffer import Bucket, BucketParam, FlatParamGroup
+from petatron.sharding.bucket import Bucket, BucketGrads, BucketParam
+from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 
 
@@ -33,6 +39,7 @@ class _BucketReduction:
 
     group: FlatParamGroup
     bucket: Bucket
+    grads: BucketGrads
     grads_per_micro_batch: int
     order: tuple[int, int]
     num_pending: int = 0
@@ -43,6 +50,7 @@ class _BucketReduction:
 class _MainGrad:
     """The buffer in which a parameter's gradients accumulate; `overwrite_next` until it has one of this step."""
 
+    parameter: Tensor
     main_grad: Tensor
     reduction: _BucketReduction
     queue: list[_BucketReduction]
@@ -60,24 +68,30 @@ class GradientReducer:
         overlap: bool,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """`reduce_dtype` is the precision gradients are reduced in; None means that of the buffers."""
+        """`reduce_dtype` is the precision gradients are reduced in; None means that of the buffers.
+
+        With `overlap` buckets are reduced during the backward pass.
+        """
         self._param_groups = param_groups
         self._mesh = mesh
-        self._overlap = overlap
+        self.overlap = overlap
         self._reduce_dtype = reduce_dtype
+        self._keeps_allocated = False
         self._queues: list[list[_BucketReduction]] = []
-        self._main_grads: dict[Tensor, _MainGrad] = {}
+        self._partial_groups = groups_with_partial_grads(param_groups)
+        self._main_grads: dict[int, _MainGrad] = {}
+        """By the identity of the parameter: a tensor's hash is a call of Python."""
         self._build_queues()
 
     def _build_queues(self) -> None:
         """Builds one queue of buckets per stage, in the order in which its backward pass completes them."""
         queues: dict[int, list[_BucketReduction]] = {}
         for group in self._param_groups:
-            for bucket in group.buckets:
+            for bucket, grads in zip(group.buckets, group.bucket_grads, strict=True):
                 order = max(slot.grad_order for slot in bucket.params)
                 gradients = sum(slot.grads_per_micro_batch for slot in bucket.params)
                 queue = queues.setdefault(group.virtual_stage, [])
-                queue.append(_BucketReduction(group, bucket, gradients, (order, len(queue))))
+                queue.append(_BucketReduction(group, bucket, grads, gradients, (order, len(queue))))
         for queue in queues.values():
             queue.sort(key=lambda send: send.order)
             self._queues.append(queue)
@@ -88,8 +102,8 @@ class GradientReducer:
     def _register_grad_hook(
         self, param: BucketParam, reduction: _BucketReduction, queue: list[_BucketReduction]
     ) -> None:
-        self._main_grads[param.parameter] = _MainGrad(
-            reduction.group.param_view(reduction.group.flat_grads, param), reduction, queue
+        self._main_grads[id(param.parameter)] = _MainGrad(
+            param.parameter, reduction.group.param_grad(param), reduction, queue
         )
 
         # The garbage collector cannot see a parameter's hook: a strong reference would keep all of this alive for ever,
@@ -105,40 +119,59 @@ class GradientReducer:
         param.parameter.register_post_accumulate_grad_hook(arrived)  # pyright: ignore[reportArgumentType]
 
     def start_step(self, micro_batches: int) -> None:
-        """Starts a step: gradients are overwritten, and every use of a parameter will bring one per micro-batch."""
+        """Starts a step: gradients of the last are lost, and every use of a parameter will bring one per micro-batch."""
         for main in self._main_grads.values():
             main.overwrite_next = True
         for queue in self._queues:
             for send in queue:
                 send.num_pending = send.grads_per_micro_batch * micro_batches
+                if micro_batches == 1 and not self._keeps_allocated:
+                    send.grads.free()
+                else:
+                    send.grads.allocate()
+
+    def keep_grads_allocated(self) -> None:
+        """Keeps gradients at the same addresses from now on; between steps, or before the first gradient of one."""
+        if self._keeps_allocated:
+            return
+        self._keeps_allocated = True
+        for queue in self._queues:
+            for send in queue:
+                send.grads.allocate()
+
+    def let_grads_be_freed(self) -> None:
+        """Lets later steps free the memory of gradients again."""
+        self._keeps_allocated = False
 
     def add_grad(self, parameter: Tensor, grad: Tensor) -> None:
         """Accumulates a gradient tensor."""
+        grad = grad.detach() if grad.requires_grad else grad
         self.write_grad(parameter, lambda out, accumulate: out.add_(grad) if accumulate else out.copy_(grad))
 
-    @torch.no_grad()
     def write_grad(self, parameter: Tensor, write: Callable[[Tensor, bool], object]) -> None:
-        """Lets `write` accumulate one gradient of a parameter into its buffer."""
-        main = self._main_grads[parameter]
+        """Lets `write` accumulate one gradient of a parameter into its buffer; gradients are not enabled, as in a backward pass."""
+        main = self._main_grads[id(parameter)]
+        if main.reduction.grads.freed:
+            main.reduction.grads.allocate()
         write(main.main_grad, not main.overwrite_next)
         main.overwrite_next = False
         send = main.reduction
         send.num_pending -= 1
         assert send.num_pending >= 0, "a parameter got more gradients than the step has micro-batches"
-        if send.num_pending == 0 and self._overlap:
+        if send.num_pending == 0 and self.overlap:
             self._start_ready_reductions(main.queue)
 
     def params_with_grad(self) -> frozenset[Tensor]:
         """Returns the parameters that have got a gradient in this step."""
-        return frozenset(parameter for parameter, main in self._main_grads.items() if not main.overwrite_next)
+        return frozenset(main.parameter for main in self._main_grads.values() if not main.overwrite_next)
 
     def mark_written(self, parameters: frozenset[Tensor]) -> None:
         """Marks these parameters' gradients of this step as written and not yet reduced.
 
         A replayed CUDA graph writes gradients of the same parameters as its captured step, without calling this object.
         """
-        for parameter, main in self._main_grads.items():
-            main.overwrite_next = parameter not in parameters
+        for main in self._main_grads.values():
+            main.overwrite_next = main.parameter not in parameters
         for queue in self._queues:
             for send in queue:
                 send.num_pending, send.handles = 0, []
@@ -153,7 +186,7 @@ class GradientReducer:
     def _start_reduction(self, reduction: _BucketReduction) -> None:
         reduction.num_pending = -1
         axes, bucket = reduction.group.axes, reduction.bucket
-        grads = reduction.group.flat_grads[bucket.begin : bucket.end]
+        grads = reduction.grads.flat
         sent = grads if self._reduce_dtype is None else grads.to(self._reduce_dtype)
         if not axes.sharded:
             reduction.handles = [
@@ -162,7 +195,7 @@ class GradientReducer:
             ]
             return
         begin, end = reduction.group.owned_range(bucket)
-        own = reduction.group.flat_grads[begin:end]
+        own = grads[begin - bucket.begin : end - bucket.begin]
         part = torch.empty_like(own, dtype=sent.dtype)
         scattered = collectives.start_reduce_scatter(part, sent, axes.shard)
 
@@ -179,6 +212,7 @@ class GradientReducer:
             if (
                 main.overwrite_next
             ):  # a parameter without a gradient has a zero one; its bucket cannot have been reduced yet
+                main.reduction.grads.allocate()
                 main.main_grad.zero_()
         for queue in self._queues:
             for send in queue:
@@ -189,11 +223,21 @@ class GradientReducer:
                 for handle in send.handles:
                     handle.wait()
                 send.handles = []
-        all_reduce_partial_grads(self._param_groups, self._mesh)
+        all_reduce_partial_grads(self._partial_groups, self._mesh)
 
 
 def _copy_back(grads: Tensor, reduced: Tensor):
     return None if reduced is grads else lambda: grads.copy_(reduced)
+
+
+def groups_with_partial_grads(param_groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
+    """Returns the groups that have gradients to be all-reduced over the ranks of one replica."""
+
+    def is_partial(group: ParameterGroup) -> bool:
+        placements = (part.placement for shard in group.flat_shards for part in shard.param_ranges)
+        return any(piece.grad_reduce_axis is not None for each in placements for piece in each.tensor_shards)
+
+    return [group for group in param_groups if is_partial(group)]
 
 
 @torch.no_grad()

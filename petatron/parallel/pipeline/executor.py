@@ -230,7 +230,9 @@ class _ScheduleExecution:
                 (self._inputs if forward else self._output_grads)[key] = bundle
                 receives += [(x, source) for x in bundle.values()]
                 receive_counts.append((action.kind, key, len(bundle)))
-        while self._sending and self._sending[0].done():
+        # What is captured as a CUDA graph has not begun, and cannot be asked.
+        captured = self._pipeline._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        while self._sending and not captured and self._sending[0].done():
             self._sending.popleft()
         sent, received = collectives.start_send_recv(self._pipeline._axis, sends=sends, receives=receives)
         self._sending += sent

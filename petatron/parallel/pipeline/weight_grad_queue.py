@@ -34,8 +34,8 @@ class WeightGradQueue:
     """Receives weight gradients, and defers them by the backward pass they belong to."""
 
     def __init__(self) -> None:
-        self.accumulate: AccumulateWeightGrad | None = None
-        """Accumulates a gradient; None before the gradient buffers exist."""
+        self.accumulate: AccumulateWeightGrad = _no_gradient_buffers
+        """Accumulates a gradient, once the gradient buffers exist; called without gradients enabled."""
         self._deferred: dict[Hashable, list[_DeferredWeightGrad]] = {}
         self._current: list[_DeferredWeightGrad] | None = None
 
@@ -63,10 +63,11 @@ class WeightGradQueue:
     ) -> None:
         """Writes a weight's gradient at once, or defers it with the others of its backward pass."""
         if self._current is None or now:
-            self._write(weight, write)
+            self.accumulate(weight, write)
         else:
             self._current.append(_DeferredWeightGrad(weight, write, start_comm))
 
+    @torch.no_grad()
     def compute_deferred(self, key: Hashable) -> None:
         """Writes the gradients deferred under a key; frees each one's operands at once."""
         deferred = self._deferred.pop(key)
@@ -76,12 +77,11 @@ class WeightGradQueue:
             weight_grad = deferred.pop()
             if deferred:
                 _start_comm(deferred[-1])
-            self._write(weight_grad.weight, weight_grad.write)
+            self.accumulate(weight_grad.weight, weight_grad.write)
 
-    @torch.no_grad()
-    def _write(self, weight: Tensor, write: WriteWeightGrad) -> None:
-        assert self.accumulate is not None, "no sink accumulates weight gradients"
-        self.accumulate(weight, write)
+
+def _no_gradient_buffers(weight: Tensor, write: WriteWeightGrad) -> None:
+    raise AssertionError("no sink accumulates weight gradients")
 
 
 def _start_comm(deferred: _DeferredWeightGrad) -> None:

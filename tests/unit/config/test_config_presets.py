@@ -6,18 +6,19 @@ import shlex
 
 import pytest
 
-from petatron.config import RunConfig, preset_names, resolve_config
-from petatron.config.derived_defaults import GATED_ACTIVATIONS, resolve_derived
+from petatron.config import RunConfig, load_config, preset_names, resolve_config
+from petatron.config.derived_defaults import GATED_ACTIVATIONS
 from petatron.config.presets import preset_summary
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.estimate.flops import parameter_count
-from petatron.models.registry import spec_from_config
+from petatron.models.registry import model_spec
 
 EXPECTED = shlex.split(
     "gpt3-125m gpt3-350m gpt3-760m gpt3-1.3b gpt3-2.7b gpt3-6.7b gpt3-13b gpt3-175b llama2-7b llama2-13b llama2-70b "
     "llama3-8b llama3-70b llama3-405b llama3.2-1b qwen2.5-7b qwen3-4b qwen3-8b mixtral-8x7b deepseek-v3 nemotron4-340b "
     "tiny-llama tiny-gpt llama-1b llama-8b-8layer mixtral-slice mamba2-130m mamba2-370m mamba2-780m mamba2-1.3b mamba2-2.7b "
-    "nemotron-h-8b bamba-9b falcon-h1-0.5b qwen3-next-80b-a3b kimi-linear-48b-a3b gpt-oss-20b gpt-oss-120b"
+    "nemotron-h-8b bamba-9b falcon-h1-0.5b qwen3-next-80b-a3b kimi-linear-48b-a3b gpt-oss-20b gpt-oss-120b "
+    "llama-125m llama-350m qwen3-0.6b qwen3-30b-a3b gemma3-1b"
 )
 
 # Parameters of the published models, in billions. The count below is exact for dense attention, so a wrong width,
@@ -32,17 +33,17 @@ PUBLISHED_BILLIONS = {
 
 
 # Exact, as transformers counts its own models of these shapes.
-HYBRID_PARAMETERS = {
+EXACT_PARAMETERS = {
     "mamba2-130m": 128_989_632, "mamba2-370m": 368_346_624, "mamba2-780m": 780_161_280, "mamba2-1.3b": 1_343_757_312,
     "mamba2-2.7b": 2_702_599_680, "nemotron-h-8b": 8_100_852_736, "bamba-9b": 9_780_235_392,
-    "falcon-h1-0.5b": 521_411_104,
+    "falcon-h1-0.5b": 521_411_104, "qwen3-0.6b": 596_049_920, "qwen3-30b-a3b": 30_532_122_624, "gemma3-1b": 999_885_952,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HYBRID_PARAMETERS)
-def test_hybrid_preset_has_the_published_number_of_parameters(name: str):
-    config = resolve_config(preset=name, require_training=False)[0].config
-    assert parameter_count(spec_from_config(resolve_derived(config).model)) == HYBRID_PARAMETERS[name]
+@pytest.mark.parametrize("name", EXACT_PARAMETERS)
+def test_preset_has_exactly_the_parameters_of_transformers(name: str):
+    run = load_config([], preset=name, require_training=False).config
+    assert parameter_count(model_spec(run)) == EXACT_PARAMETERS[name]
 
 
 def billions(config: RunConfig) -> float:

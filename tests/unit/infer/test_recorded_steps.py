@@ -80,10 +80,10 @@ def test_the_oldest_recording_is_forgotten(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_long_sequences_are_not_recorded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("petatron.infer.step.recorded_steps._MAX_GATHERED_TOKENS", 63)
+    monkeypatch.setattr("petatron.infer.step.recorded_steps._MAX_GATHERED_TOKENS", 31)
     engine = Engine(model_in())
     engine.complete([PROMPTS[0]], GREEDY)
-    assert not recordings(engine)._recorded and padded_pages(1) * engine.options.page_size == 64
+    assert not recordings(engine)._recorded and padded_pages(1) * engine.options.page_size == 32
 
 
 def test_a_model_that_reads_values_is_not_recorded():

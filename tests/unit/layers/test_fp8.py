@@ -16,9 +16,11 @@ from petatron.config.schema.parallel import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Kernels
 from petatron.kernels.gemm import PLAIN_GEMM
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, looped_linear
-from petatron.layers.ops.fp8_gemm import DelayedScaling, Fp8ExpertGemms, fp8_gemm_factory, is_fp8_layer
+from petatron.layers.ops import fp8_weight
+from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, fp8_gemm_factory, is_fp8_layer
+from petatron.layers.ops.fp8_scaling import DelayedScaling
 from petatron.layers.ops.linear_op import GemmOp
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
 
@@ -62,7 +64,7 @@ def test_three_products(recipe: str, fp8_format: str, dtype: torch.dtype):
         assert not job.needs_input
         job.write(None, w_grad, accumulate=False)
         job.write(None, w_grad, accumulate=True)
-        multiplication.new_step()
+        multiplication.new_step(2)
     rough = 0.08 if fp8_format == "hybrid" and recipe != "blockwise" else 0.045
     assert y.dtype == x_grad.dtype == dtype
     assert 0.01 < distance(y, x.double() @ w.double().t()) < 0.045
@@ -109,9 +111,99 @@ def test_a_weight_is_cast_once_per_step(cache_weights: bool):
         for _ in range(3):
             _, kept = multiplication.forward(x, w)
             multiplication.backward(g, w, kept)
-        multiplication.new_step()
+        multiplication.new_step(2)
     assert calls["cast_blocks_2d"] == (2 if cache_weights else 12)
     assert calls["cast_blocks"] == 12
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_large_micro_batch_casts_a_weight_for_each_use(recipe: str, monkeypatch: pytest.MonkeyPatch):
+    """In the orientation that is read, and to the same bits as a weight that is cached."""
+    monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_CAST_AGAIN", 128)
+    x, w, g = draw(128, 128, seed=0), draw(256, 128, seed=1), draw(128, 256, seed=2)
+    wanted: list[str] = []
+    cast_name = {"rowwise": "cast_rows", "blockwise": "cast_blocks_2d"}.get(recipe, "cast_tensor")
+
+    def cast(matrix: Tensor, *args: Any, **options: Any) -> Any:
+        if matrix.shape == w.shape:
+            wanted.append(options["orientation"])
+        return getattr(REFERENCE, cast_name)(matrix, *args, **options)
+
+    found: list[tuple[Tensor, Tensor]] = []
+    for micro_batches in (2, 1):
+        multiplication = fp8_gemm_factory(
+            precision(recipe), kernels=dataclasses.replace(REFERENCE, **{cast_name: cast})
+        )()
+        multiplication.new_step(micro_batches)
+        y, kept = multiplication.forward(x, w)
+        found.append((y, multiplication.backward(g, w, kept)[0]))
+    assert wanted == ["both", "rows", "columns"]
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    multiplication.forward(x[:64], w)  # few rows
+    assert wanted[-1] == ("columns" if recipe == "blockwise" else "both")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("step", [0, 1])
+def test_an_input_that_is_cast_again_gives_the_same_bits(recipe: str, step: int):
+    """Of all three GEMMs, with nothing of the input's size saved; `step` 1: a delayed scale is in use."""
+    make = fp8_gemm_factory(precision(recipe), kernels=REFERENCE)
+    x, w, g = (draw(*shape, seed=seed) for seed, shape in enumerate([(256, 128), (384, 128), (256, 384)]))
+    found: list[tuple[Tensor, ...]] = []
+    for recasting in (False, True):
+        gemm = make()
+        for scale in (1.0, 3.0)[: step + 1]:
+            gemm.new_step(1)
+            way = gemm.recasting() if recasting else gemm
+            y, kept = way.forward(scale * x, w)
+            x_grad, job = way.backward(g, w, kept)
+            w_grad = torch.full(w.shape, float("nan"))
+            assert job.needs_input is recasting
+            job.write(scale * x if recasting else None, w_grad, accumulate=False)
+        if recasting:
+            assert [tensor.numel() for tensor in kept] == ([1] if recipe in ("tensorwise", "delayed") else [])
+        found.append((y, x_grad, w_grad, *(history.state() for history in gemm.amax_histories().values())))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_sizes_that_do_not_fit_are_not_cast_again_either():
+    gemm = fp8_gemm_factory(precision("blockwise"), kernels=REFERENCE)()
+    x, w, g = draw(24, 16, seed=0), draw(16, 16, seed=1), draw(24, 16, seed=2)
+    y, kept = gemm.recasting().forward(x, w)
+    x_grad, job = gemm.recasting().backward(g, w, kept)
+    assert not kept and job.needs_input and torch.equal(y, x @ w.t()) and torch.equal(x_grad, g @ w)
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_only_an_input_that_is_available_is_cast_again(available: bool):
+    gemm = fp8_gemm_factory(precision("tensorwise"), kernels=REFERENCE)()
+    op = GemmOp(gemm, recasting_gemm=gemm.recasting())
+    x, w = draw(32, 16, seed=0).requires_grad_(), draw(16, 16, seed=1).requires_grad_()
+    saved: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, lambda x: x):
+        y = op(as_recomputable(x) if available else Recomputable(x * 1.0, None), w)
+    assert (torch.Size([16, 32]) in saved) is not available
+    y.sum().backward()
+    assert x.grad is not None and w.grad is not None
+    exact = torch.autograd.grad((x @ w.t()).sum(), (x, w))
+    assert distance(x.grad, exact[0]) < 0.05 and distance(w.grad, exact[1]) < 0.05
+
+
+def test_the_amax_of_a_weight_is_computed_once_per_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_CAST_AGAIN", 16)
+    kernels, calls = counted()
+    multiplication = fp8_gemm_factory(precision("tensorwise"), kernels=kernels)()
+    x, w, g = draw(16, 16, seed=0), draw(16, 16, seed=1), draw(16, 16, seed=2)
+    for _ in range(2):
+        multiplication.new_step(1)
+        _, kept = multiplication.forward(x, w)
+        multiplication.backward(g, w, kept)
+    assert calls["update_amax"] == 2
+    w.mul_(-4.0)
+    multiplication.weight_changed()
+    before = multiplication.forward(x, w / -4.0)[0]
+    multiplication.weight_changed()
+    assert torch.equal(multiplication.forward(x, w)[0], -4.0 * before), "a scale of the old weight would saturate"
 
 
 def test_a_changed_weight_counts_from_the_new_step_on():
@@ -120,7 +212,7 @@ def test_a_changed_weight_counts_from_the_new_step_on():
     before = multiplication.forward(x, w)[0]
     w.mul_(-1)
     assert torch.equal(multiplication.forward(x, w)[0], before)
-    multiplication.new_step()
+    multiplication.new_step(2)
     assert torch.equal(multiplication.forward(x, w)[0], -before)
 
 
@@ -193,13 +285,26 @@ class TestDelayed:
         scaling.new_step()
         assert scaling(torch.ones(16, 16)).rows.scale == 2
 
-    def test_a_cast_keeps_its_scale_when_the_next_step_begins(self):
+    def test_history_and_scale_stay_where_they_are(self):
+        """A CUDA graph knows their addresses; also after a checkpoint was loaded."""
+        scaling, places = self.scaling(length=3), set()
+        for step in range(5):
+            scaling(torch.full((16, 16), 448.0))
+            scaling.new_step()
+            if step == 3:
+                scaling.load_state(scaling.state(), torch.device("cpu"))
+            assert scaling._history is not None and scaling._scale is not None
+            places.add((scaling._history.data_ptr(), scaling._scale.data_ptr()))
+        assert len(places) == 1
+
+    def test_what_the_device_did_not_run_is_undone(self):
         scaling = self.scaling()
         scaling(torch.full((16, 16), 448.0))
-        scaling.new_step()
-        made = scaling(torch.full((16, 16), 4480.0))
-        scaling.new_step()
-        assert made.rows.scale == 1
+        undo, state = scaling.undo_point(), scaling.state()
+        scaling._used = False  # as `new_step` notes, whose kernel a failed capture drops
+        scaling.pause()
+        undo()
+        assert torch.equal(scaling.state(), state) and not scaling._paused
 
     def test_what_is_cast_in_a_pause_is_forgotten(self):
         scaling, other = self.scaling(), self.scaling()
@@ -225,12 +330,12 @@ class TestDelayed:
 
         def step(multiplication: Any, seed: int) -> list[Tensor]:
             if in_between:
-                multiplication.new_step()
+                multiplication.new_step(2)
             scale = 4.0 ** (seed % 3)
             y, kept = multiplication.forward(draw(48, 16, seed=seed) * scale, w)
             x_grad, _ = multiplication.backward(draw(48, 32, seed=seed + 50) * scale, w, kept)
             if not in_between:
-                multiplication.new_step()
+                multiplication.new_step(2)
             return [y, x_grad, *kept]
 
         for seed in range(steps):
@@ -277,7 +382,7 @@ def test_experts(counts: ExpertCounts):
     w_grad = torch.ones(w.shape)
     job.write(x, w_grad, accumulate=True)
     assert job.needs_input and torch.allclose(w_grad, 1 + exact, atol=1e-4)
-    layer.new_step()
+    layer.new_step(2)
     layer(counts).forward(x, w)
     assert calls["cast_rows_only"] == 5 and calls["cast_matrices"] == 2
 
@@ -317,7 +422,7 @@ def test_a_small_network_learns_as_well_as_in_full_precision(recipe: str):
             optimizer.step()
             for way in multiplications:
                 if way is not PLAIN_GEMM:
-                    way.new_step()
+                    way.new_step(2)
             found.append(loss.item())
         return found
 

@@ -36,7 +36,7 @@ def collect(groups: list[FlatParamGroup], *, scale: float = 1.0) -> None:
     for group in groups:
         for slot in group.params:
             assert slot.parameter.grad is not None
-            group.param_view(group.flat_grads, slot).copy_(slot.parameter.grad * scale)
+            group.param_grad(slot).copy_(slot.parameter.grad * scale)
             slot.parameter.grad = None
 
 
@@ -141,7 +141,7 @@ def test_a_bad_gradient_leaves_everything_as_it_was(rule: str, bad: float, dtype
         loss_of(model, number, dtype).backward()
         collect(groups)
         if spoil is not None:
-            groups[-1].flat_grads[3] = spoil
+            groups[-1].grads()[0][3] = spoil
         return optimizer.step().skipped
 
     def everything() -> list[Tensor]:
@@ -172,7 +172,7 @@ def test_small_updates_add_up_in_the_master_weights():
     optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single())
     lost = torch.ones(4, dtype=torch.bfloat16)
     for _ in range(100):
-        groups[0].flat_grads.fill_(1.0)
+        groups[0].grads()[0].fill_(1.0)
         optimizer.step()
         lost -= 1e-4
     [(_, _, master)] = optimizer.master_weights()
@@ -205,7 +205,7 @@ def test_restored_facts_continue_the_bias_correction():
         groups = flatten(small_model(torch.float32))
         optimizer = MixedPrecisionOptimizer(OptimizerConfig(lr=0.1), groups, ParallelMesh.single())
         optimizer.load_scalar_state({"updates": updates})
-        groups[0].flat_grads.fill_(1.0)
+        groups[0].grads()[0].fill_(1.0)
         optimizer.step()
         assert optimizer.scalar_state() == {"updates": updates + 1.0}
         return groups[0].flat_weights.clone()
@@ -218,9 +218,9 @@ def test_zeros_and_weight_norm():
     groups = flatten(model)
     optimizer = MixedPrecisionOptimizer(OptimizerConfig(lr=1.0), groups, ParallelMesh.single())
     for group in groups:
-        group.flat_grads.fill_(1.0)
-    groups[0].flat_grads[:6] = 0.0
-    groups[1].flat_grads[2] = 0.0
+        group.grads()[0].fill_(1.0)
+    groups[0].grads()[0][:6] = 0.0
+    groups[1].grads()[0][2] = 0.0
     assert int(optimizer.count_zero_grads()) == 7
     expected = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm()
     torch.testing.assert_close(optimizer.weight_norm(), expected)
@@ -236,12 +236,13 @@ def test_gradients_in_bfloat16_are_taken_as_they_are():
         options, uses = FlatBufferOptions(bucket_size=1, grad_dtype=grad_dtype), Counter(model.parameters())
         mesh = ParallelMesh.single()
         [group] = flatten_parameters([model], placements, groups_of(model), mesh, options, grads_per_micro_batch=uses)
-        assert group.flat_grads.dtype == (grad_dtype or torch.float32)
-        group.flat_grads.copy_(values)
+        [grads] = group.grads()
+        assert grads.dtype == (grad_dtype or torch.float32)
+        grads.copy_(values)
         optimizer = MixedPrecisionOptimizer(OptimizerConfig(lr=0.1, clip_grad=0.5), [group], mesh)
         result = optimizer.step()
         assert result.grad_norm.dtype == torch.float32
-        assert torch.equal(group.flat_grads, values.to(group.flat_grads.dtype)), "gradients are only read"
+        assert torch.equal(grads, values.to(grads.dtype)), "gradients are only read"
         found.append((float(result.grad_norm), next(view.clone() for _, _, view in optimizer.master_weights())))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-7)

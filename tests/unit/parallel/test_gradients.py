@@ -68,7 +68,7 @@ def flatten(
 
 
 def by_name(groups: list[FlatParamGroup]) -> dict[str, Tensor]:
-    return {slot.name: group.param_view(group.flat_grads, slot).clone() for group in groups for slot in group.params}
+    return {slot.name: group.param_grad(slot).clone() for group in groups for slot in group.params}
 
 
 def _step(case: Case) -> dict[str, Any]:
@@ -207,12 +207,12 @@ def test_bfloat16_would_lose_what_float32_keeps():
     for factor in (256.0, *[1.0] * 100):
         (model.weight * factor).sum().backward()
     sync.finish_grad_sync()
-    assert groups[0].flat_grads.tolist() == [356.0] * 3
+    assert groups[0].grads()[0].tolist() == [356.0] * 3
 
 
 def test_double_stays_double():
     groups = flatten(Chain(torch.float64), ParallelMesh.single())
-    assert {group.flat_grads.dtype for group in groups} == {torch.float64}
+    assert {grads.dtype for group in groups for grads in group.grads()} == {torch.float64}
 
 
 def _partial() -> dict[str, Any]:
@@ -272,9 +272,7 @@ def _written_past(sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], 
     for group in groups:
         for slot in group.params:
             grad = local.get_parameter(slot.name).grad
-            group.param_view(group.flat_grads, slot).copy_(
-                torch.full_like(slot.parameter, 7.0) if grad is None else grad
-            )
+            group.param_grad(slot).copy_(torch.full_like(slot.parameter, 7.0) if grad is None else grad)
     sync.mark_written(written)
     sync.finish_grad_sync()
     return expected, by_name(groups), mesh.record.count - 2 * sent
@@ -308,10 +306,10 @@ def _scatter(case: Sharded) -> dict[str, Any]:
     sync.finish_grad_sync()
     found = {}
     for group in groups:
-        kept = torch.full_like(group.flat_grads, float("nan"))
-        for bucket in group.buckets:
+        kept = torch.full((group.buckets[-1].end,), float("nan"))
+        for bucket, grads in zip(group.buckets, group.grads(), strict=True):
             begin, end = group.owned_range(bucket)
-            kept[begin:end] = group.flat_grads[begin:end]
+            kept[begin:end] = grads
         found |= {slot.name: group.param_view(kept, slot).clone() for slot in group.params}
         for weights in group.weights():
             weights.fill_(float(mesh["shard"].rank))
@@ -319,7 +317,7 @@ def _scatter(case: Sharded) -> dict[str, Any]:
     owners = {
         slot.name: group.param_view(group.flat_weights, slot).clone() for group in groups for slot in group.params
     }
-    padded = sum(group.flat_grads.numel() for group in groups)
+    padded = sum(group.buckets[-1].end for group in groups)
     events = [(event.axis, event.op, event.bytes) for event in mesh.record.events()]
     return {"grads": found, "owners": owners, "padded": padded, "events": events}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from petatron.kernels.fp8.cast_and_gemm import BLOCK
 from petatron.kernels.fp8.gather_cast import RUN_LENGTH, GatherCastKernels
-from petatron.kernels.triton.fp8.cast_and_gemm import inverse_scale, magnitude_bits, quantise_unclamped
+from petatron.kernels.triton.fp8.cast_tiles import inverse_scale, magnitude_bits, quantise_unclamped
 
 _RUNS = 64
 _WARPS = 4

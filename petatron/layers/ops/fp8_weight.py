@@ -1,0 +1,92 @@
+"""A weight in FP8: when it is cast, and how long the result is kept.
+
+A GEMM of forward reads a weight's rows, one of backward its columns. Cast once in both orientations, a weight takes two bytes per
+element for the whole step: 6 bytes of memory traffic per element with a scale per tensor (amax 2, cast 2 + 1 + 1), however many micro-
+batches use it. Cast for each use in the one orientation that is read, it takes nothing between forward and backward, and 8 bytes of
+traffic for one micro-batch (amax 2, and 2 + 1 twice). The GEMMs of a weight take as long as 6 x rows operations per element; so with
+R rows the second way costs about 100 / R of their time: it is taken for one micro-batch of `MIN_ROWS_TO_CAST_AGAIN` rows or more.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from petatron.kernels.fp8.cast_and_gemm import E4M3, CastKernel, Fp8Kernels, Fp8Matrix, Orientation
+
+MIN_ROWS_TO_CAST_AGAIN = 8192
+"""Below, a weight that only one micro-batch uses is cached all the same."""
+
+
+def is_cast_for_each_use(*, micro_batches: int, num_rows: int) -> bool:
+    """Whether a weight is cast for each use in a step, and nothing of it is kept in between."""
+    return micro_batches == 1 and num_rows >= MIN_ROWS_TO_CAST_AGAIN
+
+
+class WeightCast(Protocol):
+    """Quantises a weight, with what is known of it in a step."""
+
+    def __call__(self, weight: Tensor, *, orientation: Orientation) -> Fp8Matrix: ...
+
+    def drop(self) -> None:
+        """Forgets the weight: it has changed."""
+        ...
+
+
+class StatelessWeightCast:
+    """Computes all scales with each cast."""
+
+    def __init__(self, cast: CastKernel) -> None:
+        self._cast = cast
+
+    def __call__(self, weight: Tensor, *, orientation: Orientation) -> Fp8Matrix:
+        return self._cast(weight, E4M3, orientation=orientation)
+
+    def drop(self) -> None:
+        pass
+
+
+class TensorwiseWeightCast:
+    """Casts with one scale; the weight's amax is computed once, however often it is cast."""
+
+    def __init__(self, kernels: Fp8Kernels) -> None:
+        self._kernels = kernels
+        self._amax: Tensor | None = None
+
+    def __call__(self, weight: Tensor, *, orientation: Orientation) -> Fp8Matrix:
+        if self._amax is None:
+            self._amax = torch.zeros(1, dtype=torch.float32, device=weight.device)
+            self._kernels.update_amax(weight, self._amax)
+        return self._kernels.cast_tensor(weight, E4M3, amax=self._amax, orientation=orientation)
+
+    def drop(self) -> None:
+        self._amax = None
+
+
+class Fp8WeightCache:
+    """Caches a weight in FP8 for a step, in both orientations; with `keep` False (gathered weights are freed between uses) never."""
+
+    def __init__(self, cast: WeightCast, *, keep: bool) -> None:
+        self._cast, self._keep = cast, keep
+        self._cached: Fp8Matrix | None = None
+        self._micro_batches = 2
+
+    def get(self, weight: Tensor, orientation: Orientation, *, num_rows: int = 0) -> Fp8Matrix:
+        """Returns the weight in at least this orientation, for a GEMM of `num_rows` rows."""
+        if self._cached is not None:
+            return self._cached
+        if not self._keep or is_cast_for_each_use(micro_batches=self._micro_batches, num_rows=num_rows):
+            return self._cast(weight.detach(), orientation=orientation)
+        self._cached = self._cast(weight.detach(), orientation="both")
+        return self._cached
+
+    def new_step(self, micro_batches: int) -> None:
+        """Drops the weight; so many micro-batches will use it."""
+        self._micro_batches = micro_batches
+        self.drop()
+
+    def drop(self) -> None:
+        self._cached = None
+        self._cast.drop()
