@@ -189,12 +189,8 @@ class GraphedSteps:
     ) -> StepResult:
         """Runs a training step; one that is timed by action is not replayed. Router statistics are valid until the next step."""
         assert scales is not None, "an evaluation has a method of its own"
-<<<<<<< HEAD
         self._gradient_reducer.keep_grads_allocated()
-        shapes = tuple(_batch_shape(batch) for batch in batches)
-=======
         shapes = self._shapes(batches)
->>>>>>> k4-graphs
         if clock is None and (True, shapes) in self._captured_steps:
             return self._replay((True, shapes), batches, scales)
         # From the second micro-batch on gradients are accumulated, by kernels that a step of one never calls. Room for more

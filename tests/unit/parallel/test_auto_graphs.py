@@ -250,7 +250,6 @@ def test_a_capture_that_gains_little_is_dropped(caplog: pytest.LogCaptureFixture
     "flags",
     [
         "",
-        "--bf16 --fp8-hybrid --fp8-recipe tensorwise",
         "--bf16 --fp8-hybrid --fp8-recipe delayed",
         "--num-experts 4 --moe-aux-loss-coeff 0.01",
         "--no-overlap-grad-reduce",
