@@ -253,11 +253,6 @@ class GraphedSteps:
         self._evaluated.clear()
         self._graph_capture.reset_pool()
 
-    def close(self) -> None:
-        """Drops all captured steps; no step is captured any more."""
-        self.clear()
-        self._gradient_reducer.let_grads_be_freed()
-
     def _capture_on_all_ranks(
         self,
         run: Callable[[list[Batch], LossScales | None], StepResult],
