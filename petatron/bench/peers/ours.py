@@ -11,6 +11,7 @@ from petatron.base.errors import Problem
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.initial_weights import InitialWeights
 from petatron.models.batch import Batch
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_model, launch
 from petatron.train.state.train_state import TrainState
@@ -35,9 +36,17 @@ class PetatronContender:
         model = build_model(run, mesh, init_weights=False)
         load_initial_weights(model)
         self.state = TrainState.build(run, mesh, model=model)
+        load_master_weights(self.state.optimizer, InitialWeights(model.spec, mesh.device))
 
     def step(self, batch: Batch) -> Tensor:
         return torch.as_tensor(train_step(self.state, [batch] * self.micro_batches).loss)
+
+
+@torch.no_grad()
+def load_master_weights(optimizer: MixedPrecisionOptimizer, initial_weights: InitialWeights) -> None:
+    """Loads the initial weights before rounding, as peers have them, whose weights are all in fp32."""
+    for _, tensor_shard, values in optimizer.master_weights():
+        values.copy_(initial_weights[tensor_shard.name][tensor_shard.logical_slices()])
 
 
 @torch.no_grad()
