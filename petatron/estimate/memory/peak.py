@@ -54,7 +54,7 @@ class PeakMoment:
 def frees_gradients(run: RunConfig) -> bool:
     """Whether the memory of gradients is free while activations are most."""
     sharded = run.parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES and run.parallel.world_size > 1
-    return num_micro_batches(run) == 1 and not sharded and not run.train.cuda_graphs
+    return num_micro_batches(run) == 1 and not sharded and run.train.cuda_graphs != "on"
 
 
 def peak_moments(
