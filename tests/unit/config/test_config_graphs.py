@@ -103,6 +103,7 @@ def test_what_can_be_recorded(flags: str, world_size: int):
         ("--reset-attention-mask --seq-length 1024", 1, "--seq-length 1024: attention of documents of 1024 tokens or more is planned"),
         ("--reset-attention-mask", 2, "--reset-attention-mask and 2 ranks: what they capture would depend on their documents."),
         ("--reset-attention-mask --attention-dropout 0.1", 1, "--attention-dropout 0.1: how many random numbers are drawn depends"),
+        ("--reset-attention-mask --deterministic-mode", 1, "--deterministic-mode: in which order gradients are added depends on"),
         ("--reset-attention-mask --no-bf16", 1, "--reset-attention-mask in this precision: without FlashAttention the host makes"),
         ("--reset-attention-mask --kv-channels 36", 1, "--reset-attention-mask and heads of width 36: without FlashAttention"),
         ("--no-bf16 --window-size 16", 1, "--window-size 16 in this precision: without FlashAttention the host makes the mask."),

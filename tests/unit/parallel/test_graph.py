@@ -93,7 +93,8 @@ class StandIn:
         self.calls.append("reset_pool")
 
     def _memory(self) -> Iterator[Tensor]:
-        """What a step changes on the device: gradients, and histories of scales."""
+        """What a step changes on the device: gathered weights, gradients, and histories of scales."""
+        yield from (group.flat_weights for group in self.sync._param_groups)
         yield from self._grads()
         for history in self.model.fp8_gemms._amax_histories().values():
             assert history._history is not None and history._scale is not None
