@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,6 +93,51 @@ def test_scan_and_gradients(case: tuple[int, ...], packed: bool, with_state: boo
     else:
         assert grads[-1] is not None and true_grads[-1] is not None
         assert far(grads[-1], true_grads[-1]) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("strong", [False, True])
+@pytest.mark.parametrize(
+    ("case", "packed", "with_state"),
+    [
+        ((18, 2, 2, 16, 2, 16, 16), True, True),
+        later((50, 2, 4, 16, 2, 16, 16), False, False),
+        later((200, 2, 6, 64, 3, 128, 256), True, True),
+        later((70, 1, 1, 32, 1, 64, 64), False, True),
+    ],
+    ids=str,
+)
+def test_one_walk_for_many_heads(
+    case: tuple[int, ...], packed: bool, with_state: bool, strong: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ours, "in_one_walk", lambda *tensors: True)
+    if strong:
+        monkeypatch.setitem(globals(), "scan_inputs", strongly_decaying_inputs)
+    test_scan_and_gradients(case, packed, with_state, DTYPES[-1])
+
+
+def strongly_decaying_inputs(case: tuple[int, ...], dtype: torch.dtype, plain_inputs: Any = scan_inputs) -> Any:
+    """Decays of the first head as they were; of the others some that a float32 does not hold, nor their inverses."""
+    x, dt, A, B, C, D = plain_inputs(case, dtype)
+    A[1:] -= 300.0
+    return x, dt, A, B, C, D
+
+
+def test_what_fits_into_walks():
+    def fits(batch: int = 8, heads: int = 80, head_dim: int = 64, state_dim: int = 128, **changed: Any) -> bool:
+        channels = torch.empty(
+            (4096, batch, heads * head_dim + 2 * state_dim), device="meta", dtype=changed.get("dtype", torch.bfloat16)
+        )
+        x, B, C = channels.split((heads * head_dim, state_dim, state_dim), dim=-1)
+        return ours._fits_walks(x.unflatten(-1, (heads, head_dim)), B.unsqueeze(2), C.unsqueeze(2))  # pyright: ignore[reportPrivateUsage]
+
+    assert fits() and fits(batch=2, heads=128) and fits(head_dim=32, state_dim=64)
+    assert not fits(batch=2), "too few walks: the other form has more programs"
+    assert not fits(dtype=torch.float32) and not fits(state_dim=256) and not fits(head_dim=128)
+    assert not fits(head_dim=48), "a tile would reach into the next head"
+    x = torch.empty((4096, 8, 80, 68), device="meta", dtype=torch.bfloat16)[..., :64]
+    B = torch.empty((4096, 8, 1, 128), device="meta", dtype=torch.bfloat16)
+    assert not ours._fits_walks(x, B), "rows 136 bytes apart"  # pyright: ignore[reportPrivateUsage]
+    assert not ours.in_one_walk(torch.empty((1, 8, 80, 64), dtype=torch.bfloat16), B), "no GPU"
 
 
 def test_the_same_result_every_time():
