@@ -164,6 +164,7 @@ class MLP(BranchModule):
     """down(act(up(x)))."""
 
     fp8_linears = ("up", "down")
+    takes_rows = True
 
     def __init__(self, spec: MLPSpec) -> None:
         super().__init__()

@@ -7,7 +7,33 @@ With one sequence, or one token, both are the same.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
+
+
+class TokenRows(NamedTuple):
+    """How [S, B, ...] is flattened to rows [R, ...]: `batch` sequences, one after the other if `batch_first`, else token by token."""
+
+    batch: int
+    batch_first: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> TokenRows:
+        """Takes the order in which a tensor [S, B, ...] is in memory."""
+        return cls(x.shape[1], is_batch_first(x))
+
+    def flatten(self, x: Tensor) -> Tensor:
+        return (x.transpose(0, 1) if self.batch_first else x).flatten(0, 1)
+
+    def flatten_heads(self, x_SBHE: Tensor) -> Tensor:
+        """Flattens the heads of each token too."""
+        return (x_SBHE.transpose(0, 1) if self.batch_first else x_SBHE).reshape(-1, x_SBHE.shape[2] * x_SBHE.shape[3])
+
+    def unflatten(self, rows: Tensor) -> Tensor:
+        if self.batch_first:
+            return rows.view(self.batch, -1, *rows.shape[1:]).transpose(0, 1)
+        return rows.view(-1, self.batch, *rows.shape[1:])
 
 
 def is_batch_first(x: Tensor) -> bool:

@@ -134,6 +134,8 @@ class TransformerLayer(nn.Module):
             if branch.name in spec.output_norms:
                 self.add_module(f"{branch.name}_post_norm", spec.norm.build())
             self.add_module(f"{branch.name}_dropout", Dropout(spec.dropout))
+        branches = self.branches()
+        self.takes_rows = len(branches) == len(spec.branches) and all(branch.takes_rows for branch in branches)
 
     def branches(self) -> list[BranchModule]:
         """Returns the modules of the branches in their order."""

@@ -196,8 +196,12 @@ def _row_blocks(x: Tensor) -> Tensor:
 
 
 def _saved_input(x: Tensor, *, save_first: bool) -> Recomputable:
-    """Returns an input that nothing recomputes: the GEMM saves it, or, inside a recomputed region, it is saved before the GEMM."""
-    return as_recomputable(x) if save_first else Recomputable(x, None)
+    """Returns an input that nothing recomputes: the GEMM saves its rows.
+
+    In a recomputed region, or if its rows are a copy, it is saved itself, before the GEMM.
+    """
+    dense = x.is_contiguous() or is_batch_first(x)
+    return Recomputable(x, None) if dense and not save_first else as_recomputable(x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ def count_calls(stepper: _Stepper) -> tuple[float, float]:
 
     before = sys.getprofile()
     # Backward on a device has a thread of its own, which a profile function does not see.
-    with torch.autograd.set_multithreading_enabled(False):
+    with gc_disabled(), torch.autograd.set_multithreading_enabled(False):
         sys.setprofile(count)
         try:
             return stepper.measure(lambda: calls)

@@ -172,19 +172,20 @@ class _KernelAttention(AutogradOp):
     def forward(ctx: Any, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, causal: bool, kernel: ModuleType) -> Tensor:
         q, k, v = _heads_before_tokens(q_SBHE), _heads_before_tokens(k_SBKE), _heads_before_tokens(v_SBKE)
         out, lse = kernel.forward(q, k, v, causal=causal)
-        out_SBHE = out.to(q.dtype).permute(2, 0, 1, 3)
-        ctx.save_for_backward(q_SBHE, k_SBKE, v_SBKE, out_SBHE, lse)
+        out = out if out.dtype == q.dtype else out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.causal, ctx.kernel = causal, kernel
-        return out_SBHE
+        return out.permute(2, 0, 1, 3)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grad, q, k, v, out = map(_heads_before_tokens, (grads[0], q, k, v, out))
-        qkv_grads = ctx.kernel.backward(grad, q, k, v, out=out, lse=lse, causal=ctx.causal)
-        dq, dk, dv = (grad.to(q.dtype).permute(2, 0, 1, 3) for grad in qkv_grads)
-        return dq, dk, dv, None, None
+        qkv_grads = ctx.kernel.backward(_heads_before_tokens(grads[0]), q, k, v, out=out, lse=lse, causal=ctx.causal)
+        if qkv_grads[0].dtype != q.dtype:
+            qkv_grads = [grad.to(q.dtype) for grad in qkv_grads]
+        dq, dk, dv = qkv_grads
+        return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3), None, None
 
 
 class _BlockAttention(AutogradOp):

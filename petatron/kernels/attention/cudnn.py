@@ -69,8 +69,8 @@ def _not_deterministic() -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Returns the output, in the memory order of q, and log-sum-exp."""
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
-    return out, lse
+    found = torch._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+    return found[0], found[1]
 
 
 def backward(
@@ -78,11 +78,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v."""
     grad = _with_strides_of(out, grad)
-    # The random state is not read without dropout; bias and lengths are None for a dense batch without a mask.
-    unread = torch.empty((), dtype=torch.int64, device=q.device)
+    unread = _unread_random_state(q.device)
+    # Bias and lengths are None for a dense batch without a mask.
     return _aten._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, out, lse, unread, unread, None, None, None, q.shape[2], k.shape[2], 0.0, causal
     )
+
+
+@cache
+def _unread_random_state(device: torch.device) -> Tensor:
+    """Returns a number in place of the random state, which is not read without dropout."""
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _with_strides_of(out: Tensor, grad: Tensor) -> Tensor:

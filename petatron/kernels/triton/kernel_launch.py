@@ -49,7 +49,16 @@ class KernelLauncher:
         """Launches so many programs."""
         device, addresses = tensors[0].get_device(), [*map(Tensor.data_ptr, tensors)]
         aligned = reduce(or_, addresses) % _ALIGNMENT == 0
-        key = (device, num_warps, launch_pdl, numbers, *map(type, numbers), *map(_dtype, tensors), *constants.items())
+        key = (
+            device,
+            num_warps,
+            launch_pdl,
+            numbers,
+            *map(type, numbers),
+            *map(_dtype, tensors),
+            *constants,
+            *constants.values(),
+        )
         found = self._remembered.get(key) if aligned else None
         if found is None or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:
             compiled = self._launch(programs, tensors, numbers, constants, num_warps, launch_pdl)

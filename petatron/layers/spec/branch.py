@@ -57,6 +57,10 @@ class BranchModule(nn.Module):
     saves_input: bool = False
     """Whether the branch saves its input for backward, besides the linears, which have it recomputed."""
 
+    takes_rows: bool = False
+    """Whether it also takes, and then returns, rows [R, D], with `ForwardContext.token_rows` to tell their tokens apart. Rows need not be
+    flattened again for each norm, GEMM and activation, which costs the host more than some of these."""
+
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         """Returns the modules that may be recomputed, by the names of the spec, inner ones first."""
         return {}

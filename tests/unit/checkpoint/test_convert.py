@@ -54,8 +54,8 @@ OTHER_KINDS = {
     "deepseek": f"{LLAMA} --multi-latent-attention --q-lora-rank 6 --kv-lora-rank 10 --qk-head-dim 5 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 3 --qk-layernorm --norm-epsilon 1e-6 --position-embedding-type yarn --rotary-scaling-factor 4 --mscale 0.7 "
     "--mscale-all-dim 0.7 --original-max-position-embeddings 4096 --untie-embeddings-and-output-weights --num-experts 4 "
-    "--moe-layer-freq [0,1] --moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-dtype fp32 --moe-shared-expert-intermediate-size 64 "
-    "--moe-ffn-hidden-size 64 --mtp-num-layers 1",
+    "--moe-layer-freq [0,1] --moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-dtype fp32 "
+    "--moe-shared-expert-intermediate-size 64 --moe-ffn-hidden-size 64 --mtp-num-layers 1",
     "hybrid": "--hybrid-layer-pattern M*-M --num-layers 4 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 6 --squared-relu "
     "--normalization RMSNorm --disable-bias-linear --position-embedding-type none --untie-embeddings-and-output-weights",
 }

@@ -133,11 +133,13 @@ class ScriptedMeter:
 
 @dataclass
 class ScriptedMemory:
-    step: int = 10 << 30
     available: int = 20 << 30
 
-    def step_bytes(self) -> int:
-        return self.step
+    def allocated_bytes(self) -> int:
+        return 7 << 30
+
+    def peak_bytes(self) -> int:
+        return 17 << 30
 
     def available_bytes(self) -> int:
         return self.available
@@ -388,12 +390,12 @@ def test_it_is_used_with_what_the_device_tells(monkeypatch: pytest.MonkeyPatch):
     assert isinstance(facts.memory, CudaMemory) and isinstance(facts.meter._device, CudaEvents)
 
 
-def test_memory_of_a_step_is_what_it_took_beyond_what_stays(monkeypatch: pytest.MonkeyPatch):
+def test_cached_memory_is_available(monkeypatch: pytest.MonkeyPatch):
     facts = {"max_memory_allocated": 90, "memory_allocated": 60, "memory_reserved": 95, "mem_get_info": (7, 200)}
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     memory = CudaMemory(torch.device("cuda", 0))
-    assert memory.step_bytes() == 30 and memory.available_bytes() == 42
+    assert memory.peak_bytes() == 90 and memory.allocated_bytes() == 60 and memory.available_bytes() == 42
 
 
 def _numbers_of_all(numbers: list[list[float]]) -> list[float]:
