@@ -158,13 +158,8 @@ class MlaSpec(BranchSpec):
         return saved + (0 if "core_attn" in recomputed else log_sum_exp)
 
     def _latent_bytes(self, shape: ActivationShape) -> int:
-        """Returns the bytes of the latents, which norms save with their statistics; rotary keys are in one tensor with theirs.
-
-        Without a norm, a GEMM of bf16 or more on one rank saves a copy of the latents alone.
-        """
-        copied = self.kv_norm is None and shape.tp == 1 and shape.fp8_recipe is None
-        rotary = 0 if copied else self.rotary_dim
-        saved = shape.activation_bytes(shape.tokens, (self.q_rank or 0) + self.kv_rank + rotary)
+        """Returns the bytes of the latents, which norms save with their statistics; rotary keys are in one tensor with theirs."""
+        saved = shape.activation_bytes(shape.tokens, (self.q_rank or 0) + self.kv_rank + self.rotary_dim)
         norms = (self.kv_norm, self.q_norm if self.q_rank is not None else None)
         return saved + sum(norm.statistics_bytes(shape, shape.tokens) for norm in norms if norm is not None)
 
