@@ -109,7 +109,7 @@ def test_scan_and_gradients(case: tuple[int, ...], packed: bool, with_state: boo
 def test_one_walk_for_many_heads(
     case: tuple[int, ...], packed: bool, with_state: bool, strong: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ours, "in_one_walk", lambda *tensors: True)
+    monkeypatch.setattr(ours, "_in_one_walk", lambda *tensors: True)
     if strong:
         monkeypatch.setitem(globals(), "scan_inputs", strongly_decaying_inputs)
     test_scan_and_gradients(case, packed, with_state, DTYPES[-1])
@@ -137,7 +137,7 @@ def test_what_fits_into_walks():
     x = torch.empty((4096, 8, 80, 68), device="meta", dtype=torch.bfloat16)[..., :64]
     B = torch.empty((4096, 8, 1, 128), device="meta", dtype=torch.bfloat16)
     assert not ours._fits_walks(x, B), "rows 136 bytes apart"  # pyright: ignore[reportPrivateUsage]
-    assert not ours.in_one_walk(torch.empty((1, 8, 80, 64), dtype=torch.bfloat16), B), "no GPU"
+    assert not ours._in_one_walk(torch.empty((1, 8, 80, 64), dtype=torch.bfloat16), B), "no GPU"  # pyright: ignore[reportPrivateUsage]
 
 
 def test_the_same_result_every_time():

@@ -66,7 +66,7 @@ def chunk_scan(
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN))
     decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
-    if in_one_walk(x, B, C):
+    if _in_one_walk(x, B, C):
         return scan_forward(x, B, C, D_H, decays, initial_state)
     states, final = chunk_states(x, B, decays, initial_state, reverse=False)
     return chunk_outputs(x, B, C, D_H, decays, states), final
@@ -89,7 +89,7 @@ def chunk_scan_backward(
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C, grad_y = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN, grad_y_SBHP))
     decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
-    if in_one_walk(x, B, C, grad_y):
+    if _in_one_walk(x, B, C, grad_y):
         states = walked_states(x, B, D_H, decays, initial_state)
         grad_x, grad_states, grad_initial = scan_reverse(grad_y, B, C, D_H, decays, grad_final_state)
         grad_B, grad_C, grad_D, sums = group_grads(grad_y, x, B, C, decays, states, grad_states)
@@ -111,7 +111,7 @@ def chunk_scan_backward(
     )
 
 
-def in_one_walk(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
+def _in_one_walk(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
     """Returns whether every head of every sequence is one walk: on GPUs that copy tiles by themselves."""
     hopper = x_SBHP.is_cuda and torch.cuda.get_device_capability(x_SBHP.device) >= _HOPPER
     return hopper and _fits_walks(x_SBHP, B_SBGN, *others)
