@@ -11,8 +11,8 @@ from petatron.base.log import get_logger
 from petatron.bench.measure.arguments import resolve_device
 from petatron.bench.peers import BenchSpec
 from petatron.config import load_config, resolve_config
-from petatron.config.load import RawLoadedConfig
 from petatron.config.checks.parallel_sizes import MESH_SIZES
+from petatron.config.load import RawLoadedConfig
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.kernels.matmul import unsupported_reason
