@@ -77,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peer-keeps-gathered", action="store_true", help="torchtitan: no second gathering of weights; more memory"
     )
     parser.add_argument("--breakdown", action="store_true", help="say where the time of a step goes (CUDA only)")
+    parser.add_argument(
+        "--host", action="store_true", help="say what our step costs the host per layer, by models of 2 and 4 layers"
+    )
     parser.add_argument("--memory", action="store_true", help="say what holds our memory at the peak of a step")
 
 
@@ -118,15 +121,28 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     device = detect_device(spec.run.train.device)
     _check(args, spec, names, device)
     bandwidth = None if device.peak("bfloat16") is None else copy_bandwidth(spec.device)
+    host = _measure_host(args, flags, spec) if args.host else None
     found = None if args.apart else _measure_in_process(args, spec, names, device)
     if found is None:
         free_cached_memory(spec.device)
         found = _measure_in_subprocesses(args, flags, names)
+    found.host = host
     return report(spec, device, found, bandwidth=bandwidth)
 
 
-def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> BenchSpec:
-    from petatron.bench.peers.bench_model import bench_spec
+def _measure_host(args: argparse.Namespace, flags: Sequence[str], spec: BenchSpec) -> dict[str, Any]:
+    """Measures the host's part of our step before anything else is on the device."""
+    from petatron.bench.measure.host_time import DEPTHS, measure_host
+    from petatron.bench.measure.timing import free_cached_memory
+
+    _log.info("the host's part of our step, with %d and %d layers", *DEPTHS)
+    measured = measure_host(_run_words(args, flags)).as_json()
+    free_cached_memory(spec.device)
+    return measured
+
+
+def _run_words(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+    """Returns the run's flags, with those that the bench's own stand for."""
     from petatron.config.schema.fields import fields_by_name
 
     words = [*flags]
@@ -134,6 +150,13 @@ def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[
     if args.fp8_recipe is not None:
         format_given = any(flag.partition("=")[0] in ("--fp8-format", "--fp8-hybrid") for flag in flags)
         words += ([] if format_given else ["--fp8-format", "hybrid"]) + ["--fp8-recipe", args.fp8_recipe]
+    return words
+
+
+def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> BenchSpec:
+    from petatron.bench.peers.bench_model import bench_spec
+
+    words = _run_words(args, flags)
     if "torchtitan" in names:
         spec = bench_spec(
             words, silenced_flags=("--no-compile",)
@@ -171,6 +194,9 @@ def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], devi
         found.append(Problem("--optimizer", spec.run.optim.optimizer, rule, "Leave it out."))
     if args.breakdown and device.kind != "cuda":
         found.append(Problem("--breakdown", "", "needs a CUDA device", "Leave it out."))
+    if args.host and OURS not in names:
+        rule = f"is about our own step, and {args.only} is measured alone"
+        found.append(Problem("--host", "", rule, "Leave one of them out."))
     if args.only and (args.against or args.apart):
         found.append(
             Problem("--only", args.only, "measures one alone, so there is nobody to compare", "Keep one of them.")

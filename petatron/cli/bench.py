@@ -29,6 +29,7 @@ BENCHES: Mapping[str, tuple[str, str]] = {
         "one optimizer step against torch's fused AdamW, clipping and cast",
     ),
     "train": ("petatron.bench.train", "the training step: speed, MFU and memory, alone or against a peer"),
+    "memory": ("petatron.bench.memory", "the peak that plan memory predicts against the measured one"),
     "suite": ("petatron.bench.suite", "the training step of many models, each beside a peer, as one table"),
     "kernels": (
         "petatron.bench.kernels",

@@ -23,8 +23,9 @@ and no logits.
 Recomputed, `layernorm` frees what a router saves of its norm, `core_attn` the log-sum-exp, `attention` and `mlp` all they save, a
 whole layer all but its input. A recomputed module holds what its GEMMs gather, until its backward is done.
 
-With FP8, the GEMMs of attention, MLP and shared expert save their quantised inputs, one byte an element and its scales, gathered or
-not; all layers are counted as if they did.
+With FP8, GEMMs of activation functions' outputs save them quantised, one byte an element and its scales; others cast their input a second
+time in backward, and save a scale at most (`layers/ops/fp8_gemm.py`). Inputs that tensor-parallel ranks share are saved quantised
+too, gathered or not. All layers are counted as if they used FP8.
 
 MoE layers are counted for an even load; then a rank's experts get as many rows as its own tokens make choices.
 """
@@ -34,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL
+from petatron.layers.spec.branch import FULL, BranchSpec
 from petatron.layers.transformer_layer import LayerSpec
 
 
@@ -42,15 +43,17 @@ def layer_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[st
     """Returns the bytes that one layer saves of one micro-batch while `modules` are recomputed."""
     if FULL in modules:
         return layer_input_bytes(layer, shape)
-    saved = layer.extra_saved_bytes(shape)
-    saved += 0 if "layernorm" in modules else saved_norm_output_bytes(layer, shape, modules)
-    for branch in layer.branches:
-        norms = (branch.name in layer.input_norms) + (branch.name in layer.output_norms)
-        saved += norms * layer.norm.saved_bytes(shape, shape.tokens) + branch.saved_bytes(shape, modules)
-        if layer.norm_placement in ("post", "output"):  # its input is no norm's output of this layer, so it is saved
-            saved += shape.activation_bytes(shape.tokens, branch.hidden_size)
-        saved += shape.dropout_mask_bytes(branch.hidden_size, layer.dropout)
-    return saved
+    return layer.extra_saved_bytes(shape) + sum(branch_bytes(layer, one, shape, modules) for one in layer.branches)
+
+
+def branch_bytes(layer: LayerSpec, branch: BranchSpec, shape: ActivationShape, modules: Collection[str] = ()) -> int:
+    """Returns the bytes that one branch of a layer and its norms save of one micro-batch while `modules` are recomputed."""
+    saved = 0 if "layernorm" in modules else branch.saved_input_bytes(shape, modules)
+    norms = (branch.name in layer.input_norms) + (branch.name in layer.output_norms)
+    saved += norms * layer.norm.saved_bytes(shape, shape.tokens) + branch.saved_bytes(shape, modules)
+    if layer.norm_placement in ("post", "output"):  # its input is no norm's output of this layer, so it is saved
+        saved += shape.activation_bytes(shape.tokens, branch.hidden_size)
+    return saved + shape.dropout_mask_bytes(branch.hidden_size, layer.dropout)
 
 
 def layer_input_bytes(layer: LayerSpec, shape: ActivationShape) -> int:

@@ -29,10 +29,12 @@ from functools import lru_cache
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.run import RunConfig
+from petatron.layers.ops.fp8_weight import is_cast_for_each_use
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.rank_layout import Layout
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
+from petatron.schedule.pipeline_plan import num_micro_batches
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -111,11 +113,15 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
 def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, *, num_shards: int) -> int:
     """Returns the bytes of FP8 weights of layers, in both orientations, a byte each; embedding and head are not quantised.
 
-    Where they are all-gathered in FP8, a rank's owned range is separate from the weights it computes with; not so for experts.
+    One large micro-batch casts dense weights for each use, and keeps none (`layers/ops/fp8_weight.py`). Where weights are all-gathered
+    in FP8, a rank's owned range is separate from the weights it computes with; not so for experts.
     """
     if run.precision.fp8_format is None:
         return 0
-    copies = 2 * (elements.dense + elements.experts - elements.embedding_and_head)
+    rows = run.train.micro_batch_size * run.model.seq_length // run.parallel.context_parallel_size
+    cast_for_each_use = is_cast_for_each_use(micro_batches=num_micro_batches(run), num_rows=rows)
+    dense = 0 if cast_for_each_use else elements.dense - elements.embedding_and_head
+    copies = 2 * (dense + elements.experts)
     if run.precision.fp8_param_gather and num_shards > 1:
         copies += element_bytes(run) * -(-(elements.dense - elements.embedding_and_head) // num_shards)
     return copies
@@ -163,6 +169,11 @@ def _stage_element_counts(spec: ModelSpec, stage: PipelineStage, coordinate: Mod
     last = PipelineStage((), has_embedding=False, has_loss=True)
     head = _count_elements(spec.outer_params(last), coordinate) if stage.has_loss else (0, 0)
     return ElementCounts(counts[0], counts[1], counts[2], counts[3], largest, outer[0] + outer[1], head[0] + head[1])
+
+
+def count_parameters(params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate) -> int:
+    """Returns the elements of all parameters on one rank."""
+    return sum(_count_elements(params, coordinate)[:2])
 
 
 def _count_elements(params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate) -> tuple[int, int, int, int]:

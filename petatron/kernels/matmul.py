@@ -50,8 +50,8 @@ def is_widened(a: Tensor, b: Tensor) -> bool:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a b in the dtype of both, also for batches of matrices."""
-    if not is_widened(a, b):
-        return a @ b
+    if a.is_cuda or not is_widened(a, b):
+        return torch.mm(a, b) if a.dim() == b.dim() == 2 else a @ b
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return _WidenedMatmul.apply(a, b)  # pyright: ignore[reportReturnType]
     return _widened(a, b)

@@ -14,7 +14,8 @@ def empty_heads(like_SBHE: Tensor, width: int, *, batch_first: bool) -> Tensor:
     """Returns an uninitialised tensor of heads of `width`, in memory [B, S, ...] if `batch_first`."""
     length, batch, heads, _ = like_SBHE.shape
     if batch_first:
-        return like_SBHE.new_empty((batch, length, heads, width)).transpose(0, 1)
+        row = heads * width
+        return like_SBHE.new_empty_strided((length, batch, heads, width), (row, length * row, width, 1))
     return like_SBHE.new_empty((length, batch, heads, width))
 
 

@@ -32,6 +32,7 @@ from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
+from petatron.layers.token_layout import is_batch_first
 from petatron.sharding.shard_spec import Section, Shard
 
 
@@ -178,7 +179,8 @@ class AttentionSpec(BranchSpec):
             heads = rows * (q_dim + kv_dim) // self.head_dim if per_head else 2 * rows
             saved += 0 if fused else self.qk_norm.statistics_bytes(shape, heads)
         saved += self._saved_variant_bytes(shape)
-        saved += shape.activation_bytes(rows, q_dim) + shape.fp8_input_bytes(self.hidden_size, q_dim)
+        saved += shape.activation_bytes(rows, q_dim) + shape.fp8_recast_bytes(q_dim)
+        saved += shape.fp8_column_input_bytes(self.hidden_size)
         saved += shape.activation_bytes(rows, self._saved_gates() * self.gate_dim(shape.tp))
         log_sum_exp = rows * q_dim // self.head_dim * shape.compute_bytes
         return saved + (0 if "core_attn" in recomputed else log_sum_exp)
@@ -209,10 +211,10 @@ class AttentionSpec(BranchSpec):
         return shape.activation_bytes(shape.gathered_tokens, 2 * self.kv_dim(shape.tp))
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
+        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
         if region == "core_attn":
             return self._core_flops(shape)
-        return self.forward_flops(shape) - (0.0 if shape.fp8_recipe is not None else self._out_flops(shape))
+        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else self._out_flops(shape))
 
     def forward_flops(self, shape: ActivationShape) -> float:
         width = self.q_dim(shape.tp) + 2 * self.kv_dim(shape.tp) + self.gate_dim(shape.tp)
@@ -263,7 +265,7 @@ class CoreAttention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             documents=documents,
             packing_kernels=self.packing_kernels,
-            rules=self.score_rules(sinks_H),
+            rules=None if self.softcap is None and sinks_H is None else self.score_rules(sinks_H),
             chunk=self.chunk,
         )
 
@@ -292,6 +294,7 @@ class Attention(BranchModule):
     """out(core(q, k, v)); q, k and v are one GEMM, stored as three logical tensors."""
 
     fp8_linears = ("qkv", "out")
+    takes_rows = True
 
     def __init__(self, spec: AttentionSpec, layer_index: int) -> None:
         super().__init__()
@@ -324,9 +327,15 @@ class Attention(BranchModule):
         return {"core_attn": self.core, "attention": self}
 
     def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
-        qkv, gate = self._project(x_SBD)
+        (qkv, gate), rows = self._project(x_SBD), context.token_rows
         y_SBHE = self._attend(qkv, context)
-        return self.out(y_SBHE.flatten(-2) if gate is None else y_SBHE.flatten(-2) * gate.sigmoid())
+        if rows is not None and gate is None and is_batch_first(y_SBHE) == rows.batch_first:
+            return self.out(rows.flatten_heads(y_SBHE))
+        y_SBD = y_SBHE.flatten(-2)
+        if gate is not None:
+            y_SBD = y_SBD * (gate if rows is None else rows.unflatten(gate)).sigmoid()
+        # The GEMM takes tokens in the order in which attention leaves them.
+        return self.out(y_SBD) if rows is None else rows.flatten(self.out(y_SBD))
 
     def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor | None]:
         """Returns queries, keys and values, and the gates of the output if it has some."""
@@ -387,7 +396,10 @@ class Attention(BranchModule):
         cos_sin = None if self.rope is None else context.rope_cos_sin[self.rope]
         fused = not self.spec.rope_interleaved
         if cos_sin is not None and self.q_norm is None and fused:
-            return split_qkv_rope(qkv, cos_sin, num_heads=heads, num_kv_heads=groups, kernels=self.kernels)
+            return split_qkv_rope(
+                qkv, cos_sin, num_heads=heads, num_kv_heads=groups, kernels=self.kernels, rows=context.token_rows
+            )
+        qkv = qkv if context.token_rows is None else context.token_rows.unflatten(qkv)
         if cos_sin is not None and self.qk_rms_norms is not None and fused:
             sizes = {"num_heads": heads, "num_kv_heads": groups}
             return split_qkv_norm_rope(qkv, cos_sin, self.qk_rms_norms, **sizes, kernels=self.qk_norm_rope_kernels)

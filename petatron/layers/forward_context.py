@@ -10,6 +10,7 @@ from torch import Tensor
 from petatron.kernels.attention.documents import Documents
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.generation_state import GenerationStep
+from petatron.layers.token_layout import TokenRows
 
 RopeCosSin = tuple[Tensor, Tensor]
 
@@ -28,6 +29,7 @@ class ForwardContext:
     generation: the step of generation that this pass is, with what layers keep of the tokens before; None: a whole sequence. The
         activations of a step are rows [T, D], the packed tokens of all sequences, and not [S, B, D].
     positions: those of this rank's tokens, [S] or [B, S]; None where no layer needs them.
+    token_rows: how activations are flattened to rows [R, D], if they are: between layers that all take rows (`BranchModule.takes_rows`).
     """
 
     rope_cos_sin: Mapping[RopeSpec, RopeCosSin] = field(default_factory=dict)
@@ -37,6 +39,7 @@ class ForwardContext:
     router_statistics: dict[int, Tensor] = field(default_factory=dict)
     generation: GenerationStep | None = None
     positions: Tensor | None = None
+    token_rows: TokenRows | None = None
 
     def token_positions(self) -> Tensor:
         assert self.positions is not None, "a model with layers that need positions passes them"

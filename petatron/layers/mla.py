@@ -152,7 +152,8 @@ class MlaSpec(BranchSpec):
         rows, heads = shape.gathered_tokens, self.num_heads // shape.tp
         saved = shape.activation_bytes(rows, heads * 2 * (self.qk_dim + self.v_dim))
         saved += self._latent_bytes(shape)
-        saved += shape.fp8_input_bytes(self.q_input_size, self.kv_rank, heads * self.v_dim)
+        saved += shape.fp8_column_input_bytes(self.q_input_size, self.kv_rank)
+        saved += shape.fp8_recast_bytes(heads * self.v_dim)
         log_sum_exp = rows * heads * shape.compute_bytes
         return saved + (0 if "core_attn" in recomputed else log_sum_exp)
 
@@ -172,10 +173,10 @@ class MlaSpec(BranchSpec):
         return shape.activation_bytes(shape.gathered_tokens, width)
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
+        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
         if region == "core_attn":
             return self._core_flops(shape)
-        return self.forward_flops(shape) - (0.0 if shape.fp8_recipe is not None else self._out_flops(shape))
+        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else self._out_flops(shape))
 
     def forward_flops(self, shape: ActivationShape) -> float:
         heads, rows = self.num_heads // shape.tp, shape.gathered_tokens

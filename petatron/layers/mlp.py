@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BranchModule, ChannelMixerSpec
+from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, rows_in_memory_order, to_rows
 from petatron.sharding.shard_spec import Shard
@@ -53,7 +53,13 @@ class MLPSpec(ChannelMixerSpec):
             return 0
         width = self.width // shape.tp
         first = shape.activation_bytes(shape.gathered_tokens, (2 if self.gated else 1) * width)
-        return first + shape.fp8_input_bytes(self.hidden_size, width)
+        return first + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_input_bytes(width)
+
+    def backward_moments(self, shape: ActivationShape) -> Sequence[BackwardMoment]:
+        """The activation's backward: gradients of its output and input, and the output, if the last GEMM's gradient needs it."""
+        inner = (2 if self.gated else 1) + (2 if shape.fp8_recipe is None else 1)
+        workspace = shape.activation_bytes(shape.gathered_tokens, inner * (self.width // shape.tp))
+        return [BackwardMoment(self.stream_grad_bytes(shape) + workspace, 1 / 3 if self.gated else 1 / 2)]
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
         """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
@@ -97,6 +103,8 @@ class ActivationKernels(Protocol):
 
 class _RecomputableActivation:
     """The activation function of a module, with that module's kernels."""
+
+    recast_in_fp8 = False
 
     __slots__ = ("_module",)
 
@@ -156,6 +164,7 @@ class MLP(BranchModule):
     """down(act(up(x)))."""
 
     fp8_linears = ("up", "down")
+    takes_rows = True
 
     def __init__(self, spec: MLPSpec) -> None:
         super().__init__()

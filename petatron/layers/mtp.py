@@ -75,6 +75,7 @@ class MtpLayer(TransformerLayer):
 
     def __init__(self, spec: MtpLayerSpec, *, layer_index: int = 0) -> None:
         super().__init__(spec, layer_index=layer_index)
+        self.takes_rows = False  # it takes embeddings of tokens ahead, [S, B, D]
         width = spec.norm.width
         self.depth = spec.depth
         self.embedding_norm, self.hidden_norm = spec.norm.build(), spec.norm.build()

@@ -26,6 +26,8 @@ class _RecomputableNorm:
     Weights are inputs too where autograd is to get their gradients.
     """
 
+    recast_in_fp8 = True
+
     __slots__ = ("_adds", "_norm")
 
     def __init__(self, norm: Norm, *, adds: bool) -> None:
@@ -107,7 +109,8 @@ class Norm(nn.Module):
         return {"kernels": self.operation}
 
     def weights(self) -> tuple[nn.Parameter, ...]:
-        return (self.weight,)
+        """Returns the weight, and the bias if there is one."""
+        return tuple(self._parameters.values())  # pyright: ignore[reportReturnType]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add_and_norm(x)[1].value
@@ -135,9 +138,6 @@ class LayerNorm(Norm):
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False, bias: bool = True) -> None:
         super().__init__(width, eps=eps, zero_centered_gamma=zero_centered_gamma)
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
-
-    def weights(self) -> tuple[nn.Parameter, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,33 @@ With one sequence, or one token, both are the same.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
+
+
+class TokenRows(NamedTuple):
+    """How [S, B, ...] is flattened to rows [R, ...]: `batch` sequences, one after the other if `batch_first`, else token by token."""
+
+    batch: int
+    batch_first: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> TokenRows:
+        """Takes the order in which a tensor [S, B, ...] is in memory."""
+        return cls(x.shape[1], is_batch_first(x))
+
+    def flatten(self, x: Tensor) -> Tensor:
+        return (x.transpose(0, 1) if self.batch_first else x).flatten(0, 1)
+
+    def flatten_heads(self, x_SBHE: Tensor) -> Tensor:
+        """Flattens the heads of each token too."""
+        return (x_SBHE.transpose(0, 1) if self.batch_first else x_SBHE).reshape(-1, x_SBHE.shape[2] * x_SBHE.shape[3])
+
+    def unflatten(self, rows: Tensor) -> Tensor:
+        if self.batch_first:
+            return rows.view(self.batch, -1, *rows.shape[1:]).transpose(0, 1)
+        return rows.view(-1, self.batch, *rows.shape[1:])
 
 
 def is_batch_first(x: Tensor) -> bool:
@@ -17,32 +43,43 @@ def is_batch_first(x: Tensor) -> bool:
 
 def rows_in_memory_order(x: Tensor) -> tuple[Tensor, bool]:
     """Flattens [S, B, ..., D] to [R, D] in its memory order, and returns whether that is batch first."""
-    if x.dim() <= 2:
-        return x.contiguous(), False
-    if not x.is_contiguous():
-        swapped = x.transpose(0, 1)
-        if swapped.is_contiguous():
-            return swapped.view(-1, x.shape[-1]), True
-        x = x.contiguous()
-    return x.view(-1, x.shape[-1]), False
+    if x.is_contiguous():
+        return (x if x.dim() <= 2 else x.view(-1, x.shape[-1])), False
+    if x.dim() == 3:  # in one view where two would do: each is a call of a microsecond, and a layer has dozens
+        length, batch, width = x.shape
+        if x.stride() == (width, length * width, 1):
+            return x.as_strided((length * batch, width), (width, 1)), True
+    batch_first = is_batch_first(x)
+    return to_rows(x, batch_first=batch_first), batch_first
 
 
 def to_rows(x: Tensor, *, batch_first: bool) -> Tensor:
     """Flattens [S, B, ..., D] to [R, D] in the given order; a view where memory has that order."""
-    if x.dim() <= 2:
+    dims = x.dim()
+    if dims <= 2:
         return x.contiguous()
-    x = (x.transpose(0, 1) if batch_first else x).contiguous()
+    if batch_first:
+        if dims == 3:
+            length, batch, width = x.shape
+            if x.stride() == (width, length * width, 1):
+                return x.as_strided((length * batch, width), (width, 1))
+        x = x.transpose(0, 1)
+    x = x.contiguous()
     return x.view(-1, x.shape[-1])
 
 
 def from_rows(rows: Tensor, like: Tensor, *, batch_first: bool) -> Tensor:
     """Unflattens [R, O] to [S, B, ..., O], the other dimensions being those of `like`."""
-    if like.dim() <= 2:
+    tokens, width = like.shape[:-1], rows.shape[-1]
+    if len(tokens) <= 1:
         return rows
-    if batch_first:
-        first, second, *rest = like.shape[:-1]
-        return rows.view(second, first, *rest, rows.shape[-1]).transpose(0, 1)
-    return rows.view(*like.shape[:-1], rows.shape[-1])
+    if not batch_first:
+        return rows.view(*tokens, width)
+    if len(tokens) == 2 and rows.is_contiguous():
+        length, batch = tokens
+        return rows.as_strided((length, batch, width), (width, length * width, 1))
+    first, second, *rest = tokens
+    return rows.view(second, first, *rest, width).transpose(0, 1)
 
 
 def to_row_order(x_SB: Tensor, *, batch_first: bool) -> Tensor:

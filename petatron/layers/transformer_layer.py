@@ -103,20 +103,21 @@ class Residual:
 class _BranchParts(NamedTuple):
     """The modules of a branch by their names in the layer, formatted once and not in every forward pass.
 
+    dropout: None where nothing is dropped.
     multiplier: the factor on what the branch adds to the residual stream; None: 1.
     """
 
     branch: str
     norm: str
     post_norm: str
-    dropout: str
+    dropout: str | None
     multiplier: float | None
 
     @classmethod
-    def of(cls, branch: BranchSpec, residual_multiplier: float) -> _BranchParts:
-        name, factor = branch.name, residual_multiplier * branch.output_multiplier
-        multiplier = None if factor == 1.0 else factor
-        return cls(name, f"{name}_norm", f"{name}_post_norm", f"{name}_dropout", multiplier)
+    def of(cls, branch: BranchSpec, layer: LayerSpec) -> _BranchParts:
+        name, factor = branch.name, layer.residual_multiplier * branch.output_multiplier
+        dropout = None if layer.dropout == 0.0 else f"{name}_dropout"
+        return cls(name, f"{name}_norm", f"{name}_post_norm", dropout, None if factor == 1.0 else factor)
 
 
 class TransformerLayer(nn.Module):
@@ -125,7 +126,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, spec: LayerSpec, *, layer_index: int = 0) -> None:
         super().__init__()
         self.spec = spec
-        self._branches = tuple(_BranchParts.of(branch, spec.residual_multiplier) for branch in spec.branches)
+        self._branches = tuple(_BranchParts.of(branch, spec) for branch in spec.branches)
         for branch in spec.branches:
             if branch.name in spec.input_norms:
                 self.add_module(f"{branch.name}_norm", spec.norm.build())
@@ -133,6 +134,8 @@ class TransformerLayer(nn.Module):
             if branch.name in spec.output_norms:
                 self.add_module(f"{branch.name}_post_norm", spec.norm.build())
             self.add_module(f"{branch.name}_dropout", Dropout(spec.dropout))
+        branches = self.branches()
+        self.takes_rows = len(branches) == len(spec.branches) and all(branch.takes_rows for branch in branches)
 
     def branches(self) -> list[BranchModule]:
         """Returns the modules of the branches in their order."""
@@ -193,4 +196,4 @@ class TransformerLayer(nn.Module):
         post_norm = modules.get(names.post_norm)
         y_SBD = y_SBD if post_norm is None else post_norm(y_SBD)
         y_SBD = y_SBD if names.multiplier is None else y_SBD * names.multiplier
-        return modules[names.dropout](y_SBD)  # pyright: ignore[reportOptionalCall]
+        return y_SBD if names.dropout is None else modules[names.dropout](y_SBD)  # pyright: ignore[reportOptionalCall]

@@ -13,6 +13,7 @@ from petatron.config.schema.layer_patterns import linear_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
+from petatron.kernels.vocab_parallel_cross_entropy import chunk_tokens
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.mla import MlaSpec
 from petatron.layers.mtp import MtpLayerSpec, embedding_name
@@ -151,6 +152,13 @@ class DecoderSpec(ModelSpec):
                 rows = padded_rows(self.vocab_size, config.make_vocab_size_divisible_by, shape.tp) // shape.tp
                 saved += rows * config.hidden_size * shape.compute_bytes
         return saved
+
+    def loss_workspace_bytes(self, shape: ActivationShape) -> int:
+        """Returns the bytes of a chunk's logits and of its input's gradient, and of the output of the last norm."""
+        width, config = self.config.hidden_size, self.config
+        rows = padded_rows(self.vocab_size, config.make_vocab_size_divisible_by, shape.tp) // shape.tp
+        tokens = chunk_tokens(shape.gathered_tokens, rows, shape.element_bytes)
+        return shape.activation_bytes(tokens, rows + width) + shape.activation_bytes(shape.gathered_tokens, width)
 
 
 def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:

@@ -80,6 +80,10 @@ class ModelSpec(ABC):
     def outer_saved_bytes(self, shape: ActivationShape, stage: PipelineStage) -> int:
         """Returns the bytes that a stage saves of a micro-batch outside its layers."""
 
+    def loss_workspace_bytes(self, shape: ActivationShape) -> int:
+        """Returns the bytes that computing the loss of a micro-batch needs, and does not save."""
+        return 0
+
     def params(self, stage: PipelineStage | None = None, *, tied_across_ranks: bool = False) -> dict[str, ParamSpec]:
         """Returns every parameter of a stage by name, or of the whole model, in the order of its modules."""
         stage = stage or self.whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -11,7 +12,8 @@ from petatron.base.errors import TrainError
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.spec.generation_state import GenerationStep
-from petatron.layers.transformer_layer import Residual, TransformerLayer
+from petatron.layers.token_layout import TokenRows
+from petatron.layers.transformer_layer import TransformerLayer
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import StageOutput
 
@@ -20,10 +22,15 @@ LayerRunner = Callable[[Sequence[nn.Module], Tensor, ForwardContext], Tensor]
 
 
 def run_layers_sequentially(layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
-    residual: Residual | None = None
+    """Runs layers one after the other; activations are rows between them, if all of them take rows."""
+    residual, rows = None, None
+    if x_SBD.dim() == 3 and all(getattr(layer, "takes_rows", False) for layer in layers):
+        rows = TokenRows.of(x_SBD)
+        x_SBD, context = rows.flatten(x_SBD), replace(context, token_rows=rows)
     for layer in layers:
         x_SBD, residual = layer(x_SBD, context, residual)
-    return x_SBD if residual is None else residual.x_SBD + x_SBD
+    x_SBD = x_SBD if residual is None else residual.x_SBD + x_SBD
+    return x_SBD if rows is None else rows.unflatten(x_SBD)
 
 
 class StageModule(nn.Module, ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,10 +39,17 @@ class Fp8GemmSet:
         for gemm in (*self.linears.values(), *self.experts):
             gemm.new_step(micro_batches)
 
-    def drop_cached_weights(self) -> None:
-        """Drops cached weights inside a step, which starts again."""
-        for gemm in (*self.linears.values(), *self.experts):
-            gemm.drop_cached_weight()
+    def undo_point(self) -> Callable[[], None]:
+        """Returns a function that undoes what the host notes from now on, of a step that the device does not run."""
+        undo_histories = [history.undo_point() for history in self._amax_histories().values()]
+
+        def undo() -> None:
+            for gemm in (*self.linears.values(), *self.experts):
+                gemm.drop_cached_weight()
+            for undo_history in undo_histories:
+                undo_history()
+
+        return undo
 
     def weights_changed(self) -> None:
         """Drops cached weights without a step; amax is not recorded until one starts."""
@@ -106,7 +113,7 @@ def apply_fp8(
                 if isinstance(module, Linear):
                     weight = f"layers.{layer_index}.{name}.weight"
                     linears[weight] = make_gemm()
-                    set_gemm(module, linears[weight])
+                    set_gemm(module, linears[weight], recasting_gemm=linears[weight].recasting())
                     scaling = recipe.fp8_gather_scaling(module.weight.shape)
                     gather_scalings |= {} if scaling is None else {weight: scaling}
                 else:

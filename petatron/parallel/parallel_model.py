@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from petatron.parallel.pipeline.auto_cuda_graphs import AutoGraphedSteps, GraphF
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture, GraphedSteps
 from petatron.parallel.pipeline.executor import LossScales, PipelineExecutor, StepResult
 from petatron.parallel.router_statistics import RouterStatistics
+from petatron.schedule import RankSchedule
 from petatron.schedule.actions import TimedAction
 from petatron.schedule.pipeline_plan import PipelinePlan
 from petatron.sharding.flat_buffer import FlatParamGroup
@@ -81,6 +82,7 @@ class ParallelModel:
             combined_passes=parallelized.combined_passes,
         )
         self._run_step: Callable[..., StepResult] = self._run_and_reduce
+        self._run_evaluation: Callable[..., StepResult] = self._pipeline.run
         weights = [loss.weight for loss in io.losses]
         self._loss_weights = (
             None if weights == [1.0] else torch.tensor(weights, dtype=torch.float64, device=mesh.device)
@@ -94,14 +96,16 @@ class ParallelModel:
         """
         reducer = self.gradient_reducer
         assert isinstance(reducer, GradientReducer), "fully_shard communicates inside a step"
-        options: dict[str, Any] = {"before_replay": self._wait_for_params}
+        options: dict[str, Any] = {"prepare": self._prepare_graph}
         if facts is not None:
-            options |= {"warm_up_steps": 1, "any_rank": lambda here: facts.max_over_ranks([float(here)]) == [1.0]}
+            options |= {"undo_point": self.fp8_gemms.undo_point, "warm_up_steps": 1}
+            options |= {"any_rank": lambda here: facts.max_over_ranks([float(here)]) == [1.0]}
         # Reductions that overlap the backward pass are in the graph; others follow it, over any backend.
-        run = self._run_and_reduce if reducer.overlap else self._pipeline.run
+        run = self._run_and_reduce if reducer.overlap else self._run_passes
         steps = GraphedSteps(run, reducer, graph_capture, **options)
         if facts is not None:
-            steps = AutoGraphedSteps(run, steps, facts, restart_step=self._restart_step)
+            steps = AutoGraphedSteps(run, steps, facts, restart_step=self._start_step)
+        self._run_evaluation = partial(steps.run_evaluation, self._pipeline.run)
         self._run_step = steps.run if reducer.overlap else partial(self._run_and_reduce, run=steps.run)
 
     @property
@@ -144,7 +148,6 @@ class ParallelModel:
         self._set_mode(training=True)
         batches = self._split(batches)
         self._start_step(len(batches))
-        self.fp8_gemms.new_step(len(batches))
         tokens = self._count_tokens(batches)
         aux_loss_scale = torch.full_like(tokens[0], loss_scale / (len(batches) * self.mesh.dp.size))
         token_loss_scale = (loss_scale if self._loss_weights is None else loss_scale * self._loss_weights) / tokens
@@ -160,11 +163,23 @@ class ParallelModel:
         self._mean_losses = self._total_losses(result) / tokens
         return self.objective(self._mean_losses)
 
+    def _run_passes(
+        self, schedule: RankSchedule, batches: Sequence[Batch], *arguments: Any, **options: Any
+    ) -> StepResult:
+        """Runs the passes of a step over weights that have changed."""
+        self.fp8_gemms.new_step(len(batches))
+        for group in self._flat_groups():
+            group.start_due_gather()
+        result = self._pipeline.run(schedule, batches, *arguments, **options)
+        for group in self._flat_groups():
+            group.wait_for_params()
+        return result
+
     def _run_and_reduce(
         self, *arguments: Any, run: Callable[..., StepResult] | None = None, **options: Any
     ) -> StepResult:
         """Runs the passes of a step, and finishes the reduction of its gradients."""
-        result = (run or self._pipeline.run)(*arguments, **options)
+        result = (run or self._run_passes)(*arguments, **options)
         self.gradient_reducer.finish_grad_sync()
         return result
 
@@ -172,16 +187,16 @@ class ParallelModel:
         self._weight_grad_queue.start_step()
         self.gradient_reducer.start_step(num_micro_batches)
 
-    def _restart_step(self, num_micro_batches: int) -> None:
-        """Starts a step again of which nothing has been computed."""
-        self._start_step(num_micro_batches)
-        self.fp8_gemms.drop_cached_weights()
-
-    def _wait_for_params(self) -> None:
-        """Waits for weights whose all-gather is in flight: a graph cannot wait for what was started outside it."""
-        for group in self.param_groups:
-            if isinstance(group, FlatParamGroup):
+    def _prepare_graph(self, *, trains: bool, captured: bool) -> None:
+        """Completes all-gathers of weights in flight, which a graph cannot wait for, or leaves them to a graph that trains."""
+        for group in self._flat_groups():
+            if trains:
+                group.gather_in_step(captured=captured)
+            else:
                 group.wait_for_params()
+
+    def _flat_groups(self) -> Iterator[FlatParamGroup]:
+        return (group for group in self.param_groups if isinstance(group, FlatParamGroup))
 
     def objective(self, mean_losses: Tensor) -> Tensor:
         """Returns the weighted sum of the means of all losses [losses]."""
@@ -227,7 +242,11 @@ class ParallelModel:
         self._set_mode(training=False)
         self.fp8_gemms.weights_changed()
         schedule = self.plan.evaluation_schedule(len(batches), rank=self.mesh.pp.rank)
-        return self._pipeline.run(schedule, batches, collect=collect)
+        return (
+            self._pipeline.run(schedule, batches, collect=collect)
+            if collect
+            else self._run_evaluation(schedule, batches)
+        )
 
     def _split(self, batches: Sequence[Batch]) -> list[Batch]:
         whole = batches if self.io.extend_batch is None else map(self.io.extend_batch, batches)

@@ -195,11 +195,13 @@ def _row_blocks(x: Tensor) -> Tensor:
     return x.flatten(1, -2)
 
 
-def _gemm_input(x: Tensor | Recomputable, *, save_first: bool) -> Recomputable:
-    """Returns a GEMM's input; a tensor is saved by the GEMM, or, inside a recomputed region, before it (`as_recomputable`)."""
-    if isinstance(x, Recomputable):
-        return x
-    return as_recomputable(x) if save_first else Recomputable(x, None)
+def _saved_input(x: Tensor, *, save_first: bool) -> Recomputable:
+    """Returns an input that nothing recomputes: the GEMM saves its rows.
+
+    In a recomputed region, or if its rows are a copy, it is saved itself, before the GEMM.
+    """
+    dense = x.is_contiguous() or is_batch_first(x)
+    return Recomputable(x, None) if dense and not save_first else as_recomputable(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +221,8 @@ class ColumnParallelOp:
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
+            x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
+            return self.gemm_op(x, weight)
         if not self.sequence_parallel:
             return self.gemm_op(as_recomputable(x), weight, input_comm=ReplicatedInput(self.axis))
         local_input = (
@@ -239,12 +242,12 @@ class RowParallelOp:
     save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
-        gemm_input = _gemm_input(x, save_first=self.save_first)
+        x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
         if self.axis.size == 1:
-            return self.gemm_op(gemm_input, weight)
+            return self.gemm_op(x, weight)
         if self.overlap is not None:
-            return self.gemm_op(gemm_input, weight, gemm_forward=self.overlap)
-        return self.reduce_output(self.gemm_op(gemm_input, weight))
+            return self.gemm_op(x, weight, gemm_forward=self.overlap)
+        return self.reduce_output(self.gemm_op(x, weight))
 
     def reduce_output(self, partial_sum: Tensor) -> Tensor:
         reduce = collectives.reduce_scatter_to_region if self.sequence_parallel else collectives.reduce_from_region
@@ -259,7 +262,8 @@ class ReplicatedOp:
     save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
-        return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
+        x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
+        return self.gemm_op(x, weight)
 
 
 def apply_tensor_parallel(
@@ -323,10 +327,14 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
             module.weight_grad_sink = sink
 
 
-def set_gemm(module: Linear, gemm: Gemm) -> None:
-    """Makes a linear use a GEMM; its communication stays."""
+def set_gemm(module: Linear, gemm: Gemm, *, recasting_gemm: Gemm | None = None) -> None:
+    """Makes a linear use a GEMM, or the second for inputs that are recomputed (`GemmOp`); its communication stays.
+
+    What such a GEMM saves is no view of its input, which is saved before.
+    """
     linear_op = _parallel_op(module)
-    module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, gemm=gemm))
+    gemm_op = replace(linear_op.gemm_op, gemm=gemm, recasting_gemm=recasting_gemm)
+    module.linear_op = replace(linear_op, gemm_op=gemm_op, save_first=True)
 
 
 def gemm_of(module: Linear) -> Gemm:

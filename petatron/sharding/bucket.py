@@ -39,14 +39,19 @@ class Bucket:
 
 
 class BucketGrads:
-    """The gradients of a bucket. Their memory can be freed and allocated again: views of `flat` stay valid, their values do not."""
+    """The gradients of a bucket. Their memory can be freed and allocated again: views of `flat` stay valid, their values do not.
+
+    freed: whether it is, which costs less to ask than an allocation that finds it allocated.
+    """
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype, device: torch.device | str) -> None:
         self.flat = torch.zeros(bucket.end - bucket.begin, dtype=dtype, device=device)
+        self.freed = False
         self._padded = sum(slot.parameter.numel() for slot in bucket.params) < self.flat.numel()
 
     def free(self) -> None:
         self.flat.untyped_storage().resize_(0)
+        self.freed = True
 
     def allocate(self) -> None:
         """Allocates the memory if it is freed. Nothing writes the gradients of padding, which are zero."""
@@ -55,3 +60,4 @@ class BucketGrads:
             storage.resize_(self.flat.nbytes)
             if self._padded:
                 self.flat.zero_()
+        self.freed = False

@@ -17,7 +17,6 @@ values.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,15 +30,20 @@ from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.sharding.bucket import Bucket, BucketGrads, BucketParam
-from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParamRange, rank_share
+from petatron.sharding.flat_shard import (
+    ALIGNMENT,
+    FlatShard,
+    OwnedRange,
+    ParamRange,
+    assign_whole_blocks,
+    rank_share,
+)
 from petatron.sharding.fp8_gather import BucketFp8Gather, Fp8Weights
 from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
 
 _log = get_logger(__name__)
 
-# Parts of a bucket start at multiples of this many elements: vector loads, and the widest message units of NCCL.
-_ALIGNMENT = 64
 # Buckets of whole matrices: the largest share of padding, and how many bucket sizes of matrices to try for less.
 _MAX_PADDING = 1 / 16
 _MAX_BUCKET_SIZES = 4
@@ -96,6 +100,7 @@ class FlatParamGroup:
         self.flat_shards = [self._flat_shard(begin, end) for begin, end in self._owned_ranges()]
         self._overlap_param_gather = overlap_param_gather
         self._gather_handles: dict[int, Handle] = {}
+        self._gather_due = self._gathers_in_step = False
         for slot in self.params:
             view = self.param_view(self.flat_weights, slot)
             view.copy_(slot.parameter.detach())
@@ -186,9 +191,18 @@ class FlatParamGroup:
             self._scales = self._fp8_gather.compute_scales(self._owned_weights)
 
     def all_gather_params(self) -> None:
-        """Starts the all-gather of every bucket's weights, in the order in which the forward pass needs them."""
-        if not self.axes.sharded:
+        """Starts the all-gather of every bucket's weights, or leaves that to the next step or use, see `gather_in_step`."""
+        self._gather_due = self.axes.sharded
+        if not self._gathers_in_step:
+            self.start_due_gather()
+        if not self._overlap_param_gather:
+            self.wait_for_params()
+
+    def start_due_gather(self) -> None:
+        """Starts an all-gather that is due, in the order in which the forward pass needs the weights."""
+        if not self._gather_due:
             return
+        self._gather_due = False
         self.wait_for_params()
         for index in reversed(range(len(self.buckets))):
             bucket, own = self.buckets[index], self._owned_weights[index]
@@ -199,11 +213,17 @@ class FlatParamGroup:
                 assert self._scales is not None, "nothing was agreed on"
                 self._gather_handles[index] = self._fp8_gather.start_all_gather(index, out, own, self._scales)
         self._scales = None
-        if not self._overlap_param_gather:
-            self.wait_for_params()
+
+    def gather_in_step(self, *, captured: bool) -> None:
+        """Leaves gathers that overlap a step to a CUDA graph of that step, which is captured now (or replayed)."""
+        self._gathers_in_step = self.axes.sharded and self._overlap_param_gather and self._fp8_gather is None
+        self._gather_due = self._gather_due and not self._gathers_in_step
+        self.wait_for_params()
+        self._gather_due = captured and self._gathers_in_step
 
     def wait_for_params(self, bucket_indices: Iterable[int] | None = None) -> None:
         """Waits until the weights of these buckets (None: all) may be used."""
+        self.start_due_gather()
         for index in list(self._gather_handles) if bucket_indices is None else bucket_indices:
             handle = self._gather_handles.pop(index, None)
             if handle is not None:
@@ -292,7 +312,7 @@ def _build_buckets(
     begin: int = 0,
 ) -> list[Bucket]:
     """Builds buckets of at least `bucket_size` elements; sharded ones are padded so that they divide into aligned shards."""
-    multiple = num_shards * _ALIGNMENT if num_shards > 1 else 1
+    multiple = num_shards * ALIGNMENT if num_shards > 1 else 1
     buckets: list[Bucket] = []
     at, slots = begin, []
     for index, (name, parameter, grad_order, uses) in enumerate(params):
@@ -355,18 +375,3 @@ def _whole_param_shards(
         if total >= _MAX_BUCKET_SIZES * bucket_size:
             break
     return first, [], 0
-
-
-def assign_whole_blocks(sizes: Sequence[int], num_shards: int) -> tuple[list[int], int]:
-    """Returns where each block starts, so that none crosses shards of the bucket, and the bucket's length.
-
-    >>> assign_whole_blocks([64, 128, 64], 2)
-    ([128, 0, 192], 256)
-    """
-    filled, places = [(0, part) for part in range(num_shards)], [(0, 0)] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
-        least, part = filled[0]
-        places[index] = part, least
-        heapq.heapreplace(filled, (least + sizes[index], part))
-    length = -(-max(filled)[0] // _ALIGNMENT) * _ALIGNMENT
-    return [part * length + offset for part, offset in places], num_shards * length

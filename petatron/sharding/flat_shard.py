@@ -13,6 +13,7 @@ so everything that works by logical tensor (checkpoints, comparisons, norms) wor
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ from torch import Tensor
 from petatron.mesh.mesh import Axis
 from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape, TensorShard
+
+ALIGNMENT = 64
+"""Shards start at multiples of this many elements: vector loads, and the widest message units of NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +223,18 @@ def _merge_adjacent(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             out.append((begin, end))
     return out
+
+
+def assign_whole_blocks(sizes: Sequence[int], num_shards: int) -> tuple[list[int], int]:
+    """Returns where each block starts, so that none crosses shards of the bucket, and the bucket's length.
+
+    >>> assign_whole_blocks([64, 128, 64], 2)
+    ([128, 0, 192], 256)
+    """
+    filled, places = [(0, part) for part in range(num_shards)], [(0, 0)] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        least, part = filled[0]
+        places[index] = part, least
+        heapq.heapreplace(filled, (least + sizes[index], part))
+    length = -(-max(filled)[0] // ALIGNMENT) * ALIGNMENT
+    return [part * length + offset for part, offset in places], num_shards * length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from petatron.base.device import DeviceInfo
 from petatron.base.errors import ConfigError, TrainError
 from petatron.bench import generate as bench_generate
 from petatron.bench import train as bench_train
+from petatron.bench.measure.host_time import host_calls
 from petatron.bench.measure.kernel_breakdown import KERNEL_CLASSES, break_down_kernels, kernel_class
 from petatron.bench.measure.machine import parse_readings, sample_gpu
 from petatron.bench.measure.report import TrainMeasurements, merge_runs, report
@@ -52,6 +53,15 @@ def test_our_step_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shown = capsys.readouterr().out
     assert "12 L q (T/s) s^2/2" in shown and "12 L q (T/s) s^2 " in shown and "tok/s" in shown
     assert "alone, in one process" in shown
+
+
+def test_what_our_step_costs_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert bench(tmp_path)["host"] is None
+    found = bench(tmp_path, "--host", "--no-bf16")["host"]
+    calls = host_calls([*SMALL, "--no-bf16"])
+    assert found["depths"] == [2, 4] and found["calls"] == asdict(calls) and found["us"]["forward"] > 0
+    shown = capsys.readouterr().out
+    assert f"{calls.forward:,.0f} and {calls.backward:,.0f} calls of Python; per step elsewhere" in shown
 
 
 def test_against_transformers_from_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -118,6 +128,7 @@ def test_a_peer_that_does_not_fit_beside_ours_is_measured_apart(monkeypatch: pyt
         ("--steps 0", "--steps 0 is below 1. Use 1 or more."),
         ("--block 0", "--block 0 is below 1. Use 1 or more."),
         ("--warmup-seconds -1", "--warmup-seconds -1.0 is negative. Use 0 or more."),
+        ("--host --only bf16", "--host is about our own step, and bf16 is measured alone. Leave one of them out."),
         ("--breakdown", "--breakdown needs a CUDA device. Leave it out."),
         ("--only hf --apart", "--only hf measures one alone"),
         ("--only torchtitan", "--only torchtitan needs its source. Give --peer-path"),

@@ -22,7 +22,7 @@ def test_every_pipeline_rank_has_a_row(capsys: pytest.CaptureFixture[str]):
     assert code == 0 and precision == "planned for bf16"
     assert batch == "planned for 8 micro-batches per step; --global-batch-size changes that"
     assert head.split() == [
-        *("pipeline", "rank", "weights", "gradients", "optimizer", "activations", "logits", "total", "GB")
+        *("pipeline", "rank", "weights", "gradients", "optimizer", "activations", "logits", "workspace", "total", "GB")
     ]
     for rank, line in enumerate((first, second)):
         number, *sizes, total = (float(word) for word in line.split())
@@ -62,7 +62,7 @@ def test_a_run_that_fits(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_run_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]):
-    code, text, _ = plan(capsys, f"{EIGHT} --device-memory-gb 150")
+    code, text, _ = plan(capsys, f"{EIGHT} --device-memory-gb 140")
     assert code == 1 and "\ndoes not fit: " in text
     assert [line.split(".")[0] for line in text.splitlines()[-3:]] == ["  1", "  2", "  3"]
     code, text, _ = plan(capsys, f"{EIGHT} --device-memory-gb 10")

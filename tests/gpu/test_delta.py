@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.registry import KernelContext, choose_kernel
-from petatron.kernels.ssm import chunk_delta_rule, norm_then_gate
+from petatron.kernels.ssm import chunk_channel_delta_rule, chunk_delta_rule, norm_then_gate
 from petatron.layers.ssm.delta_ops import DeltaInputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -162,3 +162,24 @@ def test_the_norm_and_its_gate(dtype: torch.dtype, bound: float):
     ours = choice.functions.norm_then_gate_backward(grad, y, z, weight, eps=1e-6)
     true = norm_then_gate.norm_then_gate_backward(grad.double(), *exact, eps=1e-6)
     assert all(far(one, other) <= bound for one, other in zip(ours, true, strict=True))
+
+
+@pytest.mark.parametrize("strong", [False, True])
+@pytest.mark.parametrize("dtype", RULE_BOUNDS, ids=str)
+def test_decays_of_channels_and_their_gradients(dtype: torch.dtype, strong: bool):
+    """Plain PyTorch on a GPU too; float32 inside."""
+    inputs = rule_inputs(300, dtype, key_heads=4)
+    g = -F.softplus(torch.randn(300, 2, 4, WIDTH, device="cuda"))
+    if strong:
+        g[..., ::3], g[..., 1::3] = -20.0, -1e-6
+    inputs = inputs._replace(g=g)
+    exact = DeltaInputs(*(tensor.double() for tensor in inputs))
+    rule, backward = chunk_channel_delta_rule.chunk_delta_rule, chunk_channel_delta_rule.chunk_delta_rule_backward
+    found, true = rule(*inputs, **OPTIONS), rule(*exact, **OPTIONS)
+    assert [far(one, other) <= RULE_BOUNDS[dtype] for one, other in zip(found, true)] == [True] * 2
+    grad = torch.randn(inputs.v_SBHP.shape, device="cuda", dtype=dtype)
+    found = backward(grad, None, *inputs, **OPTIONS)[:5]
+    true = backward(grad.double(), None, *exact, **OPTIONS)[:5]
+    for name, one, other in zip(DeltaInputs._fields, found, true):
+        assert one is not None and other is not None
+        assert far(one, other) <= RULE_BOUNDS[dtype], (name, far(one, other))

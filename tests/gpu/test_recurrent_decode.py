@@ -1,4 +1,4 @@
-"""One step of recurrent layers on a CUDA device against float64, at the sizes of Mamba-2 2.7B and Qwen3-Next: slots, graphs."""
+"""One step of recurrent layers on a CUDA device against float64, at the sizes of Mamba-2 2.7B, Qwen3-Next, Kimi-Linear: slots, graphs."""
 
 from __future__ import annotations
 
@@ -50,14 +50,22 @@ def delta_inputs(count: int, dtype: torch.dtype) -> tuple[Any, ...]:
     return q, k, v, DeltaGateInputs(b, a, draw(32, dtype=dtype), draw(32, dtype=dtype))
 
 
+def channel_delta_inputs(count: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Kimi-Linear's: as many key heads as value heads, and a decay of every key channel."""
+    q, k, v, a, b = draw(count, 4 * 4096 + 32, dtype=dtype).split((4096, 4096, 4096, 4096, 32), dim=1)
+    q, k, v, a = (part.unflatten(1, (-1, 128)) for part in (q, k, v, a))
+    return q, k, v, DeltaGateInputs(b, a, draw(32, dtype=dtype), draw(32, 128, dtype=dtype))
+
+
 def conv_inputs(count: int, dtype: torch.dtype) -> tuple[Any, ...]:
     return draw(count, 8192 + 64, dtype=dtype)[:, :8192], draw(8192, 4, dtype=dtype), draw(8192, dtype=dtype)
 
 
 SCAN = Step("selective scan step", plain_scan.scan_step, "states", (80, 64, 128), scan_inputs)
 DELTA = Step("gated delta rule step", plain_delta.delta_step, "states", (32, 128, 128), delta_inputs)
+CHANNEL_DELTA = Step("gated delta rule step", plain_delta.delta_step, "states", (32, 128, 128), channel_delta_inputs)
 CONV = Step("causal convolution step", plain_conv.conv_step, "windows", (3, 8192), conv_inputs)
-each_step = pytest.mark.parametrize("step", [SCAN, DELTA, CONV], ids=lambda step: step.operation)
+each_step = pytest.mark.parametrize("step", [SCAN, DELTA, CHANNEL_DELTA, CONV], ids=lambda step: step.inputs.__name__)
 
 
 def kernel(step: Step, dtype: torch.dtype) -> Callable[..., Tensor]:

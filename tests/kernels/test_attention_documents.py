@@ -336,3 +336,13 @@ class TestCudnn:
         found = cudnn._with_strides_of(out, grad)
         assert found.stride() == out.stride() and torch.equal(found, grad)
         assert (found.data_ptr() != grad.data_ptr()) == copied
+
+
+def test_room_for_more_documents_is_filled_with_empty_ones():
+    some = Documents.of(torch.tensor([[0, 0, 2, 2], [0, 1, 1, 1]]))
+    other = Documents.of(torch.tensor([[0, 0, 0, 0], [0, 0, 0, 3]]))
+    room = some.bounded(6)
+    assert room.cu_seqlens.tolist() == [0, 2, 4, 5, 8, 8, 8] and room.max_seqlen == 4
+    room.copy_(other)
+    assert room.cu_seqlens.tolist() == [0, 4, 7, 8, 8, 8, 8] and torch.equal(room.starts_BS, other.starts_BS)
+    assert some.num_documents == 4 and some.cu_seqlens.tolist() == [0, 2, 4, 5, 8], "it has memory of its own"

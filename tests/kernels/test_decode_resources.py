@@ -26,6 +26,7 @@ PROGRAMS = {
     "merge": 4,
     "scan": 4,
     "delta": 4,
+    "delta by channel": 4,
     "conv": 4,
 }
 """How many programs of each kernel are to fit on a multiprocessor."""
@@ -89,7 +90,8 @@ def measure() -> dict[str, int]:
         "float32": latent(paged_latent._FLOAT32, "fp32"),
         "merge": shared_bytes(split_kv.merge_splits, types, merge),
         "scan": shared_bytes(scan_step._scan_step, types, scan),
-        "delta": shared_bytes(delta_step._delta_step, types, delta),
+        "delta": shared_bytes(delta_step._delta_step, types, delta | {"DECAY_BY_ROW": False}),
+        "delta by channel": shared_bytes(delta_step._delta_step, types, delta | {"DECAY_BY_ROW": True}),
         "conv": shared_bytes(conv_step._conv_step, types, conv, warps=2),
     }
 

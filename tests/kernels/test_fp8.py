@@ -132,12 +132,12 @@ def test_delayed_scaling_saturates_and_says_how_large_it_got():
 
 
 def test_next_scale_goes_by_the_last_or_by_all():
-    history = torch.tensor([448.0, 4480.0, math.inf])
+    history = torch.tensor([448.0, 4480.0, math.inf, 896.0])
     recent, largest = torch.zeros(1), torch.zeros(1)
-    cast_and_gemm.update_scale(history.clone(), recent, E4M3, latest=0, cleared=1, most_recent=True)
-    cast_and_gemm.update_scale(history, largest, E4M3, latest=0, cleared=1, most_recent=False)
+    cast_and_gemm.update_scale(history.clone(), recent, E4M3, most_recent=True)
+    cast_and_gemm.update_scale(history, largest, E4M3, most_recent=False)
     assert recent == 1 and largest == 16
-    assert history.tolist() == [448, 0, 0]
+    assert history.tolist() == [0, 0, 896, 448], "the oldest is gone, and the last step's is the last"
 
 
 @pytest.mark.parametrize("name", CASTS)

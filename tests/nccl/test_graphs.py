@@ -6,6 +6,7 @@ Sequences are short, one tile of any attention kernel: its backward pass then ad
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import dataclass, field
 
 import pytest
@@ -71,6 +72,7 @@ class Trained:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    evaluated: list[float] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     graphs: int = 0
 
@@ -92,16 +94,19 @@ def batches(run: RunConfig, mesh: ParallelMesh, step: int) -> list[Batch]:
     return [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous(), torch.ones_like(x[:, 1:]).float()) for x in texts]
 
 
-def train(run: RunConfig, mesh: ParallelMesh, *, graphs: bool) -> Trained:
+def train(run: RunConfig, mesh: ParallelMesh, *, graphs: bool, steps: int = STEPS) -> Trained:
     state = TrainState.build(run, mesh)
     capture = CountingCapture(mesh.device, generators=[state.model.rng_streams.tp_shared])
     if graphs:
         state.model.use_cuda_graphs(capture)
     found = Trained()
-    for step in range(STEPS):
+    for step in range(steps):
         metrics = train_step(state, batches(run, mesh, step))
         found.losses.append(float(torch.as_tensor(metrics.loss)))
         found.norms.append(float(torch.as_tensor(metrics.grad_norm)))
+        found.evaluated.append(
+            float(state.model.evaluate(batches(run, mesh, 100 + step))[0]) if step >= WARM_UP_STEPS else 0.0
+        )
     state.model.all_gather_params()
     found.weights = [weight.cpu().clone() for group in state.model.param_groups for weight in group.weights()]
     found.graphs = capture.graphs
@@ -115,7 +120,9 @@ def differences(flags: str, world_size: int) -> tuple[list[float], list[str]]:
     plain, graphed = (train(run, mesh, graphs=graphs) for graphs in (False, True))
     gc.collect()  # NCCL cannot end before the graphs that hold its collectives
     found = []
-    if graphed.graphs != 1 or plain.graphs != 0:
+    if graphed.evaluated != plain.evaluated:
+        found.append(f"evaluations {plain.evaluated} {graphed.evaluated}")
+    if graphed.graphs != 2 or plain.graphs != 0:
         found.append(f"{plain.graphs} and {graphed.graphs} graphs")
     if graphed.losses != plain.losses:
         found.append(f"losses {plain.losses} {graphed.losses}")
@@ -133,3 +140,39 @@ def test_the_same_bits(gpu_ranks: RankPool, case: str):
     assert [found for _, found in answers] == [[]] * world_size
     losses = answers[0][0]
     assert len(set(losses)) == len(losses) and all(own == losses for own, _ in answers)
+
+
+def decided(flags: str, world_size: int) -> tuple[list[str], bool]:
+    """On a rank: what `auto` says, and whether the run is that of one that decides nothing."""
+    found: list[Trained] = []
+    said = _Said()
+    logging.getLogger("petatron").addHandler(said)
+    logging.getLogger("petatron").setLevel(logging.INFO)
+    for mode in ("off", "auto"):
+        run = load_config([*MODEL.split(), *flags.split(), "--cuda-graphs", mode], world_size=world_size).config
+        found.append(train(run, mesh_of(run), graphs=False, steps=10))
+    logging.getLogger("petatron").removeHandler(said)
+    gc.collect()
+    one, other = found
+    equal = (one.losses, one.norms, one.evaluated) == (other.losses, other.norms, other.evaluated)
+    return said.lines, equal and all(map(torch.equal, one.weights, other.weights))
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "CUDA graphs" in record.getMessage():
+            self.lines.append(record.getMessage())
+
+
+@pytest.mark.parametrize("case", ["zero-1", "sp and dp", "pp", "cp ring"])
+def test_ranks_decide_alike(gpu_ranks: RankPool, case: str):
+    flags, world_size = CASES[case]
+    answers = gpu_ranks.run(decided, world_size, flags, world_size, timeout_s=60.0)
+    assert answers == [answers[0]] * world_size
+    lines, equal = answers[0]
+    print(lines)
+    assert equal and len(lines) == 1

@@ -146,15 +146,17 @@ def test_ctrl_c_saves_and_ends_also_in_an_evaluation(tmp_path: Path):
 @pytest.mark.parametrize(
     ("layout", "option"),
     [
-        ("--dp 2 --bf16 --no-overlap-grad-reduce", "--cuda-graphs"),
+        ("--dp 2 --bf16 --use-distributed-optimizer --cuda-graphs off", "--cuda-graphs"),
+        ("--tp 2 --sequence-parallel --pp 2 --bf16 --cuda-graphs off", "--cuda-graphs auto"),
         ("--dp 2 --bf16 --use-distributed-optimizer", "--optimizer-cpu-offload"),
         ("--tp 2 --sequence-parallel --bf16", "--cpu-offloading-num-layers 2"),
     ],
-    ids=["graphs", "optimizer offload", "activation offload"],
+    ids=["graphs", "graphs if faster", "optimizer offload", "activation offload"],
 )
 def test_an_option_beside_communication_changes_no_loss(tmp_path: Path, layout: str, option: str):
-    plain = train(f"{layout} --train-iters 6 --eval-iters 0", tmp_path / "plain")
-    other = train(f"{layout} --train-iters 6 --eval-iters 0 {option}", tmp_path / "other")
+    words = f"{layout} --train-iters 10 --eval-iters 0 --save-interval 100"
+    plain = train(words, tmp_path / "plain")
+    other = train(f"{words} {option}", tmp_path / "other")
     assert losses(other.stdout) == pytest.approx(losses(plain.stdout), rel=1e-5)
     assert not QUIET.search(other.stderr), other.stderr
 

@@ -72,6 +72,7 @@ def test_decays_of_channels_are_part_of_the_model():
         assert not compare_traces([reference(DENSE, "float64")], [reference(other, "float64")], bounds).agrees
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
     steps = f"{DENSE} --train-iters {END} --log-interval 1"
     saving = f"{steps} --save {tmp_path / 'run'} --save-interval {STOP} --tp 2 --sequence-parallel"

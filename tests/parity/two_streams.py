@@ -125,7 +125,7 @@ def on_mesh(modules: Mapping[int, nn.Module], io: ModelIO, plan: PipelinePlan, m
     idle = SimpleNamespace(
         start_step=lambda *_: None,
         finish_grad_sync=lambda: None,
-        new_step=lambda: None,
+        new_step=lambda micro_batches: None,
         weights_changed=lambda: None,
         update=lambda _: None,
     )

@@ -36,6 +36,8 @@ class TrainMeasurements:
     """Each ran in its own process."""
     one_peer_at_a_time: bool = False
     """Peers ran one after the other against ours, because not all of them fit the device."""
+    host: dict[str, Any] | None = None
+    """What our step costs the host, if asked for."""
 
     @property
     def description(self) -> str:
@@ -72,6 +74,7 @@ def report(
             rows += _breakdown_rows(values["breakdown"])
         if values.get("memory"):
             rows += _memory_rows(values["memory"])
+    rows += [] if measurements.host is None else [("host", _host_text(measurements.host))]
     for name, pairs in measurements.paired_speedups.items():
         assert ours is not None
         ratios[name] = _compare_with_peer(ours, contenders[name], pairs)
@@ -107,6 +110,7 @@ def report(
         "clocks": measurements.gpu_readings,
         "apart": measurements.separate_processes,
         "in_pairs": measurements.one_peer_at_a_time,
+        "host": measurements.host,
     }
     return BenchResult(tuple(rows), values)
 
@@ -162,6 +166,15 @@ def _speed_text(values: Mapping[str, Any]) -> str:
     words.append(f"loss {loss['first']:.3f} -> {loss['last']:.3f}{'' if loss['falls'] else ' (does not fall)'}")
     words.append(f"built in {values['build_s']:.0f} s, first steps {values['first_steps_s']:.0f} s")
     return ", ".join(words)
+
+
+def _host_text(host: Mapping[str, Any]) -> str:
+    us, calls = host["us"], host["calls"]
+    return (
+        f"per layer {us['forward']:,.0f} us forward and {us['backward']:,.0f} us backward, "
+        f"{calls['forward']:,.0f} and {calls['backward']:,.0f} calls of Python; "
+        f"per step elsewhere {us['elsewhere']:,.0f} us, {calls['elsewhere']:,.0f} calls"
+    )
 
 
 def _breakdown_rows(breakdown: Mapping[str, Any]) -> list[tuple[str, str]]:

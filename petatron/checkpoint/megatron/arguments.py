@@ -14,7 +14,17 @@ from typing import Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.untrusted_files import is_count
+from petatron.checkpoint.megatron.layer_kind_arguments import (
+    hybrid_arguments,
+    hybrid_values,
+    latent_attention_arguments,
+    latent_attention_values,
+    prediction_arguments,
+    prediction_values,
+    unsupported_kinds,
+)
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject
+from petatron.config.checks.layers.hybrid import check_hybrid
 from petatron.config.checks.model import check_model
 from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.layer_variants import variant_defaults
@@ -45,12 +55,8 @@ _UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "experimental_attention_variant": (),
     "glu_linear_offset": (),
     "heterogeneous_layers_config_path": (),
-    "hybrid_override_pattern": (),
-    "hybrid_layer_pattern": (),
-    "is_hybrid_model": (),
     "linear_attention_freq": (),
-    "mtp_num_layers": (),
-    "multi_latent_attention": (),
+    "mtp_use_repeated_layer": (),
     "qk_l2_norm": (),
     "quick_geglu": (),
     "softmax_type": ("vanilla",),  # its learned scores have no name in our maps of Megatron's weights
@@ -120,7 +126,10 @@ def config_from_arguments(
     model.setdefault("ffn_hidden_size", 4 * arguments["hidden_size"])
     model.setdefault("max_position_embeddings", arguments.get("seq_length"))
     model.setdefault("seq_length", model["max_position_embeddings"])
-    model |= _position_embedding(arguments, problems) | _window(arguments, problems) | _variants(arguments)
+    latent = latent_attention_values(arguments, problems)
+    model |= latent or _position_embedding(arguments, problems)
+    model |= _window(arguments, problems) | _variants(arguments)
+    model |= prediction_values(arguments) | hybrid_values(arguments, problems)
     if model["max_position_embeddings"] is None:
         rule = "is not in the checkpoint's arguments, and neither is --seq-length"
         problems.append(Problem("--max-position-embeddings", "", rule, "Save it with Megatron's own trainer."))
@@ -130,7 +139,8 @@ def config_from_arguments(
         problems.append(Problem("--vocab-size", "", rule, "Give the number of token ids of your tokenizer."))
     model, moe = _parse_values(model, problems), _parse_values(_moe_values(arguments, model, problems), problems)
     if not problems:
-        problems += check_model(RawRunConfig(model=RawModelConfig(**model)))
+        run = RawRunConfig(model=RawModelConfig(**model), moe=MoEConfig(**moe))
+        problems += [*check_model(RawRunConfig(model=run.model)), *check_hybrid(run)]
     return model, moe, problems
 
 
@@ -258,6 +268,9 @@ def arguments_from_config(
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
         "num_experts": None,
+        **prediction_arguments(model),
+        **hybrid_arguments(model),
+        **latent_attention_arguments(model),
     }
     if moe is not None and moe.num_experts is not None:
         values |= {name: getattr(moe, name) for name in _MOE_FIELDS}
@@ -284,8 +297,9 @@ def _unsupported_by_megatron(model: ModelConfig) -> list[Problem]:
         problems.append(Problem("--activation", model.activation, "has no argument in Megatron", _FIX))
     if model.scale_embeddings:
         problems.append(Problem("--scale-embeddings", "", "has no argument in Megatron", _FIX))
-    if model.position_embedding_type == "yarn":
+    if model.position_embedding_type == "yarn" and not model.multi_latent_attention:
         problems.append(Problem("--position-embedding-type", "yarn", "cannot be converted", _FIX))
+    problems += unsupported_kinds(model)
     if model.use_rope_scaling:
         problems += [
             Problem(flag_name(name), f"{getattr(model, name):g}", f"is fixed to {value:g} in Megatron", _FIX)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.megatron.weight_names import WeightLayout
+from petatron.checkpoint.megatron.weight_names import MegatronWeight
 from petatron.sharding.shard_spec import Shape
 
 
@@ -27,11 +27,11 @@ class LazyWeight:
 class MegatronContents:
     """What a format's reader found: Megatron's arguments, the iteration, and the weights by the names of `weight_names.py`.
 
-    `num_weights` counts each expert's weight separately. `lazy_weights` is called with the tensor-parallel layout of each weight, which
-    follows from the arguments; a weight whose name is not given is read as stored.
+    `num_weights` counts each expert's weight separately. `lazy_weights` is called with the weights that follow from the arguments, by
+    name; one whose name is not given is read as stored.
     """
 
     arguments: Mapping[str, Any]
     iteration: int
     num_weights: int
-    lazy_weights: Callable[[Mapping[str, WeightLayout]], Mapping[str, LazyWeight]]
+    lazy_weights: Callable[[Mapping[str, MegatronWeight]], Mapping[str, LazyWeight]]

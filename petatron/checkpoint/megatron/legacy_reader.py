@@ -21,15 +21,16 @@ from petatron.base.text import abbreviate_names
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
 from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents
 from petatron.checkpoint.megatron.pickle_allowlist import load_torch_file
-from petatron.checkpoint.megatron.weight_layouts import unshard, unsharded_shape
-from petatron.checkpoint.megatron.weight_names import WeightLayout, is_weight, layer_index, mcore_name, with_layer
+from petatron.checkpoint.megatron.weight_layouts import stored_layout, unshard, unsharded_shape
+from petatron.checkpoint.megatron.weight_names import MegatronWeight, is_weight, layer_index, mcore_name, with_layer
 
 _FILE = "model_optim_rng.pt"
 _OLDEST_VERSION = 2.0
 _MAX_RANKS_PER_FOLDER = 64  # per folder on disk: beyond it the names are not listed
-_TE_GROUPED_MLP = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
-_SEQUENTIAL_MLP = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.local_experts\.(\d+)\.(.+)$")
-_GROUPED_MLP = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts)\.weight([12])$")
+_EXPERTS = r"((?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.mlp\.experts)"
+_TE_GROUPED_MLP = re.compile(_EXPERTS + r"\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_SEQUENTIAL_MLP = re.compile(_EXPERTS + r"\.local_experts\.(\d+)\.(.+)$")
+_GROUPED_MLP = re.compile(_EXPERTS + r"\.weight([12])$")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(.+)$")
 
 
@@ -157,7 +158,9 @@ def _per_expert_names(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]
         yield name, tensor
 
 
-def _unsharded_weights(rank_files: _RankFiles, layouts: Mapping[str, WeightLayout]) -> Iterator[tuple[str, LazyWeight]]:
+def _unsharded_weights(
+    rank_files: _RankFiles, expected: Mapping[str, MegatronWeight]
+) -> Iterator[tuple[str, LazyWeight]]:
     depths = {len(chunks) for chunks in rank_files.files.values()}
     if len(depths) > 1:
         found = abbreviate_names([str(depth) for depth in sorted(depths)])
@@ -168,7 +171,7 @@ def _unsharded_weights(rank_files: _RankFiles, layouts: Mapping[str, WeightLayou
             layers = 0
             for name, placed, shards, where in _stage_weights(rank_files, virtual, pp, first_layer):
                 layers = max(layers, 1 + (-1 if (layer := layer_index(name)) is None else layer))
-                yield placed, _unsharded_weight(placed, shards, layouts.get(placed, "whole"), where)
+                yield placed, _unsharded_weight(placed, shards, expected.get(placed), where)
             first_layer += layers
 
 
@@ -225,12 +228,14 @@ def _split_grouped_mlp(chunk: dict[str, Tensor], experts_per_rank: int) -> dict[
     return apart
 
 
-def _unsharded_weight(name: str, shards: list[Tensor], layout: WeightLayout, where: str) -> LazyWeight:
+def _unsharded_weight(name: str, shards: list[Tensor], expected: MegatronWeight | None, where: str) -> LazyWeight:
     if any(shard.shape != shards[0].shape or shard.dtype != shards[0].dtype for shard in shards):
         found = abbreviate_names([f"{list(shard.shape)} of {shard.dtype}" for shard in shards])
         raise CheckpointError(
             f"{name} in {where} differs from that of the other tensor-parallel ranks: {found}. "
             "Copy the folders of one step of one run."
         )
+    layout = stored_layout(expected, tuple(shards[0].shape))
     shape = unsharded_shape(layout, tuple(shards[0].shape), len(shards))
-    return LazyWeight(shape, shards[0].dtype, where, partial(unshard, layout, shards))
+    rows = () if expected is None else expected.rows
+    return LazyWeight(shape, shards[0].dtype, where, partial(unshard, layout, shards, rows))

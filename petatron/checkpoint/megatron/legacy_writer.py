@@ -19,6 +19,7 @@ from torch import Tensor
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.safe_files import write_atomic
 from petatron.checkpoint.megatron.arguments import arguments_from_config
+from petatron.checkpoint.megatron.layer_kind_arguments import has_attention
 from petatron.checkpoint.megatron.open_checkpoint import TRACKER_FILE
 from petatron.checkpoint.megatron.torch_dist_writer import GlobalTensor, LazyChunk, write_dist_tensors
 from petatron.checkpoint.megatron.weight_layouts import fuse_logical, shard_weight
@@ -26,10 +27,12 @@ from petatron.checkpoint.megatron.weight_names import (
     MegatronWeight,
     layer_index,
     megatron_weights,
+    separate_parts,
     transformer_engine_name,
     with_layer,
 )
 from petatron.config.required_settings import known_vocab_size
+from petatron.config.schema.hybrid_pattern import MAMBA, MLP
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import padded_rows
@@ -57,19 +60,19 @@ class _MegatronExport:
 
     def full_weight(self, weight: MegatronWeight) -> Tensor:
         """Returns a Megatron weight, unsharded."""
-        parts = [self.fetch(name) for name in weight.logical_names]
-        if weight.expert is not None:
-            parts = [part[weight.expert] for part in parts]
-        for part in parts:
-            if part.dim() != len(weight.shape) or part.shape[1:] != weight.shape[1:]:
-                raise CheckpointError(
-                    f"{weight.logical_names[0]} is {list(part.shape)}, which does not fit Megatron's {weight.name} of "
-                    f"{list(weight.shape)}. Give the config that the weights belong to."
-                )
+        parts = [self.logical_part(weight, name) for name in weight.logical_names]
         return fuse_logical(weight, parts, self.spec.config, padded_vocab_size=self.padded_vocab_size)
 
-    def megatron_name(self, name: str) -> str:
-        return transformer_engine_name(name, is_moe=layer_index(name) in self.spec.moe_layers)
+    def logical_part(self, weight: MegatronWeight, name: str) -> Tensor:
+        """Returns one of the logical tensors of a weight, or an expert of it."""
+        whole = self.fetch(name)
+        part = whole if weight.expert is None else whole[weight.expert]
+        if part.dim() != len(weight.shape) or part.shape[1:] != weight.shape[1:]:
+            raise CheckpointError(
+                f"{name} is {list(part.shape)}, which does not fit Megatron's {weight.name} of "
+                f"{list(weight.shape)}. Give the config that the weights belong to."
+            )
+        return part
 
 
 def write_megatron(
@@ -89,7 +92,7 @@ def write_megatron(
     release, since Megatron has no step 0.
     """
     model, moe = spec.config, spec.moe
-    if problems := _layout_problems(model, moe, tp, pp, ep):
+    if problems := _layout_problems(model, moe, (tp, pp, ep), format):
         raise ConfigError(problems)
     rows = padded_rows(known_vocab_size(model), model.make_vocab_size_divisible_by, tp)
     arguments = arguments_from_config(model, moe, tp=tp, pp=pp, ep=ep, padded_vocab_size=rows, iteration=iteration)
@@ -122,36 +125,41 @@ class _FetchCache:
         return self._last[name]
 
 
-def _layout_problems(model: ModelConfig, moe: MoEConfig | None, tp: int, pp: int, ep: int) -> list[Problem]:
-    shared = [
-        ("--tensor-model-parallel-size", tp, "--num-query-groups", model.num_query_groups),
-        ("--tensor-model-parallel-size", tp, "--ffn-hidden-size", model.ffn_hidden_size),
-        ("--pipeline-model-parallel-size", pp, "--num-layers", model.num_layers),
+def _layout_problems(
+    model: ModelConfig, moe: MoEConfig | None, sizes: tuple[int, int, int], format: Literal["legacy", "torch_dist"]
+) -> list[Problem]:
+    (tp, pp, ep), pattern = sizes, model.hybrid_layer_pattern
+    flag = "--tensor-model-parallel-size"
+    shared: list[tuple[str, int, str, int | None]] = [
+        ("--pipeline-model-parallel-size", pp, "--num-layers", model.num_layers)
     ]
+    if has_attention(model):
+        latent = model.multi_latent_attention
+        whole = model.num_attention_heads if latent else model.num_query_groups
+        shared.append((flag, tp, "--num-attention-heads" if latent else "--num-query-groups", whole))
+    if pattern is None or MLP in pattern:
+        shared.append((flag, tp, "--ffn-hidden-size", model.ffn_hidden_size))
+    if pattern is not None and MAMBA in pattern:
+        shared.append((flag, tp, "--mamba-num-heads", model.mamba_num_heads))
+        shared.append((flag, tp, "--mamba-num-groups", model.mamba_num_groups))
     if moe is not None:
         shared += [
-            ("--tensor-model-parallel-size", tp, "--moe-ffn-hidden-size", moe.moe_ffn_hidden_size),
-            ("--tensor-model-parallel-size", tp, "the shared expert's", moe.moe_shared_expert_intermediate_size or tp),
+            (flag, tp, "--moe-ffn-hidden-size", moe.moe_ffn_hidden_size),
+            (flag, tp, "the shared expert's", moe.moe_shared_expert_intermediate_size or tp),
             ("--expert-model-parallel-size", ep, "--num-experts", moe.num_experts),
         ]
     elif ep > 1:
         shared.append(("--expert-model-parallel-size", ep, "a model without experts:", 1))
-    unnamed = "has weights that the Megatron writer has no names for"
-    fix = "Such a model is saved in Petatron's own names."
-    pattern = model.hybrid_layer_pattern
-    given = {
-        "--multi-latent-attention": model.multi_latent_attention,
-        "--mtp-num-layers": bool(model.mtp_num_layers),
-    }
-    kinds = [Problem(flag, "", unnamed, fix) for flag, is_given in given.items() if is_given]
-    if pattern is not None:
-        # Its layers have one branch each, and names of their own: no other rule applies.
-        return [*kinds, Problem("--hybrid-layer-pattern", pattern, unnamed, fix)]
-    return kinds + [
+    problems = [
         Problem(flag, str(size), f"does not divide {of} {whole}", "Use 1, or a divisor.")
         for flag, size, of, whole in shared
         if size < 1 or not whole or whole % size
     ]
+    if model.mtp_num_layers and pp > 1 and format == "legacy":
+        rule = "cannot be written beside --mtp-num-layers: which stage has copies of the embedding differs by Megatron's version"
+        fix = "Use 1, or --megatron-format torch_dist."
+        problems.append(Problem("--pipeline-model-parallel-size", str(pp), rule, fix))
+    return problems
 
 
 def _write_legacy(step: Path, export: _MegatronExport, common: dict[str, Any]) -> None:
@@ -174,13 +182,14 @@ def _rank_state_dict(export: _MegatronExport, tp: int, pp: int, ep: int) -> dict
     share: dict[str, Tensor] = {}
     for weight in export.weights:
         layer = layer_index(weight.name)
-        names = _names_on_stage(export, weight.name, pp) if layer is None else [weight.name]
+        named = transformer_engine_name(weight, export.spec)
+        names = _names_on_stage(export, named, pp) if layer is None else [named]
         here = layer is None or layer // layers == pp
         if not here or not names or (weight.expert is not None and weight.expert // export.num_local_experts != ep):
             continue
-        shard = shard_weight(weight.layout, export.full_weight(weight), tp=export.tp, tp_rank=tp)
+        shard = shard_weight(weight, export.full_weight(weight), tp=export.tp, tp_rank=tp)
         for name in names:
-            local = name if layer is None else with_layer(export.megatron_name(name), layer - pp * layers)
+            local = name if layer is None else with_layer(name, layer - pp * layers)
             share[_local_expert_name(export, local, weight.expert)] = shard
     return share
 
@@ -217,17 +226,29 @@ def _write_torch_dist(step: Path, export: _MegatronExport, common: dict[str, Any
 
 def _global_tensors(export: _MegatronExport) -> list[GlobalTensor]:
     """Stacks weights of one name over all layers and experts into one tensor, unless the layers differ."""
-    alike = len(export.spec.moe_layers) in (0, len(export.spec.layers))
+    decoder_layers = export.spec.layers[: export.spec.config.num_layers]
+    with_experts = [layer for layer in export.spec.moe_layers if layer < len(decoder_layers)]
+    alike = len(with_experts) in (0, len(decoder_layers)) and export.spec.config.hybrid_layer_pattern is None
     grouped: dict[str, list[tuple[tuple[int, ...], MegatronWeight]]] = {}
+    found: list[GlobalTensor] = []
     for weight in export.weights:
         layer = layer_index(weight.name)
-        name, lead = export.megatron_name(weight.name), ()
+        name, lead = transformer_engine_name(weight, export.spec), ()
         if layer is not None and alike:
             name, lead = name.replace(f"decoder.layers.{layer}.", "decoder.layers.", 1), (layer,)
         if weight.expert is not None:
             name, lead = name.replace(f".experts.{weight.expert}.", ".experts.experts."), (*lead, weight.expert)
-        grouped.setdefault(name, []).append((lead, weight))
-    return [_global_tensor(export, name, members) for name, members in grouped.items()]
+        if parts := separate_parts(weight):
+            found += [_part_tensor(export, name, weight, index, part) for index, part in enumerate(parts)]
+        else:
+            grouped.setdefault(name, []).append((lead, weight))
+    return [*found, *(_global_tensor(export, name, members) for name, members in grouped.items())]
+
+
+def _part_tensor(export: _MegatronExport, name: str, weight: MegatronWeight, index: int, part: str) -> GlobalTensor:
+    """Returns the tensor of one of the parts that a weight is stored in."""
+    logical, shape = weight.logical_names[index], (weight.rows[index], *weight.shape[1:])
+    return GlobalTensor(f"{name}.{part}", shape, 0, (LazyChunk((), lambda: export.logical_part(weight, logical)),))
 
 
 def _global_tensor(

@@ -17,6 +17,7 @@ from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import is_count, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.convert.formats import TRACKER_FILE
 from petatron.checkpoint.megatron.arguments import config_from_arguments
+from petatron.checkpoint.megatron.layer_kind_arguments import moe_layer_freq
 from petatron.checkpoint.megatron.lazy_weight import LazyWeight
 from petatron.checkpoint.megatron.legacy_reader import read_legacy
 from petatron.checkpoint.megatron.pickle_allowlist import megatron_file_error
@@ -69,11 +70,13 @@ def _open(step: Path, vocab_size: int | None) -> MegatronCheckpoint:
     values, experts, problems = config_from_arguments(found.arguments, vocab_size)
     if problems:
         raise ConfigError(problems)
-    check_counts(step, megatron_file_error, values, experts, num_tensors=found.num_weights, separate_experts=True)
+    layers = {**values, "num_layers": values["num_layers"] + (values.get("mtp_num_layers") or 0)}
+    claimed = {**experts, "moe_layer_freq": moe_layer_freq(values, experts)} if experts else experts
+    check_counts(step, megatron_file_error, layers, claimed, num_tensors=found.num_weights, separate_experts=True)
     model, moe = ModelConfig(**values), MoEConfig(**experts) if experts else None
     spec = spec_from_config(model, moe)
     weights = megatron_weights(spec)
-    stored = dict(found.lazy_weights({weight.name: weight.layout for weight in weights}))
+    stored = dict(found.lazy_weights({weight.name: weight for weight in weights}))
     if not model.untie_embeddings_and_output_weights:
         stored.pop(_OUTPUT_LAYER_WEIGHT, None)  # the last pipeline stage's copy of the embedding
     _check_weights(step, weights, stored)

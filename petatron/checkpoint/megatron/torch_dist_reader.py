@@ -40,8 +40,11 @@ from petatron.sharding.shard_spec import Shape
 _MAX_WEIGHTS = 1_000_000
 _OTHER_STATE = re.compile(r"(chained_\d+\.)?optimizer\b|rng_state|rerun_state_machine_state|opt_param_scheduler")
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+_DEPTH = re.compile(r"(mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer))\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
+_MIXER_PART = re.compile(r"(.*mixer\.(?:in_proj\.weight|conv1d\.(?:weight|bias)))\.(z|x|B|C|dt)")
+_MIXER_PARTS = ("z", "x", "B", "C", "dt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +71,13 @@ class _DistTensor:
 class _WeightSlice:
     """The part of a global tensor that is one weight: `leading_index` are its indices along the stacked dimensions.
 
-    gate_up_half: 0 for a gate and 1 for an up that are tensors of their own; transposed: stored as [in, out].
+    part: the order among parts of one weight that are tensors of their own: a gate and an up, or z, x, B, C and dt of a mixer.
+    transposed: stored as [in, out].
     """
 
     tensor: _DistTensor
     leading_index: Shape
-    gate_up_half: int | None = None
+    part: int | None = None
     transposed: bool = False
 
     @property
@@ -216,52 +220,75 @@ def _chunk(step: Path, start: Shape, shape: Shape, storage_info: InertObject) ->
     return _StoredChunk(start, shape, step / name, offset, length)
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerTensor:
+    """The name of a global tensor inside a layer: the layer's module, the layer (None: all are stacked), and the rest."""
+
+    module: str
+    layer: int | None
+    suffix: str
+
+
+def _in_layer(name: str) -> _LayerTensor | None:
+    """Returns None outside of layers."""
+    layered = _LAYER.fullmatch(name)
+    if layered is not None:
+        return _LayerTensor("decoder.layers.{}", None if layered[1] is None else int(layered[1]), layered[2])
+    depth = _DEPTH.fullmatch(name)
+    return None if depth is None else _LayerTensor(depth[1], 0, depth[2])
+
+
 def _num_stacked_dims(tensor: _DistTensor) -> int:
     """Returns how many leading dimensions index layers and experts."""
-    layered = _LAYER.fullmatch(tensor.name)
+    layered = _in_layer(tensor.name)
     if layered is None:
         return 0
-    expert = _EXPERT.fullmatch(layered[2])
-    return int(layered[1] is None) + int(expert is not None and expert[1] is None)
+    expert = _EXPERT.fullmatch(layered.suffix)
+    return int(layered.layer is None) + int(expert is not None and expert[1] is None)
 
 
 def _weights_in(tensor: _DistTensor) -> Iterator[tuple[str, _WeightSlice]]:
     """Yields the weights of a global tensor, by the names of `weight_names.py`."""
-    layered = _LAYER.fullmatch(tensor.name)
+    layered = _in_layer(tensor.name)
     if layered is None:
         yield mcore_name(tensor.name), _WeightSlice(tensor, ())
         return
-    stacked = layered[1] is None
-    for layer in range(tensor.shape[0]) if stacked and tensor.shape else [int(layered[1] or 0)]:
-        lead = (layer,) if stacked else ()
-        expert = _EXPERT.fullmatch(layered[2])
+    stacked = layered.layer is None
+    for layer in range(tensor.shape[0]) if stacked and tensor.shape else [layered.layer or 0]:
+        lead, module = (layer,) if stacked else (), layered.module.format(layer)
+        expert = _EXPERT.fullmatch(layered.suffix)
         if expert is None:
-            half, suffix = _split_gate_up_half(layered[2])
-            yield mcore_name(f"decoder.layers.{layer}.{suffix}"), _WeightSlice(tensor, lead, half)
+            part, suffix = _split_part(layered.suffix)
+            yield mcore_name(f"{module}.{suffix}"), _WeightSlice(tensor, lead, part)
             continue
-        half, suffix = _split_gate_up_half(expert[2])
+        part, suffix = _split_part(expert[2])
         products = re.fullmatch(r"weight([12])", suffix)
         suffix = suffix if products is None else f"linear_fc{products[1]}.weight"
         together = expert[1] is None
         count = tensor.shape[len(lead)] if together and len(tensor.shape) > len(lead) else 0
         for index in range(count) if together else [int(expert[1])]:
-            box = _WeightSlice(tensor, (*lead, index) if together else lead, half, products is not None)
-            yield f"decoder.layers.{layer}.mlp.experts.{index}.{suffix}", box
+            box = _WeightSlice(tensor, (*lead, index) if together else lead, part, products is not None)
+            yield mcore_name(f"{module}.mlp.experts.{index}.{suffix}"), box
 
 
-def _split_gate_up_half(name: str) -> tuple[int | None, str]:
-    """`linear_fc1.weight_w` and `_v` are the gate and the up of newer files."""
-    match = _HALF.fullmatch(name)
-    return (None, name) if match is None else ("wv".index(match[2]), match[1])
+def _split_part(name: str) -> tuple[int | None, str]:
+    """`linear_fc1.weight_w` and `_v` are the gate and the up of newer files, `in_proj.weight.z` a part of a mixer's."""
+    if (half := _HALF.fullmatch(name)) is not None:
+        return "wv".index(half[2]), half[1]
+    if (part := _MIXER_PART.fullmatch(name)) is not None:
+        return _MIXER_PARTS.index(part[2]), part[1]
+    return None, name
 
 
 def _lazy_weight(step: Path, reader: _ChunkReader, boxes: list[_WeightSlice]) -> LazyWeight:
-    """Concatenates halves into one weight, gate first."""
-    boxes = sorted(boxes, key=lambda box: box.gate_up_half or 0)
-    halves = [box.gate_up_half for box in boxes]
-    if halves not in ([None], [0, 1]):
+    """Concatenates the parts of a weight in their order; that some of several are missing shows in the shape."""
+    boxes = sorted(boxes, key=lambda box: box.part or 0)
+    parts = {box.part for box in boxes}
+    whole = parts == {None} and len(boxes) == 1
+    if not whole and (None in parts or len(boxes) < 2 or len(parts) < len(boxes)):
         names = ", ".join(box.tensor.name for box in boxes)
-        raise CheckpointError(f"{step / '.metadata'}: {names} are not one weight, nor a gate and an up. Copy it again.")
+        kinds = "not one weight, nor a gate and an up, nor the parts of a mixer's"
+        raise CheckpointError(f"{step / '.metadata'}: {names} are {kinds}. Copy it again.")
     first = boxes[0].shape
     shape = (sum(box.shape[0] for box in boxes), *first[1:]) if first else first
     return LazyWeight(shape, boxes[0].tensor.dtype, str(step / ".metadata"), partial(reader.read_weight, boxes))

@@ -1,11 +1,12 @@
 """How logical tensors are fused in a Megatron weight, and how it is sharded over tensor-parallel ranks.
 
-qkv         [groups x (heads per group + 2) x width, ...]: for each key/value head its query heads, the key, the value
-gated       gate | up, each sharded, so that a rank holds its shard of the gate and then its shard of up
-vocabulary  rows are token ids, padded at the end to a multiple that depends on the number of ranks
-column      sharded along dimension 0
-row         sharded along dimension 1
-whole       replicated
+qkv              [groups x (heads per group + 2) x width, ...]: for each key/value head its query heads, the key, the value
+sections         logical tensors one after another (gate | up, z | x | B | C | dt), each sharded: a rank has its shard of every one
+vocabulary       rows are token ids, padded at the end to a multiple that depends on the number of ranks
+column           sharded along dimension 0
+row              sharded along dimension 1
+whole            replicated
+whole_or_column  one or the other by Megatron's version, which the shape of a shard tells; written replicated
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def extract_logical(weight: MegatronWeight, full_weight: Tensor, logical_index: 
     """Extracts the logical tensor `weight.logical_names[logical_index]` (one expert of it, if the weight is an expert's)."""
     if weight.layout == "vocabulary":
         return full_weight[: weight.shape[0]]
-    if weight.layout == "gated":
-        return full_weight.chunk(2)[logical_index]
+    if weight.layout == "sections":
+        return full_weight.split(weight.rows)[logical_index]
     if weight.layout != "qkv":
         return full_weight
     per_group = _heads_per_group(model)
@@ -42,7 +43,7 @@ def fuse_logical(
         (table,) = parts
         padding = table.new_zeros((padded_vocab_size - table.shape[0], *table.shape[1:]))
         return torch.cat((table, padding)) if len(padding) else table
-    if weight.layout == "gated":
+    if weight.layout == "sections":
         return torch.cat(tuple(parts))
     if weight.layout != "qkv":
         return parts[0]
@@ -56,7 +57,16 @@ def _heads_per_group(model: ModelConfig) -> int:
 
 def shard_dim(layout: WeightLayout) -> int | None:
     """Returns the dimension that is sharded over tensor-parallel ranks."""
-    return {"whole": None, "row": 1}.get(layout, 0)
+    return {"whole": None, "whole_or_column": None, "row": 1}.get(layout, 0)
+
+
+def stored_layout(weight: MegatronWeight | None, shard_shape: Shape) -> WeightLayout:
+    """Returns the layout of a weight that is stored in shards of this shape; one that no model of ours has is replicated."""
+    if weight is None:
+        return "whole"
+    if weight.layout != "whole_or_column":
+        return weight.layout
+    return "whole" if shard_shape[:1] == weight.shape[:1] else "column"
 
 
 def unsharded_shape(layout: WeightLayout, shard_shape: Shape, tp: int) -> Shape:
@@ -65,22 +75,22 @@ def unsharded_shape(layout: WeightLayout, shard_shape: Shape, tp: int) -> Shape:
     return tuple(size * tp if at == dim else size for at, size in enumerate(shard_shape))
 
 
-def unshard(layout: WeightLayout, shards: Sequence[Tensor]) -> Tensor:
-    """Returns the full weight from the shards of all tensor-parallel ranks."""
+def unshard(layout: WeightLayout, shards: Sequence[Tensor], rows: Sequence[int] = ()) -> Tensor:
+    """Returns the full weight from the shards of all tensor-parallel ranks; rows: of its sections, whole."""
     dim = shard_dim(layout)
     if dim is None or len(shards) == 1:
         return shards[0]
-    if layout == "gated":
-        halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([half for side in zip(*halves) for half in side])
+    if layout == "sections":
+        parts = [shard.split([size // len(shards) for size in rows]) for shard in shards]
+        return torch.cat([part for section in zip(*parts, strict=True) for part in section])
     return torch.cat(tuple(shards), dim=dim)
 
 
-def shard_weight(layout: WeightLayout, full_weight: Tensor, *, tp: int, tp_rank: int) -> Tensor:
+def shard_weight(weight: MegatronWeight, full_weight: Tensor, *, tp: int, tp_rank: int) -> Tensor:
     """Returns one rank's shard, in its own memory."""
-    dim = shard_dim(layout)
+    dim = shard_dim(weight.layout)
     if dim is None or tp == 1:
         return full_weight.contiguous()
-    if layout == "gated":
-        return torch.cat([half.chunk(tp)[tp_rank] for half in full_weight.chunk(2)])
+    if weight.layout == "sections":
+        return torch.cat([section.chunk(tp)[tp_rank] for section in full_weight.split(weight.rows)])
     return full_weight.chunk(tp, dim=dim)[tp_rank].clone(memory_format=torch.contiguous_format)

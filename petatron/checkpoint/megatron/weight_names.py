@@ -7,9 +7,10 @@ all of it differently before Megatron-Core existed. Readers translate into these
     decoder.layers.3.self_attention.linear_qkv.weight     layers counted over the whole model
     decoder.layers.3.input_layernorm.weight               norms are always modules of their own
     decoder.layers.3.mlp.experts.5.linear_fc1.weight      experts counted over the whole layer, [out, in]
+    mtp.layers.0.transformer_layer.mlp.linear_fc2.weight  depths of multi-token prediction, which are layers after the last in ours
 
 Such a weight is unsharded, in the order of Megatron's distributed format: q, k and v
-interleaved by key/value head, gate before up. What the kinds mean for layouts is in `weight_layouts.py`.
+interleaved by key/value head, gate before up, z before x, B, C and dt. What the kinds mean for layouts is in `weight_layouts.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Literal
 from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
 
-WeightLayout = Literal["whole", "column", "row", "qkv", "gated", "vocabulary"]
+WeightLayout = Literal["whole", "column", "whole_or_column", "row", "qkv", "sections", "vocabulary"]
 """How a weight is sharded over tensor-parallel ranks, and what is fused in it."""
 
 
@@ -30,7 +31,8 @@ WeightLayout = Literal["whole", "column", "row", "qkv", "gated", "vocabulary"]
 class MegatronWeight:
     """One weight of a Megatron model; `logical_names` are the logical tensors fused in it, `expert` which row of them it is.
 
-    `shape` leaves out the padding of a vocabulary.
+    `shape` leaves out the padding of a vocabulary. rows: those of each logical tensor. layer: its index among ours, in which depths of
+    multi-token prediction follow the last layer; None outside of layers.
     """
 
     name: str
@@ -38,18 +40,27 @@ class MegatronWeight:
     logical_names: tuple[str, ...]
     shape: Shape
     expert: int | None = None
+    rows: tuple[int, ...] = ()
+    layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _ModuleMapping:
-    """Module names: `*` is a layer index, `#` an expert index."""
+    """Module names: `*` is a layer index, `#` an expert index.
+
+    unless: a logical module without which this row is meant: the same tensor is fused with that one elsewhere.
+    """
 
     megatron_module: str
     logical_modules: tuple[str, ...]
     layout: WeightLayout
+    unless: str | None = None
+    leaves: tuple[str, ...] = ("weight", "bias", "expert_bias")
 
 
 _LAYER = "decoder.layers.*"
+_DEPTH = "mtp.layers.*"
+_MIXER = f"{_LAYER}.mixer"
 _MODULE_MAPPINGS = (
     _ModuleMapping("embedding.word_embeddings", ("embedding",), "vocabulary"),
     _ModuleMapping("embedding.position_embeddings", ("position",), "whole"),
@@ -61,25 +72,58 @@ _MODULE_MAPPINGS = (
     ),
     _ModuleMapping(f"{_LAYER}.self_attention.q_layernorm", ("layers.*.attention.q_norm",), "whole"),
     _ModuleMapping(f"{_LAYER}.self_attention.k_layernorm", ("layers.*.attention.k_norm",), "whole"),
+    _ModuleMapping(
+        f"{_LAYER}.self_attention.linear_q_proj",
+        ("layers.*.attention.q",),
+        "column",
+        unless="layers.*.attention.k",
+    ),
+    _ModuleMapping(f"{_LAYER}.self_attention.linear_q_down_proj", ("layers.*.attention.q_down",), "whole_or_column"),
+    _ModuleMapping(f"{_LAYER}.self_attention.linear_q_up_proj", ("layers.*.attention.q_up",), "column"),
+    _ModuleMapping(f"{_LAYER}.self_attention.linear_kv_down_proj", ("layers.*.attention.kv_down",), "whole_or_column"),
+    _ModuleMapping(f"{_LAYER}.self_attention.kv_layernorm", ("layers.*.attention.kv_norm",), "whole"),
+    _ModuleMapping(f"{_LAYER}.self_attention.linear_kv_up_proj", ("layers.*.attention.kv_up",), "column"),
     _ModuleMapping(f"{_LAYER}.self_attention.linear_proj", ("layers.*.attention.out",), "row"),
     _ModuleMapping(f"{_LAYER}.pre_mlp_layernorm", ("layers.*.mlp_norm",), "whole"),
-    _ModuleMapping(f"{_LAYER}.mlp.linear_fc1", ("layers.*.mlp.gate", "layers.*.mlp.up"), "gated"),
-    _ModuleMapping(f"{_LAYER}.mlp.linear_fc1", ("layers.*.mlp.up",), "column"),
+    _ModuleMapping(f"{_LAYER}.mlp.linear_fc1", ("layers.*.mlp.gate", "layers.*.mlp.up"), "sections"),
+    _ModuleMapping(f"{_LAYER}.mlp.linear_fc1", ("layers.*.mlp.up",), "column", unless="layers.*.mlp.gate"),
     _ModuleMapping(f"{_LAYER}.mlp.linear_fc2", ("layers.*.mlp.down",), "row"),
     _ModuleMapping(f"{_LAYER}.mlp.router", ("layers.*.mlp.router",), "whole"),
     _ModuleMapping(f"{_LAYER}.mlp.fc1_latent_proj", ("layers.*.mlp.latent_down",), "whole"),
     _ModuleMapping(f"{_LAYER}.mlp.fc2_latent_proj", ("layers.*.mlp.latent_up",), "whole"),
     _ModuleMapping(
-        f"{_LAYER}.mlp.experts.#.linear_fc1", ("layers.*.mlp.experts.gate", "layers.*.mlp.experts.up"), "gated"
+        f"{_LAYER}.mlp.experts.#.linear_fc1", ("layers.*.mlp.experts.gate", "layers.*.mlp.experts.up"), "sections"
     ),
-    _ModuleMapping(f"{_LAYER}.mlp.experts.#.linear_fc1", ("layers.*.mlp.experts.up",), "column"),
+    _ModuleMapping(
+        f"{_LAYER}.mlp.experts.#.linear_fc1",
+        ("layers.*.mlp.experts.up",),
+        "column",
+        unless="layers.*.mlp.experts.gate",
+    ),
     _ModuleMapping(f"{_LAYER}.mlp.experts.#.linear_fc2", ("layers.*.mlp.experts.down",), "row"),
     _ModuleMapping(
-        f"{_LAYER}.mlp.shared_experts.linear_fc1", ("layers.*.mlp.shared.gate", "layers.*.mlp.shared.up"), "gated"
+        f"{_LAYER}.mlp.shared_experts.linear_fc1", ("layers.*.mlp.shared.gate", "layers.*.mlp.shared.up"), "sections"
     ),
-    _ModuleMapping(f"{_LAYER}.mlp.shared_experts.linear_fc1", ("layers.*.mlp.shared.up",), "column"),
+    _ModuleMapping(
+        f"{_LAYER}.mlp.shared_experts.linear_fc1",
+        ("layers.*.mlp.shared.up",),
+        "column",
+        unless="layers.*.mlp.shared.gate",
+    ),
     _ModuleMapping(f"{_LAYER}.mlp.shared_experts.linear_fc2", ("layers.*.mlp.shared.down",), "row"),
     _ModuleMapping(f"{_LAYER}.mlp.shared_experts.gate", ("layers.*.mlp.shared_gate",), "whole"),
+    _ModuleMapping(f"{_LAYER}.norm", ("layers.*.mamba_norm",), "whole"),
+    _ModuleMapping(_MIXER, ("layers.*.mamba",), "column", leaves=("A_log", "dt_bias", "D")),
+    _ModuleMapping(
+        f"{_MIXER}.in_proj", tuple(f"layers.*.mamba.in_{part}" for part in ("z", "x", "B", "C", "dt")), "sections"
+    ),
+    _ModuleMapping(f"{_MIXER}.conv1d", tuple(f"layers.*.mamba.conv_{part}" for part in ("x", "B", "C")), "sections"),
+    _ModuleMapping(f"{_MIXER}.norm", ("layers.*.mamba.norm",), "column"),
+    _ModuleMapping(f"{_MIXER}.out_proj", ("layers.*.mamba.out_proj",), "row"),
+    _ModuleMapping(f"{_DEPTH}.enorm", ("layers.*.embedding_norm",), "whole"),
+    _ModuleMapping(f"{_DEPTH}.hnorm", ("layers.*.hidden_norm",), "whole"),
+    _ModuleMapping(f"{_DEPTH}.eh_proj", ("layers.*.projection",), "column"),
+    _ModuleMapping(f"{_DEPTH}.final_layernorm", ("layers.*.norm",), "whole"),
     _ModuleMapping("decoder.final_layernorm", ("norm",), "whole"),
     _ModuleMapping("output_layer", ("head",), "vocabulary"),
 )
@@ -100,37 +144,54 @@ def megatron_weights(spec: ModelSpec) -> tuple[MegatronWeight, ...]:
         weight
         for row in _MODULE_MAPPINGS
         if "*" not in row.megatron_module
-        for weight in _expand_mapping(row, 0, shapes)
+        for weight in _expand_mapping(row, None, row.megatron_module, shapes)
     ]
     for layer in range(len(spec.layers)):
         found += [
             weight
             for row in _MODULE_MAPPINGS
             if "*" in row.megatron_module
-            for weight in _expand_mapping(row, layer, shapes)
+            for weight in _expand_mapping(
+                row, layer, _module_in_layer(row.megatron_module, layer, spec.config.num_layers), shapes
+            )
         ]
     left = shapes.keys() - {name for weight in found for name in weight.logical_names}
     assert not left, f"no row names {sorted(left)}"
     return tuple(found)
 
 
-def _expand_mapping(mapping: _ModuleMapping, layer: int, shapes: Mapping[str, Shape]) -> Iterator[MegatronWeight]:
+def _module_in_layer(module: str, layer: int, num_layers: int) -> str:
+    """Returns the module of one of our layers; those after the last are depths of multi-token prediction."""
+    if layer < num_layers:
+        return module.replace("*", str(layer))
+    depth = f"mtp.layers.{layer - num_layers}"
+    return module.replace(_LAYER, f"{depth}.transformer_layer").replace(_DEPTH, depth)
+
+
+def _expand_mapping(
+    mapping: _ModuleMapping, layer: int | None, megatron_module: str, shapes: Mapping[str, Shape]
+) -> Iterator[MegatronWeight]:
     modules = [module.replace("*", str(layer)) for module in mapping.logical_modules]
-    # `up` alone is a plain MLP only if there is no gate.
-    if len(modules) == 1 and modules[0].endswith(".up") and f"{modules[0][:-3]}.gate.weight" in shapes:
+    if mapping.unless is not None and f"{mapping.unless.replace('*', str(layer))}.weight" in shapes:
         return
-    for leaf in ("weight", "bias", "expert_bias"):
+    for leaf in mapping.leaves:
         names = tuple(f"{module}.{leaf}" for module in modules)
         if not all(name in shapes for name in names):
             continue
         kind: WeightLayout = "whole" if mapping.layout == "row" and leaf == "bias" else mapping.layout
-        name = f"{mapping.megatron_module.replace('*', str(layer))}.{leaf}"
+        name = f"{megatron_module}.{leaf}"
         if "#" not in name:
-            yield MegatronWeight(name, kind, names, _fused_shape([shapes[part] for part in names]))
+            parts = [shapes[part] for part in names]
+            yield MegatronWeight(name, kind, names, _fused_shape(parts), None, _rows(parts), layer)
             continue
+        parts = [shapes[part][1:] for part in names]
         for expert in range(shapes[names[0]][0]):
-            shape = _fused_shape([shapes[part][1:] for part in names])
-            yield MegatronWeight(name.replace("#", str(expert)), kind, names, shape, expert)
+            weight = name.replace("#", str(expert))
+            yield MegatronWeight(weight, kind, names, _fused_shape(parts), expert, _rows(parts), layer)
+
+
+def _rows(shapes: list[Shape]) -> tuple[int, ...]:
+    return tuple(shape[0] for shape in shapes)
 
 
 def _fused_shape(shapes: list[Shape]) -> Shape:
@@ -161,6 +222,17 @@ _TE_ALIASES = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
     (re.compile(r"mlp\.shared_experts\.gate_weight$"), "mlp.shared_experts.gate.weight"),
+    (
+        re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"),
+        r"self_attention.\1_layernorm.\2",
+    ),
+    (re.compile(r"mixer\.in_proj\.layer_norm_(weight|bias)$"), r"norm.\1"),
+)
+# What some versions call otherwise.
+_OTHER_NAMES = (
+    (re.compile(r"mixer\.conv1d_(weight|bias)$"), r"mixer.conv1d.\1"),
+    (re.compile(r"^decoder\.final_norm\."), "decoder.final_layernorm."),
+    (re.compile(r"^(mtp\.layers\.\d+)\.mtp_model_layer\."), r"\1.transformer_layer."),
 )
 _NOT_WEIGHTS = re.compile(
     r"_extra_state|rotary_pos_emb\.inv_freq|\.local_tokens_per_expert$|\.global_tokens_per_expert$"
@@ -183,20 +255,42 @@ def mcore_name(name: str) -> str:
     old = _LEGACY_LAYER.fullmatch(name)
     if old is not None and old[2] in _LEGACY_MODULES:
         return f"decoder.layers.{old[1]}.{_LEGACY_MODULES[old[2]]}.{old[3]}"
-    for pattern, new in (*_LEGACY_NON_LAYER, *_TE_ALIASES):
+    for pattern, new in (*_LEGACY_NON_LAYER, *_TE_ALIASES, *_OTHER_NAMES):
         name = pattern.sub(new, name)
     return name
 
 
-def transformer_engine_name(name: str, *, is_moe: bool) -> str:
+def transformer_engine_name(weight: MegatronWeight, spec: ModelSpec) -> str:
     """Returns the name in Megatron's Transformer Engine implementation: norms are parts of the linear after them.
 
-    In an MoE layer (`is_moe`) no linear follows the second norm, so it is a module of its own.
+    In an MoE layer no linear follows the second norm, and in latent attention none the first, so these are modules of their own. The
+    last norm of a hybrid is called otherwise.
     """
-    name = re.sub(r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1", name)
-    if not is_moe:
+    name = weight.name
+    if spec.config.multi_latent_attention:
+        name = re.sub(
+            r"\.self_attention\.(q|kv)_layernorm\.(weight|bias)$",
+            r".self_attention.linear_\1_up_proj.layer_norm_\2",
+            name,
+        )
+    else:
+        name = re.sub(r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1", name)
+    if weight.layer not in spec.moe_layers:
         name = re.sub(r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1", name)
+    if spec.config.hybrid_layer_pattern is not None:
+        name = re.sub(r"^(decoder\.layers\.\d+)\.norm\.(weight|bias)$", r"\1.mixer.in_proj.layer_norm_\2", name)
+        name = name.replace("decoder.final_layernorm.", "decoder.final_norm.")
     return name.replace(".shared_experts.gate.weight", ".shared_experts.gate_weight")
+
+
+def separate_parts(weight: MegatronWeight) -> tuple[str, ...]:
+    """Returns what the distributed format appends to the name of a weight that it stores in parts, one for each logical tensor.
+
+    Those of a Mamba-2 mixer are: `in_proj.weight.z`. Empty: the weight is one tensor.
+    """
+    if ".mixer." not in weight.name or weight.layout != "sections":
+        return ()
+    return tuple(name.split(".")[-2].rpartition("_")[2] for name in weight.logical_names)
 
 
 def layer_index(name: str) -> int | None:

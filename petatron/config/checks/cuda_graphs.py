@@ -1,8 +1,9 @@
 """What cannot be combined with `--cuda-graphs`: the one list of it.
 
-A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step. Inside it there is no
-communication, no device-to-host synchronisation, and no host state that changes from step to step. What is before or after a
-step's forward and backward is unrestricted: gradient reduction, the optimizer and its offload, evaluation, saving.
+A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step, NCCL's among them. Inside it there is
+no device-to-host synchronisation, no communication by the host, and no host state that changes from step to step. What is before
+or after a step's forward and backward is unrestricted: the optimizer and its offload, saving, reduction that does not overlap.
+With `--cuda-graphs on` each of these is an error; with `auto` they are the reasons for which nothing is recorded.
 
 Here are the rules that a config can break. Anything else that cannot be captured fails at capture (`parallel/pipeline/cuda_graph.py`).
 """
@@ -21,6 +22,7 @@ from petatron.config.schema.run import RawRunConfig
 CUDA_GRAPHS_FLAG = "--cuda-graphs"
 _GROUPED_MULTIPLE = 8  # elements of bfloat16 in the 16 bytes that the grouped kernel copies at a time
 _MAX_HEAD_DIM = 256  # of FlashAttention
+_LONG_DOCUMENT = 1024  # tokens, `kernels/attention/documents.py`
 
 
 CaptureProblem = tuple[str, str, str]
@@ -36,7 +38,7 @@ def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
 
 def capture_problems(config: RawRunConfig) -> list[CaptureProblem]:
     """Returns all reasons why the steps of a run cannot be captured."""
-    rules = (_communication, _precision, _experts, _memory, _attention, _timeline)
+    rules = (_communication, _experts, _memory, _attention, _timeline)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -74,13 +76,6 @@ def _host_communication(config: RawRunConfig) -> Iterator[CaptureProblem]:
         yield "--overlap-grad-reduce", why, "Add --no-overlap-grad-reduce, which reduces gradients after it."
     if experts and config.moe.moe_router_load_balancing_type == "global_aux_loss":
         yield "--moe-router-load-balancing-type global_aux_loss", why, fix
-
-
-def _precision(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    precision = config.precision
-    if precision.fp8_format is not None and precision.fp8_recipe == "delayed":
-        why = "the host counts on in the histories of scales"
-        yield "--fp8-recipe delayed", why, "Use tensorwise, rowwise or blockwise, or leave --cuda-graphs out."
 
 
 def _experts(config: RawRunConfig) -> Iterator[CaptureProblem]:
@@ -134,9 +129,7 @@ def _memory(config: RawRunConfig) -> Iterator[CaptureProblem]:
 
 def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
     model, window = config.model, config.model.window_size
-    if config.data.reset_attention_mask:
-        why = "where documents lie differs from step to step, and the host plans with it"
-        yield "--reset-attention-mask", why, "Leave one of them out."
+    yield from _documents(config)
     why = "without FlashAttention the host makes the mask"
     if model.attn_logit_softcapping is not None:
         yield f"--attn-logit-softcapping {model.attn_logit_softcapping:g}", why, "Leave one of them out."
@@ -153,6 +146,29 @@ def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
     elif model.kv_channels is not None and (model.kv_channels % 8 or model.kv_channels > _MAX_HEAD_DIM):
         fix = f"Use heads of a multiple of 8 up to {_MAX_HEAD_DIM}, or leave --cuda-graphs out."
         yield f"--window-size {window} and heads of width {model.kv_channels}", why, fix
+
+
+def _documents(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    """Yields why attention within packed documents cannot be captured; short ones can, by the kernel for unequal lengths."""
+    model = config.model
+    if not config.data.reset_attention_mask:
+        return
+    fix = "Leave one of them out."
+    if model.seq_length >= _LONG_DOCUMENT:
+        why = f"attention of documents of {_LONG_DOCUMENT} tokens or more is planned from their lengths, by the host"
+        yield f"--reset-attention-mask and --seq-length {model.seq_length}", why, fix
+    if config.parallel.world_size not in (None, 1):
+        why = "what they capture would depend on their documents"
+        yield f"--reset-attention-mask and {config.parallel.world_size} ranks", why, fix
+    if model.attention_dropout > 0.0:
+        why = "how many random numbers are drawn depends on the number of documents"
+        yield f"--reset-attention-mask and --attention-dropout {model.attention_dropout:g}", why, fix
+    if not (config.precision.bf16 or config.precision.fp16):
+        why = "without FlashAttention the host makes the mask"
+        yield "--reset-attention-mask in this precision", why, "Add --bf16 or --fp16, or leave one of them out."
+    elif model.kv_channels is not None and (model.kv_channels % 8 or model.kv_channels > _MAX_HEAD_DIM):
+        why = "without FlashAttention the host makes the mask"
+        yield f"--reset-attention-mask and heads of width {model.kv_channels}", why, fix
 
 
 def _context(config: RawRunConfig) -> Iterator[CaptureProblem]:

@@ -5,9 +5,9 @@ candidates of the same groups the cheapest is used. `time_cost.py` has the costs
 
 There are thousands, and an answer should take no longer than a second:
 
-- Activations and the time of forward and backward do not depend on the optimizer's settings; persistent state and its transfer time
-  depend on those and on the sharding alone. Both halves are computed once for each choice that affects them, and a candidate is
-  the sum of two.
+- Activations and the time of forward and backward do not depend on the optimizer's settings; state and its transfer time depend on
+  those and on the sharding alone. Both halves are computed once for each choice that affects them, and a candidate is the sum of two:
+  of activations the first half has all moments that may be the peak, with the share of the gradients that exist then.
 - Groups whose most saving options do not fit together are skipped.
 - So is a candidate that is too expensive already without one of its options, if that option can only slow it down.
 """
@@ -24,13 +24,15 @@ from petatron.config import RunConfig
 from petatron.config.checks.check_all import check_config
 from petatron.estimate.memory.forecast import (
     DeviceKind,
-    activation_peaks,
     largest_forecast,
+    moments_per_rank,
     recompute_plans,
     state_bytes_per_rank,
 )
 from petatron.estimate.memory.options import MemoryOption, OptionGroup, bf16_options, option_groups
+from petatron.estimate.memory.peak import PeakMoment
 from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
+from petatron.estimate.state_bytes import StateBytes
 
 _NUM_SUGGESTIONS = 3
 _MAX_COMBINED_GROUPS = 3  # groups in a set
@@ -74,14 +76,26 @@ class _Baseline:
 
 
 @dataclass(frozen=True, slots=True)
-class _PartialCost:
-    """The cost of one half of a candidate: bytes of every pipeline rank, and seconds."""
+class _PassCost:
+    """What forward and backward need: the moments of every pipeline rank that may be its peak, and seconds."""
 
-    rank_bytes: Sequence[int]
+    rank_moments: Sequence[Sequence[PeakMoment]]
     seconds: float
 
 
-_IMPOSSIBLE = _PartialCost((), math.inf)
+@dataclass(frozen=True, slots=True)
+class _StateCost:
+    """What state needs: the bytes of every pipeline rank with all its gradients, and seconds."""
+
+    ranks: Sequence[StateBytes]
+    seconds: float
+
+    def is_too_much(self, capacity_bytes: int) -> bool:
+        """Whether a rank does not fit even without gradients."""
+        return any(state.total - state.gradients > capacity_bytes for state in self.ranks)
+
+
+_IMPOSSIBLE = _PassCost((), math.inf)
 """For a memory budget that cannot be met."""
 
 
@@ -100,8 +114,8 @@ class _Search:
         self._device: DeviceKind = device
         self._existing_problems = {str(problem) for problem in check_config(run, require_training=False)}
         self._run = _apply_options(run, common_options)
-        self._pass_costs: dict[OptionSet, _PartialCost] = {}
-        self._state_costs: dict[OptionSet, _PartialCost] = {}
+        self._pass_costs: dict[OptionSet, _PassCost] = {}
+        self._state_costs: dict[OptionSet, _StateCost] = {}
         self._pass_time_floors: dict[OptionSet, float] = {}
         self._allowed_cache: dict[OptionSet, bool] = {}
 
@@ -157,10 +171,16 @@ class _Search:
         return [one for one in groups[at].options if self._may_fit([*before, OptionGroup([one], [one]), *after])]
 
     def _total_bytes(self, options: OptionSet) -> float:
-        """Returns the bytes of the largest rank; infinite if its persistent state is too much already."""
+        """Returns the bytes of the largest rank; infinite if its weights and optimizer state are too much already."""
         state = self._state_cost(options)
-        passes = self._pass_cost(options) if max(state.rank_bytes) <= self._capacity else _IMPOSSIBLE
-        return max((a + b for a, b in zip(passes.rank_bytes, state.rank_bytes)), default=math.inf)
+        passes = _IMPOSSIBLE if state.is_too_much(self._capacity) else self._pass_cost(options)
+        return max(
+            (
+                rank.total - rank.gradients + max(moment.bytes_with(rank.gradients) for moment in moments)
+                for moments, rank in zip(passes.rank_moments, state.ranks)
+            ),
+            default=math.inf,
+        )
 
     def _time_cost(self, options: OptionSet) -> float:
         return (self._pass_cost(options).seconds + self._state_cost(options).seconds) / self._baseline.seconds - 1.0
@@ -179,7 +199,7 @@ class _Search:
             self._pass_time_floors[options] = max((self._pass_time_floor(subset) for subset in subsets), default=0.0)
         return self._pass_time_floors[options]
 
-    def _pass_cost(self, options: OptionSet) -> _PartialCost:
+    def _pass_cost(self, options: OptionSet) -> _PassCost:
         key = _affecting(options, "passes")
         if key not in self._pass_costs:
             run = _apply_options(self._run, key)
@@ -188,17 +208,15 @@ class _Search:
             except ConfigError:
                 self._pass_costs[key] = _IMPOSSIBLE
             else:
-                sizes = [peak for peak, _ in activation_peaks(run, plans, device=self._device)]
-                self._pass_costs[key] = _PartialCost(sizes, forward_backward_time(run, plans, device=self._device))
+                moments = moments_per_rank(run, plans, device=self._device)
+                self._pass_costs[key] = _PassCost(moments, forward_backward_time(run, plans, device=self._device))
         return self._pass_costs[key]
 
-    def _state_cost(self, options: OptionSet) -> _PartialCost:
+    def _state_cost(self, options: OptionSet) -> _StateCost:
         key = _affecting(options, "state")
         if key not in self._state_costs:
             run = _apply_options(self._run, key)
-            self._state_costs[key] = _PartialCost(
-                [state.total for state in state_bytes_per_rank(run)], optimizer_offload_time(run)
-            )
+            self._state_costs[key] = _StateCost(state_bytes_per_rank(run), optimizer_offload_time(run))
         return self._state_costs[key]
 
     def _allowed(self, options: OptionSet) -> bool:

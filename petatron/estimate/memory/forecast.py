@@ -1,23 +1,24 @@
 """Forecasts the peak memory of a rank: pure arithmetic, so it is known before any rank starts.
 
-    weights, gradients, optimizer   `estimate/state_bytes.py`
-    activations                     saved by the micro-batches in flight, and the largest recomputed group
-    logits                          saved by the micro-batches in flight outside their layers, most of it for the loss
+    weights, optimizer      `estimate/state_bytes.py`
+    gradients               those that exist at the peak (`peak.py`)
+    activations             saved by the micro-batches in flight, and the largest recomputed group
+    logits                  saved by the micro-batches in flight outside their layers, most of it for the loss
+    workspace               of the moment: logits of a chunk of the loss, or the gradients inside of a branch
 
-Not counted: a kernel's workspace, communication buffers, and the device's own share. The log has the prediction with the measured
-peak.
+Not counted: communication buffers, and the device's own share. The log has the prediction with the measured peak.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from petatron.base.errors import Problem
 from petatron.config import RunConfig
-from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
-from petatron.estimate.offload_plan import freed_bytes
+from petatron.config.pipeline_stages import pipeline_stages
+from petatron.estimate.memory.peak import PeakMoment, peak_moments
 from petatron.estimate.recompute_plan import BudgetError, RecomputePlan, plan_recompute
 from petatron.estimate.state_bytes import StateBytes, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -29,16 +30,29 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryForecast:
-    """Predicted bytes of one pipeline rank."""
+    """Predicted bytes of one pipeline rank at its peak."""
 
     pipeline_rank: int
     state: StateBytes
     activations: int
     logits: int
+    workspace: int
+
+    @classmethod
+    def at_peak(cls, pipeline_rank: int, state: StateBytes, moments: Sequence[PeakMoment]) -> MemoryForecast:
+        """Returns the forecast of the moment that needs most; `state` has all gradients."""
+        peak = max(moments, key=lambda moment: moment.bytes_with(state.gradients))
+        return cls(
+            pipeline_rank=pipeline_rank,
+            state=replace(state, gradients=int(peak.grad_share * state.gradients)),
+            activations=peak.activations,
+            logits=peak.logits,
+            workspace=peak.workspace,
+        )
 
     @property
     def total(self) -> int:
-        return self.state.total + self.activations + self.logits
+        return self.state.total + self.activations + self.logits + self.workspace
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes by kind, for people."""
@@ -48,6 +62,7 @@ class MemoryForecast:
             "optimizer": self.state.optimizer,
             "activations": self.activations,
             "logits": self.logits,
+            "workspace": self.workspace,
         }
 
     def describe(self) -> str:
@@ -89,31 +104,23 @@ def forecast_memory(
 ) -> list[MemoryForecast]:
     """Forecasts every pipeline rank's peak; ranks that differ in other axes need the same. `plans` are those of the run, if known."""
     plans = recompute_plans(run, device=device) if plans is None else plans
+    moments = moments_per_rank(run, plans, device=device)
     return [
-        MemoryForecast(pipeline_rank=rank, state=state, activations=peak - logits, logits=logits)
-        for rank, (state, (peak, logits)) in enumerate(
-            zip(state_bytes_per_rank(run), activation_peaks(run, plans, device=device), strict=True)
-        )
+        MemoryForecast.at_peak(rank, state, own)
+        for rank, (state, own) in enumerate(zip(state_bytes_per_rank(run), moments, strict=True))
     ]
 
 
 def state_bytes_per_rank(run: RunConfig) -> list[StateBytes]:
-    """Returns the persistent state of every pipeline rank."""
+    """Returns the state of every pipeline rank, with all gradients."""
     stages = pipeline_stages(run)
     return [state_bytes(run, [stages[stage] for stage in own]) for own in _stages_per_rank(run)]
 
 
-def activation_peaks(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> list[tuple[int, int]]:
-    """Returns every pipeline rank's peak of activations, and how much of it is outside layers."""
-    spec, stages = model_spec(run), pipeline_stages(run)
+def moments_per_rank(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> list[list[PeakMoment]]:
+    """Returns the moments of every pipeline rank at which it may need most."""
     shape = ActivationShape.from_config(run, device=device)
-    return [
-        (
-            sum(_stage_peak_bytes(run, plans[stage], shape, stages[stage]) for stage in own),
-            sum(plans[stage].in_flight * spec.outer_saved_bytes(shape, stages[stage]) for stage in own),
-        )
-        for own in _stages_per_rank(run)
-    ]
+    return [peak_moments(run, plans, own, shape) for own in _stages_per_rank(run)]
 
 
 def _stages_per_rank(run: RunConfig) -> list[list[int]]:
@@ -135,11 +142,6 @@ def shared_device_problem(run: RunConfig, *, memory_bytes: int) -> Problem | Non
     most = memory_bytes // each
     fix = f"Use {most} or fewer" if most > 1 else "Use a smaller model or micro-batch"
     return Problem("--ranks-per-device", str(ranks), rule, f"{fix}.")
-
-
-def _stage_peak_bytes(run: RunConfig, plan: RecomputePlan, shape: ActivationShape, stage: PipelineStage) -> int:
-    layers = model_spec(run).stage_layers(stage)
-    return plan.peak_bytes - freed_bytes(plan, shape, layers, run.memory.cpu_offloading_num_layers)
 
 
 def memory_log_line(run: RunConfig, *, device: DeviceKind, pipeline_rank: int, measured_bytes: int) -> str:

@@ -93,7 +93,7 @@ def _micro_batch_options(run: RunConfig) -> OptionGroup:
             MemoryOption(
                 f"--micro-batch-size {number} --global-batch-size {batch}",
                 _edit_section("train", micro_batch_size=number),
-                "passes",
+                "both",
                 only_slows=True,
             )
             for number in smaller

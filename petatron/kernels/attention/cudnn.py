@@ -11,6 +11,8 @@ All functions take [B, H, S, E] with kv heads not repeated, in any memory order 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -33,12 +35,21 @@ def unsupported_tensors_reason(q: Tensor, v: Tensor) -> str | None:
     equal = widths[0] == widths[1] and widths[0] % 8 == 0 and widths[0] <= _WIDEST
     if not equal and widths not in _WIDER:
         return f"heads of {widths[0]} and {widths[1]} values; equal multiples of 8 up to {_WIDEST}, 192, 256, and 192 with 128 are served"
-    cuda = q.device.type == "cuda"
-    return unsupported_reason(q.device.type, torch.cuda.get_device_capability(q.device) if cuda else (0, 0), q.dtype)
+    return _lacking_on(q.device, q.dtype) or _not_deterministic()
 
 
 def unsupported_reason(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
     """Returns what a kind of device lacks for it, whatever the shapes; None: nothing."""
+    return _lacking(device, capability, dtype) or _not_deterministic()
+
+
+@cache
+def _lacking_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    cuda = device.type == "cuda"
+    return _lacking(device.type, torch.cuda.get_device_capability(device) if cuda else (0, 0), dtype)
+
+
+def _lacking(device: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
     if device != "cuda" or torch.version.cuda is None:
         return "the device is no NVIDIA GPU"
     if capability != _HOPPER:
@@ -48,15 +59,18 @@ def unsupported_reason(device: str, capability: tuple[int, int], dtype: torch.dt
     version = torch.backends.cudnn.version()
     if version is None or version < _MIN_VERSION:
         return f"cuDNN {version} is older than 9.15"
-    if torch.are_deterministic_algorithms_enabled():
-        return "its backward pass is not deterministic, which was asked for"
     return None
+
+
+def _not_deterministic() -> str | None:
+    asked = torch.are_deterministic_algorithms_enabled()
+    return "its backward pass is not deterministic, which was asked for" if asked else None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Returns the output, in the memory order of q, and log-sum-exp."""
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
-    return out, lse
+    found = torch._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+    return found[0], found[1]
 
 
 def backward(
@@ -64,11 +78,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v."""
     grad = _with_strides_of(out, grad)
-    # The random state is not read without dropout; bias and lengths are None for a dense batch without a mask.
-    unread = torch.empty((), dtype=torch.int64, device=q.device)
+    unread = _unread_random_state(q.device)
+    # Bias and lengths are None for a dense batch without a mask.
     return _aten._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, out, lse, unread, unread, None, None, None, q.shape[2], k.shape[2], 0.0, causal
     )
+
+
+@cache
+def _unread_random_state(device: torch.device) -> Tensor:
+    """Returns a number in place of the random state, which is not read without dropout."""
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _with_strides_of(out: Tensor, grad: Tensor) -> Tensor:

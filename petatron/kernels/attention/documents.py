@@ -116,6 +116,32 @@ class Documents:
         """Pins its tensors, so that a copy to a device is asynchronous."""
         return self._with_tensors([x.pin_memory() for x in self.tensors])
 
+    @property
+    def num_documents(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    def bounded(self, most: int) -> Documents:
+        """Returns a copy with room for `most` documents, the missing ones empty, and bounds that other documents of this shape have too.
+
+        What the varlen kernel computes does not depend on either, so a CUDA graph of it serves them all (`copy_`).
+        """
+        assert self.padded_rows is None, "long documents are laid out by their lengths"
+        documents = replace(
+            self,
+            starts_BS=self.starts_BS.clone(),
+            cu_seqlens=self.cu_seqlens.new_empty(most + 1),
+            max_seqlen=self.starts_BS.shape[1],
+        )
+        documents.copy_(self)
+        return documents
+
+    def copy_(self, other: Documents) -> None:
+        """Copies other documents, at most as many, of a batch of the same shape."""
+        count = other.cu_seqlens.numel()
+        self.starts_BS.copy_(other.starts_BS, non_blocking=True)
+        self.cu_seqlens[:count].copy_(other.cu_seqlens, non_blocking=True)
+        self.cu_seqlens[count:].fill_(self.starts_BS.numel())
+
     def _with_tensors(self, tensors: list[Tensor]) -> Documents:
         rows = self.padded_rows
         if rows is not None:

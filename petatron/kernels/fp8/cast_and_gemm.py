@@ -77,17 +77,16 @@ class Fp8Matrix:
 class CastKernel(Protocol):
     """A cast with current scaling: the scale comes from the tensor itself."""
 
-    def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix: ...
+    def __call__(self, x_RC: Tensor, dtype: torch.dtype, /, *, orientation: Orientation = "both") -> Fp8Matrix: ...
 
 
 class UpdateScaleKernel(Protocol):
-    def __call__(
-        self, history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, latest: int, cleared: int, most_recent: bool
-    ) -> None:
-        """Sets `scale` [1] from an amax history: the maximum of all entries, or the one at `latest`.
+    def __call__(self, history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_recent: bool) -> None:
+        """Sets `scale` [1] from an amax history: the maximum of all entries, or the first, that of the step before.
 
-        A non-finite amax counts as 0, here and from now on: its NaN has been propagated already. The entry `cleared` becomes 0,
-        for the new step.
+        The history has that first entry, then those before it, oldest first. The first becomes the last, the oldest is dropped, and
+        the new first entry is 0, for the new step: where it is does not depend on the step. A non-finite amax counts as 0, here and
+        from now on: its NaN has been propagated already.
         """
         ...
 
@@ -101,7 +100,9 @@ class CastTensorKernel(Protocol):
 
 
 class CastDelayedKernel(Protocol):
-    def __call__(self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
+    def __call__(
+        self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
+    ) -> Fp8Matrix:
         """Casts with the given scale [1]; raises `amax` [1] to the tensor's."""
         ...
 
@@ -165,13 +166,12 @@ def update_amax(x_RC: Tensor, amax: Tensor) -> None:
     amax.copy_(torch.maximum(amax, _amax(x_RC)))
 
 
-def update_scale(
-    history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, latest: int, cleared: int, most_recent: bool
-) -> None:
+def update_scale(history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_recent: bool) -> None:
     history_L.nan_to_num_(nan=0.0, posinf=0.0)
-    amax = history_L[latest : latest + 1] if most_recent else history_L.amax().reshape(1)
+    amax = history_L[:1] if most_recent else history_L.amax().reshape(1)
     scale.copy_(power_of_two_scale(amax, dtype))
-    history_L[cleared] = 0
+    history_L.copy_(history_L.roll(-1))
+    history_L[0] = 0
 
 
 def cast_tensor(
@@ -181,9 +181,11 @@ def cast_tensor(
     return _cast_with_scale(x_RC, dtype, scale, orientation)
 
 
-def cast_delayed(x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
+def cast_delayed(
+    x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
+) -> Fp8Matrix:
     update_amax(x_RC, amax)
-    return _cast_with_scale(x_RC, dtype, scale, "both")
+    return _cast_with_scale(x_RC, dtype, scale, orientation)
 
 
 def cast_rows(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:

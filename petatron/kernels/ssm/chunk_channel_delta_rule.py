@@ -136,8 +136,7 @@ def _decays(g: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _decayed_products(inputs: _ChunkedInputs) -> tuple[Tensor, Tensor]:
     """Returns the products [b, c, g, r, q, k] of queries with keys up to their own, and of keys with keys before them."""
-    rows = torch.stack((inputs.q, inputs.k), dim=-3)
-    products = _products_of_pairs(rows, inputs.k.unsqueeze(-3), inputs.g.unsqueeze(-3))
+    products = _products_of_pairs(torch.stack((inputs.q, inputs.k), dim=-2), inputs.k, inputs.g)
     if inputs.resets is not None:
         resets = inputs.resets.unsqueeze(-2)
         products = products.masked_fill(resets[..., :, None] != resets[..., None, :], 0.0)
@@ -146,23 +145,22 @@ def _decayed_products(inputs: _ChunkedInputs) -> tuple[Tensor, Tensor]:
 
 
 def _products_of_pairs(rows: Tensor, columns: Tensor, g: Tensor) -> Tensor:
-    """Returns the decayed products [.., q, k] of rows with the columns of earlier tokens, [.., q, n] each; zero elsewhere.
+    """Returns the decayed products [.., m, q, k] of m rows of each token [.., q, m, n] with the columns [.., q, n] of earlier tokens.
 
     Level by level of the tree: products within halves, beside and below which are those of second halves with first ones.
     """
-    size, half = g.shape[-2], 1
-    products = g.new_zeros((*torch.broadcast_shapes(rows.shape[:-2], g.shape[:-2]), size, 1, 1))
+    size, half, count = g.shape[-2], 1, rows.shape[-2]
+    products = g.new_zeros((*g.shape[:-2], size, count, 1, 1))
     while half < size:
-        halves = (-1, 2, half)
-        first, second = g.unflatten(-2, halves).unbind(-3)
-        later = rows.unflatten(-2, halves).select(-3, 1) * second.cumsum(dim=-2).exp()
-        earlier = columns.unflatten(-2, halves).select(-3, 0) * _sums_after(first).exp()
-        crossing = later @ earlier.mT
-        within_first, within_second = products.unflatten(-3, (-1, 2)).unbind(-3)
+        first, second = g.unflatten(-2, (-1, 2, half)).unbind(-3)
+        later = rows.unflatten(-3, (-1, 2, half)).select(-4, 1) * second.cumsum(dim=-2).exp().unsqueeze(-2)
+        earlier = columns.unflatten(-2, (-1, 2, half)).select(-3, 0) * _sums_after(first).exp()
+        crossing = (later.flatten(-3, -2) @ earlier.mT).unflatten(-2, (half, count)).transpose(-3, -2)
+        within_first, within_second = products.unflatten(-4, (-1, 2)).unbind(-4)
         above = torch.cat((within_first, torch.zeros_like(crossing)), dim=-1)
         products = torch.cat((above, torch.cat((crossing, within_second), dim=-1)), dim=-2)
         half *= 2
-    return products.squeeze(-3)
+    return products.squeeze(-4)
 
 
 def _sums_after(g: Tensor) -> Tensor:

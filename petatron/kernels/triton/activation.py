@@ -30,6 +30,7 @@ R rows, F width of the output.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -40,6 +41,7 @@ from petatron.kernels import activation as reference
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.triton.kernel_launch import KernelLauncher
 
 NAMES = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
 _TILE = 2048
@@ -130,19 +132,25 @@ def _gated_activation_backward(
 
 @dataclass(frozen=True, slots=True)
 class _ActivationTile:
-    """A tile: columns that divide the width, if a warp still reads 512 contiguous bytes, and rows to fill it."""
+    """A tile: columns that divide the width, if a warp still reads 512 contiguous bytes, and rows to fill it; `across` cover a row."""
 
     rows: int
     columns: int
+    across: int
 
     @classmethod
     def of(cls, width: int) -> _ActivationTile:
         dividing = width & -width
         columns = min(dividing if dividing >= 256 else triton.next_power_of_2(width), _TILE)
-        return cls(rows=_TILE // columns, columns=columns)
+        return cls(rows=_TILE // columns, columns=columns, across=triton.cdiv(width, columns))
 
-    def programs(self, rows: int, width: int) -> int:
-        return triton.cdiv(rows, self.rows) * triton.cdiv(width, self.columns)
+    def programs(self, rows: int) -> int:
+        return -(-rows // self.rows) * self.across
+
+
+_activation_tile = cache(_ActivationTile.of)
+_launch_forward = KernelLauncher(_gated_activation_forward)
+_launch_backward = KernelLauncher(_gated_activation_backward)
 
 
 def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None) -> Tensor:
@@ -151,13 +159,12 @@ def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluVariant | None = 
         return reference.gated_activation(gate_up_RG, name, bounds)
     assert name in NAMES, name
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
-    tile, source = _ActivationTile.of(width), contiguous_rows(gate_up_RG)
-    act = torch.empty((rows, width), dtype=source.dtype, device=source.device)
-    _gated_activation_forward[(tile.programs(rows, width),)](
-        source,
-        act,
-        rows,
-        source.stride(0),
+    tile, source = _activation_tile(width), contiguous_rows(gate_up_RG)
+    act = source.new_empty((rows, width))
+    _launch_forward(
+        tile.programs(rows),
+        (source, act),
+        (rows, source.stride(0)),
         NAME=name,
         WIDTH=width,
         ROWS=tile.rows,
@@ -176,17 +183,13 @@ def gated_activation_backward(
         return reference.gated_activation_backward(grad_RF, gate_up_RG, name, bounds, recompute_output=recompute_output)
     assert name in NAMES, name
     rows, width = grad_RF.shape
-    tile, grad, source = _ActivationTile.of(width), contiguous_rows(grad_RF), contiguous_rows(gate_up_RG)
-    grad_gate_up = torch.empty((rows, 2 * width), dtype=source.dtype, device=source.device)
-    act = torch.empty((rows, width), dtype=source.dtype, device=source.device) if recompute_output else grad_gate_up
-    _gated_activation_backward[(tile.programs(rows, width),)](
-        grad,
-        source,
-        grad_gate_up,
-        act,
-        rows,
-        grad.stride(0),
-        source.stride(0),
+    tile, grad, source = _activation_tile(width), contiguous_rows(grad_RF), contiguous_rows(gate_up_RG)
+    grad_gate_up = torch.empty_like(source, memory_format=torch.contiguous_format)
+    act = source.new_empty((rows, width)) if recompute_output else grad_gate_up
+    _launch_backward(
+        tile.programs(rows),
+        (grad, source, grad_gate_up, act),
+        (rows, grad.stride(0), source.stride(0)),
         NAME=name,
         WIDTH=width,
         ROWS=tile.rows,

@@ -32,6 +32,7 @@ R rows, D width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -41,6 +42,7 @@ from torch import Tensor
 from petatron.kernels import norm as reference
 from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.triton.kernel_launch import KernelLauncher
 
 MAX_ROW_WIDTH = 16384
 """The widest row that fits in registers; wider ones use the reference."""
@@ -199,6 +201,10 @@ class _NormTile:
         return cls(rows=elements // block, block=block, warps=min(elements // 512, 16))
 
 
+_norm_tile = cache(_NormTile.of)
+_launch_forward, _launch_backward = KernelLauncher(_rms_norm_forward), KernelLauncher(_rms_norm_backward)
+
+
 def rms_norm(
     x_RD: Tensor, weight_D: Tensor, *, eps: float, zero_centered_gamma: bool, branch: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,23 +212,16 @@ def rms_norm(
     rows, width = x_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm(x_RD, weight_D, eps=eps, zero_centered_gamma=zero_centered_gamma, branch=branch)
-    tile = _NormTile.of(width)
+    tile = _norm_tile(width)
     x = contiguous_rows(x_RD)
     added = x if branch is None else contiguous_rows(branch)
-    normal = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    normal = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = normal if branch is None else torch.empty_like(normal)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    _rms_norm_forward[(triton.cdiv(rows, tile.rows),)](
-        x,
-        added,
-        weight_D.contiguous(),
-        total,
-        normal,
-        rstd,
-        rows,
-        x.stride(0),
-        added.stride(0),
-        eps,
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    _launch_forward(
+        -(-rows // tile.rows),
+        (x, added, weight_D.contiguous(), total, normal, rstd),
+        (rows, x.stride(0), added.stride(0), eps),
         WIDTH=width,
         ROWS=tile.rows,
         BLOCK=tile.block,
@@ -256,26 +255,17 @@ def rms_norm_backward(
             grad_total=grad_total,
             recompute_output=recompute_output,
         )
-    tile = _NormTile.of(width)
+    tile = _norm_tile(width)
     grad, total = contiguous_rows(grad_RD), contiguous_rows(total_RD)
     joining = grad if grad_total is None else contiguous_rows(grad_total)
-    grad_x = torch.empty((rows, width), dtype=total.dtype, device=total.device)
+    grad_x = torch.empty_like(total, memory_format=torch.contiguous_format)
     normal = torch.empty_like(grad_x) if recompute_output else grad_x
-    programs = min(triton.cdiv(rows, tile.rows), _resident_programs(total.device, tile))
-    sums_PD = torch.empty((programs, width), dtype=torch.float32, device=total.device)
-    _rms_norm_backward[(programs,)](
-        grad,
-        total,
-        rstd_R,
-        weight_D.contiguous(),
-        joining,
-        grad_x,
-        normal,
-        sums_PD,
-        rows,
-        grad.stride(0),
-        total.stride(0),
-        joining.stride(0),
+    programs = min(-(-rows // tile.rows), _resident_programs(total.device, width))
+    sums_PD = total.new_empty((programs, width), dtype=torch.float32)
+    _launch_backward(
+        programs,
+        (grad, total, rstd_R, weight_D.contiguous(), joining, grad_x, normal, sums_PD),
+        (rows, grad.stride(0), total.stride(0), joining.stride(0)),
         WIDTH=width,
         ROWS=tile.rows,
         BLOCK=tile.block,
@@ -302,15 +292,19 @@ def _column_sums(sums_PD, total_D, programs, WIDTH: tl.constexpr, ROWS: tl.const
     tl.store(total_D + column, tl.sum(total, axis=0), mask=column < WIDTH)
 
 
+_launch_column_sums = KernelLauncher(_column_sums)
+
+
 def _sum_columns(sums_PD: Tensor) -> Tensor:
     """Adds the programs' sums; torch's own sum takes three times as long for so few, so wide rows."""
     programs, width = sums_PD.shape
-    total_D = torch.empty(width, dtype=torch.float32, device=sums_PD.device)
-    _column_sums[(triton.cdiv(width, 32),)](sums_PD, total_D, programs, WIDTH=width, ROWS=64, BLOCK=32, num_warps=4)
+    total_D = sums_PD.new_empty(width)
+    _launch_column_sums(-(-width // 32), (sums_PD, total_D), (programs,), WIDTH=width, ROWS=64, BLOCK=32, num_warps=4)
     return total_D
 
 
-def _resident_programs(device: torch.device, tile: _NormTile) -> int:
+@cache
+def _resident_programs(device: torch.device, width: int) -> int:
     """Returns the programs that are resident at once: 16 warps per multiprocessor, with up to 128 registers per thread."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return processors * max(16 // tile.warps, 1)
+    return processors * max(16 // _norm_tile(width).warps, 1)

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
 from petatron.kernels.strides import align_cos_sin, contiguous_rows
+from petatron.kernels.triton.kernel_launch import KernelLauncher
 
 _WARPS = 4
 _ELEMENTS = 512 * _WARPS
@@ -341,6 +342,9 @@ class _LaunchPlan:
         }
 
 
+_launch_forward, _launch_backward = KernelLauncher(_qk_norm_rope_forward), KernelLauncher(_qk_norm_rope_backward)
+
+
 def split_qkv_norm_rope(
     qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, batch_first: bool
 ) -> TensorTriple:
@@ -351,10 +355,10 @@ def split_qkv_norm_rope(
     order = (plan.batch, plan.length) if batch_first else (plan.length, plan.batch)
     q, k = (torch.empty((*order, *x.shape[2:]), dtype=x.dtype, device=x.device) for x in (q_from, k_from))
     cos, sin, cos_s, cos_b = align_cos_sin(*rope_cos_sin)
-    grid = (plan.tiles(norm.num_heads) + plan.tiles(norm.num_kv_heads),)
+    programs = plan.tiles(norm.num_heads) + plan.tiles(norm.num_kv_heads)
     tensors = q_from, k_from, q, k, *(weight.contiguous() for weight in weights), cos, sin
     numbers = norm.eps, plan.length, plan.batch, *rows.stride()[:2], cos_s, cos_b
-    _qk_norm_rope_forward[grid](*tensors, *numbers, **plan.constants(batch_first=batch_first))
+    _launch_forward(programs, tensors, numbers, **plan.constants(batch_first=batch_first))
     return (q.transpose(0, 1), k.transpose(0, 1), v) if batch_first else (q, k, v)
 
 
@@ -371,11 +375,10 @@ def split_qkv_norm_rope_backward(
     queries, keys = plan.tiles(norm.num_heads, steps), plan.tiles(norm.num_kv_heads, steps)
     sums_PE = torch.empty((queries + keys, plan.width), dtype=torch.float32, device=qkv.device)
     cos, sin, cos_s, cos_b = align_cos_sin(*rope_cos_sin)
-    tensors = *sources, *norm.split(qkv)[:2], *norm.split(out), *(weight.contiguous() for weight in weights)
-    numbers = norm.eps, plan.length, plan.batch
+    weights = tuple(weight.contiguous() for weight in weights)
+    tensors = *sources, *norm.split(qkv)[:2], *norm.split(out), *weights, cos, sin, sums_PE
     strides = *(stride for grad in sources for stride in grad.stride()[:3]), *qkv.stride()[:2], cos_s, cos_b
+    numbers = norm.eps, plan.length, plan.batch, *strides
     constants = plan.constants(batch_first=sources[0].stride(1) > sources[0].stride(0))
-    _qk_norm_rope_backward[(queries + 2 * keys,)](
-        *tensors, cos, sin, sums_PE, *numbers, *strides, STEPS=steps, **constants
-    )
+    _launch_backward(queries + 2 * keys, tensors, numbers, STEPS=steps, **constants)
     return sums_PE[:queries].sum(0), sums_PE[queries:].sum(0)

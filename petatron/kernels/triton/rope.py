@@ -35,6 +35,7 @@ from torch import Tensor
 from petatron.kernels.rope import split_qkv
 from petatron.kernels.strides import align_cos_sin, contiguous_rows, empty_heads
 from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.triton.kernel_launch import KernelLauncher
 
 
 @triton.jit
@@ -157,22 +158,22 @@ def _copy_heads(
         tl.store(target + this * target_stride + element[None, :], values, mask=mask)
 
 
+_launch_kernel = KernelLauncher(_split_qkv_rope)
+
+
 def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin: Tensor, *, backward: bool) -> None:
     """Launches for q, k and v, each of shape [S, B, heads, E]; programs are in memory order of the heads, not of the slices."""
     length, batch, heads, width = sources[0].shape
     cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
     heads_tensor = sources[0] if backward else targets[0]
     warps = 4 if heads * width <= 4096 else 8
-    _split_qkv_rope[(length * batch,)](
-        *sources,
-        *targets,
-        cos,
-        sin,
-        length,
-        batch,
-        *(stride for tensor in (*sources, *targets) for stride in tensor.stride()[:3]),
-        cos_s,
-        cos_b,
+    strides: list[int] = []
+    for tensor in (*sources, *targets):
+        strides += tensor.stride()[:3]
+    _launch_kernel(
+        length * batch,
+        (*sources, *targets, cos, sin),
+        (length, batch, *strides, cos_s, cos_b),
         NUM_HEADS=heads,
         NUM_KV_HEADS=sources[1].shape[2],
         WIDTH=width,

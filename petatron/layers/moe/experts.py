@@ -71,6 +71,7 @@ class _RecomputableWeightedActivation:
     kernels: MoEKernels
     name: str
     bounds: GluVariant | None
+    recast_in_fp8: bool = False
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         return (self.recompute(inputs),), inputs

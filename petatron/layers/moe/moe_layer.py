@@ -14,7 +14,7 @@ S sequence, B batch, D hidden, T = S x B tokens in memory order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol, runtime_checkable
@@ -34,7 +34,7 @@ from petatron.layers.moe.load_balancing import ReductionGroup, attach_aux_loss
 from petatron.layers.moe.router import Router, Routing
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL, BranchModule, ChannelMixerSpec
+from petatron.layers.spec.branch import FULL, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
 from petatron.sharding.initial_values import NormalValues
@@ -151,6 +151,15 @@ class MoESpec(ChannelMixerSpec):
         if not gathers or not shape.sequence_parallel or shape.fp8_recipe is not None:
             return 0
         return shape.activation_bytes(shape.gathered_tokens, self.hidden_size)
+
+    def backward_moments(self, shape: ActivationShape) -> Sequence[BackwardMoment]:
+        """The activation's backward, and the first weight's gradient, which exists once in the weights' precision."""
+        rows, inner, first = self._routed_rows(shape), self.width // shape.etp, 2 if self.gated else 1
+        stream = self.stream_grad_bytes(shape)
+        activation = stream + shape.activation_bytes(rows, self.expert_hidden_size + (2 + first) * inner)
+        weight = self.num_experts // shape.ep * first * inner * self.expert_hidden_size * shape.element_bytes
+        weight_grad = stream + weight + shape.activation_bytes(rows, self.expert_hidden_size + first * inner)
+        return [BackwardMoment(activation, 1 / 3 if self.gated else 1 / 2), BackwardMoment(weight_grad, 1.0)]
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
         if region != "shared_experts":

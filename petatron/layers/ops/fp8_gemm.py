@@ -3,9 +3,14 @@
     forward     x8 = cast(x), y = x8 . w8;                   saved: x8 transposed, so x itself is not needed again
     backward    g8 = cast(g), dx = g8 . w8 transposed;       dw = g8 transposed . x8 transposed
 
-Each cast of x and g writes both orientations (see `kernels/fp8/cast_and_gemm.py`). How often a weight is cast is in `fp8_weight.py`. The
-forward GEMM uses the tensor cores' fast accumulation, which is good enough for activations; the two of backward do not. A weight
-gradient's GEMM has FP8 operands too and writes float32, the precision of the gradient buffer.
+Casts write both orientations (see `kernels/fp8/cast_and_gemm.py`). Where x is saved anyway by something else, or is recomputed in
+backward from what is saved (the output of a norm), x8 is not saved: `Fp8Gemm.recasting` casts x again in backward, with the same scale
+and so to the same bits. That costs 3 bytes of traffic per element, and 2 more to write what is recomputed; so the output of an
+activation function, which is four times as wide, is saved as x8. So are inputs that tensor-parallel ranks share.
+
+How often a weight is cast is in `fp8_weight.py`. The forward GEMM uses the tensor cores' fast accumulation, which is good enough for
+activations; the two of backward do not. A weight gradient's GEMM has FP8 operands too and writes float32, the precision of the
+gradient buffer.
 
 | recipe     | scale of x, g             | scale of w      | passes over x and g |
 |------------|---------------------------|-----------------|---------------------|
@@ -94,7 +99,7 @@ class Fp8Recipe:
         if self.delayed:
             return DelayedScaling(kernels, dtype, length=self.amax_history_len, most_recent=self.most_recent)
         casts = {"tensor": kernels.cast_tensor, "rows": kernels.cast_rows, "blocks": kernels.cast_blocks}
-        return CurrentScaling(partial(casts[self.scaling], dtype=dtype))
+        return CurrentScaling(casts[self.scaling], dtype)
 
     def weight_cast(self, kernels: Fp8Kernels) -> WeightCast:
         if self.scaling == "tensor":
@@ -124,6 +129,20 @@ class Fp8WeightGrad:
             self.kernels.gemm(self.grad, self.x, dtype=out.dtype, fast=False, out=out)
 
 
+@dataclass(frozen=True, slots=True)
+class _Fp8RecastWeightGrad:
+    """dw = g8 transposed . cast(x) transposed."""
+
+    grad: Fp8Operand
+    cast: Callable[[Tensor], Fp8Operand]
+    kernels: Fp8Kernels
+    needs_input: bool = True
+
+    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+        assert x_RD is not None
+        Fp8WeightGrad(self.grad, self.cast(x_RD), self.kernels).write(None, out, accumulate=accumulate)
+
+
 class Fp8Gemm:
     """The FP8 GEMMs of one weight; call `new_step` after every update of the weight."""
 
@@ -142,7 +161,7 @@ class Fp8Gemm:
         self._weight_cache = Fp8WeightCache(recipe.weight_cast(kernels), keep=cache_weights)
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        if not _sizes_fit((x_RD.shape[0], *weight.shape), self._recipe.size_multiple):
+        if not self.supports(x_RD.shape[0], weight):
             self._report(_fallback_message(x_RD.shape[0], weight.shape, self._recipe.size_multiple))
             return self._fallback.forward(x_RD, weight)
         x = self._input_quantiser(x_RD)
@@ -154,10 +173,40 @@ class Fp8Gemm:
         if not saved:
             return self._fallback.backward(grad_RO, weight, saved)
         values, scale = saved
+        x_grad, grad = self._input_grad(grad_RO, weight)
+        return x_grad, Fp8WeightGrad(grad, Fp8Operand(values, scale, self._recipe.scaling), self._kernels)
+
+    def _input_grad(self, grad_RO: Tensor, weight: Tensor) -> tuple[Tensor, Fp8Operand]:
+        """Returns the gradient of the input, and the quantised gradient of the output as the weight gradient reads it."""
         grad = self._grad_quantiser(grad_RO)
         w = self._weight_cache.get(weight, "columns", num_rows=grad_RO.shape[0])
-        x_grad = self._kernels.gemm(grad.rows, w.columns, dtype=grad_RO.dtype, fast=False)
-        return x_grad, Fp8WeightGrad(grad.columns, Fp8Operand(values, scale, self._recipe.scaling), self._kernels)
+        return self._kernels.gemm(grad.rows, w.columns, dtype=grad_RO.dtype, fast=False), grad.columns
+
+    def recasting(self) -> Gemm:
+        """Returns the same GEMMs for an input that is available in backward: they save none of it, and cast it again."""
+        return _Fp8GemmRecasting(self)
+
+    def forward_rows(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
+        """Multiplies; saves the scale that a second cast of the input needs, if it needs one."""
+        x = self._input_quantiser(x_RD, orientation="rows").rows
+        w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
+        y = self._kernels.gemm(x, w.rows, dtype=x_RD.dtype, fast=True)
+        return y, (x.scale,) if x.scaling == "tensor" else ()
+
+    def cast_again(self, x_RD: Tensor, saved: Tensors) -> Fp8Operand:
+        """Returns the transposed input, to the bits that the cast of the forward pass would have given."""
+        if not saved:
+            return self._input_quantiser(x_RD, orientation="columns").columns
+        unused = torch.zeros(1, dtype=torch.float32, device=x_RD.device)
+        return self._kernels.cast_delayed(x_RD, E4M3, scale=saved[0], amax=unused, orientation="columns").columns
+
+    def backward_columns(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
+        x_grad, grad = self._input_grad(grad_RO, weight)
+        return x_grad, _Fp8RecastWeightGrad(grad, partial(self.cast_again, saved=saved), self._kernels)
+
+    def supports(self, num_rows: int, weight: Tensor) -> bool:
+        """Whether a GEMM with so many rows can run in FP8."""
+        return _sizes_fit((num_rows, *weight.shape), self._recipe.size_multiple)
 
     def new_step(self, micro_batches: int) -> None:
         """Drops the cached weight and advances the amax histories; the weight will be used in so many micro-batches."""
@@ -178,6 +227,23 @@ class Fp8Gemm:
         """Returns the amax histories of activations and gradients, which an exact resume needs; empty but for delayed scaling."""
         parts = {"x": self._input_quantiser, "grad": self._grad_quantiser}
         return {name: part for name, part in parts.items() if isinstance(part, DelayedScaling)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fp8GemmRecasting:
+    """The GEMMs of an input that is available in backward; of one that does not fit FP8, those in the precision of its tensors."""
+
+    gemm: Fp8Gemm
+
+    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
+        if not self.gemm.supports(x_RD.shape[0], weight):
+            return self.gemm.forward(x_RD, weight)
+        return self.gemm.forward_rows(x_RD, weight)
+
+    def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
+        if not self.gemm.supports(grad_RO.shape[0], weight):
+            return self.gemm.backward(grad_RO, weight, saved)
+        return self.gemm.backward_columns(grad_RO, weight, saved)
 
 
 def fp8_gemm_factory(

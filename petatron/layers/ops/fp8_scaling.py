@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from petatron.kernels.fp8.cast_and_gemm import Fp8Kernels, Fp8Matrix
+from petatron.kernels.fp8.cast_and_gemm import CastKernel, CastTensorKernel, Fp8Kernels, Fp8Matrix, Orientation
 
 
 class Quantiser(Protocol):
     """Quantises a tensor, with state or without."""
 
-    def __call__(self, x_RC: Tensor) -> Fp8Matrix: ...
+    def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix: ...
 
     def new_step(self) -> None: ...
 
@@ -24,10 +24,11 @@ class Quantiser(Protocol):
 class CurrentScaling:
     """Scales come from the tensor itself."""
 
-    cast: Callable[[Tensor], Fp8Matrix]
+    cast: CastKernel | CastTensorKernel
+    dtype: torch.dtype
 
-    def __call__(self, x_RC: Tensor) -> Fp8Matrix:
-        return self.cast(x_RC)
+    def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix:
+        return self.cast(x_RC, self.dtype, orientation=orientation)
 
     def new_step(self) -> None:
         pass
@@ -36,7 +37,8 @@ class CurrentScaling:
 class DelayedScaling:
     """The scale comes from the amax of past steps, so that a cast is one pass.
 
-    Between `pause` and the next step amax is not recorded: an evaluation does not change what is trained.
+    Between `pause` and the next step amax is not recorded: an evaluation does not change what is trained. The scale holds for one step:
+    what was quantised in a step is used before the next begins.
     """
 
     def __init__(self, kernels: Fp8Kernels, dtype: torch.dtype, *, length: int, most_recent: bool) -> None:
@@ -44,16 +46,15 @@ class DelayedScaling:
         self._length, self._most_recent = length, most_recent
         self._history: Tensor | None = None
         self._scale: Tensor | None = None
-        self._position = 0
         self._used = False
         self._paused = False
 
-    def __call__(self, x_RC: Tensor) -> Fp8Matrix:
-        amax = self._current_amax(x_RC.device)
+    def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix:
+        amax, kernels = self._current_amax(x_RC.device), self._kernels
         if self._scale is not None:
-            return self._kernels.cast_delayed(x_RC, self._dtype, scale=self._scale, amax=amax)
-        self._kernels.update_amax(x_RC, amax)
-        return self._kernels.cast_tensor(x_RC, self._dtype, amax=amax)
+            return kernels.cast_delayed(x_RC, self._dtype, scale=self._scale, amax=amax, orientation=orientation)
+        kernels.update_amax(x_RC, amax)
+        return kernels.cast_tensor(x_RC, self._dtype, amax=amax, orientation=orientation)
 
     def _current_amax(self, device: torch.device) -> Tensor:
         """Returns the history entry of this step's amax."""
@@ -63,7 +64,7 @@ class DelayedScaling:
         if history is None:
             history = self._history = torch.zeros(self._length, dtype=torch.float32, device=device)
         self._used = True
-        return history[self._position : self._position + 1]
+        return history[:1]
 
     def pause(self) -> None:
         self._paused = True
@@ -73,18 +74,11 @@ class DelayedScaling:
         if not self._used:
             return
         assert self._history is not None
-        # A new tensor: what was quantised in the last step still refers to its scale.
-        self._scale = torch.empty(1, dtype=torch.float32, device=self._history.device)
-        following = (self._position + 1) % self._length
-        self._kernels.update_scale(
-            self._history,
-            self._scale,
-            self._dtype,
-            latest=self._position,
-            cleared=following,
-            most_recent=self._most_recent,
-        )
-        self._position, self._used = following, False
+        if self._scale is None:
+            self._scale = torch.empty(1, dtype=torch.float32, device=self._history.device)
+        # In place, and always at the same entry: a CUDA graph that captured a step finds them where they were.
+        self._kernels.update_scale(self._history, self._scale, self._dtype, most_recent=self._most_recent)
+        self._used = False
 
     @property
     def kind(self) -> str:
@@ -93,13 +87,26 @@ class DelayedScaling:
 
     def state(self) -> Tensor:
         """Returns [2 + length] on the host: the scale (0: none yet), whether the history was updated in this step (1 or 0), and
-        the history from its current entry on."""
-        history = torch.zeros(self._length) if self._history is None else self._history.cpu().roll(-self._position)
+        the history, its current entry first."""
+        history = torch.zeros(self._length) if self._history is None else self._history.cpu()
         scale = torch.zeros(1) if self._scale is None else self._scale.cpu()
         return torch.cat([scale, torch.tensor([float(self._used)]), history])
 
     def load_state(self, state: Tensor, device: torch.device) -> None:
         scale, used = state[:2].tolist()
-        self._scale = state[:1].to(device, copy=True) if scale else None
-        self._history = state[2:].to(device, copy=True)
-        self._position, self._used = 0, bool(used)
+        if self._scale is not None and self._history is not None and scale:
+            self._scale.copy_(state[:1])
+            self._history.copy_(state[2:])
+        else:
+            self._scale = state[:1].to(device, copy=True) if scale else None
+            self._history = state[2:].to(device, copy=True)
+        self._used = bool(used)
+
+    def undo_point(self) -> Callable[[], None]:
+        """Returns a function that undoes what the host has noted since, of casts that the device has not run."""
+        scale, used, paused = self._scale, self._used, self._paused
+
+        def undo() -> None:
+            self._scale, self._used, self._paused = scale, used, paused
+
+        return undo

@@ -133,10 +133,14 @@ LOCAL_GEMM = GatherThenGemm()
 
 @dataclass(frozen=True, slots=True)
 class GemmOp:
-    """A GEMM as an autograd op; `weight_grad_sink` None leaves weight gradients to autograd."""
+    """A GEMM as an autograd op; `weight_grad_sink` None leaves weight gradients to autograd.
+
+    recasting_gemm: used for an input that is recomputed in backward, where that costs little; None: `gemm` is used for all.
+    """
 
     gemm: Gemm = PLAIN_GEMM
     weight_grad_sink: WeightGradSink | None = None
+    recasting_gemm: Gemm | None = None
 
     def __call__(
         self,
@@ -152,17 +156,22 @@ class GemmOp:
         value, handle = x.value, x.handle
         if not torch.is_grad_enabled():  # a node costs more than a small GEMM
             return gemm_forward.forward(value, weight, self.gemm).y
+        gemm = self.gemm
+        if self.recasting_gemm is not None and input_comm is None and handle is not None:
+            gemm = self.recasting_gemm if handle.function.recast_in_fp8 else gemm
         # Autograd visits every parameter that is an input, also where its gradient goes to a sink: then it is none, unless it alone
         # makes the output require a gradient.
-        node_weight = weight if self.weight_grad_sink is None or not value.requires_grad else None
-        return _GemmFunction.apply(value, node_weight, _GemmCall(weight, self, handle, input_comm, gemm_forward))
+        sink = self.weight_grad_sink
+        node_weight = weight if sink is None or not value.requires_grad else None
+        return _GemmFunction.apply(value, node_weight, _GemmCall(weight, gemm, sink, handle, input_comm, gemm_forward))
 
 
 class _GemmCall(NamedTuple):
     """One GEMM of a forward pass, as its backward needs it."""
 
     weight: Tensor
-    op: GemmOp
+    gemm: Gemm
+    sink: WeightGradSink | None
     handle: RecomputeHandle | None
     input_comm: InputComm | None
     gemm_forward: GemmForward
@@ -171,7 +180,7 @@ class _GemmCall(NamedTuple):
 class _GemmFunction(AutogradOp):
     @staticmethod
     def forward(ctx: Any, x: Tensor, node_weight: Tensor | None, call: _GemmCall) -> Tensor:
-        y, gemm_input, saved, ctx.batch_first = call.gemm_forward.forward(x, call.weight, call.op.gemm)
+        y, gemm_input, saved, ctx.batch_first = call.gemm_forward.forward(x, call.weight, call.gemm)
         ctx.call, ctx.saves_input = call, call.handle is None and not saved
         ctx.save_for_backward(*(gemm_input if ctx.saves_input else saved))
         return y
@@ -179,22 +188,20 @@ class _GemmFunction(AutogradOp):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, op, handle, input_comm, gemm_forward = ctx.call
+        weight, gemm, sink, handle, input_comm, gemm_forward = ctx.call
         batch_first, saved, rows = ctx.batch_first, ctx.saved_tensors, None
         grad = gemm_forward.output_grad(grads[0])
         if ctx.saves_input:
             rows, saved = gemm_forward.input_rows(saved), ()
         gemm_input = _GemmInput(rows, handle, input_comm, batch_first)
         if input_comm is not None and weight.requires_grad and not saved:
-            gemm_input.start_gather(op.weight_grad_sink)
-        x_grad, job = op.gemm.backward(to_rows(grad, batch_first=batch_first), weight, saved)
+            gemm_input.start_gather(sink)
+        x_grad, job = gemm.backward(to_rows(grad, batch_first=batch_first), weight, saved)
         x_grad = from_rows(x_grad, grad, batch_first=batch_first)
         pending_grad = None
         if input_comm is not None and ctx.needs_input_grad[0]:
             pending_grad = input_comm.start_reduce_input_grad(x_grad)
-        weight_grad = None
-        if weight.requires_grad:
-            weight_grad = _submit_weight_grad(job, weight, op.weight_grad_sink, gemm_input)
+        weight_grad = _submit_weight_grad(job, weight, sink, gemm_input) if weight.requires_grad else None
         return x_grad if pending_grad is None else pending_grad(), weight_grad, None
 
 

@@ -11,7 +11,7 @@ from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
 from petatron.layers.forward_context import RopeCosSin
 from petatron.layers.norm import RMSNorm, submit_norm_grad
-from petatron.layers.token_layout import is_batch_first
+from petatron.layers.token_layout import TokenRows, is_batch_first
 
 QKNorms = tuple[RMSNorm, RMSNorm]
 """The norms of queries and of keys."""
@@ -51,12 +51,21 @@ class QKNormRopeKernels(Protocol):
 class _SplitQKVRope(AutogradOp):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, kernels: RopeKernels
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        kernels: RopeKernels,
+        rows: TokenRows | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        qkv_SBF = qkv if rows is None else rows.unflatten(qkv)
+        batch_first = is_batch_first(qkv_SBF) if rows is None else rows.batch_first
         ctx.save_for_backward(cos, sin)
-        ctx.kernels, ctx.shape, ctx.stride = kernels, qkv.shape, qkv.stride()
+        ctx.kernels, ctx.rows, ctx.shape, ctx.stride = kernels, rows, qkv_SBF.shape, qkv_SBF.stride()
         return kernels.split_qkv_rope(
-            qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, batch_first=is_batch_first(qkv)
+            qkv_SBF, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, batch_first=batch_first
         )
 
     @staticmethod
@@ -64,20 +73,30 @@ class _SplitQKVRope(AutogradOp):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         out = torch.empty_strided(ctx.shape, ctx.stride, dtype=grads[0].dtype, device=grads[0].device)
-        return ctx.kernels.split_qkv_rope_backward(*grads, cos, sin, out=out), None, None, None, None, None
+        grad = ctx.kernels.split_qkv_rope_backward(*grads, cos, sin, out=out)
+        return grad if ctx.rows is None else ctx.rows.flatten(grad), None, None, None, None, None, None
 
 
 def split_qkv_rope(
-    qkv: Tensor, rope_cos_sin: RopeCosSin, *, num_heads: int, num_kv_heads: int, kernels: RopeKernels
+    qkv: Tensor,
+    rope_cos_sin: RopeCosSin,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    kernels: RopeKernels,
+    rows: TokenRows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q [S, B, H, E], k and v [S, B, K, E] as new tensors in the memory order of `qkv`; q and k have rope applied."""
+    """Returns q [S, B, H, E], k and v [S, B, K, E] as new tensors in the memory order of `qkv`; q and k have rope applied.
+
+    `rows` says how `qkv` is flattened, if it is.
+    """
     if not torch.is_grad_enabled():
         cos, sin = rope_cos_sin
-        batch_first = is_batch_first(qkv)
+        qkv = qkv if rows is None else rows.unflatten(qkv)
         return kernels.split_qkv_rope(
-            qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, batch_first=batch_first
+            qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, batch_first=is_batch_first(qkv)
         )
-    return _SplitQKVRope.apply(qkv, *rope_cos_sin, num_heads, num_kv_heads, kernels)  # pyright: ignore[reportReturnType]
+    return _SplitQKVRope.apply(qkv, *rope_cos_sin, num_heads, num_kv_heads, kernels, rows)
 
 
 class _SplitQKVNormRope(AutogradOp):

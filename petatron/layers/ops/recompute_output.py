@@ -31,8 +31,13 @@ MaybeTensors = tuple[Tensor | None, ...]
 class RecomputableFunction(Protocol):
     """A function of rows with its derivative. The tensors it saves for backward suffice to recompute its output.
 
+    recast_in_fp8: whether an FP8 GEMM of its output saves none of it, and casts the recomputed output again. Else it saves its own cast.
+
     A module has one, and calls it in every forward pass.
     """
+
+    @property
+    def recast_in_fp8(self) -> bool: ...
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         """Returns the outputs, the recomputable one last, and the tensors to save."""
@@ -100,10 +105,10 @@ class RecomputeHandle:
             self._output = None
         return output
 
-    def run_backward(self, grads: MaybeTensors) -> MaybeTensors:
+    def run_backward(self, node: Any, grads: MaybeTensors) -> MaybeTensors:
         """Runs the function's backward, then the registered consumers with the recomputed output."""
         consumers, self._consumers = self._consumers, []
-        saved, self._saved = self._load_saved(), None
+        saved, self._saved = node.saved_tensors if self._saved is None else self._saved, None
         inputs, output = self.function.backward(saved, grads, recompute_output=bool(consumers))
         for consumer in consumers:
             assert output is not None
@@ -138,7 +143,7 @@ class _RecomputableOp(AutogradOp):
     def backward(ctx: Any, *grads: Tensor | None) -> MaybeTensors:
         for grad in grads:
             if grad is not None:  # autograd drops the gradients of inputs that need none
-                return None, *ctx.handle.run_backward(grads)[: ctx.inputs]
+                return None, *ctx.handle.run_backward(ctx, grads)[: ctx.inputs]
         return (None,) * (1 + ctx.inputs)
 
 
@@ -153,6 +158,8 @@ def apply_recomputable(function: RecomputableFunction, *inputs: Tensor) -> tuple
 
 class _Identity:
     """The identity: its output is its input, which is saved."""
+
+    recast_in_fp8 = True
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         (x,) = inputs

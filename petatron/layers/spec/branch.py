@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import nn
@@ -35,6 +36,14 @@ zigzag is for attention, which balances its work so, and computes the same in co
 """
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardMoment:
+    """A moment in a branch's backward: bytes besides what forward saved, and the share of the branch's weight gradients that exist."""
+
+    workspace: int
+    grad_share: float
+
+
 class BranchModule(nn.Module):
     """A residual branch, called as (normed input, ForwardContext); the input may be a tensor or `Recomputable`.
 
@@ -47,6 +56,10 @@ class BranchModule(nn.Module):
 
     saves_input: bool = False
     """Whether the branch saves its input for backward, besides the linears, which have it recomputed."""
+
+    takes_rows: bool = False
+    """Whether it also takes, and then returns, rows [R, D], with `ForwardContext.token_rows` to tell their tokens apart. Rows need not be
+    flattened again for each norm, GEMM and activation, which costs the host more than some of these."""
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         """Returns the modules that may be recomputed, by the names of the spec, inner ones first."""
@@ -130,6 +143,14 @@ class BranchSpec(ABC):
             return 0
         gathers = self.region in recomputed or FULL in recomputed
         return shape.activation_bytes(shape.gathered_tokens, self.hidden_size) if gathers else 0
+
+    def backward_moments(self, shape: ActivationShape) -> Sequence[BackwardMoment]:
+        """Returns the moments of backward at which most memory may be needed; by default with gradients of all that is saved."""
+        return [BackwardMoment(self.stream_grad_bytes(shape) + self.saved_bytes(shape, ()), 1.0)]
+
+    def stream_grad_bytes(self, shape: ActivationShape) -> int:
+        """Returns the bytes of two gradients as wide as the residual stream: that of the branch's output, and the stream's."""
+        return 2 * shape.activation_bytes(shape.tokens, self.hidden_size)
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         """Returns the bytes that a context-parallel rank sends to one other for one micro-batch: keys and values."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
-
 from petatron.kernels.ssm.norm_then_gate import NormGate
 
 

@@ -179,7 +179,7 @@ class GatedDeltaNetSpec(BranchSpec):
         saved = shape.activation_bytes(rows, channels + values + 2 * heads + channels + 2 * values)
         saved += rows * 4 * heads * shape.compute_bytes  # beta, a with its bias, softplus of it, g
         decays = 2 * heads * shape.compute_bytes  # the exponential of A_log, and its negative
-        return saved + decays + shape.fp8_input_bytes(self.hidden_size, values)
+        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_recast_bytes(values)
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         """The halo of the convolution, and a state with the matrix that a part multiplies a state with."""
@@ -188,9 +188,9 @@ class GatedDeltaNetSpec(BranchSpec):
         return halo + shape.batch * heads * keys * (self.value_head_dim + keys) * shape.compute_bytes
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
+        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
         out = 2.0 * shape.gathered_tokens * self.value_size * self.hidden_size / shape.tp
-        return self.forward_flops(shape) - (0.0 if shape.fp8_recipe is not None else out)
+        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else out)
 
 
 class DeltaRule(nn.Module):
@@ -222,7 +222,8 @@ class HeadNormThenGate(nn.Module):
 
     def __init__(self, width: int, *, eps: float, gate: NormGate = "silu") -> None:
         super().__init__()
-        self.eps, self.gate = eps, gate
+        self.eps = eps
+        self.gate: NormGate = gate
         self.weight = nn.Parameter(torch.empty(width))
         self.kernels: NormThenGateKernels = norm_reference
 

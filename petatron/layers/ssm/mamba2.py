@@ -185,7 +185,7 @@ class Mamba2Spec(BranchSpec):
         saved += rows * steps_and_statistics * shape.compute_bytes
         saved += 0 if self.multipliers is None else shape.activation_bytes(1, inner + channels + heads)
         decays = 2 * heads * shape.compute_bytes  # A, and the exponential that it is the negative of
-        return saved + decays + shape.fp8_input_bytes(self.hidden_size, inner)
+        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_recast_bytes(inner)
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         """The halo of the convolution, and a state with its decay."""
@@ -194,9 +194,9 @@ class Mamba2Spec(BranchSpec):
         return halo + shape.batch * heads * (self.head_dim * self.state_dim + 1) * shape.compute_bytes
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
+        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
         out = 2.0 * shape.gathered_tokens * self.inner_size * self.hidden_size / shape.tp
-        return self.forward_flops(shape) - (0.0 if shape.fp8_recipe is not None else out)
+        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else out)
 
 
 class CausalConv(nn.Module):

@@ -143,15 +143,15 @@ class GradientReducer:
         """Lets later steps free the memory of gradients again."""
         self._keeps_allocated = False
 
-    @torch.no_grad()
     def add_grad(self, parameter: Tensor, grad: Tensor) -> None:
         """Accumulates a gradient tensor."""
+        grad = grad.detach() if grad.requires_grad else grad
         self.write_grad(parameter, lambda out, accumulate: out.add_(grad) if accumulate else out.copy_(grad))
 
     def write_grad(self, parameter: Tensor, write: Callable[[Tensor, bool], object]) -> None:
         """Lets `write` accumulate one gradient of a parameter into its buffer; gradients are not enabled, as in a backward pass."""
         main = self._main_grads[id(parameter)]
-        if main.overwrite_next:
+        if main.reduction.grads.freed:
             main.reduction.grads.allocate()
         write(main.main_grad, not main.overwrite_next)
         main.overwrite_next = False

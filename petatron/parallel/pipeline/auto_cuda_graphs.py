@@ -16,8 +16,8 @@ Every decision is that of all ranks, by the maximum over them: a collective of a
 capture that fails is undone, and the step runs as it is. All of this changes no bit: captured or not, a step launches the same
 kernels on the same numbers.
 
-Memory: activations of a captured step hold theirs between steps. What a step took beyond what is allocated between steps, plus a
-quarter for what runs beside it (evaluation, the optimizer), must be available.
+Memory: activations of a captured step hold theirs between steps. What a step took beyond what was allocated when it began, plus a
+quarter for what runs beside it (the optimizer), must be available beside its gradients.
 """
 
 from __future__ import annotations
@@ -56,8 +56,12 @@ MaxOverRanks = Callable[[Sequence[float]], list[float]]
 class Memory(Protocol):
     """The device's memory, in bytes."""
 
-    def step_bytes(self) -> int:
-        """What a step takes beyond what is allocated between steps."""
+    def allocated_bytes(self) -> int:
+        """What is allocated now."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most that was ever allocated."""
         ...
 
     def available_bytes(self) -> int:
@@ -71,8 +75,11 @@ class CudaMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def step_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+    def allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
 
     def available_bytes(self) -> int:
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
@@ -118,26 +125,39 @@ class AutoGraphedSteps:
         self._num_steps += 1
         return self._run_step(schedule, batches, scales)
 
+    def run_evaluation(self, forward: RunStep, schedule: RankSchedule, batches: Sequence[Batch]) -> StepResult:
+        """Runs the forward passes of an evaluation, captured if training steps are."""
+        if self._run_step != self._run_graphed:
+            return forward(schedule, batches)
+        try:
+            return self._graphed.run_evaluation(forward, schedule, batches)
+        except CaptureError as error:
+            reason = error.reason
+        self._turn_off(f"an evaluation could not be captured: {reason.strip().splitlines()[0]}")
+        gc.collect()
+        return forward(schedule, batches)
+
     def _measure(self, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales) -> StepResult:
         if self._num_steps <= _FIRST_STEPS:
             return self._run_plain(schedule, batches, scales)
         facts, before = self._facts, self._facts.random_states()
+        base_bytes = facts.memory.allocated_bytes()  # without the gradients that a step of one micro-batch frees
         with facts.meter.measure() as measured:
             result = self._run_plain(schedule, batches, scales)
         self._measured.append(measured)
         if len(self._measured) == _MEASURED_STEPS:
-            reason = self._reason_against(before, facts.random_states())
+            reason = self._reason_against(before, facts.random_states(), base_bytes)
             if reason is None:
                 self._run_step = self._try
             else:
                 self._turn_off(reason)
         return result
 
-    def _reason_against(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str | None:
+    def _reason_against(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], base_bytes: int) -> str | None:
         """Returns why nothing should be captured, the same on all ranks."""
         facts = self._facts
         drawn = {name for name, state in before.items() if not torch.equal(state, after[name])}
-        needed, available = _MEMORY_MARGIN * facts.memory.step_bytes(), facts.memory.available_bytes()
+        needed, available = _MEMORY_MARGIN * (facts.memory.peak_bytes() - base_bytes), facts.memory.available_bytes()
         idle = sum(step.idle_s for step in self._measured) / sum(step.step_s for step in self._measured)
         on_host, set_back = float("cpu" in drawn), float(bool(drawn) and facts.recomputes)
         found = facts.max_over_ranks([idle, needed - available, needed, on_host, set_back])
@@ -178,8 +198,8 @@ class AutoGraphedSteps:
         try:
             return self._graphed.run(schedule, batches, scales)
         except CaptureError as error:
-            reason = error.reason.strip().splitlines()[0]
-        self._turn_off(f"a step could not be captured: {reason}")
+            reason = error.reason
+        self._turn_off(f"a step could not be captured: {reason.strip().splitlines()[0]}")
         gc.collect()  # the error's frames hold what the capture allocated
         self._restart_step(len(batches))
         return self._run_plain(schedule, batches, scales)

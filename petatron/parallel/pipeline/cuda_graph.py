@@ -15,6 +15,7 @@ A replay repeats kernels with the launch parameters and addresses of the capture
 - Random numbers are those of a run without graphs: a replay reads the generator's seed and offset from memory, and torch
   advances the offset. That holds for the default generator and those that are registered: the stream that tensor-parallel
   ranks share.
+- Packed documents are so many entries of one array, and how many there may be is part of a capture: missing ones are empty.
 - Another number of micro-batches, or another shape, is another capture. All share one memory pool: its content is needed only
   until a replay ends, but for the result, which is read before the next begins.
 - Warm-up steps run on the capture stream: autograd remembers the stream on which a parameter was first used, and a captured
@@ -35,7 +36,7 @@ import contextlib
 import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -43,6 +44,7 @@ from torch import Tensor
 
 from petatron.base.errors import TrainError
 from petatron.base.log import get_logger
+from petatron.kernels.attention.documents import MIN_PADDED_DOCUMENT
 from petatron.models.batch import Batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.pipeline.executor import LossScales, StepResult
@@ -54,12 +56,16 @@ WARM_UP_STEPS = 3
 """Eager steps of each kind before the capture."""
 MAX_GRAPHS = 4
 """Graphs in the cache: those of a batch-size ramp are not used again, and each holds every kernel of its step."""
+_MIN_DOCUMENTS = 8
+"""Room for documents in a captured step; from there on by powers of two."""
 _MIN_CAPABILITY = (8, 0)
 """Older devices have no FlashAttention, and its replacement needs the host."""
 
 StepFunction = Callable[[], StepResult]
 Replay = Callable[[], None]
 _BatchShape = tuple[tuple[str, torch.Size, torch.dtype], ...]
+_StepKey = tuple[bool, tuple[_BatchShape, ...]]
+"""Whether the step trains, and the shapes of its micro-batches."""
 
 
 def unsupported_device(device: torch.device) -> list[str]:
@@ -75,10 +81,10 @@ def unsupported_device(device: torch.device) -> list[str]:
 class CaptureError(TrainError):
     """A step that could not be captured; nothing of it is left."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"This step cannot be recorded as a CUDA graph. Leave --cuda-graphs out, or say auto. What torch says: {reason}"
-        )
+    def __init__(self, reason: str, message: str | None = None) -> None:
+        """`reason` is short; `message` says what to do, by default to leave graphs out."""
+        own = f"This step cannot be recorded as a CUDA graph. Leave --cuda-graphs out, or say auto. What torch says: {reason}"
+        super().__init__(message or own)
         self.reason = reason
 
 
@@ -136,10 +142,10 @@ class CudaGraphCapture:
 
 @dataclass(frozen=True, slots=True)
 class _CapturedStep:
-    """A captured step: its static inputs, its result, and the parameters that get gradients."""
+    """A captured step: its static inputs, its result, and the parameters that get gradients. An evaluation has no scales."""
 
     batches: list[Batch]
-    scales: LossScales
+    scales: LossScales | None
     result: StepResult
     replay: Replay
     params_with_grad: frozenset[Tensor]
@@ -154,19 +160,24 @@ class GraphedSteps:
         gradient_reducer: GradientReducer,
         graph_capture: CudaGraphCapture,
         *,
-        before_replay: Callable[[], None] = lambda: None,
+        prepare: Callable[..., None] = lambda *, trains, captured: None,
+        undo_point: Callable[[], Callable[[], None]] | None = None,
         warm_up_steps: int = WARM_UP_STEPS,
         any_rank: Callable[[bool], bool] | None = None,
     ) -> None:
-        """`before_replay` completes what was started outside the graph and is used in it. `any_rank` returns whether something is so
-        on any rank: with it, a capture that fails for whatever reason on some rank is a `CaptureError` on all."""
+        """`prepare` is called before a step (one that `trains`, or an evaluation) is captured or replayed: it completes what was started
+        outside the graph and is used in it. `any_rank` returns whether something is so
+        on any rank: with it, a capture that fails for whatever reason on some rank is a `CaptureError` on all, and what `undo_point`
+        returned before it undoes what the host has noted."""
         self._run = run
         self._gradient_reducer = gradient_reducer
         self._graph_capture = graph_capture
-        self._before_replay = before_replay
-        self._num_warm_ups, self._any_rank = warm_up_steps, any_rank
-        self._captured_steps: dict[tuple[_BatchShape, ...], _CapturedStep] = {}
+        self._prepare = prepare
+        self._num_warm_ups, self._any_rank, self._undo_point = warm_up_steps, any_rank, undo_point
+        self._captured_steps: dict[_StepKey, _CapturedStep] = {}
         self._num_warm_up_steps: Counter[tuple[bool, frozenset[_BatchShape]]] = Counter()
+        self._evaluated: set[_StepKey] = set()
+        self._documents_room = _MIN_DOCUMENTS
 
     def run(
         self,
@@ -177,25 +188,54 @@ class GraphedSteps:
         clock: Callable[[], float] | None = None,
     ) -> StepResult:
         """Runs a training step; one that is timed by action is not replayed. Router statistics are valid until the next step."""
-        assert scales is not None, "there is nothing to record in an evaluation"
+        assert scales is not None, "an evaluation has a method of its own"
         self._gradient_reducer.keep_grads_allocated()
-        shapes = tuple(_batch_shape(batch) for batch in batches)
-        if clock is None and shapes in self._captured_steps:
-            self._captured_steps[shapes] = captured = self._captured_steps.pop(shapes)  # most recently used
-            return self._replay(captured, batches, scales)
-        # From the second micro-batch on gradients are accumulated, by kernels that a step of one never calls.
-        kind = (len(batches) > 1, frozenset(shapes))
+        shapes = self._shapes(batches)
+        if clock is None and (True, shapes) in self._captured_steps:
+            return self._replay((True, shapes), batches, scales)
+        # From the second micro-batch on gradients are accumulated, by kernels that a step of one never calls. Room for more
+        # documents is the same kind of step.
+        kind = (len(batches) > 1, frozenset(self._shapes([replace(batch, documents=None) for batch in batches])))
         if clock is not None or self._num_warm_up_steps[kind] < self._num_warm_ups:
             if self._num_warm_up_steps[kind] == 0:
                 self.clear()
             self._num_warm_up_steps[kind] += 1
             return self._graph_capture.run(partial(self._run, schedule, batches, scales, clock=clock))
+        self._add((True, shapes), partial(self._run, schedule), batches, scales)
+        return self._replay((True, shapes), batches, scales)
+
+    def run_evaluation(
+        self, forward: Callable[..., StepResult], schedule: RankSchedule, batches: Sequence[Batch]
+    ) -> StepResult:
+        """Runs the forward passes of an evaluation. They are captured where training steps are, in the memory of these."""
+        if not self._captured_steps or any(_has_long_documents(batch) for batch in batches):
+            return forward(schedule, batches)
+        key = (False, self._shapes(batches))
+        if key not in self._captured_steps:
+            if key not in self._evaluated:
+                self._evaluated.add(key)
+                return self._graph_capture.run(partial(forward, schedule, batches))
+            self._add(key, lambda batches, scales: forward(schedule, batches), batches, None)
+        return self._replay(key, batches, None)
+
+    def _add(
+        self,
+        key: _StepKey,
+        run: Callable[[list[Batch], LossScales | None], StepResult],
+        batches: Sequence[Batch],
+        scales: LossScales | None,
+    ) -> None:
         while len(self._captured_steps) >= MAX_GRAPHS:
             del self._captured_steps[next(iter(self._captured_steps))]
-        captured = self._capture_on_all_ranks(schedule, batches, scales)
-        self._captured_steps[shapes] = captured
-        _log.debug("a step of %d micro-batches is recorded, and replayed from now on", len(batches))
-        return self._replay(captured, batches, scales)
+        self._captured_steps[key] = self._capture_on_all_ranks(run, batches, scales)
+        kind = "a step" if scales is not None else "an evaluation"
+        _log.debug("%s of %d micro-batches is recorded, and replayed from now on", kind, len(batches))
+
+    def _shapes(self, batches: Sequence[Batch]) -> tuple[_BatchShape, ...]:
+        """Returns what a capture of these micro-batches depends on: their shapes, and the room for documents, which only grows."""
+        most = max((batch.documents.num_documents for batch in batches if batch.documents is not None), default=1)
+        self._documents_room = max(self._documents_room, 1 << (most - 1).bit_length())
+        return tuple(_batch_shape(batch, self._documents_room) for batch in batches)
 
     @property
     def num_captured(self) -> int:
@@ -210,52 +250,88 @@ class GraphedSteps:
     def clear(self) -> None:
         """Drops all captured steps, and their memory."""
         self._captured_steps.clear()
+        self._evaluated.clear()
         self._graph_capture.reset_pool()
 
     def _capture_on_all_ranks(
-        self, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales
+        self,
+        run: Callable[[list[Batch], LossScales | None], StepResult],
+        batches: Sequence[Batch],
+        scales: LossScales | None,
     ) -> _CapturedStep:
         if self._any_rank is None:
-            return self._capture(schedule, batches, scales)
+            return self._capture(run, batches, scales)
         captured, error = None, None
+        undo = None if self._undo_point is None else self._undo_point()
         try:
-            captured = self._capture(schedule, batches, scales)
+            captured = self._capture(run, batches, scales)
         except CaptureError as found:
             error = found
         except torch.OutOfMemoryError:
             error = CaptureError("memory does not suffice")
         if self._any_rank(error is not None) or captured is None:
             del captured
+            if undo is not None:
+                undo()
             raise error or CaptureError("another rank could not")
         return captured
 
-    def _capture(self, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales) -> _CapturedStep:
-        self._before_replay()
-        static_batches = [batch.clone() for batch in batches]
-        static_scales = LossScales(token_loss=scales.token_loss.clone(), aux_loss=scales.aux_loss.clone())
-        result, replay = self._graph_capture.capture(partial(self._run, schedule, static_batches, static_scales))
+    def _capture(
+        self,
+        run: Callable[[list[Batch], LossScales | None], StepResult],
+        batches: Sequence[Batch],
+        scales: LossScales | None,
+    ) -> _CapturedStep:
+        self._prepare(trains=scales is not None, captured=True)
+        static_batches, static_scales = list(map(_static_batch, batches, self._shapes(batches))), None
+        if scales is not None:
+            static_scales = LossScales(token_loss=scales.token_loss.clone(), aux_loss=scales.aux_loss.clone())
+        result, replay = self._graph_capture.capture(partial(run, static_batches, static_scales))
         return _CapturedStep(static_batches, static_scales, result, replay, self._gradient_reducer.params_with_grad())
 
-    def _replay(self, captured: _CapturedStep, batches: Sequence[Batch], scales: LossScales) -> StepResult:
-        captured.scales.token_loss.copy_(scales.token_loss)
-        captured.scales.aux_loss.copy_(scales.aux_loss)
+    def _replay(self, key: _StepKey, batches: Sequence[Batch], scales: LossScales | None) -> StepResult:
+        self._captured_steps[key] = captured = self._captured_steps.pop(key)  # most recently used
+        if captured.scales is not None and scales is not None:
+            captured.scales.token_loss.copy_(scales.token_loss)
+            captured.scales.aux_loss.copy_(scales.aux_loss)
         for static, batch in zip(captured.batches, batches, strict=True):
             for name, target in static.arrays.items():
                 target.copy_(batch[name], non_blocking=True)
-        self._before_replay()
+            if static.documents is not None and batch.documents is not None:
+                static.documents.copy_(batch.documents)
+        self._prepare(trains=scales is not None, captured=False)
         captured.replay()
-        self._gradient_reducer.mark_written(captured.params_with_grad)
+        if scales is not None:
+            self._gradient_reducer.mark_written(captured.params_with_grad)
         return StepResult(captured.result.loss_sums.clone(), dict(captured.result.router_statistics))
 
 
-def _batch_shape(batch: Batch) -> _BatchShape:
+def _has_long_documents(batch: Batch) -> bool:
+    return batch.documents is not None and batch.documents.padded_rows is not None
+
+
+def _batch_shape(batch: Batch, most_documents: int) -> _BatchShape:
     """Returns the names, shapes and dtypes that a capture depends on."""
-    if batch.documents is not None:
-        raise TrainError(
-            "A step over packed documents cannot be recorded as a CUDA graph: attention is planned from their boundaries. Leave "
-            "--cuda-graphs out, or --reset-attention-mask."
+    shapes = tuple((name, x.shape, x.dtype) for name, x in batch.arrays.items())
+    documents = batch.documents
+    if documents is None:
+        return shapes
+    if documents.padded_rows is not None:
+        raise CaptureError(
+            "attention of long packed documents is planned from their lengths",
+            f"A step over packed documents of {MIN_PADDED_DOCUMENT} tokens or more cannot be recorded as a CUDA graph: attention is "
+            "planned from their lengths. Leave --cuda-graphs out, or --reset-attention-mask.",
         )
-    return tuple((name, x.shape, x.dtype) for name, x in batch.arrays.items())
+    room = torch.Size((documents.equal_length or 0, most_documents))
+    return (*shapes, ("documents", room, documents.cu_seqlens.dtype))
+
+
+def _static_batch(batch: Batch, shape: _BatchShape) -> Batch:
+    """Returns a copy that other batches of this shape can be copied into."""
+    if batch.documents is None:
+        return batch.clone()
+    _, (_, most_documents), _ = shape[-1]
+    return replace(batch.clone(), documents=batch.documents.bounded(most_documents))
 
 
 def _end_pool_allocation(device: torch.device, pool: object) -> None:

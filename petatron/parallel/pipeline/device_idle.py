@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class _Marks:
             self.idle_s += now - self._last_s
         self._last_s, self._last_event = now, self._device.record_event()
 
-    def after_forward(self, layer: nn.Module, args: object, output: object) -> None:
+    def after_forward(self, layer: nn.Module, args: object, output: Any) -> None:
         self.add()
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, Tensor) and first.requires_grad:

@@ -68,6 +68,7 @@ _IGNORED_SETTINGS = (
     "data.num_workers",
     "data.data_cache_path",
     "train.device",
+    "train.cuda_graphs",  # no bit depends on it; older checkpoints have a boolean
     "train.exit_interval",
     "train.exit_duration_in_mins",
 )

@@ -20,11 +20,16 @@ from tests.fuzz.kinds.files import files_of
 
 INDEX = "model.safetensors.index.json"
 _MAMBA = "--mamba-head-dim 4 --mamba-state-dim 4 --mamba-num-groups 2 --hybrid-layer-pattern"
-# A Nemotron-H, and a Granite 4 with experts.
+# A Nemotron-H, a Granite 4 with experts, and a Kimi-Linear.
 _FLAGS = {
     "huggingface-hybrid": f"{_MAMBA} M-*- --num-layers 4 --squared-relu --position-embedding-type none",
     "huggingface-hybrid-moe": f"{_MAMBA} ME*E --num-layers 4 --mamba-norm-groups 1 --softmax-scale 0.3 "
     "--moe-shared-expert-intermediate-size 12",
+    "huggingface-kimi-moe": "--num-layers 2 --num-query-groups 2 --no-group-query-attention --multi-latent-attention --kv-lora-rank 6 "
+    "--qk-head-dim 3 --qk-pos-emb-head-dim 2 --v-head-dim 5 --qk-layernorm --latent-norm-epsilon 1e-6 --position-embedding-type none "
+    "--experimental-attention-variant kimi_delta_attention --linear-attention-freq 2 --linear-key-head-dim 4 --linear-value-head-dim 4 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-dtype fp32 --moe-shared-expert-intermediate-size 12 --moe-layer-freq [0,1] --untie-embeddings-and-output-weights",
 }
 
 

@@ -25,7 +25,7 @@ from tests.unit.checkpoint.megatron_files import write_dist, write_legacy
 
 ARGUMENTS, PLACES = "arguments.json", "places.json"
 _COMMON, _METADATA = "iter_0000030/common.pt", "iter_0000030/.metadata"
-_DOORS = {"read": models.read, "huggingface": models.to_huggingface}
+_DOORS = {"read": models.read, "huggingface": models.to_huggingface, "petatron": models.to_petatron}
 _FORMATS = {".pt": "torch", ".metadata": "pickle", ".distcp": "torch", ".json": "json", ".txt": "text"}
 
 
@@ -35,13 +35,18 @@ def make(name: str) -> Kind:
         write = write_legacy if name.endswith("legacy") else _write_dist
         write(Path(folder), model)
         files = files_of(Path(folder))
-    inner = {**files, ARGUMENTS: json.dumps(_plain(vars(model.args()))).encode()}
+    return kind_of(name, files, model.args(), writes="huggingface")
+
+
+def kind_of(name: str, files: Files, args: Namespace, *, writes: str) -> Kind:
+    """Returns the kind of a sample's files, whose arguments and places are mutated as such too; writes: what it is converted to."""
+    inner = {**files, ARGUMENTS: json.dumps(_plain(vars(args))).encode()}
     if _METADATA in files:
         inner[PLACES] = json.dumps(_places(files[_METADATA])).encode()
     return Kind(
         name,
         files,
-        doors=_DOORS,
+        doors={"read": _DOORS["read"], writes: _DOORS[writes]},
         shares={"read": 9},
         formats=_FORMATS,
         inner=inner,

@@ -35,7 +35,7 @@ from petatron.cli.main import main
 from petatron.config import CheckpointConfig, load_config
 from petatron.data.tokenizer import train_bpe
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.hf import folder_entries
+from petatron.models.hf import folder_entries, parse_config_json
 from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
 
@@ -50,11 +50,23 @@ MODELS = {
     "--moe-router-score-function sigmoid",
 }
 
+OTHER_KINDS = {
+    "deepseek": f"{LLAMA} --multi-latent-attention --q-lora-rank 6 --kv-lora-rank 10 --qk-head-dim 5 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 3 --qk-layernorm --norm-epsilon 1e-6 --position-embedding-type yarn --rotary-scaling-factor 4 --mscale 0.7 "
+    "--mscale-all-dim 0.7 --original-max-position-embeddings 4096 --untie-embeddings-and-output-weights --num-experts 4 "
+    "--moe-layer-freq [0,1] --moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-dtype fp32 "
+    "--moe-shared-expert-intermediate-size 64 --moe-ffn-hidden-size 64 --mtp-num-layers 1",
+    "hybrid": "--hybrid-layer-pattern M*-M --num-layers 4 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 6 --squared-relu "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type none --untie-embeddings-and-output-weights",
+}
+
 
 @cache
 def run_of(name: str, extra: str = "") -> petatron.RunConfig:
     return petatron.load(
-        None, f"{SHAPE} {MODELS[name]} {extra} --mock-data --lr 1e-3 --train-iters 1".split(), world_size=1
+        None,
+        f"{SHAPE} {(MODELS | OTHER_KINDS)[name]} {extra} --mock-data --lr 1e-3 --train-iters 1".split(),
+        world_size=1,
     ).config
 
 
@@ -160,6 +172,23 @@ def test_to_megatron_and_back(tmp_path: Path, name: str, form: Any):
     )
     kept = run / "step-00000003" / "model" / "model.safetensors"
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == kept.read_bytes()
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_other_kinds_of_layers_to_megatron_and_back(tmp_path: Path, name: str, form: Any):
+    """Also as a Hugging Face folder, whose config.json says the same of the model."""
+    run = saved(name, tmp_path / "run")
+    layout = MegatronLayout(format=form, tp=2, ep=2 if name == "deepseek" else 1)
+    convert(open_model_source(run), tmp_path / "theirs", ConversionOptions(target_format="megatron", megatron=layout))
+    convert(open_model_source(tmp_path / "theirs"), tmp_path / "again", ConversionOptions(target_format="petatron"))
+    same(run, tmp_path / "again")
+    convert(open_model_source(tmp_path / "theirs"), tmp_path / "model", ConversionOptions(target_format="huggingface"))
+    folders = (run / "step-00000003" / "model", tmp_path / "model")
+    before, after = ((folder / "model.safetensors").read_bytes() for folder in folders)
+    assert before == after
+    before, after = (parse_config_json(json.loads((folder / "config.json").read_text())) for folder in folders)
+    assert before == after
 
 
 def test_expert_biases_go_along(tmp_path: Path):

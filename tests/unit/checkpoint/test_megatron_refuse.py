@@ -254,10 +254,10 @@ def test_ranks_that_disagree(tmp_path: Path):
 
 
 def test_all_arguments_that_do_not_fit_are_named_at_once(tmp_path: Path):
-    extra = {"multi_latent_attention": True, "attention_output_gate": True, "softmax_type": "learnable"}
+    extra = {"mtp_use_repeated_layer": True, "attention_output_gate": True, "softmax_type": "learnable"}
     write_legacy(tmp_path, replace(LLAMA, extra=extra))
     assert_refused(
-        tmp_path, "3 problems", "--multi-latent-attention", "--attention-output-gate", "learnable", kind=ConfigError
+        tmp_path, "3 problems", "--mtp-use-repeated-layer", "--attention-output-gate", "learnable", kind=ConfigError
     )
 
 
@@ -272,6 +272,18 @@ def test_all_arguments_that_do_not_fit_are_named_at_once(tmp_path: Path):
         ({"window_size": (3, 3)}, "--window-size (3, 3)"),
         ({"position_embedding_type": "yarn"}, "--position-embedding-type yarn cannot be converted"),
         ({"group_query_attention": True, "num_query_groups": 3}, "--num-query-groups 3"),
+        ({"multi_latent_attention": True, "kv_lora_rank": "narrow"}, "--kv-lora-rank narrow"),
+        ({"multi_latent_attention": True, "kv_lora_rank": 0}, "--kv-lora-rank 0 is below 1"),
+        (
+            {"multi_latent_attention": True, "rope_type": "rope", "rotary_scaling_factor": 4, "mscale_all_dim": 1},
+            "--rotary-scaling-factor 4 scales scores by --mscale-all-dim, but no positions",
+        ),
+        ({"mtp_num_layers": "two"}, "--mtp-num-layers two is not a whole number"),
+        ({"mtp_num_layers": 10**9}, "--mtp-num-layers 1000000000 is above 10,000"),
+        ({"is_hybrid_model": True, "hybrid_mlp_ratio": "half"}, "--hybrid-layer-pattern is not in the checkpoint's"),
+        ({"hybrid_layer_pattern": "MG"}, "--hybrid-layer-pattern MG has gated delta nets, whose weights"),
+        ({"hybrid_override_pattern": "M*/M"}, "has a '/', which marks layers of multi-token prediction"),
+        ({"hybrid_override_pattern": "M", "mamba_head_dim": 0}, "--mamba-head-dim 0"),
         ({"num_experts": 4, "moe_router_dtype": "bf8"}, "--moe-router-dtype bf8 is not one of"),
         ({"num_experts": 4, "moe_layer_freq": [1]}, "--moe-layer-freq [1]"),
         ({"normalization": "L2Norm"}, "--normalization L2Norm"),

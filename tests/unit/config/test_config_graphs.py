@@ -7,7 +7,8 @@ import shlex
 import pytest
 
 from petatron.config import resolve_config
-from petatron.config.checks.cuda_graphs import uses_random_numbers
+from petatron.config.checks.cuda_graphs import _LONG_DOCUMENT, uses_random_numbers
+from petatron.kernels.attention.documents import MIN_PADDED_DOCUMENT
 
 BASE = shlex.split(
     "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --bf16 --cuda-graphs --hidden-dropout 0 --attention-dropout 0"
@@ -32,10 +33,12 @@ def messages(flags: str, *, world_size: int = 1) -> list[str]:
         ("--hidden-dropout 0.1 --attention-dropout 0.1", 1),
         ("--fp8-hybrid", 1),
         ("--fp8-hybrid --fp8-recipe blockwise", 1),
+        ("--fp8-hybrid --fp8-recipe delayed --fp8-amax-history-len 16", 1),
         ("--recompute-activations", 1),
         ("--optimizer-cpu-offload", 1),
         ("--reset-position-ids --eod-mask-loss", 1),
         ("--window-size 16", 1),
+        ("--reset-attention-mask --seq-length 512 --window-size 16", 1),
         ("--no-bf16 --window-size 4096", 1),
         ("--rampup-batch-size 2 2 100 --global-batch-size 4", 1),
         ("--data-parallel-sharding-strategy optim_grads_params", 1),
@@ -86,7 +89,6 @@ def test_what_can_be_recorded(flags: str, world_size: int):
         (f"{EXPERTS} --ep 2", 2, "--expert-model-parallel-size 2 without --moe-expert-capacity-factor: the host must know"),
         ("--cp 2 --attention-dropout 0.1", 2, "--cp-comm-type p2p and --attention-dropout 0.1: the host draws its seeds"),
         ("--cp 2 --cp-comm-type all_gather --window-size 16", 2, "--cp-comm-type all_gather and --window-size 16: the host makes the mask"),
-        ("--fp8-hybrid --fp8-recipe delayed", 1, "--fp8-recipe delayed: the host counts on in the histories of scales."),
         (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", 1, "sinkhorn: the host looks when the load is even enough."),
         (f"{EXPERTS} --no-moe-grouped-gemm", 1, "--no-moe-grouped-gemm: the host must know how many rows each expert has."),
         (f"{EXPERTS} --no-bf16", 1, "--moe-pad-expert-input-to-capacity with --moe-expert-capacity-factor."),
@@ -98,7 +100,11 @@ def test_what_can_be_recorded(flags: str, world_size: int):
         ("--attention-dropout 0.1 --recompute-memory-budget-gb 9", 1, "recompute and random numbers: the host would set"),
         ("--attn-logit-softcapping 5", 1, "--attn-logit-softcapping 5: without FlashAttention the host makes the mask"),
         ("--softmax-type learnable", 1, "--softmax-type learnable: without FlashAttention the host makes the mask"),
-        ("--reset-attention-mask", 1, "--reset-attention-mask: where documents lie differs from step to step"),
+        ("--reset-attention-mask --seq-length 1024", 1, "--seq-length 1024: attention of documents of 1024 tokens or more is planned"),
+        ("--reset-attention-mask", 2, "--reset-attention-mask and 2 ranks: what they capture would depend on their documents."),
+        ("--reset-attention-mask --attention-dropout 0.1", 1, "--attention-dropout 0.1: how many random numbers are drawn depends"),
+        ("--reset-attention-mask --no-bf16", 1, "--reset-attention-mask in this precision: without FlashAttention the host makes"),
+        ("--reset-attention-mask --kv-channels 36", 1, "--reset-attention-mask and heads of width 36: without FlashAttention"),
         ("--no-bf16 --window-size 16", 1, "--window-size 16 in this precision: without FlashAttention the host makes the mask."),
         ("--attention-chunk-size 16", 1, "--attention-chunk-size 16: the host keeps the boundaries of chunks, and may forget them."),
         ("--window-size 16 --kv-channels 36", 1, "--window-size 16 and heads of width 36: without FlashAttention"),
@@ -113,12 +119,16 @@ def test_what_cannot_be_recorded(flags: str, world_size: int, found: str):
 
 
 def test_all_reasons_are_told_at_once():
-    assert len(messages(f"--tp 2 --reset-attention-mask --softmax-type learnable {GLOO}", world_size=2)) == 3
+    assert len(messages(f"--tp 2 --attn-logit-softcapping 5 --softmax-type learnable {GLOO}", world_size=2)) == 3
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
 def test_every_optimizer_is_outside_the_graph(optimizer: str):
     assert messages(f"--optimizer {optimizer} --decoupled-lr 1e-5", world_size=1) == []
+
+
+def test_documents_are_long_for_the_rule_where_they_are_for_the_kernel():
+    assert _LONG_DOCUMENT == MIN_PADDED_DOCUMENT
 
 
 def test_without_the_flag_nothing_is_refused():

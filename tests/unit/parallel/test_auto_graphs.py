@@ -133,11 +133,13 @@ class ScriptedMeter:
 
 @dataclass
 class ScriptedMemory:
-    step: int = 10 << 30
     available: int = 20 << 30
 
-    def step_bytes(self) -> int:
-        return self.step
+    def allocated_bytes(self) -> int:
+        return 7 << 30
+
+    def peak_bytes(self) -> int:
+        return 17 << 30
 
     def available_bytes(self) -> int:
         return self.available
@@ -150,11 +152,14 @@ class FailingCapture(StandIn):
 
     def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
         self.calls.append("capture")
-        generator = torch.get_rng_state()
+        generator, memory = torch.get_rng_state(), [*self._memory()]
+        kept = [x.clone() for x in memory]
         step()
         torch.set_rng_state(generator)
-        for group in self.sync._param_groups:
-            group.flat_grads.fill_(float("nan"))
+        for x, before in zip(memory, kept, strict=True):
+            x.copy_(before)
+        for grads in self._grads():
+            grads.fill_(float("nan"))
         raise self.error
 
 
@@ -247,7 +252,6 @@ def test_a_capture_that_gains_little_is_dropped(caplog: pytest.LogCaptureFixture
     "flags",
     [
         "",
-        "--bf16 --fp8-hybrid --fp8-recipe tensorwise",
         "--bf16 --fp8-hybrid --fp8-recipe delayed",
         "--num-experts 4 --moe-aux-loss-coeff 0.01",
         "--no-overlap-grad-reduce",
@@ -299,6 +303,34 @@ def test_a_later_kind_of_step_may_fail_too(caplog: pytest.LogCaptureFixture):
     assert "on from step 5" in first and second == "CUDA graphs: off: a step could not be captured: another shape"
 
 
+def test_an_evaluation_is_captured_where_steps_are(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "petatron.parallel.pipeline")
+
+    class FailsInEvaluation(StandIn):
+        def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
+            if self.calls.count("capture"):
+                raise CaptureError("another kernel")
+            return super().capture(step)
+
+    losses, calls = [], []
+    for capture in (None, StandIn, FailsInEvaluation):
+        model = build_model(tiny_run(), ParallelMesh.single())
+        meter: Any = ScriptedMeter([StepTime(1.0, 0.9)] * 2, [StepTime(0.1)] * 4)
+        stand_in = (capture or StandIn)(model)
+        if capture is not None:
+            model.use_cuda_graphs(
+                stand_in, GraphFacts(meter, ScriptedMemory(), model.rng_streams.state, recomputes=False)
+            )
+        found = [float(model.evaluate(batches(2, 99))[0])]
+        found += [float(model.train_step(batches(1, step))) for step in range(8)]
+        losses.append(found + [float(model.evaluate(batches(2, 100 + index))[0]) for index in range(4)])
+        calls.append(stand_in.calls)
+    assert losses[0] == losses[1] == losses[2]
+    assert calls[1][-5:] == ["run", "capture", "replay", "replay", "replay"]
+    assert calls[2][-2:] == ["run", "reset_pool"]
+    assert caplog.messages[-1] == "CUDA graphs: off: an evaluation could not be captured: another kernel"
+
+
 def test_a_step_that_is_timed_decides_nothing():
     model = build_model(tiny_run(), ParallelMesh.single())
     meter: Any = ScriptedMeter([], [])
@@ -327,13 +359,12 @@ def test_what_cannot_be_captured_is_said_before_training(
 ):
     caplog.set_level("INFO", "petatron.train.cuda_graphs")
     FakeCuda(capability=(7, 5)).install(monkeypatch)
-    run = load_config([*BASE.split(), *"--dp 2 --reset-attention-mask".split()], world_size=2).config
+    run = load_config([*BASE.split(), *"--dp 2 --softmax-type learnable".split()], world_size=2).config
     mesh: Any = SimpleNamespace(device=torch.device("cuda", 0), backend="gloo")
     use_cuda_graphs_if_faster(run, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
     assert caplog.messages == [
-        "CUDA graphs: off: --overlap-grad-reduce: gloo communicates inside it, on the host; --reset-attention-mask: where "
-        "documents lie differs from step to step, and the host plans with it; it needs a GPU of compute capability 8.0 (Ampere) "
-        "or later; this one has 7.5"
+        "CUDA graphs: off: --overlap-grad-reduce: gloo communicates inside it, on the host; --softmax-type learnable: "
+        "without FlashAttention the host makes the mask; it needs a GPU of compute capability 8.0 (Ampere) or later; this one has 7.5"
     ]
 
 
@@ -359,12 +390,12 @@ def test_it_is_used_with_what_the_device_tells(monkeypatch: pytest.MonkeyPatch):
     assert isinstance(facts.memory, CudaMemory) and isinstance(facts.meter._device, CudaEvents)
 
 
-def test_memory_of_a_step_is_what_it_took_beyond_what_stays(monkeypatch: pytest.MonkeyPatch):
+def test_cached_memory_is_available(monkeypatch: pytest.MonkeyPatch):
     facts = {"max_memory_allocated": 90, "memory_allocated": 60, "memory_reserved": 95, "mem_get_info": (7, 200)}
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     memory = CudaMemory(torch.device("cuda", 0))
-    assert memory.step_bytes() == 30 and memory.available_bytes() == 42
+    assert memory.peak_bytes() == 90 and memory.allocated_bytes() == 60 and memory.available_bytes() == 42
 
 
 def _numbers_of_all(numbers: list[list[float]]) -> list[float]:

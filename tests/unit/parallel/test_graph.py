@@ -14,12 +14,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from petatron.base.errors import TrainError
 from petatron.kernels.attention.documents import Documents
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.parallel_model import ParallelModel
@@ -36,9 +38,10 @@ from petatron.parallel.pipeline.executor import LossScales, StepResult
 from petatron.schedule import RankSchedule
 from petatron.schedule.actions import TimedAction
 from petatron.train.build_run import build_model, build_optimizer
+from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 
-Notes = tuple[list[bool], list[tuple[int, list[Handle]]]]
+Notes = tuple[list[bool], list[tuple[int, list[Handle]]], list[bool]]
 
 
 class StandIn:
@@ -52,18 +55,23 @@ class StandIn:
     def _grads(self) -> list[Tensor]:
         return [grads for group in self.sync._param_groups for grads in group.grads()]
 
+    def _grads(self) -> list[Tensor]:
+        return [grads for group in self.sync._param_groups for grads in group.grads()]
+
     def run(self, step: StepFunction) -> StepResult:
         self.calls.append("run")
         return step()
 
     def capture(self, step: StepFunction) -> tuple[StepResult, Replay]:
         self.calls.append("capture")
-        begun, kept = self._notes(), [grads.clone() for grads in self._grads()]
+        begun, memory = self._notes(), [*self._memory()]
+        undo_fp8, kept = self.model.fp8_gemms.undo_point(), [x.clone() for x in memory]
         generator = torch.get_rng_state()
         outcome = step()
         torch.set_rng_state(generator)
-        for grads, before in zip(self._grads(), kept, strict=True):
-            grads.copy_(before)
+        for x, before in zip(memory, kept, strict=True):
+            x.copy_(before)
+        noted_fp8 = self.model.fp8_gemms.undo_point()
         for made in (outcome.loss_sums, *outcome.router_statistics.values()):
             made.fill_(float("nan"))
 
@@ -71,9 +79,10 @@ class StandIn:
             self.calls.append("replay")
             now = self._notes()
             self._restore(begun)
+            undo_fp8()
             made = step()
             self._restore(now)
-            self.model.fp8_gemms.new_step(1)
+            noted_fp8()
             outcome.loss_sums.copy_(made.loss_sums)
             for layer, report in outcome.router_statistics.items():
                 report.copy_(made.router_statistics[layer])
@@ -83,14 +92,23 @@ class StandIn:
     def reset_pool(self) -> None:
         self.calls.append("reset_pool")
 
+    def _memory(self) -> Iterator[Tensor]:
+        """What a step changes on the device: gradients, and histories of scales."""
+        yield from self._grads()
+        for history in self.model.fp8_gemms._amax_histories().values():
+            assert history._history is not None and history._scale is not None
+            yield from (history._history, history._scale)
+
     def _notes(self) -> Notes:
         sends = [send for queue in self.sync._queues for send in queue]
-        return [main.overwrite_next for main in self.sync._main_grads.values()], [
-            (send.num_pending, list(send.handles)) for send in sends
-        ]
+        fresh = [main.overwrite_next for main in self.sync._main_grads.values()]
+        gathers = [group._gather_due for group in self.sync._param_groups]
+        return fresh, [(send.num_pending, list(send.handles)) for send in sends], gathers
 
     def _restore(self, notes: Notes) -> None:
-        fresh, waiting = notes
+        fresh, waiting, gathers = notes
+        for group, due in zip(self.sync._param_groups, gathers, strict=True):
+            group._gather_due = due
         for main, value in zip(self.sync._main_grads.values(), fresh, strict=True):
             main.overwrite_next = value
         sends = [send for queue in self.sync._queues for send in queue]
@@ -141,6 +159,31 @@ def train(flags: str, counts: Sequence[int], *, recorded: bool, evaluate_after: 
     )
 
 
+def gathered_losses(flags: str, recorded: bool) -> list[float]:
+    """On a rank of two with sharded optimizer state: losses of steps and evaluations."""
+    run = tiny_run(
+        f"--dp 2 --use-distributed-optimizer --global-batch-size 8 --micro-batch-size 2 {flags}", world_size=2
+    )
+    model = build_model(run, ParallelMesh(Layout.from_config(run.parallel), dist.get_rank()))
+    optimizer = build_optimizer(run, model)
+    if recorded:
+        model.use_cuda_graphs(StandIn(model))
+    losses = []
+    for step in range(WARM_UP_STEPS + 5):
+        losses.append(float(model.train_step(batches(2, 100 * model.mesh.rank + step))))
+        optimizer.step(lr=1e-2, weight_decay=0.1)
+        if step > WARM_UP_STEPS:
+            losses.append(float(model.evaluate(batches(1, 50 + step))[0]))
+    return losses
+
+
+@pytest.mark.parametrize("flags", ["--overlap-param-gather", "", "--no-overlap-grad-reduce"])
+def test_gathers_that_overlap_a_step_are_part_of_it(ranks: RankPool, flags: str):
+    """A replay gathers the weights itself; an evaluation after the update does so before it."""
+    plain, recorded = (ranks.run(gathered_losses, 2, flags, recorded) for recorded in (False, True))
+    assert recorded == plain and len(set(plain[0])) == len(plain[0])
+
+
 def same(one: Trained, other: Trained) -> None:
     assert one.losses == other.losses
     assert one.evaluated == other.evaluated
@@ -154,6 +197,7 @@ MODELS = {
     "tied": "--no-untie-embeddings-and-output-weights --no-overlap-grad-reduce",
     "experts": "--num-experts 4 --moe-aux-loss-coeff 0.01 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     "eight bits": "--bf16 --fp8-hybrid --fp8-recipe tensorwise",
+    "delayed": "--bf16 --fp8-hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max",
     "gradients sent in bf16": "--bf16 --grad-reduce-in-bf16 --use-distributed-optimizer",
     "dropout": "--hidden-dropout 0.1",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -163,9 +207,10 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_a_recorded_run_is_the_same_run(model: str):
     counts = [2] * 7
-    plain = train(MODELS[model], counts, recorded=False, evaluate_after=(1, 4))
-    found = train(MODELS[model], counts, recorded=True, evaluate_after=(1, 4))
-    assert found.calls == ["reset_pool", *["run"] * WARM_UP_STEPS, "capture", *["replay"] * 4]
+    plain = train(MODELS[model], counts, recorded=False, evaluate_after=(1, 4, 5, 6))
+    found = train(MODELS[model], counts, recorded=True, evaluate_after=(1, 4, 5, 6))
+    steps, evaluations = ["capture", "replay", "replay"], ["run", "replay", "capture", "replay", "replay", "replay"]
+    assert found.calls == ["reset_pool", *["run"] * WARM_UP_STEPS, *steps, *evaluations]
     assert len(set(plain.losses)) == len(plain.losses)
     same(found, plain)
 
@@ -211,13 +256,58 @@ def test_what_gets_no_gradient_has_one_of_zero_after_a_replay():
         assert all(float(grad.abs().max()) > 0.0 for grad in grads.values())
 
 
-def test_packed_documents_are_refused():
-    model = build_model(tiny_run(), ParallelMesh.single())
-    model.use_cuda_graphs(StandIn(model))
-    [batch] = batches(1, 0)
-    packed = replace(batch, documents=Documents.of(torch.zeros(2, 16, dtype=torch.int64)))
-    with pytest.raises(TrainError, match="packed documents cannot be recorded"):
-        model.train_step([packed])
+def packed(count: int, step: int, *, documents: int) -> list[Batch]:
+    """Batches of so many documents in the first row; the other row is one."""
+    found = []
+    for batch in batches(count, step):
+        begins = torch.randperm(15, generator=torch.Generator().manual_seed(step))[: documents - 1] + 1
+        starts = torch.zeros(2, 16, dtype=torch.int64)
+        starts[0, begins] = begins
+        found.append(replace(batch, documents=Documents.of(starts.cummax(1).values)))
+    return found
+
+
+def test_packed_documents_are_copied_into_a_recording():
+    """Of more documents than there is room for, there is another, which has room for fewer too."""
+    numbers = [3, 7, 2, 5, 4, 12, 15, 6, 1, 7, 1]
+    found: list[list[float]] = []
+    for recorded in (True, False):
+        model = build_model(tiny_run(), ParallelMesh.single())
+        stand_in = StandIn(model)
+        if recorded:
+            model.use_cuda_graphs(stand_in)
+        found.append([])
+        for step, documents in enumerate(numbers):
+            found[-1].append(float(model.train_step(packed(2, step, documents=documents))))
+        found[-1] += [float(model.evaluate(packed(1, step, documents=step))[0]) for step in (2, 3, 4, 9)]
+        if recorded:
+            fresh, again = ["capture", "replay"], ["replay"]
+            assert stand_in.calls == [
+                "reset_pool",
+                *["run"] * 3,
+                *fresh,
+                *again,
+                *fresh,
+                *again * 5,
+                "run",
+                *fresh,
+                *again * 2,
+            ]
+    assert found[0] == found[1] and len(set(found[0])) == len(found[0])
+
+
+def test_long_packed_documents_are_refused_and_evaluated_as_ever():
+    model = build_model(tiny_run("--seq-length 1024"), ParallelMesh.single())
+    stand_in = StandIn(model)
+    model.use_cuda_graphs(stand_in)
+    text = torch.zeros(1, 1024, dtype=torch.int64)
+    long = Batch(text, text, torch.ones(1, 1024), documents=Documents.of(torch.zeros_like(text)))
+    with pytest.raises(TrainError, match="packed documents of 1024 tokens or more cannot be recorded"):
+        model.train_step([long])
+    for step in range(WARM_UP_STEPS + 1):
+        model.train_step(batches(1, step))
+    calls = list(stand_in.calls)
+    assert float(model.evaluate([long])[0]) > 0 and stand_in.calls == calls
 
 
 class Repeats:
@@ -255,7 +345,10 @@ def test_a_replay_gets_every_array_and_every_scale():
         )
 
     reducer: Any = SimpleNamespace(
-        params_with_grad=frozenset, mark_written=lambda _: None, keep_grads_allocated=lambda: None
+        params_with_grad=frozenset,
+        mark_written=lambda _: None,
+        keep_grads_allocated=lambda: None,
+        let_grads_be_freed=lambda: None,
     )
     steps, schedule = GraphedSteps(run, reducer, Repeats()), cast(RankSchedule, None)
     for step in range(WARM_UP_STEPS + 3):

@@ -86,3 +86,9 @@ def test_a_setting_that_came_later_than_the_checkpoint_had_its_default_then():
     then = config_for_checkpoint(run)
     del then["model"]["qk_layernorm"], then["train"]["seed"]
     assert resume_changes(then, run, iteration=6, consumed_samples=24) == []
+
+
+def test_cuda_graphs_change_nothing_and_were_a_boolean():
+    then = config_for_checkpoint(load_config(BASE.split()).config)
+    then["train"]["cuda_graphs"] = False
+    assert resume_changes(then, load_config(BASE.split()).config, iteration=6, consumed_samples=24) == []

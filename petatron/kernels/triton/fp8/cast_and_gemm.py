@@ -65,16 +65,13 @@ def update_amax(x_RC: Tensor, amax: Tensor) -> None:
     amax_of_run[(triton.cdiv(x_RC.numel(), _RUN),)](x_RC, _bits(amax), x_RC.numel(), RUN=_RUN, num_warps=_WARPS)
 
 
-def update_scale(
-    history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, latest: int, cleared: int, most_recent: bool
-) -> None:
+def update_scale(history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_recent: bool) -> None:
     length = history_L.numel()
     update_scale_from_history[(1,)](
         _bits(history_L),
         _bits(scale),
-        latest if most_recent else -1,
-        cleared,
         LENGTH=length,
+        RECENT=most_recent,
         TOP=max_exponent(dtype),
         BLOCK=triton.next_power_of_2(length),
         num_warps=1,
@@ -91,8 +88,10 @@ def cast_tensor(
     return _cast_with_scale(x_RC, dtype, torch.empty_like(amax), amax, delayed=False, orientation=orientation)
 
 
-def cast_delayed(x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor) -> Fp8Matrix:
-    return _cast_with_scale(x_RC.contiguous(), dtype, scale, amax, delayed=True, orientation="both")
+def cast_delayed(
+    x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
+) -> Fp8Matrix:
+    return _cast_with_scale(x_RC.contiguous(), dtype, scale, amax, delayed=True, orientation=orientation)
 
 
 def cast_rows(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:

@@ -84,15 +84,19 @@ def amax_of_run(x, amax, count, RUN: tl.constexpr):
     tl.atomic_max(amax, tl.max(bits, axis=0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["latest", "cleared"])
+@triton.jit
 def update_scale_from_history(
-    history_L, scale, latest, cleared, LENGTH: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr
+    history_L, scale, LENGTH: tl.constexpr, RECENT: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.arange(0, BLOCK)
     bits = tl.load(history_L + at, mask=at < LENGTH, other=0)
     bits = tl.where(bits < _NOT_FINITE, bits, 0)
-    tl.store(history_L + at, tl.where(at == cleared, 0, bits), mask=at < LENGTH)
-    tl.store(scale, _scale_bits(tl.max(tl.where((latest < 0) | (at == latest), bits, 0), axis=0), TOP))
+    following = tl.load(history_L + (at + 1) % LENGTH, mask=at < LENGTH, other=0)
+    following = tl.where(following < _NOT_FINITE, following, 0)
+    tl.debug_barrier()  # every entry is read before any is overwritten
+    tl.store(history_L + at, tl.where(at == 0, 0, following), mask=at < LENGTH)
+    largest = tl.max(tl.where((at == 0) | (not RECENT), bits, 0), axis=0)
+    tl.store(scale, _scale_bits(largest, TOP))
 
 
 @triton.jit

@@ -1,14 +1,14 @@
 """The selective scan as one walk: a program has one head of one sequence, keeps its state in registers, and goes from chunk to chunk.
 
-Forward and backward are the same walk. With "rows" x or the gradient of y, "keys" B or C, "queries" C or B,
+Forward and backward are the same walk. "Rows" are x or the gradient of y, "keys" B or C, "queries" C or B:
 
     forward     y_i = exp(s_i) h C_i + sum over j <= i of exp(s_i - s_j) (C_i . B_j) dt_j x_j + D x_i
                 h   = exp(s_Q) h + sum over j of exp(s_Q - s_j) dt_j x_j B_j^T
-    reverse     g_j = exp(s_Q - s_j) dh B_j + sum over i >= j of exp(s_i - s_j) (B_j . C_i) dy_i
+    reverse     g_j = exp(s_Q - s_j) dh B_j + sum over i >= j of exp(s_i - s_j) (B_j . C_i) dy_i,      dx_j = dt_j g_j + D dy_j
                 dh  = exp(s_Q) dh + sum over i of exp(s_i) dy_i C_i^T
 
-g is the gradient of dt_j x_j, hence dx, and what dt and the decays get of it. No state is read from memory; the forward walk writes none,
-the reverse one those that the gradient of B needs.
+with g the gradient of dt x. States are [N, P] here, as the GEMMs want them. A walk may write the states it enters chunks with, or nothing
+else: then `scan_outputs.py` has the rows of all chunks at once.
 
 S sequence, B batch, H heads, P head dim, G groups, N state dim; c chunks.
 """
@@ -17,222 +17,96 @@ S sequence, B batch, H heads, P head dim, G groups, N state dim; c chunks.
 # pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from petatron.kernels.triton.ssm.scan_tiles import (
-    ChunkDecays,
-    document_before,
-    document_of,
-    dot_precision,
-    load_rows,
+from petatron.kernels.triton.ssm.scan_scores import (
+    block_size,
+    chunk_rows,
+    document_masks,
+    row_tiles,
+    score_tiles,
+    state_tiles,
 )
+from petatron.kernels.triton.ssm.scan_tiles import ChunkDecays, ScanRows, dot_precision
 
-FORWARD = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
-STATES = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
-REVERSE = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
+POINTERS = 0
+OPTIONS = {"num_warps": 4, "num_stages": 2}
+_HEAD_DIM = 64
+STATE_DIM = 128
+"""A program has at most so much of a state: 64 registers of each of 128 threads."""
 
 
-class RowGrads(NamedTuple):
-    """What the gradient g of dt x gives: that of x, in its dtype; in float32 by head <g, x> and the part of <g, dt x> that came
-    through the state after the chunk [B, H, padded length]; and by chunk the gradient of D [c, B, H].
+def walk(
+    rows: ScanRows, decays: ChunkDecays, first: Tensor | None, *, write_states: bool, write_rows: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Returns y or the gradient of x, the states that enter the chunks [B, c, H, N, P] in its dtype, and that after the last, in float32.
+
+    first: the state [B, H, P, N] before the first chunk of the walk; None: zero. The one after the last is [B, H, P, N] as well.
     """
-
-    grad_x: Tensor
-    products: Tensor
-    through_states: Tensor
-    grad_D: Tensor
-
-
-def scan_forward(
-    x_SBHP: Tensor, B_SBGN: Tensor, C_SBGN: Tensor, D_H: Tensor, decays: ChunkDecays, first: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns the outputs of all tokens [S, B, H, P], and the state after the last, in float32."""
-    y = torch.empty(x_SBHP.shape, dtype=x_SBHP.dtype, device=x_SBHP.device)
-    rows = (x_SBHP, B_SBGN, C_SBGN)
-    return y, _launch(rows, None, D_H, decays, first, None, (y, None, None, None), reverse=False, options=FORWARD)
-
-
-def scan_states(
-    x_SBHP: Tensor, B_SBGN: Tensor, D_H: Tensor, decays: ChunkDecays, first: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns the states before the chunks [B, c, H, N, P] in the dtype of x, and that after the last, in float32."""
-    states = _new_states(x_SBHP, B_SBGN, decays)
-    rows, outs = (x_SBHP, B_SBGN, B_SBGN), (None, None, None, None)
-    return states, _launch(rows, None, D_H, decays, first, states, outs, reverse=False, options=STATES)
-
-
-def scan_reverse(
-    grad_y_SBHP: Tensor,
-    x_SBHP: Tensor,
-    B_SBGN: Tensor,
-    C_SBGN: Tensor,
-    D_H: Tensor,
-    decays: ChunkDecays,
-    grad_last: Tensor | None,
-) -> tuple[RowGrads, Tensor, Tensor]:
-    """Returns gradients, those of the states after the chunks [B, c, H, N, P], and that of the initial state, in float32."""
-    grads = RowGrads(
-        torch.empty(x_SBHP.shape, dtype=x_SBHP.dtype, device=x_SBHP.device),
-        torch.empty_like(decays.sums),
-        torch.empty_like(decays.sums),
-        torch.empty((decays.num_chunks, *x_SBHP.shape[1:3]), dtype=torch.float32, device=x_SBHP.device),
-    )
-    states = _new_states(x_SBHP, B_SBGN, decays)
-    rows = (grad_y_SBHP, C_SBGN, B_SBGN)
-    first = _launch(rows, x_SBHP, D_H, decays, grad_last, states, tuple(grads), reverse=True, options=REVERSE)
-    return grads, states, first
-
-
-def _new_states(x_SBHP: Tensor, B_SBGN: Tensor, decays: ChunkDecays) -> Tensor:
-    batch, heads, head_dim = x_SBHP.shape[1:]
-    shape = (batch, decays.num_chunks, heads, B_SBGN.shape[3], head_dim)
-    return torch.empty(shape, dtype=x_SBHP.dtype, device=x_SBHP.device)
-
-
-def chunk_scores(queries_SBGN: Tensor, keys_SBGN: Tensor, decays: ChunkDecays, *, reverse: bool) -> Tensor:
-    """Returns queries keys^T of each chunk [B, c, G, Q, Q] in their dtype."""
-    length, batch, groups, state_dim = keys_SBGN.shape
-    chunk, chunks = decays.chunk, decays.num_chunks
-    scores = torch.empty((batch, chunks, groups, chunk, chunk), dtype=keys_SBGN.dtype, device=keys_SBGN.device)
-    _chunk_scores[(chunks, groups, batch)](
-        queries_SBGN,
-        keys_SBGN,
+    (length, batch, heads, head_dim), (groups, state_dim) = rows.rows_SBHP.shape, rows.keys_SBGN.shape[2:]
+    dtype, device, chunk = rows.rows_SBHP.dtype, rows.rows_SBHP.device, decays.chunk
+    out = torch.empty(rows.rows_SBHP.shape, dtype=dtype, device=device) if write_rows else None
+    shape = (heads, state_dim, head_dim)
+    states = torch.empty((batch, decays.num_chunks, *shape), dtype=dtype, device=device) if write_states else None
+    last = torch.empty((batch, *shape), dtype=torch.float32, device=device)
+    width, columns = block_size(head_dim, most=_HEAD_DIM), block_size(state_dim, most=STATE_DIM)
+    scores = score_tiles(rows.queries_SBGN, rows.keys_SBGN, decays, reverse=rows.reverse) if write_rows else None
+    arguments = (
+        row_tiles(rows.rows_SBHP, chunk, width),
+        row_tiles(rows.keys_SBGN, chunk, columns),
+        row_tiles(rows.queries_SBGN, chunk, columns),
         scores,
-        decays.documents,
-        length,
-        state_dim,
-        queries_SBGN.stride()[:3],
-        keys_SBGN.stride()[:3],
-        CHUNK=chunk,
-        STATE_DIM=triton.next_power_of_2(max(state_dim, 16)),
-        REVERSE=reverse,
-        PRECISION=dot_precision(keys_SBGN),
-    )
-    return scores
-
-
-@triton.jit
-def _chunk_scores(
-    queries,
-    keys,
-    scores,
-    documents,
-    length,
-    state_dim,
-    query_strides,
-    key_strides,
-    CHUNK: tl.constexpr,
-    STATE_DIM: tl.constexpr,
-    REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    chunk, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    query = load_rows(queries, query_strides, token, b, group, state_dim, length, STATE_DIM)
-    key = load_rows(keys, key_strides, token, b, group, state_dim, length, STATE_DIM)
-    tile = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    allowed = row <= column if REVERSE else column <= row
-    if documents is not None:
-        own = document_of(documents, token, b, length)
-        allowed = allowed & (own[:, None] == own[None, :])
-    tile = tl.where(allowed, tile, 0.0)
-    at = (b * tl.num_programs(0) + chunk) * tl.num_programs(1) + group
-    to = tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    tl.store(scores + at.to(tl.int64) * CHUNK * CHUNK + to, tile.to(scores.dtype.element_ty))
-
-
-def tile_descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Describes tiles of `rows` tokens of one head [1, 1, rows, width] of a tensor [S, B, H, width]; beyond its end are zeros."""
-    by_head = tensor.permute(1, 2, 0, 3)
-    width = triton.next_power_of_2(max(tensor.shape[3], 16))
-    return TensorDescriptor(tensor, list(by_head.shape), list(by_head.stride()), [1, 1, rows, width])
-
-
-def state_descriptor(states: Tensor) -> TensorDescriptor:
-    """Describes single states [1, 1, N, P] of a tensor [..., H, N, P]."""
-    flat = states.view(-1, *states.shape[-3:])
-    block = [1, 1, *(triton.next_power_of_2(max(width, 16)) for width in states.shape[-2:])]
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), block)
-
-
-def _launch(
-    rows: tuple[Tensor, Tensor, Tensor],
-    x_SBHP: Tensor | None,
-    D_H: Tensor,
-    decays: ChunkDecays,
-    first: Tensor | None,
-    states: Tensor | None,
-    outs: tuple[Tensor | None, ...],
-    *,
-    reverse: bool,
-    options: dict[str, int | None],
-) -> Tensor:
-    """rows: those that a state takes in, with keys and queries."""
-    rows_SBHP, keys_SBGN, queries_SBGN = rows
-    length, batch, heads, head_dim = rows_SBHP.shape
-    groups, state_dim = keys_SBGN.shape[2:]
-    last = torch.empty((batch, heads, state_dim, head_dim), dtype=torch.float32, device=rows_SBHP.device)
-    out, *more = outs
-    chunk = decays.chunk
-    scores = None if out is None else chunk_scores(queries_SBGN, keys_SBGN, decays, reverse=reverse)
-    _walk[(batch * heads,)](
-        tile_descriptor(rows_SBHP, chunk),
-        tile_descriptor(keys_SBGN, chunk),
-        tile_descriptor(queries_SBGN, chunk),
-        None if x_SBHP is None else tile_descriptor(x_SBHP, chunk),
-        None if scores is None else TensorDescriptor.from_tensor(scores.view(-1, chunk), [chunk, chunk]),
-        None if out is None else tile_descriptor(out, chunk),
-        None if states is None else state_descriptor(states),
+        None if out is None else row_tiles(out, chunk, width),
+        None if states is None else state_tiles(states, columns, width),
         decays.steps,
         decays.sums,
         decays.documents,
-        D_H,
-        None if first is None else state_descriptor(first.float().mT.contiguous()),
-        state_descriptor(last),
-        *more,
+        rows.D_H,
+        None if first is None else state_tiles(first.float().mT.contiguous(), columns, width),
+        state_tiles(last, columns, width),
         length,
         decays.num_chunks,
-        batch,
         heads,
         heads // groups,
-        CHUNK=chunk,
-        HEAD_DIM=triton.next_power_of_2(max(head_dim, 16)),
-        STATE_DIM=triton.next_power_of_2(max(state_dim, 16)),
-        REVERSE=reverse,
-        PRECISION=dot_precision(rows_SBHP),
-        **{key: value for key, value in options.items() if value is not None},
     )
-    return last.mT
+    grid = (batch * heads, triton.cdiv(head_dim, width), triton.cdiv(state_dim, columns))
+    constants = {
+        "CHUNK": chunk,
+        "HEAD_DIM": width,
+        "STATE_DIM": columns,
+        "REVERSE": rows.reverse,
+        "PRECISION": dot_precision(rows.rows_SBHP),
+    }
+    if write_rows:
+        fast = list(arguments)
+        if POINTERS & 1:
+            fast[5] = states
+        if POINTERS & 2:
+            fast[4] = out
+        _factored_walk[grid](*fast, batch * heads * head_dim, **constants, POINTERS=POINTERS, **OPTIONS)
+    _walk[grid](*arguments, **constants, num_warps=4, num_stages=2)
+    return out, states, last.mT
 
 
 @triton.jit
 def _walk(
-    rows_tiles,
+    row_tiles,
     key_tiles,
     query_tiles,
-    x_tiles,
-    score_tiles,
+    scores,
     out_tiles,
-    state_tiles,
+    states,
     steps,
     sums,
     documents,
     D,
     first,
     last,
-    products,
-    through_states,
-    grad_D,
     length,
     num_chunks,
-    batch,
     heads,
     heads_per_group,
     CHUNK: tl.constexpr,
@@ -243,68 +117,135 @@ def _walk(
 ):
     b, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     group = head // heads_per_group
-    state = tl.zeros((STATE_DIM, HEAD_DIM), dtype=tl.float32)
-    if first is not None:
-        state += first.load([b, head, 0, 0]).reshape(STATE_DIM, HEAD_DIM)
+    p, n = tl.program_id(1) * HEAD_DIM, tl.program_id(2) * STATE_DIM
     own_row = tl.program_id(0).to(tl.int64) * num_chunks * CHUNK
     steps += own_row
     sums += own_row
-    if products is not None:
-        products += own_row
-        through_states += own_row
+    if out_tiles is not None and _decays_factor(sums, num_chunks, CHUNK):
+        return
+    state = tl.zeros((STATE_DIM, HEAD_DIM), dtype=tl.float32)
+    if first is not None:
+        state += first.load([b, head, n, p]).reshape(STATE_DIM, HEAD_DIM)
     skip = tl.load(D + head).to(tl.float32)
-    DTYPE: tl.constexpr = rows_tiles.dtype
     for number in range(num_chunks):
         chunk = num_chunks - 1 - number if REVERSE else number
         begin = chunk * CHUNK
         token = begin + tl.arange(0, CHUNK)
+        # What is loaded stays in registers until its last use, so every tile is loaded right before the first.
         if out_tiles is not None:
             query = query_tiles.load([b, group, begin, 0]).reshape(CHUNK, STATE_DIM)
-        narrow = state.to(DTYPE)
-        if state_tiles is not None:
-            state_tiles.store([b * num_chunks + chunk, head, 0, 0], narrow.reshape(1, 1, STATE_DIM, HEAD_DIM))
+        narrow = state.to(row_tiles.dtype)
+        if states is not None:
+            states.store([b * num_chunks + chunk, head, n, p], narrow.reshape(1, 1, STATE_DIM, HEAD_DIM))
         if out_tiles is not None:
-            out = tl.dot(query, narrow, input_precision=PRECISION)
+            from_state = tl.dot(query, narrow, input_precision=PRECISION)
         total, step = tl.load(sums + token), tl.load(steps + token)
         end = tl.load(sums + begin + CHUNK - 1)
-        enters, leaves, passes = documents_of_chunk(documents, token, chunk, b, length, CHUNK)
-        to_token, to_end = tl.where(enters, tl.exp(total), 0.0), tl.where(leaves, tl.exp(end - total), 0.0)
-        decay = tl.where(passes, tl.exp(end), 0.0)
-        rows = rows_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
-        wide = rows.to(tl.float32)
+        enters, leaves, passes = document_masks(documents, token, chunk, b, length, CHUNK)
+        to_token, to_end = tl.where(enters, tl.exp2(total), 0.0), tl.where(leaves, tl.exp2(end - total), 0.0)
+        rows = row_tiles.load([b, head, begin, p]).reshape(CHUNK, HEAD_DIM)
         weight = to_token if REVERSE else to_end * step
-        weighted = (wide * weight[:, None]).to(DTYPE)
+        weighted = (rows.to(tl.float32) * weight[:, None]).to(rows.dtype)
         if out_tiles is not None:
-            if REVERSE:
-                out *= to_end[:, None]
-                x = x_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM).to(tl.float32)
-                inner = tl.sum(tl.sum(x * wide, axis=1), axis=0)
-                tl.store(grad_D + (chunk * batch + b) * heads + head, inner)
-                tl.store(through_states + token, tl.sum(out * x, axis=1) * step)
-            else:
-                out = out * to_token[:, None] + skip * wide
-            at = (b * num_chunks + chunk) * (heads // heads_per_group) + group
-            difference = total[None, :] - total[:, None] if REVERSE else total[:, None] - total[None, :]
-            decayed = score_tiles.load([at * CHUNK, 0]).to(tl.float32) * tl.exp(tl.minimum(difference, 0.0))
-            if not REVERSE:
-                decayed *= step[None, :]
-            out = tl.dot(decayed.to(DTYPE), rows, acc=out, input_precision=PRECISION)
-            if REVERSE:
-                tl.store(products + token, tl.sum(out * x, axis=1))
-                out = out * step[:, None] + skip * wide
-            out_tiles.store([b, head, begin, 0], out.to(DTYPE).reshape(1, 1, CHUNK, HEAD_DIM))
-        key = key_tiles.load([b, group, begin, 0]).reshape(CHUNK, STATE_DIM)
-        state = tl.dot(tl.trans(key), weighted, acc=state * decay, input_precision=PRECISION)
-    last.store([b, head, 0, 0], state.reshape(1, 1, STATE_DIM, HEAD_DIM))
+            at = ((b * num_chunks + chunk) * (heads // heads_per_group) + group) * CHUNK
+            out = chunk_rows(from_state, rows, scores, at, total, step, to_token, to_end, skip, REVERSE, PRECISION)
+            out_tiles.store([b, head, begin, p], out.to(rows.dtype).reshape(1, 1, CHUNK, HEAD_DIM))
+        key = key_tiles.load([b, group, begin, n]).reshape(CHUNK, STATE_DIM)
+        decayed = state * tl.where(passes, tl.exp2(end), 0.0)
+        state = tl.dot(tl.trans(key), weighted, acc=decayed, input_precision=PRECISION)
+    last.store([b, head, n, p], state.reshape(1, 1, STATE_DIM, HEAD_DIM))
 
 
 @triton.jit
-def documents_of_chunk(documents, token, chunk, b, length, CHUNK: tl.constexpr):
-    """Returns which tokens the state before the chunk reaches and which reach its end, and whether that does."""
-    enters, leaves, passes = token >= 0, token >= 0, True
-    if documents is not None:
-        own = document_of(documents, token, b, length)
-        before = document_before(documents, chunk, b, length, CHUNK)
-        after = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
-        enters, leaves, passes = own == before, own == after, before == after
-    return enters, leaves, passes
+def _factored_walk(
+    row_tiles,
+    key_tiles,
+    query_tiles,
+    scores,
+    out_tiles,
+    states,
+    steps,
+    sums,
+    documents,
+    D,
+    first,
+    last,
+    length,
+    num_chunks,
+    heads,
+    heads_per_group,
+    out_row,
+    CHUNK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    REVERSE: tl.constexpr,
+    POINTERS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    b, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    group = head // heads_per_group
+    p, n = tl.program_id(1) * HEAD_DIM, tl.program_id(2) * STATE_DIM
+    own_row = tl.program_id(0).to(tl.int64) * num_chunks * CHUNK
+    steps += own_row
+    sums += own_row
+    if not _decays_factor(sums, num_chunks, CHUNK):
+        return
+    state = tl.zeros((STATE_DIM, HEAD_DIM), dtype=tl.float32)
+    if first is not None:
+        state += first.load([b, head, n, p]).reshape(STATE_DIM, HEAD_DIM)
+    carried = 1.0
+    skip = tl.load(D + head).to(tl.float32)
+    for number in range(num_chunks):
+        chunk = num_chunks - 1 - number if REVERSE else number
+        begin = chunk * CHUNK
+        token = begin + tl.arange(0, CHUNK)
+        end = tl.load(sums + begin + CHUNK - 1)
+        if states is not None:
+            entering = (state * carried).to(row_tiles.dtype)
+            if POINTERS & 1:
+                to = ((b * num_chunks + chunk).to(tl.int64) * heads + head) * (STATE_DIM * HEAD_DIM)
+                within = tl.arange(0, STATE_DIM)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+                tl.store(states + to + within, entering)
+            else:
+                states.store([b * num_chunks + chunk, head, n, p], entering.reshape(1, 1, STATE_DIM, HEAD_DIM))
+        half = tl.exp2(0.5 * end)
+        state *= carried * half
+        carried = half
+        query = query_tiles.load([b, group, begin, 0]).reshape(CHUNK, STATE_DIM)
+        out = tl.dot(query, state.to(row_tiles.dtype), input_precision=PRECISION)
+        total, step = tl.load(sums + token), tl.load(steps + token)
+        to_middle, from_middle = tl.exp2(0.5 * end - total) * step, tl.exp2(total - 0.5 * end)
+        if REVERSE:
+            to_middle, from_middle = from_middle, to_middle
+        rows = row_tiles.load([b, head, begin, p]).reshape(CHUNK, HEAD_DIM)
+        weighted = (rows.to(tl.float32) * to_middle[:, None]).to(rows.dtype)
+        own = weighted
+        if documents is not None:
+            enters, leaves, passes = document_masks(documents, token, chunk, b, length, CHUNK)
+            out = tl.where((leaves if REVERSE else enters)[:, None], out, 0.0)
+            own = tl.where((enters if REVERSE else leaves)[:, None], weighted, 0.0)
+            state = tl.where(passes, state, 0.0)
+        at = ((b * num_chunks + chunk) * (heads // heads_per_group) + group) * CHUNK
+        out = tl.dot(scores.load([at, 0]), weighted, acc=out, input_precision=PRECISION)
+        out = out * from_middle[:, None] + skip * rows.to(tl.float32)
+        if POINTERS & 2:
+            place = (
+                token.to(tl.int64)[:, None] * out_row + tl.program_id(0) * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            )
+            tl.store(out_tiles + place, out.to(rows.dtype), mask=(token < length)[:, None])
+        else:
+            out_tiles.store([b, head, begin, p], out.to(rows.dtype).reshape(1, 1, CHUNK, HEAD_DIM))
+        key = key_tiles.load([b, group, begin, n]).reshape(CHUNK, STATE_DIM)
+        state = tl.dot(tl.trans(key), own, acc=state, input_precision=PRECISION)
+    last.store([b, head, n, p], (state * carried).reshape(1, 1, STATE_DIM, HEAD_DIM))
+
+
+@triton.jit
+def _decays_factor(sums, num_chunks, CHUNK: tl.constexpr):
+    """Returns whether no chunk of a head decays by more than 2^-80."""
+    lowest = 0.0
+    for first in range(0, num_chunks, 64):
+        chunk = first + tl.arange(0, 64)
+        ends = tl.load(sums + chunk * CHUNK + CHUNK - 1, mask=chunk < num_chunks, other=0.0)
+        lowest = tl.minimum(lowest, tl.min(ends, axis=0))
+    return lowest >= -80.0

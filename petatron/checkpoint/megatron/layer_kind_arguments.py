@@ -1,0 +1,158 @@
+"""Megatron's arguments of latent attention, multi-token prediction and hybrids, to our settings and back.
+
+Latent attention rotates by `rope_type`, whatever `position_embedding_type` says, and takes YaRN where neither is said; YaRN with a
+factor of 1 is plain rotary embedding. What a checkpoint's arguments leave out has the default of Megatron's own config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from petatron.base.errors import Problem
+from petatron.base.untrusted_files import is_count
+from petatron.config.schema.hybrid_pattern import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    PARALLEL,
+    STAGE_BOUNDARY,
+    allocate_layers,
+)
+from petatron.config.schema.model import ModelConfig
+
+_FIX = "Such a checkpoint cannot be converted."
+_LATENT_DEFAULTS: Mapping[str, int | None] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+# Ours, Megatron's, and its default.
+_YARN = (
+    ("rope_scaling_factor", "rotary_scaling_factor", 1.0),
+    ("yarn_mscale", "mscale", 1.0),
+    ("yarn_mscale_all_dim", "mscale_all_dim", 0.0),
+    ("original_max_position_embeddings", "original_max_position_embeddings", 4096),
+    ("yarn_beta_fast", "beta_fast", 32),
+    ("yarn_beta_slow", "beta_slow", 1),
+)
+_MAMBA_FIELDS = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups")
+_UNNAMED = {DELTA: "gated delta nets", PARALLEL: "attention and Mamba-2 in parallel"}
+"""Kinds of layers whose weights have no names in our maps of Megatron's."""
+
+
+def latent_attention_values(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Returns ModelConfig values of latent attention; empty where a model has other attention."""
+    if not arguments.get("multi_latent_attention"):
+        return {}
+    sizes = {name: arguments.get(name, default) for name, default in _LATENT_DEFAULTS.items()}
+    values: dict[str, Any] = {"multi_latent_attention": True, **sizes}
+    if all(is_count(sizes[name], 1) for name in ("qk_head_dim", "qk_pos_emb_head_dim")):
+        values["kv_channels"] = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"]
+    yarn = {ours: arguments.get(theirs, default) for ours, theirs, default in _YARN}
+    scaled = yarn["rope_scaling_factor"] != 1
+    if scaled and arguments.get("rope_type") == "rope" and yarn["yarn_mscale_all_dim"]:
+        rule = "scales scores by --mscale-all-dim, but no positions, with --rope-type rope"
+        problems.append(Problem("--rotary-scaling-factor", f"{yarn['rope_scaling_factor']}"[:40], rule, _FIX))
+    if not scaled or arguments.get("rope_type") == "rope":
+        return {**values, "position_embedding_type": "rope"}
+    return {**values, "position_embedding_type": "yarn", **yarn}
+
+
+def latent_attention_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Returns Megatron's arguments of latent attention."""
+    if not model.multi_latent_attention:
+        return {}
+    yarn = model.position_embedding_type == "yarn"
+    scaling = {theirs: getattr(model, ours) if yarn else default for ours, theirs, default in _YARN}
+    sizes = {name: getattr(model, name) for name in _LATENT_DEFAULTS}
+    kinds = {"position_embedding_type": "rope", "rope_type": model.position_embedding_type}
+    return {"multi_latent_attention": True, **sizes, **scaling, **kinds}
+
+
+def prediction_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ModelConfig values of multi-token prediction."""
+    depths = arguments.get("mtp_num_layers")
+    if not depths:
+        return {}
+    factor = arguments.get("mtp_loss_scaling_factor")
+    return {"mtp_num_layers": depths, "mtp_loss_scaling_factor": 0.1 if factor is None else factor}
+
+
+def prediction_arguments(model: ModelConfig) -> dict[str, Any]:
+    depths = model.mtp_num_layers or None
+    return {"mtp_num_layers": depths, "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor if depths else None}
+
+
+def hybrid_values(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Returns ModelConfig values of a hybrid; empty where every layer has attention and a channel mixer."""
+    pattern = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern")
+    if pattern is None and arguments.get("is_hybrid_model"):
+        ratios = (arguments.get("hybrid_attention_ratio") or 0.0, arguments.get("hybrid_mlp_ratio") or 0.0)
+        if all(isinstance(ratio, int | float) and 0 <= ratio <= 1 for ratio in ratios):
+            pattern = allocate_layers(arguments["num_layers"], *ratios)
+    if pattern is None:
+        if arguments.get("is_hybrid_model"):
+            problems.append(Problem("--hybrid-layer-pattern", "", "is not in the checkpoint's arguments", _FIX))
+        return {}
+    pattern = str(pattern).replace(STAGE_BOUNDARY, "")
+    problems += unnamed_layers(pattern)
+    sizes = {name: arguments[name] for name in _MAMBA_FIELDS if arguments.get(name) is not None}
+    head_dim, groups = sizes.get("mamba_head_dim", 64), sizes.get("mamba_num_groups", 8)
+    derived = 2 * arguments["hidden_size"] // head_dim if is_count(head_dim, 1) else None
+    return {
+        "hybrid_layer_pattern": pattern,
+        "num_layers": len(pattern),
+        "is_hybrid_model": True,
+        **sizes,
+        "mamba_num_heads": arguments.get("mamba_num_heads") or derived,
+        "mamba_norm_groups": groups,
+    }
+
+
+def hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Returns Megatron's arguments of a hybrid, the pattern in its old and its new spelling."""
+    pattern = model.hybrid_layer_pattern
+    if pattern is None:
+        return {}
+    sizes = {name: getattr(model, name) for name in (*_MAMBA_FIELDS, "mamba_num_heads")}
+    return {"is_hybrid_model": True, "hybrid_layer_pattern": pattern, "hybrid_override_pattern": pattern, **sizes}
+
+
+def unnamed_layers(pattern: str | None) -> list[Problem]:
+    """Returns the problem of layers whose weights have no names."""
+    found = [kind for letter, kind in _UNNAMED.items() if letter in (pattern or "")]
+    if not found:
+        return []
+    rule = f"has {' and '.join(found)}, whose weights the Megatron converter has no names for"
+    return [
+        Problem("--hybrid-layer-pattern", f"{pattern}"[:80], rule, "Such a model is saved in Petatron's own names.")
+    ]
+
+
+def unsupported_kinds(model: ModelConfig) -> list[Problem]:
+    """Returns the settings of these kinds that Megatron has no argument for."""
+    problems = unnamed_layers(model.hybrid_layer_pattern)
+    if model.multi_latent_attention and model.position_embedding_type not in ("rope", "yarn"):
+        rule = "has no argument in Megatron, where latent attention is always rotary"
+        problems.append(Problem("--position-embedding-type", model.position_embedding_type, rule, _FIX))
+    if model.multi_latent_attention and not model.yarn_correction_range_round_to_int:
+        rule = "has no argument in Megatron for latent attention"
+        problems.append(Problem("--no-yarn-correction-range-round-to-int", "", rule, _FIX))
+    if model.hybrid_layer_pattern is not None and model.mamba_norm_groups != model.mamba_num_groups:
+        rule = f"is not --mamba-num-groups {model.mamba_num_groups}, as always in Megatron"
+        problems.append(Problem("--mamba-norm-groups", str(model.mamba_norm_groups), rule, _FIX))
+    return problems
+
+
+def has_attention(model: ModelConfig) -> bool:
+    """Whether some layer is attention."""
+    return model.hybrid_layer_pattern is None or ATTENTION in model.hybrid_layer_pattern
+
+
+def moe_layer_freq(model: Mapping[str, Any], moe: Mapping[str, Any]) -> str:
+    """Returns which layers have experts, of a hybrid by its letters."""
+    pattern = model.get("hybrid_layer_pattern")
+    return moe["moe_layer_freq"] if pattern is None else str([int(letter == EXPERTS) for letter in pattern])

@@ -1,0 +1,164 @@
+"""The moments of a step at which a rank may need most memory.
+
+Weights and optimizer state are there throughout. Beside them are activations, gradients and what a moment needs by itself:
+
+    the loss                activations of all layers, and a chunk of logits
+    a branch in backward    activations of the layers before it and its own, which may be recomputed, and its workspace
+    the update              gradients alone
+
+A step of one micro-batch has the gradients of those layers alone that backward has been through (`parallel/data/gradient_reduction.py`),
+and of the output head, which are computed with the loss. Other steps have all gradients at any time, and so has one that is
+replayed as a CUDA graph. Activations fall from the loss to the update while gradients grow, so that in a row of equal layers the peak
+is at one of its ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from petatron.config import RunConfig
+from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
+from petatron.estimate.activation_bytes import branch_bytes, layer_bytes, layer_input_bytes
+from petatron.estimate.offload_plan import LAYERS_IN_TRANSIT, freed_bytes, offloaded_layers
+from petatron.estimate.recompute_plan import RecomputePlan
+from petatron.estimate.state_bytes import count_parameters
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import FULL
+from petatron.mesh.rank_layout import Layout
+from petatron.models.model_spec import ModelSpec
+from petatron.models.registry import model_spec
+from petatron.schedule.pipeline_plan import num_micro_batches
+from petatron.sharding.shard_spec import ModelParallelCoordinate
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMoment:
+    """Bytes at a moment besides weights and optimizer state, and the share of all gradients that exist then.
+
+    logits: what is saved outside layers. workspace: what nothing saves.
+    """
+
+    activations: int
+    logits: int
+    workspace: int
+    grad_share: float
+
+    def bytes_with(self, gradients: int) -> int:
+        """Returns all bytes of the moment, of all gradients `gradients`."""
+        return self.activations + self.logits + self.workspace + int(self.grad_share * gradients)
+
+
+def frees_gradients(run: RunConfig) -> bool:
+    """Whether the memory of gradients is free while activations are most."""
+    sharded = run.parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES and run.parallel.world_size > 1
+    return num_micro_batches(run) == 1 and not sharded and run.train.cuda_graphs != "on"
+
+
+def peak_moments(
+    run: RunConfig, plans: Sequence[RecomputePlan], stages: Sequence[int], shape: ActivationShape
+) -> list[PeakMoment]:
+    """Returns the moments of a rank with these stages of the model at which it may need most; `plans` are those of all stages."""
+    spec, whole = model_spec(run), pipeline_stages(run)
+    if len(stages) == 1 and frees_gradients(run):
+        return [*_OneMicroBatch(run, spec, shape, whole[stages[0]], plans[stages[0]]).moments()]
+    return [*_moments_with_all_gradients(run, spec, shape, [(whole[index], plans[index]) for index in stages])]
+
+
+def _moments_with_all_gradients(
+    run: RunConfig, spec: ModelSpec, shape: ActivationShape, stages: Sequence[tuple[PipelineStage, RecomputePlan]]
+) -> Iterator[PeakMoment]:
+    """Yields the loss and the most that backward needs."""
+    offloaded = run.memory.cpu_offloading_num_layers
+    logits = sum(plan.in_flight * spec.outer_saved_bytes(shape, stage) for stage, plan in stages)
+    saved = sum(
+        plan.in_flight * plan.saved_bytes - freed_bytes(plan, shape, spec.stage_layers(stage), offloaded)
+        for stage, plan in stages
+    )
+    recomputed = sum(plan.peak_bytes - plan.in_flight * plan.saved_bytes for _, plan in stages)
+    kinds = {layer for stage, _ in stages for layer in spec.stage_layers(stage)}
+    workspace = max(
+        (one.workspace for layer in kinds for branch in layer.branches for one in branch.backward_moments(shape)),
+        default=0,
+    )
+    yield PeakMoment(saved - logits + recomputed, logits, workspace, 1.0)
+    if any(stage.has_loss for stage, _ in stages):
+        yield PeakMoment(saved - logits, logits, spec.loss_workspace_bytes(shape), 1.0)
+
+
+class _OneMicroBatch:
+    """A step of one micro-batch on a rank with one stage."""
+
+    def __init__(
+        self, run: RunConfig, spec: ModelSpec, shape: ActivationShape, stage: PipelineStage, plan: RecomputePlan
+    ) -> None:
+        self._spec, self._shape, self._stage, self._plan = spec, shape, stage, plan
+        self._layers = spec.stage_layers(stage)
+        self._offloaded = {*offloaded_layers(len(self._layers), run.memory.cpu_offloading_num_layers)}
+        layout = Layout.from_config(run.parallel)
+        self._coordinate = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
+        starts = accumulate((count for count, _ in plan.groups), initial=0)
+        self._group_start = [start for start, (count, _) in zip(starts, plan.groups) for _ in range(count)]
+        self._saved = [self._saved_bytes(index) for index in range(len(self._layers))]
+
+    def _saved_bytes(self, index: int) -> int:
+        """Returns what a layer saves; of a recomputed group that is the first one's input."""
+        layer, modules = self._layers[index], self._plan.modules[index]
+        if FULL in modules:
+            return layer_input_bytes(layer, self._shape) if self._group_start[index] == index else 0
+        return layer_bytes(layer, self._shape, modules)
+
+    def _on_device(self, end: int) -> int:
+        """Returns the bytes that the layers before `end` have on the device; of offloaded ones, those of two at a time."""
+        away = [self._saved[index] for index in range(end) if index in self._offloaded]
+        stay = sum(self._saved[index] for index in range(end) if index not in self._offloaded)
+        return stay + sum(sorted(away)[-LAYERS_IN_TRANSIT:])
+
+    def _elements(self, stage: PipelineStage) -> int:
+        return count_parameters(self._spec.outer_params(stage), self._coordinate)
+
+    def moments(self) -> Iterator[PeakMoment]:
+        stage, spec, shape, count = self._stage, self._spec, self._shape, len(self._layers)
+        head = self._elements(PipelineStage((), has_embedding=False, has_loss=True)) if stage.has_loss else 0
+        layers = [count_parameters(layer.params(), self._coordinate) for layer in self._layers]
+        total = max(1, self._elements(stage) + sum(layers))
+        if stage.has_loss:
+            logits = spec.outer_saved_bytes(shape, stage)
+            yield PeakMoment(self._on_device(count), logits, spec.loss_workspace_bytes(shape), head / total)
+        before_loss = spec.outer_saved_bytes(shape, replace(stage, has_loss=False))
+        written = head
+        for index in reversed(range(count)):
+            if not self._is_between_equals(index):
+                yield from self._layer_moments(index, before_loss, written, total)
+            written += layers[index]
+        yield PeakMoment(0, 0, 0, 1.0)
+
+    def _is_between_equals(self, index: int) -> bool:
+        """Whether a layer's neighbours on both sides are such layers too: the peak is at an end of the row."""
+        kinds = {
+            (self._layers[at], self._plan.modules[at], self._saved[at], at in self._offloaded)
+            for at in range(index - 1, index + 2)
+            if 0 <= at < len(self._layers)
+        }
+        return 0 < index < len(self._layers) - 1 and len(kinds) == 1
+
+    def _layer_moments(self, index: int, logits: int, written: int, total: int) -> Iterator[PeakMoment]:
+        """Yields the moments of one layer's backward; `written` elements have their gradients."""
+        layer, modules, shape = self._layers[index], self._plan.modules[index], self._shape
+        start = self._group_start[index]
+        # A recomputed group has all of its layers before this one again.
+        before = self._on_device(start) + sum(layer_bytes(self._layers[at], shape) for at in range(start, index))
+        before += layer.extra_saved_bytes(shape)
+        for at in reversed(range(len(layer.branches))):
+            branch = layer.branches[at]
+            earlier = sum(
+                branch_bytes(layer, one, shape, () if FULL in modules else modules) for one in layer.branches[:at]
+            )
+            activations = before + earlier + branch_bytes(layer, branch, shape)
+            elements = count_parameters(branch.params(), self._coordinate)
+            for one in branch.backward_moments(shape):
+                share = (written + one.grad_share * elements) / total
+                yield PeakMoment(activations, logits, one.workspace, share)
+            written += elements

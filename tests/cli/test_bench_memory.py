@@ -1,0 +1,51 @@
+"""`petatron bench memory`: predicted peaks beside measured ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from petatron.base.device import DeviceInfo
+from petatron.bench.memory import CASES, MeasuredCase, measure_on_gpu
+from petatron.bench.peers.bench_model import bench_spec
+from petatron.cli.bench import main
+from petatron.estimate.memory.forecast import largest_forecast
+
+
+def test_predictions_on_a_cpu_are_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "found.json"
+    names = ["1b", "1b-mtp", "8b-two-micro-batches", "mixtral", "8b-recompute-full"]
+    assert main(["memory", "--device", "cpu", "--only", *names, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    for name in names[:-1]:
+        assert found["cases"][name]["ratio"] == pytest.approx(1.0, abs=0.002), name
+        assert found["cases"][name]["measured_bytes"] > 1e6
+    assert found["cases"]["8b-recompute-full"]["measured_bytes"] is None and found["within"] == 4
+    shown = capsys.readouterr().out
+    assert "within 3%" in shown and "4 of 4 that were measured" in shown and "not measured on a CPU" in shown
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_a_run_with_a_forecast(name: str):
+    spec = bench_spec(f"--preset {CASES[name].flags} --device cpu".split())
+    assert 20e9 < largest_forecast(spec.run, device="cuda").total < 100e9
+
+
+def test_what_a_device_cannot_hold_is_left_out():
+    info = DeviceInfo(kind="cuda", name="small", memory_bytes=10**9, peak_flops=None, reason="")
+    spec = bench_spec("--preset tiny-llama --micro-batch-size 64 --seq-length 8192 --device cpu".split())
+    found = measure_on_gpu(spec, info)
+    assert found.measured is None and found.predicted > 10**9 and "more than the 1 GB" in found.describe()
+
+
+def test_what_is_apart_says_so():
+    assert MeasuredCase(102, 100).describe().endswith("+2.0%")
+    assert MeasuredCase(96, 100).describe().endswith("-4.0%  more than 3% apart")
+
+
+def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["memory", "--only", "9b"])
+    assert "invalid choice: '9b'" in capsys.readouterr().err

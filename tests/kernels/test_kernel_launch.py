@@ -1,0 +1,129 @@
+"""Launches of kernels: the compiled kernel of arguments seen before is launched at once, and never that of others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petatron.kernels.triton import kernel_launch
+from petatron.kernels.triton.kernel_launch import KernelLauncher
+
+
+def _scale(x, y, rows, factor, WIDTH: tl.constexpr, ADD: tl.constexpr):  # compiled by nobody here
+    pass
+
+
+class Device:
+    """Stands for Triton and the driver: what was compiled, and what was launched how."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.slow: list[tuple[Any, ...]] = []
+        self.fast: list[tuple[Any, ...]] = []
+        self.hooks = SimpleNamespace(calls=[])
+        monkeypatch.setattr(triton.JITFunction, "run", self._run)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of tensors on a CPU
+        monkeypatch.setattr(kernel_launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=str)))
+        runtime = SimpleNamespace(launch_enter_hook=self.hooks, launch_exit_hook=SimpleNamespace(calls=[]))
+        monkeypatch.setattr(kernel_launch, "_runtime", runtime)
+
+    def _run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> Any:
+        self.slow.append((grid, args, kwargs))
+        number = len(self.slow)
+        return SimpleNamespace(
+            run=lambda *launch: self.fast.append(launch), function=f"function {number}", packed_metadata=number
+        )
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def tensors(count: int = 2, *, dtype: torch.dtype = torch.float32, skipped: int = 0) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(64, dtype=dtype)[skipped:] for _ in range(count))
+
+
+def launcher() -> KernelLauncher:
+    return KernelLauncher(triton.JITFunction(_scale))
+
+
+def test_a_second_launch_goes_to_the_kernel_that_the_first_compiled(device: Device):
+    launch = launcher()
+    x, y = tensors()
+    launch(5, (x, y), (7, 0.5), ADD=True, WIDTH=8, num_warps=2, launch_pdl=True)
+    assert device.slow == [((5,), (x, y, 7, 0.5), {"ADD": True, "WIDTH": 8, "num_warps": 2, "launch_pdl": True})]
+    others = tensors()
+    launch(6, others, (7, 0.5), ADD=True, WIDTH=8, num_warps=2, launch_pdl=True)
+    addresses = [tensor.data_ptr() for tensor in others]
+    # The arguments of `CompiledKernel.run`: grid, stream, function, metadata, hooks, then every parameter in its order.
+    assert device.fast == [(6, 1, 1, "-1", "function 1", 1, None, None, None, *addresses, 7, 0.5, 8, True)]
+    assert len(device.slow) == 1
+
+
+DIFFERENT = {
+    "a constant": {"WIDTH": 16},
+    "another constant": {"ADD": True},
+    "warps": {"num_warps": 8},
+    "an option": {"launch_pdl": True},
+    "a number": {"numbers": (8, 0.5)},
+    "the type of a number": {"numbers": (7.0, 0.5)},
+    "a float": {"numbers": (7, 0.25)},
+    "a dtype": {"tensors": tensors(dtype=torch.bfloat16)},
+    "the dtype of one": {"tensors": (tensors()[0], tensors(dtype=torch.bfloat16)[0])},
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_whatever_is_different_is_compiled_for_itself(device: Device, what: str):
+    launch = launcher()
+    usual = {"tensors": tensors(), "numbers": (7, 0.5), "WIDTH": 8, "ADD": False, "num_warps": 4}
+    for arguments in (usual, usual | DIFFERENT[what]):
+        for _ in range(2):
+            launch(3, **arguments)
+    assert len(device.slow) == 2
+    assert [launched[4] for launched in device.fast] == ["function 1", "function 2"]
+
+
+def test_unaligned_tensors_and_watched_launches_are_left_to_triton(device: Device):
+    launch, options = launcher(), {"WIDTH": 8, "ADD": False, "num_warps": 4}
+    launch(1, tensors(), (7, 0.5), **options)
+    for skipped in (1, 1):
+        launch(1, tensors(skipped=skipped), (7, 0.5), **options)
+    device.hooks.calls.append("somebody")
+    launch(1, tensors(), (7, 0.5), **options)
+    assert len(device.slow) == 4 and not device.fast
+    device.hooks.calls.clear()
+    launch(1, tensors(), (7, 0.5), **options)
+    assert len(device.slow) == 4 and len(device.fast) == 1
+
+
+def test_not_more_than_some_are_remembered(device: Device, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernel_launch, "_MAX_REMEMBERED", 3)
+    launch, options = launcher(), {"WIDTH": 8, "ADD": False, "num_warps": 4}
+    for rows in (1, 2, 3, 4, 1):
+        launch(1, tensors(), (rows, 0.5), **options)
+    assert len(device.slow) == 5 and len(launch._remembered) == 2
+
+
+def test_another_device_than_the_current_one_is_not_remembered(device: Device, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    launch = launcher()
+    for _ in range(2):
+        launch(1, tensors(), (7, 0.5), WIDTH=8, ADD=False, num_warps=4)
+    assert len(device.slow) == 2 and not device.fast
+
+
+def test_compiled_kernels_have_what_is_remembered_of_them():
+    """Triton's own names: `run` with grid, stream, function, metadata and hooks before all parameters, constants among them."""
+    from triton.compiler import CompiledKernel
+
+    assert isinstance(CompiledKernel.run, property) and callable(CompiledKernel.launch_metadata)
+    code = CompiledKernel.__init__.__code__
+    assert {"packed_metadata", "function"} <= set(code.co_names)
+    assert triton.knobs.runtime.launch_enter_hook.calls == triton.knobs.runtime.launch_exit_hook.calls == []
