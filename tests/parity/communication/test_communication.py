@@ -161,7 +161,7 @@ def test_nothing_is_gathered_more_often_than_needed(ranks: RankPool, flags: str,
 
 @pytest.mark.parametrize("recompute", ["", f"{WHOLE} 1"])
 def test_overlap_communicates_the_same_elements_in_chunks(ranks: RankPool, recompute: str):
-    """Two layers at tp 2: 8 tokens of a rank in chunks of 3, 3 and 2, for the forward pass of every linear."""
+    """Two layers at tp 2: a rank's 16 rows of 2 sequences in chunks of 6, 5 and 5, for the forward pass of every linear."""
     plain, overlapped = (
         step_events(
             ranks, f"--tp 2 --sequence-parallel {flags} {recompute}", world_size=2, model="--global-batch-size 2"
@@ -173,7 +173,7 @@ def test_overlap_communicates_the_same_elements_in_chunks(ranks: RankPool, recom
         assert moved[0] == moved[1]
         chunks = Counter(e.elements for e in overlapped.all if e.op == op and e.elements < S * 2 * H)
         linears = 2 * 2 if not recompute else 2 * 2 + (2 * 2 if op == "all_gather" else 2)
-        assert chunks == {2 * 3 * 2 * H: 2 * linears, 2 * 2 * 2 * H: linears}
+        assert chunks == {2 * 6 * H: linears, 2 * 5 * H: 2 * linears}
 
 
 @pytest.mark.parametrize("recompute", [later(""), f"{CHOSEN} mlp", later(f"{WHOLE} 1")])
