@@ -48,7 +48,7 @@ class _Folded:
 
     def hexdigest(self) -> str:
         length = self._size.to_bytes(8, "little")
-        return "".join(f"{zlib.crc32(length, zlib.crc32(fold)):08x}" for fold in self._folds)
+        return "".join(f"{zlib.crc32(length, zlib.crc32(fold.tobytes())):08x}" for fold in self._folds)
 
 
 def _fold_into(fold: np.ndarray, values: np.ndarray, position: int) -> None:
