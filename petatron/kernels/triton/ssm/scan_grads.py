@@ -1,58 +1,41 @@
-"""Gradients of B, C, D and of the step sizes, from the states before the chunks and the gradients of the states after them.
+"""Gradients of the selective scan from the states before its chunks and the gradients of the states after them.
 
 Programs have one chunk of one sequence and loop over heads of a group, so that the sums over heads, which the gradients of B and C
-are, stay in registers. With h the state before, dh the gradient of the state after, s the running sum of dt A:
+are, stay in registers; three kernels, since one has too few registers for all of them. With g the gradient of dt_j x_j, h the state
+before, dh the gradient of the state after, and e the gradient of s (every product holds exp(s_i - s_j), exp(s_i) or exp(s_Q - s_j), so
+its gradient times itself is added at i and subtracted at j):
 
-    _score_grads     with dS_ij = sum over heads of exp(s_i - s_j) dt_j (dy_i . x_j):  dC = dS B, dB = dS^T C;  dD
-    _state_grads     dC_i += sum over heads of exp(s_i) h^T dy_i;  dB_j += sum over heads of dt_j exp(s_Q - s_j) dh^T x_j;  <dh, h>
-    _step_grads      dt and A, from sums over the rows of all these products
+    _score_grads    the gradient of C B^T, hence its parts of dB and dC; its part of e
+    _query_grads    dC_i += sum over heads of exp(s_i) h^T dy_i;  e_i += exp(s_i) dy_i^T h C_i;  <dh, h>
+    _row_grads      g_j = sum over i >= j of exp(s_i - s_j) (C_i . B_j) dy_i + exp(s_Q - s_j) dh B_j;  dx, dt, A, D
+                    dB_j += sum over heads of dt_j exp(s_Q - s_j) dh^T x_j
 
-Every product holds exp(s_i - s_j), exp(s_i) or exp(s_Q - s_j), so its gradient times itself is added to e_i and subtracted from e_j,
-with e the gradient of s; e_Q also has exp(s_Q) <dh, h>. The gradient of dt A at a token is the sum of e over it and all after it in the
-chunk. The sums at j are also <g_j, x_j>, with g the gradient of dt x: what dt gets besides. No atomic adds: sums over parts of heads or of
-states, and those of A and D over chunks, are taken afterwards in a fixed order.
+The gradient of dt A at a token is the sum of e over it and all after it in the chunk, and e_Q also has exp(s_Q) <dh, h>. No atomic
+adds: sums over parts of heads, and those of A and D over chunks, are taken afterwards in a fixed order.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.triton.ssm.scan_scores import block_size, document_masks, row_tiles, sees, state_tiles
 from petatron.kernels.triton.ssm.scan_tiles import (
     ChunkDecays,
+    decay_matrix,
     document_before,
     document_of,
     dot_precision,
     head_parts,
     load_rows,
+    state_offsets,
 )
 
 _PROGRAMS = 512
 """So many programs, if there are enough heads: some for every multiprocessor."""
-_COLUMNS = 64
-"""Columns of a state that a program of `_state_grads` has: its sums are 64 registers of each of 128 threads."""
-_HEADS = 16
-FACTOR = True
-SCORE = {"num_warps": 4, "num_stages": 3}
-GROUP = {"num_warps": 4, "num_stages": 3}
-
-
-class _TokenSums(NamedTuple):
-    """Sums over the products of a head at query i and at key j, the latter without dt [2, B, H, padded length], and <dh, h> by chunk.
-
-    of_scores: inside a chunk. of_states: with the states, for each part of their columns.
-    """
-
-    of_scores: Tensor
-    of_states: Tensor
-    state_products: Tensor
 
 
 def chunk_grads(
@@ -61,248 +44,242 @@ def chunk_grads(
     A_H: Tensor,
     B_SBGN: Tensor,
     C_SBGN: Tensor,
+    D_H: Tensor,
     decays: ChunkDecays,
     states: Tensor,
     grad_states: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of dt, A, B, C and D in float32; those of B and C in their dtype if nothing is to be added to them."""
-    (length, batch, heads, head_dim), (groups, state_dim) = x_SBHP.shape, B_SBGN.shape[2:]
-    chunks, chunk, width = decays.num_chunks, decays.chunk, block_size(head_dim)
-    columns = block_size(state_dim, most=_COLUMNS)
-    splits = triton.cdiv(state_dim, columns)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of x, in its dtype, and of dt, A, B, C and D, in float32."""
+    length, batch, heads, head_dim = x_SBHP.shape
+    groups, state_dim = B_SBGN.shape[2:]
+    chunks = decays.num_chunks
     parts = head_parts(heads // groups, programs=chunks * batch * groups, wanted=_PROGRAMS)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x_SBHP.device)
 
-    by_head = decays.sums.shape
-    sums = _TokenSums(new(2, *by_head), new(splits, 2, *by_head), new(splits, chunks, batch, heads))
-    grad_D, by_group = new(chunks, batch, heads), (parts, length, batch, groups, state_dim)
-    of_scores = (new(*by_group), new(*by_group))
-    grads = of_scores if parts > 1 else tuple(new(*by_group, dtype=B_SBGN.dtype) for _ in range(2))
-    tiles = (row_tiles(grad_y_SBHP, chunk, width), row_tiles(x_SBHP, chunk, width))
-    both = (B_SBGN, C_SBGN, B_SBGN.stride()[:3], C_SBGN.stride()[:3])
-    sizes = (length, chunks, batch, groups, heads, heads // groups // parts, state_dim)
-    decays_by_head = (decays.steps, decays.sums, decays.documents)
-    constants = {"PARTS": parts, "CHUNK": chunk, "HEAD_DIM": width, "PRECISION": dot_precision(x_SBHP)}
-    _score_grads[(chunks * parts, groups, batch)](
-        *tiles,
-        both,
-        decays_by_head,
-        sums.of_scores,
-        grad_D,
-        of_scores,
-        sizes,
-        STATE_DIM=block_size(state_dim),
-        FACTOR=FACTOR,
-        **constants,
-        **SCORE,
+    grad_x, grad_dt = new(*x_SBHP.shape, dtype=x_SBHP.dtype), new(length, batch, heads)
+    grad_sums = torch.empty_like(decays.sums)
+    state_products, grad_A, grad_D = (new(chunks, batch, heads) for _ in range(3))
+    grad_B, grad_C = (new(parts, length, batch, groups, state_dim) for _ in range(2))
+    grid = (chunks * parts, groups, batch)
+    sizes = (length, chunks, heads, heads // groups // parts, head_dim, state_dim)
+    constants = {
+        "PARTS": parts,
+        "CHUNK": decays.chunk,
+        "HEAD_DIM": triton.next_power_of_2(max(head_dim, 16)),
+        "STATE_DIM": triton.next_power_of_2(max(state_dim, 16)),
+        "PRECISION": dot_precision(x_SBHP),
+    }
+    rows = (grad_y_SBHP, x_SBHP, B_SBGN, C_SBGN)
+    strides = tuple(tensor.stride()[:3] for tensor in rows)
+    by_head = (decays.steps, decays.sums, decays.documents)
+    sums_over_heads = (grad_B, grad_C, grad_B.stride()[:4])
+    _score_grads[grid](
+        rows, strides, by_head, grad_sums, sums_over_heads, sizes, **constants, num_warps=4, num_stages=3
     )
-    _state_grads[(splits * chunks * parts, groups, batch)](
-        *tiles,
-        state_tiles(states, columns, width),
-        state_tiles(grad_states, columns, width),
-        both,
-        decays_by_head,
-        sums.of_states,
-        sums.state_products,
-        of_scores,
-        grads,
+    _query_grads[grid](
+        rows,
+        strides,
+        by_head,
+        grad_sums,
+        sums_over_heads,
+        (states, grad_states),
+        state_products,
         sizes,
-        COLUMNS=columns,
-        SPLITS=splits,
         **constants,
-        **GROUP,
+        num_warps=4,
+        num_stages=3,
     )
-    grad_B, grad_C = (grad[0] if parts == 1 else grad.sum(dim=0) for grad in grads)
-    return *_step_size_grads(A_H, decays, sums, length), grad_B, grad_C, grad_D.sum(dim=(0, 1))
+    _row_grads[grid](
+        rows,
+        strides,
+        by_head,
+        grad_sums,
+        sums_over_heads,
+        grad_states,
+        state_products,
+        (A_H, D_H),
+        (grad_x, grad_dt, grad_A, grad_D),
+        grad_x.stride()[:3],
+        sizes,
+        **constants,
+        num_warps=4,
+        num_stages=1,
+    )
+    return grad_x, grad_dt, grad_A.sum(dim=(0, 1)), _sum(grad_B), _sum(grad_C), grad_D.sum(dim=(0, 1))
 
 
-def _step_size_grads(A_H: Tensor, decays: ChunkDecays, sums: _TokenSums, length: int) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of dt [S, B, H] and of A [H]."""
-    batch, heads, _ = decays.sums.shape
-    grad_dt = torch.empty((length, batch, heads), dtype=torch.float32, device=A_H.device)
-    grad_A = torch.empty((decays.num_chunks, batch, heads), dtype=torch.float32, device=A_H.device)
-    _step_grads[(decays.num_chunks, batch, triton.cdiv(heads, _HEADS))](
-        A_H,
-        (decays.steps, decays.sums, decays.documents),
-        tuple(sums),
-        grad_dt,
-        grad_A,
-        length,
-        heads,
-        SPLITS=len(sums.state_products),
-        CHUNK=decays.chunk,
-        HEADS=_HEADS,
-    )
-    return grad_dt, grad_A.sum(dim=(0, 1))
+def _sum(parts: Tensor) -> Tensor:
+    return parts[0] if len(parts) == 1 else parts.sum(dim=0)
 
 
 @triton.jit
 def _score_grads(
-    grad_tiles,
-    x_tiles,
-    both,
+    tensors,
+    strides,
     by_head,
-    token_sums,
-    grad_D,
-    grads,
+    grad_sums,
+    sums_over_heads,
     sizes,
     PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
-    FACTOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     chunk, part, group, b = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1), tl.program_id(2)
+    dy, x, B, C = tensors
     steps, sums, documents = by_head
-    length, num_chunks, batch, _, heads, heads_here, state_dim = sizes
-    begin = chunk * CHUNK
-    token = begin + tl.arange(0, CHUNK)
-    key = load_rows(both[0], both[2], token, b, group, state_dim, length, STATE_DIM)
-    query = load_rows(both[1], both[3], token, b, group, state_dim, length, STATE_DIM)
-    seen = sees(documents, token, b, length, CHUNK, False)
-    scores = tl.where(seen, tl.dot(query, tl.trans(key), input_precision=PRECISION), 0.0)
+    length, num_chunks, heads, heads_here, head_dim, state_dim = sizes
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    query = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM)
+    key = load_rows(B, strides[2], token, b, group, state_dim, length, STATE_DIM)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    own = token if documents is None else document_of(documents, token, b, length)
     scores_grad = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    diagonal = tl.arange(0, CHUNK)[:, None] == tl.arange(0, CHUNK)[None, :]
-    size = batch * heads.to(tl.int64) * num_chunks * CHUNK
     first = (group * PARTS + part) * heads_here
     for head in range(first, first + heads_here):
         at = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
-        rows = x_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
-        grad = grad_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
+        rows = load_rows(x, strides[1], token, b, head, head_dim, length, HEAD_DIM)
+        grad = load_rows(dy, strides[0], token, b, head, head_dim, length, HEAD_DIM)
         total, step = tl.load(sums + at), tl.load(steps + at)
-        products = tl.dot(grad, tl.trans(rows), input_precision=PRECISION)
-        tl.store(grad_D + (chunk * batch + b) * heads + head, tl.sum(tl.where(diagonal, products, 0.0)))
-        if FACTOR:
-            end = tl.load(sums + (b * heads + head).to(tl.int64) * num_chunks * CHUNK + begin + CHUNK - 1)
-            if end >= -80.0:
-                decay = tl.exp2(total - 0.5 * end)[:, None] * tl.exp2(0.5 * end - total)[None, :]
-            else:
-                decay = tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0))
-            products *= decay
-        else:
-            products *= tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0))
-        tl.store(token_sums + size + at, tl.sum(products * scores, axis=0))
-        products *= step[None, :]
+        products = tl.dot(grad, tl.trans(rows), input_precision=PRECISION) * step[None, :]
+        products *= decay_matrix(total, own, CHUNK, documents is not None)
         scores_grad += products
-        tl.store(token_sums + at, tl.sum(products * scores, axis=1))
-    narrow = tl.where(sees(documents, token, b, length, CHUNK, False), scores_grad, 0.0).to(query.dtype)
-    to, there = _group_offsets(part, token, b, group, 0, sizes, STATE_DIM)
-    tl.store(grads[1] + to, tl.dot(narrow, key, input_precision=PRECISION), mask=there)
-    tl.store(grads[0] + to, tl.dot(tl.trans(narrow), query, input_precision=PRECISION), mask=there)
+        products *= scores
+        tl.store(grad_sums + at, tl.sum(products, axis=1) - tl.sum(products, axis=0))
+    narrow = scores_grad.to(query.dtype)
+    grad_B, grad_C, part_strides = sums_over_heads
+    to, there = _part_offsets(part, token, b, group, part_strides, length, state_dim, STATE_DIM)
+    tl.store(grad_C + to, tl.dot(narrow, key, input_precision=PRECISION), mask=there)
+    tl.store(grad_B + to, tl.dot(tl.trans(narrow), query, input_precision=PRECISION), mask=there)
 
 
 @triton.jit
-def _state_grads(
-    grad_tiles,
-    x_tiles,
-    states,
-    grad_states,
-    both,
+def _query_grads(
+    tensors,
+    strides,
     by_head,
-    token_sums,
+    grad_sums,
+    sums_over_heads,
+    both_states,
     state_products,
-    of_scores,
-    grads,
     sizes,
     PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    STATE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    split, rest = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    chunk, part, group, b = rest // PARTS, rest % PARTS, tl.program_id(1), tl.program_id(2)
-    steps, sums, documents = by_head
-    length, num_chunks, batch, _, heads, heads_here, state_dim = sizes
-    begin, n = chunk * CHUNK, split * COLUMNS
-    token = begin + tl.arange(0, CHUNK)
-    enters, leaves, _ = document_masks(documents, token, chunk, b, length, CHUNK)
-    key = load_rows(both[0] + n, both[2], token, b, group, state_dim - n, length, COLUMNS)
-    query = load_rows(both[1] + n, both[3], token, b, group, state_dim - n, length, COLUMNS)
-    key_grad = tl.zeros((CHUNK, COLUMNS), dtype=tl.float32)
-    query_grad = tl.zeros((CHUNK, COLUMNS), dtype=tl.float32)
-    size = batch * heads.to(tl.int64) * num_chunks * CHUNK
-    token_sums += split * 2 * size
+    chunk, part, group, b = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1), tl.program_id(2)
+    dy, _, _, C = tensors
+    _, sums, documents = by_head
+    states, grad_states = both_states
+    length, num_chunks, heads, heads_here, head_dim, state_dim = sizes
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    query = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM).to(tl.float32)
+    enters = token >= 0
+    if documents is not None:
+        enters = document_of(documents, token, b, length) == document_before(documents, chunk, b, length, CHUNK)
+    offsets, there = state_offsets(head_dim, state_dim, HEAD_DIM, STATE_DIM)
+    _, grad_C, part_strides = sums_over_heads
+    to, stored = _part_offsets(part, token, b, group, part_strides, length, state_dim, STATE_DIM)
+    query_grad = tl.load(grad_C + to, mask=stored, other=0.0)
     first = (group * PARTS + part) * heads_here
     for head in range(first, first + heads_here):
-        own_row = (b * heads + head).to(tl.int64) * num_chunks * CHUNK
-        total, step = tl.load(sums + own_row + token), tl.load(steps + own_row + token)
-        end = tl.load(sums + own_row + begin + CHUNK - 1)
-        grad = grad_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
-        state = states.load([b * num_chunks + chunk, head, n, 0]).reshape(COLUMNS, HEAD_DIM)
-        # A factor of a row is applied after the GEMM: its operands stay as they were loaded.
-        product = tl.dot(grad, tl.trans(state), input_precision=PRECISION)
-        product *= tl.where(enters, tl.exp2(total), 0.0)[:, None]
-        tl.store(token_sums + own_row + token, tl.sum(product * query.to(tl.float32), axis=1))
-        query_grad += product
-        state_grad = grad_states.load([b * num_chunks + chunk, head, n, 0]).reshape(COLUMNS, HEAD_DIM)
-        inner = tl.sum(state.to(tl.float32) * state_grad.to(tl.float32))
-        tl.store(state_products + ((split * num_chunks + chunk) * batch + b) * heads + head, inner)
-        rows = x_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
-        product = tl.dot(rows, tl.trans(state_grad), input_precision=PRECISION)
-        product *= tl.where(leaves, tl.exp2(end - total), 0.0)[:, None]
-        tl.store(token_sums + size + own_row + token, tl.sum(product * key.to(tl.float32), axis=1))
-        key_grad += product * step[:, None]
-    to, there = _group_offsets(part, token, b, group, n, sizes, COLUMNS)
-    key_grad += tl.load(of_scores[0] + to, mask=there, other=0.0)
-    query_grad += tl.load(of_scores[1] + to, mask=there, other=0.0)
-    tl.store(grads[0] + to, key_grad.to(grads[0].dtype.element_ty), mask=there)
-    tl.store(grads[1] + to, query_grad.to(grads[1].dtype.element_ty), mask=there)
+        at = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
+        state_at = ((b.to(tl.int64) * num_chunks + chunk) * heads + head) * head_dim * state_dim + offsets
+        grad = load_rows(dy, strides[0], token, b, head, head_dim, length, HEAD_DIM)
+        state = tl.load(states + state_at, mask=there, other=0.0)
+        state_grad = tl.load(grad_states + state_at, mask=there, other=0.0)
+        to_token = tl.where(enters, tl.exp(tl.load(sums + at)), 0.0)
+        decayed = (grad.to(tl.float32) * to_token[:, None]).to(grad.dtype)
+        queried = tl.dot(decayed, state, input_precision=PRECISION)
+        query_grad += queried
+        tl.store(grad_sums + at, tl.load(grad_sums + at) + tl.sum(queried * query, axis=1))
+        inner = tl.sum(tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), axis=1), axis=0)
+        tl.store(state_products + (chunk * tl.num_programs(2) + b) * heads + head, inner)
+    tl.store(grad_C + to, query_grad, mask=stored)
 
 
 @triton.jit
-def _group_offsets(part, token, b, group, n, sizes, COLUMNS: tl.constexpr):
-    """Returns the offsets of a chunk's rows in the sums over a part of the heads, and which there are."""
-    length, _, batch, groups, _, _, state_dim = sizes
-    column = n + tl.arange(0, COLUMNS)[None, :]
-    row = ((part * length + token.to(tl.int64)) * batch + b) * groups + group
-    return row[:, None] * state_dim + column, (token < length)[:, None] & (column < state_dim)
-
-
-@triton.jit
-def _step_grads(
-    A,
+def _row_grads(
+    tensors,
+    strides,
     by_head,
-    token_sums,
-    grad_dt,
-    grad_A,
-    length,
-    heads,
-    SPLITS: tl.constexpr,
+    grad_sums,
+    sums_over_heads,
+    grad_states,
+    state_products,
+    weights,
+    grads,
+    grad_x_strides,
+    sizes,
+    PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    chunk, b, chunks, batch = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
+    chunk, part, group, b = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1), tl.program_id(2)
+    dy, x, B, C = tensors
     steps, sums, documents = by_head
-    of_scores, of_states, state_products = token_sums
-    head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
+    A, D = weights
+    grad_x, grad_dt, grad_A, grad_D = grads
+    length, num_chunks, heads, heads_here, head_dim, state_dim = sizes
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    is_head, there = head < heads, (head < heads)[:, None]
-    own_row = (b * heads + head).to(tl.int64) * chunks * CHUNK
-    size = batch * heads.to(tl.int64) * chunks * CHUNK
-    at, chunk_at = own_row[:, None] + token[None, :], (chunk * batch + b) * heads + head
-    passes = True
+    query = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM)
+    key = load_rows(B, strides[2], token, b, group, state_dim, length, STATE_DIM)
+    scores = tl.dot(key, tl.trans(query), input_precision=PRECISION)  # [j, i]
+    own, leaves, passes = token, token >= 0, True
     if documents is not None:
+        own = document_of(documents, token, b, length)
         after = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
-        passes = document_before(documents, chunk, b, length, CHUNK) == after
-    step = tl.load(steps + at, mask=there, other=0.0)
-    sums_grad = tl.load(of_scores + at, mask=there, other=0.0)
-    from_states = tl.zeros((HEADS, CHUNK), dtype=tl.float32)
-    inner = tl.zeros((HEADS,), dtype=tl.float32)
-    for split in tl.static_range(SPLITS):
-        sums_grad += tl.load(of_states + split * 2 * size + at, mask=there, other=0.0)
-        from_states += tl.load(of_states + (split * 2 + 1) * size + at, mask=there, other=0.0)
-        inner += tl.load(state_products + split * chunks * batch * heads + chunk_at, mask=is_head, other=0.0)
-    at_keys = tl.load(of_scores + size + at, mask=there, other=0.0) + from_states
-    sums_grad -= at_keys * step
-    end = tl.load(sums + own_row + chunk * CHUNK + CHUNK - 1, mask=is_head, other=0.0)
-    end_grad = tl.sum(from_states * step, axis=1) + tl.where(passes, tl.exp2(end), 0.0) * inner
-    decay_grad = (tl.sum(sums_grad, axis=1) + end_grad)[:, None] - tl.cumsum(sums_grad, axis=1) + sums_grad
-    rate = tl.load(A + head, mask=is_head, other=0.0).to(tl.float32)
-    to = (token.to(tl.int64)[None, :] * batch + b) * heads + head[:, None]
-    tl.store(grad_dt + to, decay_grad * rate[:, None] + at_keys, mask=there & (token < length)[None, :])
-    tl.store(grad_A + chunk_at, tl.sum(decay_grad * step, axis=1), mask=is_head)
+        leaves, passes = own == after, document_before(documents, chunk, b, length, CHUNK) == after
+    offsets, there = state_offsets(head_dim, state_dim, HEAD_DIM, STATE_DIM)
+    column = tl.arange(0, HEAD_DIM)[None, :]
+    written = (token < length)[:, None] & (column < head_dim)
+    grad_B, _, part_strides = sums_over_heads
+    to, stored = _part_offsets(part, token, b, group, part_strides, length, state_dim, STATE_DIM)
+    key_grad = tl.load(grad_B + to, mask=stored, other=0.0)
+    first = (group * PARTS + part) * heads_here
+    for head in range(first, first + heads_here):
+        at = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
+        state_at = ((b.to(tl.int64) * num_chunks + chunk) * heads + head) * head_dim * state_dim + offsets
+        chunk_at = (chunk * tl.num_programs(2) + b) * heads + head
+        rows = load_rows(x, strides[1], token, b, head, head_dim, length, HEAD_DIM)
+        grad = load_rows(dy, strides[0], token, b, head, head_dim, length, HEAD_DIM)
+        state_grad = tl.load(grad_states + state_at, mask=there, other=0.0)
+        total, step = tl.load(sums + at), tl.load(steps + at)
+        end = tl.load(sums + (b * heads + head).to(tl.int64) * num_chunks * CHUNK + chunk * CHUNK + CHUNK - 1)
+        wide, wide_grad = rows.to(tl.float32), grad.to(tl.float32)
+        to_end = tl.where(leaves, tl.exp(end - total), 0.0)
+        scaled_grad = tl.dot(key, tl.trans(state_grad), input_precision=PRECISION) * to_end[:, None]
+        added = tl.sum(scaled_grad * wide, axis=1) * step
+        decayed = scores * decay_matrix(total, own, CHUNK, documents is not None, TRANSPOSED=True)
+        scaled_grad += tl.dot(decayed.to(rows.dtype), grad, input_precision=PRECISION)
+        weighted = (wide * (step * to_end)[:, None]).to(rows.dtype)
+        key_grad += tl.dot(weighted, state_grad, input_precision=PRECISION)
+
+        sums_grad = tl.load(grad_sums + at) - added
+        end_grad = tl.sum(added, axis=0) + tl.where(passes, tl.exp(end), 0.0) * tl.load(state_products + chunk_at)
+        log_decay_grad = tl.sum(sums_grad, axis=0) - tl.cumsum(sums_grad, axis=0) + sums_grad + end_grad
+        step_grad = log_decay_grad * tl.load(A + head).to(tl.float32) + tl.sum(scaled_grad * wide, axis=1)
+        tl.store(grad_dt + (token.to(tl.int64) * tl.num_programs(2) + b) * heads + head, step_grad, mask=token < length)
+        row = token.to(tl.int64)[:, None] * grad_x_strides[0] + b * grad_x_strides[1] + head * grad_x_strides[2]
+        rows_grad = scaled_grad * step[:, None] + tl.load(D + head).to(tl.float32) * wide_grad
+        tl.store(grad_x + row + column, rows_grad.to(rows.dtype), mask=written)
+        tl.store(grad_A + chunk_at, tl.sum(log_decay_grad * step, axis=0))
+        tl.store(grad_D + chunk_at, tl.sum(tl.sum(wide * wide_grad, axis=1), axis=0))
+    tl.store(grad_B + to, key_grad, mask=stored)
+
+
+@triton.jit
+def _part_offsets(part, token, b, group, strides, length, state_dim, STATE_DIM: tl.constexpr):
+    """Returns the offsets of a chunk's rows in the sums over a part of the heads, and which there are."""
+    column = tl.arange(0, STATE_DIM)[None, :]
+    row = (
+        part.to(tl.int64) * strides[0] + token.to(tl.int64)[:, None] * strides[1] + b * strides[2] + group * strides[3]
+    )
+    return row + column, (token < length)[:, None] & (column < state_dim)

@@ -1,9 +1,8 @@
-"""The rows of all chunks of the selective scan at once, from the states that enter them: y, or in reverse the gradient of x.
+"""Outputs of the selective scan from the states that enter its chunks.
 
-For few heads and sequences, whose walks alone would leave most of a GPU idle. A program has one chunk of one sequence and loops over
-heads of a group, which share B and C; the equations are those of `scan_walk.py`.
+    y_i = exp(s_i) h C_i + sum over j <= i of exp(s_i - s_j) (C_i . B_j) dt_j x_j + D x_i
 
-S sequence, B batch, H heads, P head dim, G groups, N state dim; c chunks.
+A program has one chunk of one sequence and loops over heads of a group: C and the scores C B^T are the same for all of them.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -15,93 +14,110 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.triton.ssm.scan_scores import (
-    block_size,
-    chunk_rows,
-    document_masks,
-    row_tiles,
-    score_tiles,
-    state_tiles,
+from petatron.kernels.triton.ssm.scan_tiles import (
+    ChunkDecays,
+    decay_matrix,
+    document_before,
+    document_of,
+    dot_precision,
+    head_parts,
+    load_rows,
+    state_offsets,
 )
-from petatron.kernels.triton.ssm.scan_tiles import ChunkDecays, ScanRows, dot_precision, head_parts, load_rows
 
 _PROGRAMS = 1024
 """So many programs, if there are enough heads: some for every multiprocessor."""
 
 
-def rows_from_states(rows: ScanRows, decays: ChunkDecays, states: Tensor) -> Tensor:
-    """Returns y or the gradient of x. states: those that enter the chunks in the direction of the scan [B, c, H, N, P]."""
-    (length, batch, heads, head_dim), (groups, state_dim) = rows.rows_SBHP.shape, rows.keys_SBGN.shape[2:]
-    out = torch.empty(rows.rows_SBHP.shape, dtype=rows.rows_SBHP.dtype, device=rows.rows_SBHP.device)
+def chunk_outputs(
+    x_SBHP: Tensor, B_SBGN: Tensor, C_SBGN: Tensor, D_H: Tensor, decays: ChunkDecays, states: Tensor
+) -> Tensor:
+    """Returns the outputs of all tokens [S, B, H, P]."""
+    length, batch, heads, head_dim = x_SBHP.shape
+    groups, state_dim = B_SBGN.shape[2:]
+    y_SBHP = torch.empty(x_SBHP.shape, dtype=x_SBHP.dtype, device=x_SBHP.device)
     parts = head_parts(heads // groups, programs=decays.num_chunks * batch * groups, wanted=_PROGRAMS)
-    chunk, width, columns = decays.chunk, block_size(head_dim), block_size(state_dim)
-    _rows_from_states[(decays.num_chunks * parts, groups, batch)](
-        row_tiles(rows.rows_SBHP, chunk, width),
-        rows.queries_SBGN,
-        score_tiles(rows.queries_SBGN, rows.keys_SBGN, decays, reverse=rows.reverse),
-        state_tiles(states, columns, width),
-        row_tiles(out, chunk, width),
+    _chunk_outputs[(decays.num_chunks * parts, groups, batch)](
+        x_SBHP,
+        B_SBGN,
+        C_SBGN,
+        D_H,
         decays.steps,
         decays.sums,
         decays.documents,
-        rows.D_H,
+        states,
+        y_SBHP,
         length,
         decays.num_chunks,
         heads,
         heads // groups // parts,
+        head_dim,
         state_dim,
-        rows.queries_SBGN.stride()[:3],
+        x_SBHP.stride()[:3],
+        B_SBGN.stride()[:3],
+        C_SBGN.stride()[:3],
+        y_SBHP.stride()[:3],
         PARTS=parts,
-        CHUNK=chunk,
-        HEAD_DIM=width,
-        STATE_DIM=columns,
-        REVERSE=rows.reverse,
-        PRECISION=dot_precision(rows.rows_SBHP),
-        num_warps=4,
-        num_stages=2,
+        CHUNK=decays.chunk,
+        HEAD_DIM=triton.next_power_of_2(max(head_dim, 16)),
+        STATE_DIM=triton.next_power_of_2(max(state_dim, 16)),
+        PRECISION=dot_precision(x_SBHP),
+        num_warps=8 if decays.chunk > 64 else 4,
+        num_stages=3,
     )
-    return out
+    return y_SBHP
 
 
 @triton.jit
-def _rows_from_states(
-    row_tiles,
-    queries,
-    scores,
-    states,
-    out_tiles,
+def _chunk_outputs(
+    x,
+    B,
+    C,
+    D,
     steps,
     sums,
     documents,
-    D,
+    states,
+    y,
     length,
     num_chunks,
     heads,
     heads_here,
+    head_dim,
     state_dim,
-    query_strides,
+    x_strides,
+    B_strides,
+    C_strides,
+    y_strides,
     PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
-    REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     chunk, part, group, b = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1), tl.program_id(2)
-    begin = chunk * CHUNK
-    token = begin + tl.arange(0, CHUNK)
-    query = load_rows(queries, query_strides, token, b, group, state_dim, length, STATE_DIM)
-    enters, leaves, _ = document_masks(documents, token, chunk, b, length, CHUNK)
-    at = ((b * num_chunks + chunk) * tl.num_programs(1) + group) * CHUNK
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    query = load_rows(C, C_strides, token, b, group, state_dim, length, STATE_DIM)
+    key = load_rows(B, B_strides, token, b, group, state_dim, length, STATE_DIM)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    own, enters = token, token >= 0
+    if documents is not None:
+        own = document_of(documents, token, b, length)
+        enters = own == document_before(documents, chunk, b, length, CHUNK)
+    offsets, there = state_offsets(head_dim, state_dim, HEAD_DIM, STATE_DIM)
+    column = tl.arange(0, HEAD_DIM)[None, :]
+    stored = (token < length)[:, None] & (column < head_dim)
     first = (group * PARTS + part) * heads_here
     for head in range(first, first + heads_here):
         by_head = (b * heads + head).to(tl.int64) * num_chunks * CHUNK
-        state = states.load([b * num_chunks + chunk, head, 0, 0]).reshape(STATE_DIM, HEAD_DIM)
-        from_state = tl.dot(query, state, input_precision=PRECISION)
+        at = ((b.to(tl.int64) * num_chunks + chunk) * heads + head) * head_dim * state_dim
+        state = tl.load(states + at + offsets, mask=there, other=0.0)
+        rows = load_rows(x, x_strides, token, b, head, head_dim, length, HEAD_DIM)
         total, step = tl.load(sums + by_head + token), tl.load(steps + by_head + token)
-        end = tl.load(sums + by_head + begin + CHUNK - 1)
-        to_token, to_end = tl.where(enters, tl.exp2(total), 0.0), tl.where(leaves, tl.exp2(end - total), 0.0)
-        rows = row_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
-        skip = tl.load(D + head).to(tl.float32)
-        out = chunk_rows(from_state, rows, scores, at, total, step, to_token, to_end, skip, REVERSE, PRECISION)
-        out_tiles.store([b, head, begin, 0], out.to(rows.dtype).reshape(1, 1, CHUNK, HEAD_DIM))
+        decayed = scores * decay_matrix(total, own, CHUNK, documents is not None) * step[None, :]
+        out = tl.dot(query, tl.trans(state), input_precision=PRECISION)
+        out *= tl.where(enters, tl.exp(total), 0.0)[:, None]
+        out += tl.dot(decayed.to(rows.dtype), rows, input_precision=PRECISION)
+        out += tl.load(D + head).to(tl.float32) * rows.to(tl.float32)
+        to = y + token.to(tl.int64)[:, None] * y_strides[0] + b.to(tl.int64) * y_strides[1] + head * y_strides[2]
+        tl.store(to + column, out.to(rows.dtype), mask=stored)

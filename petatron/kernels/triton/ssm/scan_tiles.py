@@ -22,10 +22,7 @@ _HEADS = 16
 
 
 class ChunkDecays(NamedTuple):
-    """Step sizes dt and running sums of dt A by head [B, H, padded length] in float32, and the document of each token [B, S].
-
-    Sums are of base 2, divided by the logarithm of 2: a GPU computes powers of 2, and of e by way of them.
-    """
+    """Step sizes dt and running sums of dt A by head [B, H, padded length] in float32, and the document of each token [B, S]."""
 
     steps: Tensor
     sums: Tensor
@@ -35,16 +32,6 @@ class ChunkDecays(NamedTuple):
     @property
     def num_chunks(self) -> int:
         return self.sums.shape[-1] // self.chunk
-
-
-class ScanRows(NamedTuple):
-    """What a scan goes over: forward x with B and C, in reverse the gradient of y with C and B."""
-
-    rows_SBHP: Tensor
-    keys_SBGN: Tensor
-    queries_SBGN: Tensor
-    D_H: Tensor
-    reverse: bool
 
 
 def chunk_decays(dt_SBH: Tensor, A_H: Tensor, starts_SB: Tensor | None, chunk: int) -> ChunkDecays:
@@ -93,7 +80,7 @@ def _decay_sums(
     total = tl.cumsum(step * tl.load(A + head, mask=there, other=0.0).to(tl.float32), axis=0)
     to = (b * heads + head).to(tl.int64) * (tl.num_programs(0) * CHUNK) + token
     tl.store(steps + to, step, mask=there)
-    tl.store(sums + to, total * 1.4426950408889634, mask=there)
+    tl.store(sums + to, total, mask=there)
 
 
 @triton.jit
@@ -103,6 +90,13 @@ def load_rows(tensor, strides, token, b, head, width, length, WIDTH: tl.constexp
     there = (token < length)[:, None] & (column < width)
     rows = tensor + token.to(tl.int64)[:, None] * strides[0] + b.to(tl.int64) * strides[1] + head * strides[2]
     return tl.load(rows + column, mask=there, other=0.0)
+
+
+@triton.jit
+def state_offsets(head_dim, state_dim, HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr):
+    """Returns the offsets of a state's elements [HEAD_DIM, STATE_DIM] from its first, and which there are."""
+    p, n = tl.arange(0, HEAD_DIM)[:, None], tl.arange(0, STATE_DIM)[None, :]
+    return p * state_dim + n, (p < head_dim) & (n < state_dim)
 
 
 @triton.jit
