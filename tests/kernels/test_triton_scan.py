@@ -14,6 +14,7 @@ from tests.longform import later
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.ssm import chunk_scan as ours
+from petatron.kernels.triton.ssm import scan_walk
 from petatron.kernels.triton.ssm.scan_tiles import head_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,7 +129,7 @@ def test_what_fits_into_walks():
             (4096, batch, heads * head_dim + 2 * state_dim), device="meta", dtype=changed.get("dtype", torch.bfloat16)
         )
         x, B, C = channels.split((heads * head_dim, state_dim, state_dim), dim=-1)
-        return ours.fits_walks(x.unflatten(-1, (heads, head_dim)), B.unsqueeze(2), C.unsqueeze(2))
+        return scan_walk.fits_walks(x.unflatten(-1, (heads, head_dim)), B.unsqueeze(2), C.unsqueeze(2))
 
     assert fits() and fits(batch=2, heads=128) and fits(head_dim=32, state_dim=64)
     assert not fits(batch=2), "too few walks: the other form has more programs"
@@ -136,8 +137,8 @@ def test_what_fits_into_walks():
     assert not fits(head_dim=48), "a tile would reach into the next head"
     x = torch.empty((4096, 8, 80, 68), device="meta", dtype=torch.bfloat16)[..., :64]
     B = torch.empty((4096, 8, 1, 128), device="meta", dtype=torch.bfloat16)
-    assert not ours.fits_walks(x, B), "rows 136 bytes apart"
-    assert not ours.in_one_walk(torch.empty((1, 8, 80, 64), dtype=torch.bfloat16), B), "no GPU"
+    assert not scan_walk.fits_walks(x, B), "rows 136 bytes apart"
+    assert not scan_walk.in_one_walk(torch.empty((1, 8, 80, 64), dtype=torch.bfloat16), B), "no GPU"
 
 
 def test_the_same_result_every_time():
