@@ -2,7 +2,7 @@
 
 `ForkedPython([sys.executable, "-m", "petatron", ...])` has of `subprocess.Popen` what the launcher and tests use, and costs no
 import: it forks from the server that the rank pool's ranks fork from. Where the start of a process is what a test is about
-(`tests/cli/test_launch.py`), processes are started as users start them.
+(`tests/cli/train/test_launch.py`), processes are started as users start them.
 """
 
 from __future__ import annotations

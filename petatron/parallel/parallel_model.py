@@ -98,7 +98,7 @@ class ParallelModel:
         assert isinstance(reducer, GradientReducer), "fully_shard communicates inside a step"
         options: dict[str, Any] = {"prepare": self._prepare_graph}
         if facts is not None:
-            options |= {"undo_point": self.fp8_gemms.undo_point, "warm_up_steps": 1}
+            options |= {"undo_point": self._undo_point, "warm_up_steps": 1}
             options |= {"any_rank": lambda here: facts.max_over_ranks([float(here)]) == [1.0]}
         # Reductions that overlap the backward pass are in the graph; others follow it, over any backend.
         run = self._run_and_reduce if reducer.overlap else self._run_passes
@@ -186,6 +186,17 @@ class ParallelModel:
     def _start_step(self, num_micro_batches: int) -> None:
         self._weight_grad_queue.start_step()
         self.gradient_reducer.start_step(num_micro_batches)
+
+    def _undo_point(self) -> Callable[[], None]:
+        """Returns a function that undoes what the host notes from now on, of a step that the device does not run."""
+        undo_fp8 = self.fp8_gemms.undo_point()
+
+        def undo() -> None:
+            undo_fp8()
+            for group in self._flat_groups():
+                group.gather_again()
+
+        return undo
 
     def _prepare_graph(self, *, trains: bool, captured: bool) -> None:
         """Completes all-gathers of weights in flight, which a graph cannot wait for, or leaves them to a graph that trains."""

@@ -221,6 +221,11 @@ class FlatParamGroup:
         self.wait_for_params()
         self._gather_due = captured and self._gathers_in_step
 
+    def gather_again(self) -> None:
+        """Makes the all-gather due that a failed capture of a step has begun: the device has not run it."""
+        self._gather_handles.clear()
+        self._gather_due = self._gathers_in_step
+
     def wait_for_params(self, bucket_indices: Iterable[int] | None = None) -> None:
         """Waits until the weights of these buckets (None: all) may be used."""
         self.start_due_gather()

@@ -71,7 +71,7 @@ _MULTIPLIER_FLAGS = (
 )
 # Whole sequences, eight value heads and two taps: a document's first outputs are normalised products of a query and a key, however small
 # these are, and strong decays have gradients near zero, so that with more of both the noise of float32 comes close to the tolerance
-# after 20 steps. `tests/parity/test_delta.py` has packed documents, and three and four taps.
+# after 20 steps. `tests/parity/models/test_delta.py` has packed documents, and three and four taps.
 _DELTA_FLAGS = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 6 --linear-value-head-dim 5 "
     "--linear-num-key-heads 2 --linear-num-value-heads 8 --linear-conv-kernel-dim 2 --linear-chunk-size 4 --attention-output-gate "

@@ -19,6 +19,7 @@ from petatron.base.errors import CheckpointError
 from petatron.bench.checkpoint import model_shapes
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import BLOCK_BYTES, Disk, digest_file
+from petatron.checkpoint.files.manifest import VERSION
 from petatron.checkpoint.inspect import diff_checkpoints
 from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager
@@ -94,7 +95,7 @@ def _break_manifest(step: Path) -> None:
 
 def _other_version(step: Path) -> None:
     text = (step / "manifest.json").read_text()
-    (step / "manifest.json").write_text(text.replace('"version": 3', '"version": 99'))
+    (step / "manifest.json").write_text(text.replace(f'"version": {VERSION}', '"version": 99'))
 
 
 def _edit_config(step: Path) -> None:

@@ -187,7 +187,7 @@ def continued(model: Any, name: str, prompts: Tensor) -> Tensor:
 def saved(model: Any) -> dict[str, Tensor]:
     """What transformers writes into the model's file, which is not what it has in memory: no tied head, single experts.
 
-    Dense layers of Kimi-Linear are named as in published folders (`tests/hf/test_kimi_linear.py` has transformers' own names).
+    Dense layers of Kimi-Linear are named as in published folders (`tests/hf/models/test_kimi_linear.py` has transformers' own names).
     """
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

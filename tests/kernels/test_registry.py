@@ -241,12 +241,15 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
         for module in (module for name, module in fast if name == "triton"):
             assert module == f"triton.{plain[1]}"
             used.add(f"petatron.kernels.{module}")
-    steps = [*(f"scan_{part}" for part in ("tiles", "states", "outputs", "grads"))]
+    steps = [*(f"scan_{part}" for part in ("tiles", "states", "outputs", "grads", "walk", "walk_grads"))]
     steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "score_grads", "grads")]
     steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
-    parts |= {f"{folder.__name__}.attention.split_kv"}
-    shared = {f"{folder.__name__}.dependent_launch"} | parts  # how kernels are launched, and the steps of operations
+    parts |= {
+        f"{folder.__name__}.{part}" for part in ("attention.split_kv", "attention.paged_chunks", "fp8.cast_tiles")
+    }
+    launches = {f"{folder.__name__}.{each}" for each in ("dependent_launch", "kernel_launch")}
+    shared = launches | parts  # how kernels are launched, and the steps of operations
     assert used == written - shared and shared < written
 
 

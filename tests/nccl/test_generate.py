@@ -15,10 +15,12 @@ PROMPTS = [[5, 17, 90, 3, 3], [1], [2, 3, 4, 5, 6, 7, 8, 9], [9] * 12, [7, 8]]
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 
 
-def continuations(flags: str, world_size: int) -> list[list[int]]:
+def continuations(flags: str, world_size: int, graphs: bool = True) -> list[list[int]]:
     """On a rank: greedy and drawn continuations of several prompts at once."""
     model = model_in(f"--device cuda {flags}", world_size=world_size, device="cuda")
-    engine = Engine(model, options=EngineOptions(page_size=4, max_step_tokens=12, max_sequences=3))
+    options = EngineOptions(page_size=4, max_step_tokens=12, max_sequences=3, cuda_graphs=graphs)
+    engine = Engine(model, options=options)
+    engine.capture_graphs()
     params = [
         SamplingParams(max_new_tokens=8, temperature=0.0),
         SamplingParams(max_new_tokens=8, temperature=1.1, top_p=0.9, seed=2),
@@ -46,3 +48,15 @@ def test_every_layout_draws_the_same(gpu_ranks: RankPool, model: str, layout: st
     [alone] = gpu_ranks.run(continuations, 1, f"{model} --fp64", 1, timeout_s=120)
     flags = f"{model} --fp64 {layout} --micro-batch-size 1"
     assert gpu_ranks.run(continuations, world_size, flags, world_size, timeout_s=120) == [alone] * world_size
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"), [("--tp 2", 2), ("--tp 4 --sequence-parallel", 4), ("--dp 2 --tp 2", 4)]
+)
+def test_prompts_in_graphs_draw_the_same(gpu_ranks: RankPool, layout: str, world_size: int):
+    """In float32, for which attention reads the bounds of prompts on the device: collectives of a prompt's rows are in the graph."""
+    flags = f"{layout} --micro-batch-size 1"
+    graphed, eager = (
+        gpu_ranks.run(continuations, world_size, flags, world_size, graphs, timeout_s=120) for graphs in (True, False)
+    )
+    assert graphed == eager

@@ -18,7 +18,7 @@ from tests.dist import RankPool
 from tests.longform import later
 from tests.outside import encoder_decoder  # noqa: F401  registers the model
 from tests.parity.harness import check_order, tiny_run, train, train_recorded
-from tests.parity.resharding import END, STOP, Life, live, whole
+from tests.parity.state.resharding import END, STOP, Life, live, whole
 
 BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
 

@@ -22,7 +22,7 @@ from tests.dist import RankPool
 from tests.longform import later
 from tests.outside.gated_linear_attention import GatedLinearAttentionSpec, decoder_spec
 from tests.parity.harness import check_order, tiny_run, train, train_recorded
-from tests.parity.resharding import END, STOP, Life, live, whole
+from tests.parity.state.resharding import END, STOP, Life, live, whole
 
 HYBRID = "--model-type hybrid --num-layers 4"
 BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)

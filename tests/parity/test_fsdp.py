@@ -10,7 +10,7 @@ import torch
 from tests.dist import RankPool
 from tests.longform import every_second
 from tests.parity.harness import check_layout
-from tests.parity.test_resume import trained
+from tests.parity.state.test_resume import trained
 
 # The default suite has the core of these in test_matrix.py.
 pytestmark = pytest.mark.matrix

@@ -23,7 +23,7 @@ from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.megatron.pickle_allowlist import load_dist_metadata, load_tensor_blob, load_torch_file
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject, PickleError, read_pickle
 from tests.security.limits import limited
-from tests.unit.checkpoint.megatron_files import WIDTH, Case, DistFile, write_dist, write_legacy
+from tests.unit.checkpoint.megatron.megatron_files import WIDTH, Case, DistFile, write_dist, write_legacy
 
 LLAMA = Case()
 EMBEDDING = "embedding.word_embeddings.weight"

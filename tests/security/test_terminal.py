@@ -33,7 +33,7 @@ from petatron.mesh.launch.local_launcher import run_ranks
 from petatron.train.report.console import LiveSink, build_console_sink
 from petatron.train.report.metrics import event_record
 from petatron.train.report.sinks import WandbSink
-from tests.unit.checkpoint.megatron_files import Case, write_legacy
+from tests.unit.checkpoint.megatron.megatron_files import Case, write_legacy
 
 ROOT = Path(__file__).parent.parent.parent
 # Sets the title and rings, clears the screen, turns red by a C1 control, writes from right to left, deletes, goes back.

@@ -1,6 +1,6 @@
 """File operations of a checkpoint, and the digests that tell whether a file is what was written.
 
-A file has a digest per block of 8 MiB, by default a CRC-32: fast enough to be always on (several GB/s per core, and blocks are
+A file has a digest per block of 8 MiB, by default folded CRC-32s: fast enough to be always on (several GB/s per core, and blocks are
 independent), and a reader of a part of a file checks the blocks of that part only.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from petatron.base import safe_files
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.files.block_digest import BlockDigest
+from petatron.checkpoint.files.block_digest import DigestKind, block_digest
 
 BLOCK_BYTES = 8 << 20
 _FLUSH_BYTES = 64 << 20
@@ -51,7 +51,7 @@ class Disk:
         with (
             safe_files.create_file(path) as file,
             _BackgroundFlusher(file.fileno()) as flusher,
-            _FileDigester(sha256=self.sha256_digests) as digests,
+            _FileDigester("sha256" if self.sha256_digests else "folded") as digests,
         ):
             self.failpoint("opened", path)
             for part in parts:
@@ -122,10 +122,10 @@ class _BackgroundFlusher:
 class _FileDigester:
     """Computes the digests of a file's blocks on another core while the blocks are written."""
 
-    def __init__(self, *, sha256: bool) -> None:
-        self._sha256 = sha256
+    def __init__(self, kind: DigestKind) -> None:
+        self._kind: DigestKind = kind
         self._blocks: list[str] = []
-        self._digest, self._size = BlockDigest(sha256=sha256), 0
+        self._digest, self._size = block_digest(kind), 0
         self._pool: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
@@ -168,7 +168,7 @@ class _FileDigester:
         self._digest.update(piece)
         if ends_block:
             self._blocks.append(self._digest.hexdigest())
-            self._digest = BlockDigest(sha256=self._sha256)
+            self._digest = block_digest(self._kind)
 
 
 def _write_all(descriptor: int, part: memoryview) -> None:
@@ -176,14 +176,14 @@ def _write_all(descriptor: int, part: memoryview) -> None:
         part = part[os.write(descriptor, part) :]
 
 
-def digest_file(path: Path, *, sha256: bool = False) -> StoredFile:
+def digest_file(path: Path, *, kind: DigestKind = "folded") -> StoredFile:
     """Returns size and digests of a file on disk."""
     blocks: list[str] = []
     size = 0
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(BLOCK_BYTES))
         while count := read_fully(file.fileno(), buffer, size):
-            digest = BlockDigest(sha256=sha256)
+            digest = block_digest(kind)
             digest.update(buffer[:count])
             blocks.append(digest.hexdigest())
             size += count
@@ -215,12 +215,6 @@ def read_into(descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
                 return got
         begin = end
     return got
-
-
-def read_ahead(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Prefetches what will be read next; a no-op on systems without the call."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
 
 
 def check_writable(folder: str | Path) -> None:

@@ -2,7 +2,8 @@
 
 Each rank writes a table of its own files and of the boxes in them; the manifest names all tables with their digests, and is
 written last, so a folder that has one is complete. It contains a digest of itself. No rank has to know all boxes when a checkpoint
-is saved: rank 0 writes one line for each rank. In version 2, which is still read, there was one table, in the manifest.
+is saved: rank 0 writes one line for each rank. In version 2, which is still read, there was one table, in the
+manifest; in version 3 digests were of another kind (`block_digest.py`).
 Files may come from others, with digests that fit: every type, range and name is checked before it is used.
 `docs/checkpoint-format.md` describes both for readers of other programs.
 """
@@ -25,12 +26,12 @@ from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
 from petatron.checkpoint.files.step_list import MANIFEST_FILE
 from petatron.sharding.boxes import Box, Shape
 
-VERSION = 3
+VERSION = 4
 MAX_MANIFEST_BYTES = 1 << 28
 """The largest manifest or table that is read."""
-_SINGLE_TABLE_VERSION = 2
+_SINGLE_TABLE_VERSION, _READABLE_VERSIONS = 2, (2, 3, VERSION)
 _FORMAT, _TABLE_FORMAT = "petatron checkpoint", "petatron checkpoint table"
-_BLOCK_DIGEST, _TABLE_DIGEST = re.compile("[0-9a-f]{8}|[0-9a-f]{64}"), re.compile("[0-9a-f]{64}")
+_BLOCK_DIGEST, _TABLE_DIGEST = re.compile("[0-9a-f]{16}|[0-9a-f]{8}|[0-9a-f]{64}"), re.compile("[0-9a-f]{64}")
 
 
 class UnknownVersionError(ValueError):
@@ -98,7 +99,7 @@ class TableFile:
 class Manifest:
     """The whole checkpoint. `local` maps the entries that belong to one rank to their files.
 
-    One just read from a file of version 3 has `tables` in place of tensors, local entries and files (`step_folder.complete_manifest`
+    One just read from a file of version 3 or 4 has `tables` in place of tensors, local entries and files (`step_folder.complete_manifest`
     reads them).
     """
 
@@ -160,9 +161,9 @@ def write_manifest(
 def manifest_from_json(text: str | bytes) -> Manifest:
     """Parses manifest.json; ValueError tells what is wrong with it."""
     body = _parse_object(text, _FORMAT, "the manifest of a Petatron checkpoint")
-    if body.get("version") not in (_SINGLE_TABLE_VERSION, VERSION) or body.get("block_bytes") != BLOCK_BYTES:
+    if body.get("version") not in _READABLE_VERSIONS or body.get("block_bytes") != BLOCK_BYTES:
         raise UnknownVersionError(
-            f"it has format version {body.get('version')}; this version of Petatron reads {_SINGLE_TABLE_VERSION} and {VERSION}"
+            f"it has format version {body.get('version')}; this version of Petatron reads 2 to {VERSION}"
         )
     digest = body.pop("digest", None)
     if digest != _digest(body):

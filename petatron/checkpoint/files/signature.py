@@ -1,7 +1,7 @@
 """Signatures of checkpoints: they prove who made one, where digests only detect damage.
 
 `manifest.sig` next to a step's manifest is an Ed25519 signature of the manifest's bytes. The manifest contains a digest of every
-rank's table, and the tables of a signed step contain a SHA-256 of every file in addition to the CRC-32 that finds damage; so the
+rank's table, and the tables of a signed step contain a SHA-256 of every file in addition to the digest that finds damage; so the
 signature covers all of it. Keys are OpenSSH or PEM files without a passphrase: a run has nobody to ask.
 """
 

@@ -163,6 +163,9 @@ def _documents(config: RawRunConfig) -> Iterator[CaptureProblem]:
     if model.attention_dropout > 0.0:
         why = "how many random numbers are drawn depends on the number of documents"
         yield f"--reset-attention-mask and --attention-dropout {model.attention_dropout:g}", why, fix
+    if config.train.deterministic_mode:
+        why = "in which order gradients are added depends on the number of documents"
+        yield "--reset-attention-mask and --deterministic-mode", why, fix
     if not (config.precision.bf16 or config.precision.fp16):
         why = "without FlashAttention the host makes the mask"
         yield "--reset-attention-mask in this precision", why, "Add --bf16 or --fp16, or leave one of them out."

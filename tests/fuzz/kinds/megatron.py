@@ -20,8 +20,8 @@ import torch
 from tests.fuzz.kind import Files, Kind
 from tests.fuzz.kinds import models
 from tests.fuzz.kinds.files import files_of
-from tests.unit.checkpoint.megatron_files import Case as Model
-from tests.unit.checkpoint.megatron_files import write_dist, write_legacy
+from tests.unit.checkpoint.megatron.megatron_files import Case as Model
+from tests.unit.checkpoint.megatron.megatron_files import write_dist, write_legacy
 
 ARGUMENTS, PLACES = "arguments.json", "places.json"
 _COMMON, _METADATA = "iter_0000030/common.pt", "iter_0000030/.metadata"

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.fuzz.kind import Kind
 from tests.fuzz.kinds.files import files_of
 from tests.fuzz.kinds.megatron import kind_of
-from tests.unit.checkpoint import test_megatron_kinds as kinds
+from tests.unit.checkpoint.megatron import test_megatron_kinds as kinds
 
 
 def make(name: str) -> Kind:

@@ -319,7 +319,7 @@ def test_table_without_a_field(manager, saved, field):
 
 def test_unknown_version(manager, saved):
     change_manifest(manager, lambda body: body.update(version=99))
-    with pytest.raises(CheckpointError, match=r"format version 99; this version of Petatron reads 2 and 3\. Use"):
+    with pytest.raises(CheckpointError, match=r"format version 99; this version of Petatron reads 2 to 4\. Use"):
         manager.load(10, [])
 
 

@@ -33,12 +33,22 @@ from petatron.kernels.triton.ssm.scan_grads import chunk_grads
 from petatron.kernels.triton.ssm.scan_outputs import chunk_outputs
 from petatron.kernels.triton.ssm.scan_states import chunk_states
 from petatron.kernels.triton.ssm.scan_tiles import chunk_decays
-from petatron.kernels.triton.ssm.scan_walk import in_one_walk, scan_forward, scan_reverse, walked_states
+from petatron.kernels.triton.ssm.scan_walk import (
+    MOST_HEAD_DIM,
+    MOST_STATE_DIM,
+    scan_forward,
+    scan_reverse,
+    walked_states,
+)
 from petatron.kernels.triton.ssm.scan_walk_grads import group_grads, step_grads
 
 _CHUNK = 64
 _WIDE_STATE = 128
 """A state of more columns leaves fewer registers for a chunk."""
+_WALKS = 256
+"""Sequences times heads from which on each is one walk: two for every multiprocessor of an H100 or H200."""
+_ALIGNED_BYTES = 16
+_HOPPER = (9, 0)
 
 
 def chunk_scan(
@@ -56,7 +66,7 @@ def chunk_scan(
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN))
     decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
-    if in_one_walk(x, B, C):
+    if _in_one_walk(x, B, C):
         return scan_forward(x, B, C, D_H, decays, initial_state)
     states, final = chunk_states(x, B, decays, initial_state, reverse=False)
     return chunk_outputs(x, B, C, D_H, decays, states), final
@@ -79,7 +89,7 @@ def chunk_scan_backward(
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C, grad_y = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN, grad_y_SBHP))
     decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
-    if in_one_walk(x, B, C, grad_y):
+    if _in_one_walk(x, B, C, grad_y):
         states = walked_states(x, B, D_H, decays, initial_state)
         grad_x, grad_states, grad_initial = scan_reverse(grad_y, B, C, D_H, decays, grad_final_state)
         grad_B, grad_C, grad_D, sums = group_grads(grad_y, x, B, C, decays, states, grad_states)
@@ -99,6 +109,29 @@ def chunk_scan_backward(
         grad_D.to(D_H.dtype),
         None if initial_state is None else grad_initial.to(initial_state.dtype),
     )
+
+
+def _in_one_walk(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
+    """Returns whether every head of every sequence is one walk: on GPUs that copy tiles by themselves."""
+    hopper = x_SBHP.is_cuda and torch.cuda.get_device_capability(x_SBHP.device) >= _HOPPER
+    return hopper and _fits_walks(x_SBHP, B_SBGN, *others)
+
+
+def _fits_walks(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
+    """Returns whether there are enough walks, their states have the size of a tile, and tiles begin at multiples of 16 bytes."""
+    _, batch, heads, head_dim = x_SBHP.shape
+    sizes = ((head_dim, MOST_HEAD_DIM), (B_SBGN.shape[3], MOST_STATE_DIM))
+    return (
+        x_SBHP.itemsize == 2
+        and batch * heads >= _WALKS
+        and all(16 <= size <= most and size.bit_count() == 1 for size, most in sizes)
+        and all(_aligned(tensor) for tensor in (x_SBHP, B_SBGN, *others))
+    )
+
+
+def _aligned(tensor: Tensor) -> bool:
+    strides = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
+    return all(place % _ALIGNED_BYTES == 0 for place in (tensor.data_ptr(), *strides))
 
 
 def _chunk(most: int, B_SBGN: Tensor) -> int:

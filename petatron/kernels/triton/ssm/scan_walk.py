@@ -34,35 +34,8 @@ from petatron.kernels.triton.ssm.scan_tiles import (
     load_rows,
 )
 
-_WALKS = 256
-"""Sequences times heads from which on each is one walk: two for every multiprocessor of an H100 or H200."""
-_HEAD_DIM, _STATE_DIM = 64, 128
-"""At most; such a state takes 64 registers of each of 128 threads."""
-_ALIGNED_BYTES = 16
-_HOPPER = (9, 0)
-
-
-def in_one_walk(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
-    """Returns whether every head of every sequence is one walk: on GPUs that copy tiles by themselves."""
-    hopper = x_SBHP.is_cuda and torch.cuda.get_device_capability(x_SBHP.device) >= _HOPPER
-    return hopper and fits_walks(x_SBHP, B_SBGN, *others)
-
-
-def fits_walks(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
-    """Returns whether there are enough walks, their states have the size of a tile, and tiles begin at multiples of 16 bytes."""
-    _, batch, heads, head_dim = x_SBHP.shape
-    sizes = ((head_dim, _HEAD_DIM), (B_SBGN.shape[3], _STATE_DIM))
-    return (
-        x_SBHP.itemsize == 2
-        and batch * heads >= _WALKS
-        and all(16 <= size <= most and size.bit_count() == 1 for size, most in sizes)
-        and all(_aligned(tensor) for tensor in (x_SBHP, B_SBGN, *others))
-    )
-
-
-def _aligned(tensor: Tensor) -> bool:
-    strides = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
-    return all(place % _ALIGNED_BYTES == 0 for place in (tensor.data_ptr(), *strides))
+MOST_HEAD_DIM, MOST_STATE_DIM = 64, 128
+"""A state of 64 x 128 takes 64 registers of each of 128 threads."""
 
 
 def scan_forward(

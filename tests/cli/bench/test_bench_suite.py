@@ -1,0 +1,251 @@
+"""`petatron bench suite`: which models are measured beside whom, what a failure costs, and the table it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from petatron.base.errors import ConfigError, DataError
+from petatron.bench import suite
+from petatron.bench.measure.suite_entries import ENTRIES, select_entries
+from petatron.bench.measure.suite_table import (
+    BEGIN,
+    END,
+    SuiteRow,
+    find_table,
+    format_table,
+    parse_table,
+    replace_table,
+    row_from_bench,
+)
+from petatron.bench.peers import problems
+from petatron.bench.peers.bench_model import bench_spec
+from petatron.cli.bench import main
+from petatron.config import load_config
+
+README = Path(__file__).parents[3] / "README.md"
+OURS = {"tokens_per_s": 2000.4, "mfu_full": 0.51234, "peak_bytes": 30_000_000_000, "breakdown": None}
+FOUND = {
+    "contenders": {"petatron": OURS, "hf": {"tokens_per_s": 1000.0, "peak_bytes": 40_000_000_000}},
+    "ratio": {"hf": {"speed": 2.0004, "largest_loss_difference": 0.000123}},
+}
+
+
+class ScriptedChild:
+    """Answers for `run_child`: the JSON of a measurement, or the last line of a failure."""
+
+    def __init__(self, answers: Sequence[dict[str, Any] | str]) -> None:
+        self.words: list[Sequence[str]] = []
+        self._answers = list(answers)
+
+    def __call__(self, words: Sequence[str], limit_s: float) -> tuple[dict[str, Any] | None, str]:
+        self.words.append(words)
+        answer = self._answers.pop(0)
+        return (answer, "measured") if isinstance(answer, dict) else (None, answer)
+
+
+def in_process(words: Sequence[str], limit_s: float) -> tuple[dict[str, Any] | None, str]:
+    """Measures in the test's process, where torch is imported already."""
+    path = Path(words[-1])
+    assert main(["train", *words[:-2], "--json", str(path)]) == 0
+    return json.loads(path.read_text()), ""
+
+
+# One model of every family; the others take longer than they tell.
+FAMILIES = ("llama-125m", "llama-8b-fp8", "mixtral-slice", "qwen3-30b-a3b", "qwen3-0.6b", "gemma3-1b", "gpt-125m")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(entry.name, marks=() if entry.name in FAMILIES else pytest.mark.slow) for entry in ENTRIES],
+)
+def test_tiny_form_of_every_model_trains_like_its_peer(name: str, tmp_path: Path):
+    """Two steps of each are timed; in float32 losses of both agree, in emulated FP8 they are near those of bf16."""
+    entry = select_entries([name])[0]
+    plan = suite.SuitePlan(on_cuda=False, peer_paths=(), seconds=1e4)
+    words = [*plan.words(entry), "--steps", "2", "--json", str(tmp_path / "found.json")]
+    values, _ = in_process(words, 1e4)
+    assert values is not None
+    row = row_from_bench(entry.label, values)
+    assert row.peer == ("bf16" if entry.fp8_recipe else "hf") and row.tokens_per_s and row.speed_ratio
+    assert row.loss_difference is not None and row.loss_difference < (0.05 if entry.fp8_recipe else 1e-5)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_every_model_is_one_its_peers_can_build(entry: Any):
+    """The full shapes: torchtitan is named where only its source is missing, and transformers has all but FP8."""
+    run = load_config(entry.flags.split(), require_training=False).config
+    spec = replace(bench_spec(["--preset", "tiny-llama", "--device", "cpu"]), run=run)
+    assert problems("hf", spec) == []
+    told = [str(problem) for problem in problems("torchtitan", spec)]
+    assert (told == ["--against torchtitan needs its source. Give --peer-path the folder that holds torchtitan/, "
+                     "for instance an unpacked wheel."]) == entry.has_torchtitan  # fmt: skip
+    assert "--device" not in entry.flags and entry.bench_words(on_cuda=True)[:2] == entry.flags.split()[:2]
+
+
+def test_default_set_fits_ten_minutes():
+    assert sum(entry.estimated_s for entry in ENTRIES) <= 700 and ENTRIES[0].name == "llama-1b"
+    assert len({entry.name for entry in ENTRIES}) == len({entry.label for entry in ENTRIES}) == len(ENTRIES)
+
+
+def test_a_failure_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    child = ScriptedChild([FOUND, "Traceback ...\nOutOfMemoryError: a | b", FOUND])
+    monkeypatch.setattr(suite, "run_child", child)
+    out = tmp_path / "out"
+    names = "llama-1b,gpt-125m,qwen3-4b"
+    assert main(["suite", "--device", "cpu", "--only", names, "--out", str(out)]) == 0
+    rows = parse_table((out / "suite.md").read_text())
+    assert [row.failure for row in rows] == [None, "failed: OutOfMemoryError: a / b", None]
+    assert rows[0].speed_ratio == 2.0 and rows[0].memory_ratio == 0.75 and rows[0].loss_difference == 0.00012
+    content = json.loads((out / "suite.json").read_text())
+    assert content["models"]["llama-1b"]["bench"] == FOUND and content["models"]["gpt-125m"]["bench"] is None
+    assert (out / "gpt-125m.log").read_text().startswith("Traceback")
+    assert "2,000 tok/s (51.2 % MFU), 30.0 GB, hf: 1,000 tok/s, 40.0 GB, speed 2x" in capsys.readouterr().out
+    assert all("--against" in words for words in child.words)
+
+
+def test_models_beyond_the_time_budget_are_left_out(monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(0, 1000, 30))
+    monkeypatch.setattr(suite.time, "monotonic", lambda: float(next(clock)))
+    plan = suite.SuitePlan(on_cuda=True, peer_paths=(), seconds=130.0)
+    child = ScriptedChild([FOUND] * 5)
+    entries = select_entries(["llama-1b,llama-8b,llama-125m"])
+    rows, details = plan.measure(entries, child)
+    assert list(details) == ["llama-1b"] and details["llama-1b"]["seconds"] == 30
+    assert [row.failure for row in rows] == [None, "left out: 60 s were not left", "left out: 40 s were not left"]
+
+
+def test_whom_a_model_is_compared_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for package in ("torchtitan", "torchao"):
+        (tmp_path / package / package).mkdir(parents=True)
+        (tmp_path / package / package / "__init__.py").touch()
+    llama, fp8, qwen = (select_entries([name])[0] for name in ("llama-1b", "llama-8b-fp8", "qwen3-0.6b"))
+    paths = (str(tmp_path / "torchtitan"), str(tmp_path / "torchao"))
+    plan = suite.SuitePlan(on_cuda=True, peer_paths=paths, seconds=1.0)
+    assert [plan.peer(entry) for entry in (llama, fp8, qwen)] == ["torchtitan", "torchtitan", "hf"]
+    assert plan.words(llama)[-6:] == ["--against", "torchtitan", "--peer-path", paths[0], "--peer-path", paths[1]]
+    assert plan.words(qwen)[-2:] == ["--against", "hf"] and "--breakdown" in plan.words(qwen)
+    assert plan.words(fp8)[-8:-6] == ["--fp8-recipe", "tensorwise"]
+    without = replace(plan, peer_paths=paths[:1])
+    assert [without.peer(entry) for entry in (llama, fp8)] == ["torchtitan", "bf16"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert plan.peer(qwen) is None and "--against" not in plan.words(qwen)
+
+
+def test_a_child_is_stopped_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What it started is killed too, and the log says after how long."""
+    mark = tmp_path / "alive"
+    grandchild = f"import time, pathlib; time.sleep(1.5); pathlib.Path({str(mark)!r}).touch()"
+    script = (
+        f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(suite.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", script], **how))
+    values, log = suite.run_child([], 0.5)
+    assert values is None and log.endswith("stopped after 0 s") and "begun" in log
+    time.sleep(1.5)
+    assert not mark.exists()
+
+
+def test_a_child_that_fails_leaves_its_log(monkeypatch: pytest.MonkeyPatch):
+    values, log = suite.run_child(["--no-such-flag", "1"], 60.0)
+    assert values is None and "--no-such-flag" in log
+
+
+@pytest.mark.slow
+def test_the_suite_in_processes_of_their_own(tmp_path: Path):
+    assert main(["suite", "--device", "cpu", "--only", "llama-125m", "--out", str(tmp_path)]) == 0
+    (row,) = parse_table((tmp_path / "suite.md").read_text())
+    assert row.failure is None and row.peer == "hf" and row.loss_difference is not None and row.loss_difference < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--only llama-1", "--only 'llama-1' is no model of the suite. Did you mean llama-1b?"),
+        ("--only zzz", "--only 'zzz' is no model of the suite. Use some of llama-1b, llama-8b"),
+        ("--seconds 0", "--seconds 0.0 must be positive."),
+    ],
+)
+def test_what_cannot_be_asked(words: str, message: str):
+    with pytest.raises(ConfigError) as error:
+        main(["suite", "--device", "cpu", *words.split()])
+    assert message in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_told_first(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--out .*file cannot be written"):
+        main(["suite", "--device", "cpu", "--out", str(tmp_path / "file")])
+
+
+ROWS = [
+    SuiteRow(label="a", tokens_per_s=12345.0, mfu=0.5, memory_gb=1.5, idle_share=0.25),
+    SuiteRow(label="b", tokens_per_s=1.0, peer="hf", peer_tokens_per_s=2.0, speed_ratio=0.5, loss_difference=0.01),
+    SuiteRow(label="c", tokens_per_s=1.0, memory_gb=2.0, peer="hf"),
+    SuiteRow(label="d", peer="hf", peer_tokens_per_s=3.0, peer_memory_gb=4.0),
+    SuiteRow(label="e", failure="failed: because"),
+]
+
+
+def test_a_table_is_parsed_as_it_was_written():
+    text = format_table(ROWS)
+    assert parse_table(text) == ROWS and format_table(parse_table(text)) == text
+
+
+def test_the_readme_has_a_table_of_the_suite():
+    """Its rows are models of the suite, and it is what the documented command would write."""
+    text = README.read_text()
+    begin, end = find_table(text, source="README.md")
+    rows = parse_table(text[begin:end])
+    assert rows and {row.label for row in rows} <= {entry.label for entry in ENTRIES}
+    assert replace_table(text, rows, source="README.md") == text
+    for row in rows:
+        assert row.tokens_per_s and row.peer_tokens_per_s and row.speed_ratio
+        assert row.tokens_per_s / row.peer_tokens_per_s == pytest.approx(row.speed_ratio, rel=0.01)
+
+
+def test_rows_of_an_earlier_suite_are_written_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(suite, "run_child", ScriptedChild([FOUND]))
+    assert main(["suite", "--device", "cpu", "--only", "gpt-125m", "--out", str(tmp_path)]) == 0
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+    assert main(["suite", "--table", str(tmp_path / "suite.json"), "--into", str(page)]) == 0
+    written = page.read_text()
+    assert written.startswith(f"before\n\n{BEGIN}\n\n|  | Petatron") and written.endswith(f"\n\n{END}\n\nafter\n")
+    assert "old" not in written and "GPT-125M, 8 x 1024, bf16" in written
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "has no place for the table"), (f"{END} {BEGIN}", "no place"), (f"{BEGIN} {BEGIN} {END}", "no place")],
+)
+def test_a_file_without_a_place_is_told_before_anything_is_measured(tmp_path: Path, content: str, message: str):
+    page = tmp_path / "page.md"
+    page.write_text(content)
+    with pytest.raises(DataError, match=message):
+        main(["suite", "--device", "cpu", "--into", str(page)])
+
+
+@pytest.mark.parametrize("content", [None, "[]", "{}", '{"rows": [{"x": 1}], "models": {}}', "\xff"])
+def test_what_is_no_earlier_suite(tmp_path: Path, content: str | None):
+    path = tmp_path / "suite.json"
+    if content is not None:
+        path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match=r"Cannot read|was not written by petatron bench suite"):
+        main(["suite", "--table", str(path)])
+
+
+@pytest.mark.parametrize("text", ["| a | b |\n|---|---|", format_table(ROWS) + "\n| one cell |"])
+def test_what_is_no_table_of_the_suite(text: str):
+    with pytest.raises(DataError, match=r"no table of petatron bench suite|1 cells in place of 7"):
+        parse_table(text)

@@ -1,0 +1,137 @@
+"""Gated delta nets, hybrids of them and Qwen3-Next train the same model in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from petatron.config import RunConfig
+from petatron.mesh.mesh import ParallelMesh
+from petatron.train.build_run import build_model
+from petatron.verify.compare_traces import Tolerances, compare_traces
+from tests.dist import RankPool
+from tests.longform import later
+from tests.parity.harness import check_layout, reference, tiny_run, train
+from tests.parity.state.resharding import END, STOP, live, whole
+
+SIZES = (
+    "--linear-key-head-dim 6 --linear-value-head-dim 5 --linear-num-key-heads 2 --linear-num-value-heads 4 "
+    "--linear-chunk-size 4"
+)
+VARIANT = "--experimental-attention-variant gated_delta_net --linear-attention-freq"
+HYBRID = f"--hybrid-layer-pattern G-G* --num-layers 4 {SIZES}"
+ONE_KEY_HEAD = f"--hybrid-layer-pattern GG {SIZES} --linear-num-key-heads 1"
+THREE_TAPS = f"{VARIANT} 2 {SIZES} --linear-conv-kernel-dim 3 --normalization LayerNorm --add-bias-linear"
+GATE = "--attention-output-gate --num-query-groups 2 --qk-layernorm --apply-layernorm-1p --rotary-percent 0.5"
+NEXT = (
+    f"{VARIANT} 2 {SIZES} {GATE} --num-experts 4 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0.01 "
+    "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
+)
+BOTH_SCANS = (
+    f"--hybrid-layer-pattern MG* --num-layers 3 {SIZES} --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 8"
+)
+PACKED = "--reset-attention-mask --reset-position-ids"
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "model"),
+    [
+        ("--tp 2 --sequence-parallel", 2, NEXT),
+        ("--tp 4", 4, HYBRID),
+        later("--tp 2", 2, ONE_KEY_HEAD),
+        later("--tp 4 --sequence-parallel", 4, ONE_KEY_HEAD),
+        later("--tp 2 --sequence-parallel", 2, THREE_TAPS),
+        later("--tp 2 --sequence-parallel --tp-comm-overlap", 2, HYBRID),
+        ("--pp 2", 2, HYBRID),
+        later("--pp 2 --num-layers-per-virtual-pipeline-stage 1", 2, f"{NEXT} --num-layers 4"),
+        later("--pp 2 --pipeline-schedule zb-h1 --tp 2 --sequence-parallel", 4, HYBRID),
+        later("--pp 2 --pipeline-schedule zb-v", 2, HYBRID),
+        later("--dp 2 --use-distributed-optimizer", 2, NEXT),
+        later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, HYBRID),
+        later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --pp 2", 2, HYBRID),
+        later("--tp 2 --sequence-parallel --recompute-granularity selective --recompute-modules delta mlp", 2, HYBRID),
+        later("--tp 2 --sequence-parallel --recompute-granularity selective --recompute-modules core_attn", 2, NEXT),
+        later("--tp 2 --pp 2 --sequence-parallel --cpu-offloading-num-layers 1", 4, HYBRID),
+        ("--cp 2", 2, NEXT),
+        ("--cp 4", 4, f"{HYBRID} {PACKED}"),
+        later("--cp 4", 4, ONE_KEY_HEAD),
+        later("--cp 4", 4, THREE_TAPS),
+        later("--cp 2 --tp 2 --sequence-parallel", 4, NEXT),
+        later("--cp 2 --tp 2", 4, f"{ONE_KEY_HEAD} {PACKED}"),
+        later("--cp 2 --cp-comm-type all_gather", 2, f"{NEXT} {PACKED}"),
+        later("--cp 2 --cp-comm-type a2a", 2, f"{NEXT} {PACKED}"),
+        later("--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4, HYBRID),
+        later("--cp 2 --pp 2", 4, HYBRID),
+        later("--cp 2 --dp 2 --use-distributed-optimizer", 4, NEXT),
+        later("--cp 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2, HYBRID),
+        later("--cp 2 --recompute-granularity selective --recompute-modules delta core_attn", 2, HYBRID),
+        later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, NEXT),
+        later("--ep 2 --dp 2", 2, NEXT),
+        later("--cp 2 --tp 2 --sequence-parallel", 4, f"{BOTH_SCANS} {PACKED}"),
+        later("--tp 2 --pp 2", 4, f"--num-layers 4 {VARIANT} 2 {SIZES} {GATE} --mtp-num-layers 1"),
+        later("--cp 2", 2, f"--num-layers 3 {VARIANT} [1,0,1] {SIZES} {GATE} --mtp-num-layers 1"),
+        later("--dp 2 --use-distributed-optimizer --tp 2 --optimizer muon", 4, f"{HYBRID} --optimizer muon"),
+    ],
+)
+def test_every_layout_trains_the_same_model(ranks: RankPool, layout: str, world_size: int, model: str):
+    check_layout(ranks, layout, model, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ("--tp 2 --sequence-parallel", 2),
+        later("--tp 4", 4),
+        later("--cp 2 --cp-comm-type a2a", 2),
+        later("--cp 2", 2),
+        later("--pp 2", 2),
+    ],
+)
+@pytest.mark.parametrize("model", [GATE, later("--attention-output-gate --add-bias-linear --window-size 5")])
+def test_gated_attention_trains_the_same_model(ranks: RankPool, layout: str, world_size: int, model: str):
+    check_layout(ranks, layout, model, world_size=world_size)
+
+
+def fp8_run(flags: str = "", *, world_size: int = 1) -> RunConfig:
+    """FP8 operands, multiplied and added in float64; a config asks for at most float32."""
+    sizes = "--hidden-size 64 --ffn-hidden-size 64 --linear-value-head-dim 8 --linear-key-head-dim 8"
+    steps = "--train-iters 2 --lr-warmup-iters 0 --fp8-format hybrid --fp8-recipe tensorwise"
+    run = tiny_run(f"{HYBRID} {sizes} --attention-output-gate {steps} {flags}", world_size=world_size)
+    return replace(run, precision=replace(run.precision, fp64=True))
+
+
+def test_its_linears_run_in_fp8(ranks: RankPool):
+    run, bounds = fp8_run(), Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
+    gemms = set(build_model(run, ParallelMesh.single(torch.device("cpu"))).fp8_gemms.linears)
+    assert {"layers.0.delta.in_proj.weight", "layers.0.delta.out_proj.weight"} <= gemms
+    alone = train(run)
+    verdict = compare_traces([alone], ranks.run(train, 2, fp8_run("--pp 2", world_size=2)), bounds)
+    assert verdict.agrees, verdict.first_departure
+    wide = replace(run, precision=replace(run.precision, fp8_format=None))
+    assert not compare_traces([alone], [train(wide)], bounds).agrees
+
+
+def test_gates_and_documents_are_part_of_the_model():
+    bounds = Tolerances(loss=1e-6, gradient=1e-6, parameter=1e-6)
+    ungated = NEXT.replace("--attention-output-gate ", "")
+    for model, other in ((NEXT, ungated), (HYBRID, f"{HYBRID} {PACKED}")):
+        assert not compare_traces([reference(model, "float64")], [reference(other, "float64")], bounds).agrees
+
+
+def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
+    steps = f"{HYBRID} --attention-output-gate --train-iters {END} --log-interval 1"
+    saving = f"{steps} --save {tmp_path / 'run'} --save-interval {STOP} --tp 2 --sequence-parallel"
+    lives = ranks.run(live, 2, tiny_run(saving, world_size=2, dtype="float64"))
+    loading = f"{steps} --load {tmp_path / 'run'} --ckpt-step {STOP} --cp 2 --dp 2 --use-distributed-optimizer"
+    resumed = ranks.run(live, 4, tiny_run(loading, world_size=4, dtype="float64"))
+    at_stop, began = whole([one.at_stop for one in lives]), whole([one.began for one in resumed])
+    assert at_stop.keys() == began.keys()
+    assert {"layers.2.delta.conv_k.weight", "layers.3.attention.gate.weight"} <= {name for _, name in began}
+    for key, values in at_stop.items():
+        torch.testing.assert_close(began[key], values, rtol=0, atol=0)
+    losses = [one.losses for one in (lives[0], resumed[-1])]
+    for step in range(STOP + 1, END + 1):
+        assert losses[1][step] == pytest.approx(losses[0][step], rel=1e-12)

@@ -1,0 +1,123 @@
+"""The closing summary: what is added up, what is said, and which commands are advised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from petatron.config import load_config
+from petatron.train.report.closing_summary import RunTotals, summary_lines, summary_record
+from petatron.train.report.next_commands import next_commands
+from tests.unit.train.report.records import SUMMARY, log_record
+
+RUN = "--mock-data --lr 1e-3 --save runs/a".split()
+
+
+def test_the_summary_to_the_letter() -> None:
+    assert summary_lines(SUMMARY) == (
+        "summary\n"
+        "  run         ended early: received SIGINT, at iteration 150 of 200\n"
+        "  duration    1:02:05 (training 1:00:00, evaluation 0:01:01, saving 4.2 s)\n"
+        "  steps       50 steps, 51,200 tokens in this start; 153,600 tokens since iteration 0\n"
+        "  loss        5.5000 -> 4.2500\n"
+        "  validation  best loss 4.5000 at iteration 100\n"
+        "  speed       14,222 tokens/s, MFU 40.5%\n"
+        "  checkpoint  runs/a/step-00000150\n"
+        "  metrics     runs/a/metrics.jsonl, config.yaml\n"
+        "next\n"
+        "  # go on\n"
+        "  petatron train runs/a/config.yaml"
+    )
+
+
+def test_what_a_run_does_not_have_is_left_out() -> None:
+    nothing = dict.fromkeys(("first_loss", "best_validation_loss", "tokens_per_second", "mfu", "checkpoint"))
+    text = summary_lines({**SUMMARY, **nothing, "outcome": "complete", "next_commands": []})
+    assert "complete, at iteration 150" in text and "none was saved in this start" in text
+    for absent in ("loss ", "validation", "speed", "MFU", "next", "None"):
+        assert absent not in text
+
+
+def test_speed_is_that_after_the_first_log_point() -> None:
+    totals = RunTotals(first_iteration=10, first_tokens=1000)
+    totals.add_log_point(log_record(iteration=11, consumed_tokens=1100, tokens_per_second=1.0, lm_loss=None, mfu=0.1))
+    assert totals.speed.tokens_per_second == 1.0
+    totals.add_log_point(log_record(iteration=20, consumed_tokens=2100, tokens_per_second=100.0, lm_loss=5.0, mfu=0.2))
+    totals.add_log_point(log_record(iteration=30, consumed_tokens=3100, tokens_per_second=50.0, lm_loss=4.0, mfu=0.5))
+    assert totals.training_s == pytest.approx(100 + 10 + 20)
+    assert totals.speed.tokens_per_second == pytest.approx(2000 / 30) and totals.speed.mfu == pytest.approx(0.4)
+    totals.validations += [(15, 4.5), (30, 4.75)]
+    run = load_config([*RUN, "--train-iters", "40"], preset="tiny-llama").config
+    record = summary_record(
+        totals,
+        run,
+        outcome="x",
+        train_iters=40,
+        duration_s=1.0,
+        log_dir=Path("runs/a"),
+        earlier_validations=[(5, 4.25)],
+    )
+    assert (record["steps"], record["tokens"], record["consumed_tokens"]) == (20, 2100, 3100)
+    assert (record["first_loss"], record["last_loss"]) == (5.0, 4.0)
+    assert (record["best_validation_loss"], record["best_validation_iteration"]) == (4.25, 5)
+    assert record["checkpoint"] is None
+
+
+def test_mfu_is_unknown_if_one_log_point_has_none() -> None:
+    totals = RunTotals(first_iteration=0, first_tokens=0)
+    for tokens, mfu in ((10, 0.1), (20, None), (30, 0.1)):
+        totals.add_log_point(log_record(consumed_tokens=tokens, tokens_per_second=1.0, mfu=mfu))
+    assert totals.speed.mfu is None
+
+
+def test_commands_name_the_runs_own_paths_and_no_verb_that_does_not_exist() -> None:
+    run = load_config([*RUN, "--train-iters", "40", "--save", "my runs/a"], preset="tiny-llama").config
+    known = {"verbs": {"train", "checkpoint"}, "log_dir": Path("my runs/a"), "train_iters": 40}
+    found = [command for command, _ in next_commands(run, **known, complete=False, saved=True)]
+    assert found == [
+        "petatron train 'my runs/a/config.yaml' --load 'my runs/a'",
+        "petatron checkpoint verify 'my runs/a'",
+        "petatron checkpoint convert 'my runs/a' 'my runs/a-huggingface' --to huggingface",
+    ]
+    latent = "--multi-latent-attention --num-query-groups 8 --no-group-query-attention --tokenizer-type ByteTokenizer".split()
+    unwritable = load_config([*RUN, "--train-iters", "40", *latent], preset="tiny-llama").config
+    verbs = known["verbs"] | {"generate", "chat"}
+    left = [
+        command for command, _ in next_commands(unwritable, **{**known, "verbs": verbs}, complete=False, saved=True)
+    ]
+    assert [command.split()[1] for command in left] == ["train", "generate", "chat", "checkpoint"], "no export"
+    assert "verify" in left[3]
+    longer, purpose = next_commands(run, **known, complete=True, saved=True, launcher="slurm")[0]
+    assert longer.endswith("--load 'my runs/a' --train-iters 80 --override-opt-param-scheduler")
+    assert purpose.endswith("started with slurm as before")
+    assert next_commands(run, **known, complete=True, saved=False) == []
+    with_plot = next_commands(run, **{**known, "verbs": {"plot"}}, complete=True, saved=True)
+    assert [command for command, _ in with_plot] == ["petatron plot 'my runs/a'"]
+
+
+def test_a_model_that_knows_text_can_be_asked_for_some() -> None:
+    text = ["--save", "my runs/a", "--tokenizer-type", "ByteTokenizer"]
+    known = {
+        "verbs": {"generate", "chat", "serve"},
+        "log_dir": Path("a"),
+        "train_iters": 4,
+        "complete": True,
+        "saved": True,
+    }
+    run = load_config([*RUN, "--train-iters", "4", *text], preset="tiny-llama").config
+    assert [command for command, _ in next_commands(run, **known)] == [
+        "petatron generate 'my runs/a' --prompt 'Once upon a time'",
+        "petatron chat 'my runs/a'",
+        "petatron serve 'my runs/a'",
+    ]
+    without = load_config([*RUN, "--train-iters", "4", *text[:2]], preset="tiny-llama").config
+    assert next_commands(without, **known) == [], "ids alone are no text"
+
+
+def test_a_run_measured_in_samples_is_doubled_in_samples() -> None:
+    run = load_config([*RUN, "--train-samples", "64"], preset="tiny-llama").config
+    command, _ = next_commands(run, verbs=["train"], log_dir=Path("runs/a"), train_iters=64, complete=True, saved=True)[
+        0
+    ]
+    assert "--train-samples 128" in command and "--train-iters" not in command
