@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from petatron.kernels.attention import latent_heads as reference_heads
 from petatron.kernels.attention import paged_latent
 from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
-from petatron.layers.attention import CoreAttention
 from petatron.layers.comm_slot import CommSlot, identity
+from petatron.layers.core_attention import CoreAttention
 from petatron.layers.forward_context import ForwardContext, RopeCosSin
 from petatron.layers.linear import Linear
 from petatron.layers.norm import Norm, NormSpec

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.attention.documents import Documents
-from petatron.layers.attention import CoreAttention
+from petatron.layers.core_attention import CoreAttention
 from petatron.layers.ssm.gated_delta_net import DeltaRule, GatedDeltaNet
 from petatron.layers.ssm.mamba2 import Mamba2, SelectiveScan
 from petatron.mesh import collectives

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from petatron.kernels.attention.blocks import PartialAttention
 from petatron.kernels.attention.documents import Documents
-from petatron.layers.attention import CoreAttention
+from petatron.layers.core_attention import CoreAttention
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout

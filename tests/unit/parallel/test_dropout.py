@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petatron.config import load_config
-from petatron.layers.attention import CoreAttention
+from petatron.layers.core_attention import CoreAttention
 from petatron.layers.dropout import Dropout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
