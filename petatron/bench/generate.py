@@ -130,7 +130,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
 
 
 def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
-    from petatron.bench.peers import problems
+    from petatron.bench.peers.huggingface import model_problems
 
     least = {
         "--prompt-tokens": (args.prompt_tokens, 1),
@@ -139,7 +139,7 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
         "--batch": (args.batch, 1),
         "--speculative-tokens": (args.speculative_tokens, 0),
     }
-    found = [*minimum_problems(least), *(problems("hf", spec) if args.against in ("hf", "hf-compiled") else ())]
+    found = [*minimum_problems(least), *(model_problems(spec) if args.against in ("hf", "hf-compiled") else ())]
     if args.fp8_weights != (args.against == "bf16") and args.against in ("bf16", "forward"):
         rule, fix = "compares the engine with quantised weights", "Give --fp8-weights too."
         if args.against == "forward":

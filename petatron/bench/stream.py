@@ -105,7 +105,7 @@ def _time(name: str, seconds: float, unfinished: Sequence[str]) -> str:
 
 
 def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
-    from petatron.bench.peers import problems
+    from petatron.bench.peers.huggingface import model_problems
 
     least = {name: (getattr(args, name[2:].replace("-", "_")), 1) for name in ("--requests", "--max-batch-size")}
     found = [*minimum_problems(least | {"--shortest": (args.shortest, 1), "--longest": (args.longest, args.shortest)})]
@@ -113,7 +113,7 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
     if 2 * args.longest > positions:
         rule = f"makes sequences of up to {2 * args.longest}, and the model has {positions} positions"
         found.append(Problem("--longest", str(args.longest), rule, "Use less, or a longer --seq-length."))
-    found += problems("hf", spec) if args.against else ()
+    found += model_problems(spec) if args.against else ()
     if found:
         raise ConfigError(found)
 

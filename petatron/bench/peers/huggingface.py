@@ -36,23 +36,29 @@ from petatron.optim.loss_scaler import compute_dtype
 _PRECISIONS = (torch.bfloat16, torch.float32)
 
 
-def problems(spec: BenchSpec) -> Sequence[Problem]:
-    """Returns what transformers cannot express, or that it is not installed."""
+def model_problems(spec: BenchSpec) -> Sequence[Problem]:
+    """Returns why transformers has no such model, or that it is not installed."""
     found: list[Problem] = []
     if importlib.util.find_spec("transformers") is None:
         found.append(
             Problem("--against", "hf", "needs transformers, which is not installed", "pip install 'petatron[hf]'.")
         )
+    try:
+        config_json(spec.run)
+    except ConfigError as error:
+        found += error.problems
+    return found
+
+
+def problems(spec: BenchSpec) -> Sequence[Problem]:
+    """Returns why transformers has no such model, or does not train it as we do."""
+    found = [*model_problems(spec)]
     if spec.fp8_recipe is not None:
         fix = "Leave one of them out, or compare with torchtitan."
         found.append(Problem("--against", "hf", "has no FP8 training to compare --fp8-recipe with", fix))
     if compute_dtype(spec.run.precision) not in _PRECISIONS:
         found.append(Problem("--against", "hf", "is measured in bf16 and float32 alone", "Use --bf16 or --no-bf16."))
     found += unmatched_training(spec.run.moe)
-    try:
-        config_json(spec.run)
-    except ConfigError as error:
-        found += error.problems
     return found
 
 
