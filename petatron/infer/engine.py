@@ -187,7 +187,7 @@ class Engine:
                     self._sequences.pop(event.request)
 
     def capture_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures every CUDA graph of decode steps beforehand, so that no request waits for it; at every rank.
+        """Captures every CUDA graph of steps beforehand, so that no request waits for it; at every rank.
 
         Called with how many of how many are captured; nothing happens where steps are no graphs.
         """
