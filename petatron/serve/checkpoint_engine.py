@@ -133,4 +133,4 @@ class CheckpointEngine:
 
 def _log_capture(done: int, total: int) -> None:
     if done == total:
-        _log.info("captured CUDA graphs for decode steps of %d batch sizes", total)
+        _log.info("captured CUDA graphs of %d kinds of steps", total)
