@@ -61,7 +61,8 @@ def test_transformers_opens_what_we_write(name: str, tmp_path: Path):
     reread, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(found.values()), found
     with torch.no_grad():
-        torch.testing.assert_close(reread.eval()(true.tokens).logits, true.logits, rtol=0, atol=1e-5)
+        # The same weights in other memory: sums of a long recurrence in fp32 may round differently there.
+        torch.testing.assert_close(reread.eval()(true.tokens).logits, true.logits, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("name", MIXED)
