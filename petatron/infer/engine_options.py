@@ -12,8 +12,8 @@ class EngineOptions:
     page_size: tokens of a page of the key/value cache. num_pages: None takes what memory allows, at most what `max_sequences` of
     `max_length` need. max_sequences: that run at once. max_step_tokens: of one step; longer prompts are cut into chunks, which run
     beside the tokens of others. max_length: of prompt and answer together; None: the model's positions, and one. prefix_caching: pages
-    of equal beginnings are computed once. cuda_graphs: steps are replayed on GPUs, those with long prompts excepted. recorded_steps: decode steps are
-    repeated on CPUs.
+    of equal beginnings are computed once. cuda_graphs: steps are replayed on GPUs, those with long prompts excepted. recorded_steps:
+    decode steps are repeated on CPUs.
     copied_weights: a CPU may hold weights a second time, in float32 or packed, where that makes steps faster.
     fp8_weights: the weights of layers are quantised to FP8 (e4m3, a scale per row); activations are not.
     speculative_tokens: so many next tokens are drafted by multi-token prediction, and verified in one step; 0: none.
