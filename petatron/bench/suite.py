@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAMES", help="these models, with commas (default: all)"
     )
-    parser.add_argument("--out", metavar="DIR", help="folder for suite.json, suite.md and every model's JSON and log")
+    parser.add_argument("--out", metavar="DIR", help="folder for suite.json, suite.md and every model's log")
     parser.add_argument("--peer-path", action="append", default=[], metavar="DIR", help="as in bench train")
     parser.add_argument("--table", metavar="FILE", help="measure nothing: take the rows of this suite.json")
     parser.add_argument("--into", metavar="FILE", help="write the table between its two comments in this file")
@@ -58,6 +58,9 @@ def run(args: argparse.Namespace) -> BenchResult:
     from petatron.bench.measure.suite_table import find_table, replace_table
     from petatron.bench.result import BenchResult
 
+    if args.table is not None and args.only:
+        rule, fix = "chooses what is measured, and --table measures nothing", "Leave one of them out."
+        raise ConfigError([Problem("--only", ",".join(args.only), rule, fix)])
     out = None if args.out is None else _made_folder(Path(args.out))
     target = None if args.into is None else Path(args.into)
     if target is not None:  # before the minutes of a measurement
@@ -82,7 +85,11 @@ def _measure_all(args: argparse.Namespace, out: Path | None) -> tuple[list[Suite
     from petatron.base.device import detect_device
     from petatron.bench.measure.suite_entries import select_entries
 
-    found = positive_problems({"--seconds": args.seconds})
+    found = [*positive_problems({"--seconds": args.seconds})]
+    for path in args.peer_path:
+        if not Path(path).is_dir():
+            rule, fix = "is no folder, so there would be another peer", "Give the folder that holds the package."
+            found.append(Problem("--peer-path", path, rule, fix))
     try:
         on_cuda = detect_device(args.device).kind == "cuda"
         entries = select_entries(args.only)
@@ -115,11 +122,12 @@ class SuitePlan:
         details: dict[str, Any] = {}
         started = time.monotonic()
         for number, entry in enumerate(entries, start=1):
+            label = entry.label if self.on_cuda else f"{entry.name}, a tiny form on a CPU"
             estimate = entry.estimated_s if self.on_cuda else _CPU_ESTIMATE_S
             left = self.seconds - (time.monotonic() - started)
             if estimate > left:
                 _log.info("%s: left out, %.0f of %.0f s are left", entry.name, max(left, 0.0), self.seconds)
-                rows.append(SuiteRow(label=entry.label, failure=f"left out: {estimate:.0f} s were not left"))
+                rows.append(SuiteRow(label=label, failure=f"left out: {estimate:.0f} s were not left"))
                 continue
             _log.info("%s, %d of %d: %.0f s so far", entry.name, number, len(entries), self.seconds - left)
             began = time.monotonic()
@@ -128,9 +136,9 @@ class SuitePlan:
             details[entry.name] = {"words": words, "seconds": time.monotonic() - began, "bench": values}
             if values is None:
                 reason = log.strip().splitlines()[-1] if log.strip() else "no output"
-                rows.append(SuiteRow(label=entry.label, failure=f"failed: {reason[:120].replace('|', '/')}"))
+                rows.append(SuiteRow(label=label, failure=f"failed: {reason[:120].replace('|', '/')}"))
             else:
-                rows.append(row_from_bench(entry.label, values))
+                rows.append(row_from_bench(label, values))
             _log.info("%s: %s", entry.name, _row_text(rows[-1]))
             if self.out is not None:
                 (self.out / f"{entry.name}.log").write_text(log, encoding="utf-8")

@@ -30,10 +30,9 @@ def minimum_problems(given: Mapping[str, tuple[int, int]]) -> list[Problem]:
 
 
 def positive_problems(given: Mapping[str, float]) -> list[Problem]:
-    """Returns problems of sizes that are not positive."""
-    return [
-        Problem(flag, str(value), "must be positive", "Leave it out.") for flag, value in given.items() if value <= 0
-    ]
+    """Returns problems of sizes that are not positive; what is no number is not, either."""
+    wrong = ((flag, value) for flag, value in given.items() if not value > 0)
+    return [Problem(flag, str(value), "must be positive", "Use more than 0, or leave it out.") for flag, value in wrong]
 
 
 def resolve_device(kind: Literal["auto", "cpu", "cuda"], *, problems: Sequence[Problem] = ()) -> torch.device:

@@ -19,6 +19,7 @@ from petatron.bench.result import BenchResult
 from petatron.config.checks.layers.linear_attention import has_delta_layers
 from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
 from petatron.models.registry import model_spec
+from petatron.optim.loss_scaler import compute_dtype
 
 # How far losses of the same model on the same tokens may be apart, as a share of the first loss, and over how many steps they
 # are compared. Not of the loss itself: tokens repeat, and what is left of the loss once they are memorised is noise.
@@ -117,7 +118,9 @@ def report(
 
 def _setup_rows(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements) -> list[tuple[str, str]]:
     run = spec.run
-    gemms = "bf16" if spec.fp8_recipe is None else f"FP8 {spec.fp8_recipe}"
+    dtype = str(compute_dtype(run.precision)).removeprefix("torch.").replace("bfloat16", "bf16")
+    gemms = dtype if spec.fp8_recipe is None else f"FP8 {spec.fp8_recipe}"
+    masters = "fp32 master weights, " if dtype in ("bf16", "float16") else ""
     how = "compiled" if spec.compile else "not compiled"
     optimizer = {"adam": "AdamW", "sgd": "SGD"}[run.optim.optimizer]
     peak = device.peak("bfloat16")
@@ -130,7 +133,7 @@ def _setup_rows(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurem
             f"{_parameters(spec):,} parameters, {run.train.global_batch_size} x {run.model.seq_length} tokens per step"
             + (f" ({spec.micro_batches} micro-batches, all the same)" if spec.micro_batches > 1 else ""),
         ),
-        ("training", f"{gemms} GEMMs, fp32 master weights, {optimizer}, clip {run.optim.clip_grad:g}, {how}"),
+        ("training", f"{gemms} GEMMs, {masters}{optimizer}, clip {run.optim.clip_grad:g}, {how}"),
         ("measured", measurements.description),
     ]
 

@@ -105,12 +105,23 @@ def test_a_failure_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert main(["suite", "--device", "cpu", "--only", names, "--out", str(out)]) == 0
     rows = parse_table((out / "suite.md").read_text())
     assert [row.failure for row in rows] == [None, "failed: OutOfMemoryError: a / b", None]
+    assert [row.label for row in rows] == [f"{name}, a tiny form on a CPU" for name in names.split(",")]
     assert rows[0].speed_ratio == 2.0 and rows[0].memory_ratio == 0.75 and rows[0].loss_difference == 0.00012
     content = json.loads((out / "suite.json").read_text())
     assert content["models"]["llama-1b"]["bench"] == FOUND and content["models"]["gpt-125m"]["bench"] is None
     assert (out / "gpt-125m.log").read_text().startswith("Traceback")
     assert "2,000 tok/s (51.2 % MFU), 30.0 GB, hf: 1,000 tok/s, 40.0 GB, speed 2x" in capsys.readouterr().out
     assert all("--against" in words for words in child.words)
+
+
+def test_what_would_measure_something_else_is_refused(tmp_path: Path):
+    words = ["suite", "--device", "cpu"]
+    with pytest.raises(ConfigError) as found:
+        main([*words, "--seconds", "nan", "--peer-path", str(tmp_path / "none"), "--only", "nosuch"])
+    told = str(found.value)
+    assert "--seconds nan must be positive" in told and "is no folder" in told and "nosuch" in told
+    with pytest.raises(ConfigError, match="--table measures nothing"):
+        main([*words, "--table", str(tmp_path / "suite.json"), "--only", "llama-1b"])
 
 
 def test_models_beyond_the_time_budget_are_left_out(monkeypatch: pytest.MonkeyPatch):
@@ -222,7 +233,7 @@ def test_rows_of_an_earlier_suite_are_written_into_a_file(tmp_path: Path, monkey
     assert main(["suite", "--table", str(tmp_path / "suite.json"), "--into", str(page)]) == 0
     written = page.read_text()
     assert written.startswith(f"before\n\n{BEGIN}\n\n|  | Petatron") and written.endswith(f"\n\n{END}\n\nafter\n")
-    assert "old" not in written and "GPT-125M, 8 x 1024, bf16" in written
+    assert "old" not in written and "gpt-125m, a tiny form on a CPU" in written
 
 
 @pytest.mark.parametrize(
