@@ -65,7 +65,13 @@ def wide(tensors: tuple[Tensor, ...]) -> list[Tensor]:
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_scan_and_gradients(case: tuple[int, ...], packed: bool, with_state: bool, dtype: torch.dtype):
-    inputs = scan_inputs(case, dtype)
+    assert_equals_the_plain_one(scan_inputs(case, dtype), case, packed=packed, with_state=with_state)
+
+
+def assert_equals_the_plain_one(
+    inputs: tuple[Tensor, ...], case: tuple[int, ...], *, packed: bool, with_state: bool
+) -> None:
+    dtype = inputs[0].dtype
     length, batch, heads, head_dim, _, state_dim, chunk_size = case
     starts = torch.rand(length, batch, device=DEVICE) < 0.1 if packed else None
     state, grad_state = torch.randn(2, batch, heads, head_dim, state_dim, device=DEVICE) if with_state else (None, None)
@@ -109,17 +115,12 @@ def test_scan_and_gradients(case: tuple[int, ...], packed: bool, with_state: boo
 def test_one_walk_for_many_heads(
     case: tuple[int, ...], packed: bool, with_state: bool, strong: bool, monkeypatch: pytest.MonkeyPatch
 ):
+    """strong: decays of all heads but the first are such that a float32 does not hold them, nor their inverses."""
     monkeypatch.setattr(ours, "_in_one_walk", lambda *tensors: True)
+    x, dt, A, B, C, D = scan_inputs(case, DTYPES[-1])
     if strong:
-        monkeypatch.setitem(globals(), "scan_inputs", strongly_decaying_inputs)
-    test_scan_and_gradients(case, packed, with_state, DTYPES[-1])
-
-
-def strongly_decaying_inputs(case: tuple[int, ...], dtype: torch.dtype, plain_inputs: Any = scan_inputs) -> Any:
-    """Decays of the first head as they were; of the others some that a float32 does not hold, nor their inverses."""
-    x, dt, A, B, C, D = plain_inputs(case, dtype)
-    A[1:] -= 300.0
-    return x, dt, A, B, C, D
+        A[1:] -= 300.0
+    assert_equals_the_plain_one((x, dt, A, B, C, D), case, packed=packed, with_state=with_state)
 
 
 def test_what_fits_into_walks():

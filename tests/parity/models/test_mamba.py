@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.config import RunConfig
-from petatron.mesh.mesh import ParallelMesh
-from petatron.train.build_run import build_model
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from tests.dist import RankPool
 from tests.longform import later
-from tests.parity.harness import check_layout, reference, tiny_run, train
+from tests.parity.harness import check_layout, reference, tiny_run
+from tests.parity.models.fp8_linears import check_fp8_linears
 from tests.parity.state.resharding import END, STOP, live, whole
 
 SIZES = "--mamba-state-dim 8 --mamba-head-dim 8 --mamba-chunk-size 4"
@@ -100,23 +97,9 @@ def test_every_layout_trains_the_same_model(ranks: RankPool, layout: str, world_
     check_layout(ranks, layout, model, world_size=world_size)
 
 
-def fp8_run(flags: str = "", *, world_size: int = 1) -> RunConfig:
-    """FP8 operands, multiplied and added in float64; a config asks for at most float32."""
-    sizes = "--hidden-size 64 --ffn-hidden-size 64 --mamba-head-dim 8 --mamba-num-groups 2"
-    steps = "--train-iters 2 --lr-warmup-iters 0 --fp8-format hybrid --fp8-recipe tensorwise"
-    run = tiny_run(f"{HYBRID} {sizes} {steps} {flags}", world_size=world_size)
-    return replace(run, precision=replace(run.precision, fp64=True))
-
-
 def test_its_linears_run_in_fp8(ranks: RankPool):
-    run, bounds = fp8_run(), Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
-    gemms = set(build_model(run, ParallelMesh.single(torch.device("cpu"))).fp8_gemms.linears)
-    assert {"layers.0.mamba.in_proj.weight", "layers.0.mamba.out_proj.weight"} <= gemms
-    alone = train(run)
-    verdict = compare_traces([alone], ranks.run(train, 2, fp8_run("--pp 2", world_size=2)), bounds)
-    assert verdict.agrees, verdict.first_departure
-    wide = replace(run, precision=replace(run.precision, fp8_format=None))
-    assert not compare_traces([alone], [train(wide)], bounds).agrees
+    weights = ("layers.0.mamba.in_proj.weight", "layers.0.mamba.out_proj.weight")
+    check_fp8_linears(ranks, f"{HYBRID} --mamba-head-dim 8 --mamba-num-groups 2", weights)
 
 
 def test_the_norm_s_groups_and_documents_are_part_of_the_model():
