@@ -241,7 +241,8 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
         for module in (module for name, module in fast if name == "triton"):
             assert module == f"triton.{plain[1]}"
             used.add(f"petatron.kernels.{module}")
-    steps = [*(f"scan_{part}" for part in ("tiles", "states", "outputs", "grads", "walk", "walk_grads"))]
+    steps = ["sequential_scan", "sequential_scan_grads"]
+    steps += [f"scan_{part}" for part in ("tiles", "states", "outputs", "grads")]
     steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "score_grads", "grads")]
     steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}

@@ -112,33 +112,33 @@ def assert_equals_the_plain_one(
     ],
     ids=str,
 )
-def test_one_walk_for_many_heads(
+def test_sequential_scan_for_many_heads(
     case: tuple[int, ...], packed: bool, with_state: bool, strong: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """strong: decays of all heads but the first are such that a float32 does not hold them, nor their inverses."""
-    monkeypatch.setattr(ours, "_in_one_walk", lambda *tensors: True)
+    monkeypatch.setattr(ours, "_is_sequential", lambda *tensors: True)
     x, dt, A, B, C, D = scan_inputs(case, DTYPES[-1])
     if strong:
         A[1:] -= 300.0
     assert_equals_the_plain_one((x, dt, A, B, C, D), case, packed=packed, with_state=with_state)
 
 
-def test_what_fits_into_walks():
+def test_what_fits_a_sequential_scan():
     def fits(batch: int = 8, heads: int = 80, head_dim: int = 64, state_dim: int = 128, **changed: Any) -> bool:
         channels = torch.empty(
             (4096, batch, heads * head_dim + 2 * state_dim), device="meta", dtype=changed.get("dtype", torch.bfloat16)
         )
         x, B, C = channels.split((heads * head_dim, state_dim, state_dim), dim=-1)
-        return ours._fits_walks(x.unflatten(-1, (heads, head_dim)), B.unsqueeze(2), C.unsqueeze(2))  # pyright: ignore[reportPrivateUsage]
+        return ours._fits_sequential_scan(x.unflatten(-1, (heads, head_dim)), B.unsqueeze(2), C.unsqueeze(2))  # pyright: ignore[reportPrivateUsage]
 
     assert fits() and fits(batch=2, heads=128) and fits(head_dim=32, state_dim=64)
-    assert not fits(batch=2), "too few walks: the other form has more programs"
+    assert not fits(batch=2), "too few programs: the other form has more programs"
     assert not fits(dtype=torch.float32) and not fits(state_dim=256) and not fits(head_dim=128)
     assert not fits(head_dim=48), "a tile would reach into the next head"
     x = torch.empty((4096, 8, 80, 68), device="meta", dtype=torch.bfloat16)[..., :64]
     B = torch.empty((4096, 8, 1, 128), device="meta", dtype=torch.bfloat16)
-    assert not ours._fits_walks(x, B), "rows 136 bytes apart"  # pyright: ignore[reportPrivateUsage]
-    assert not ours._in_one_walk(torch.empty((1, 8, 80, 64), dtype=torch.bfloat16), B), "no GPU"  # pyright: ignore[reportPrivateUsage]
+    assert not ours._fits_sequential_scan(x, B), "rows 136 bytes apart"  # pyright: ignore[reportPrivateUsage]
+    assert not ours._is_sequential(torch.empty((1, 8, 80, 64), dtype=torch.bfloat16), B), "no GPU"  # pyright: ignore[reportPrivateUsage]
 
 
 def test_the_same_result_every_time():

@@ -1,6 +1,6 @@
 """Attention of chunks of prompts over keys and values in pages, by bounds that only the device knows: what a CUDA graph of a prompt has.
 
-A program has a block of a chunk's tokens with all query heads of a kv head, and walks the tiles of tokens that they see. Which chunk it
+A program has a block of a chunk's tokens with all query heads of a kv head, and loops over the tiles that they see. Which chunk it
 belongs to follows from the chunks' first rows, read on the device. Chunks begin in any row, so a chunk may have a block more than
 its rows fill: there are as many programs as blocks of all rows, and one for each chunk; those without rows end at once.
 

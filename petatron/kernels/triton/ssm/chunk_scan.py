@@ -1,17 +1,17 @@
-"""The selective scan of Mamba-2 in Triton: one walk over the chunks where there are many heads, else all chunks at once.
+"""The selective scan of Mamba-2 in Triton: sequential over chunks where there are many heads, else all chunks at once.
 
 The equations are those of `kernels/ssm/chunk_scan.py`. How long a chunk is changes no result but by rounding, so the kernels take
 their own: a longer one means fewer states in memory, and more work inside a chunk.
 
-- One walk (`scan_walk.py`, `scan_walk_grads.py`): a program has one head of one sequence, and its state never leaves the chip, but in
-  backward. For at least so many heads and sequences that every multiprocessor has some, and for states that fit into registers.
+- Sequential (`sequential_scan.py`, `sequential_scan_grads.py`): a program has one head of one sequence, and its state never leaves
+  the chip, but in backward. For at least so many heads and sequences that every multiprocessor has some, and for states that fit into registers.
 - All chunks at once (`scan_states.py`, `scan_outputs.py`, `scan_grads.py`): states at the boundaries of chunks first, then outputs or
   gradients of all chunks.
 
 Device memory traffic in bf16, Mamba-2 2.7B (S 4096, B 8, H 80, P 64, G 1, N 128), at 4.0 TB/s; x, and y, are 335 MB; states of 64 tokens
 each count twice. What the kernels took on an H200:
 
-| step of one walk           | tensors as large as x                                      | ms    | found |
+| step of a sequential scan  | tensors as large as x                                      | ms    | found |
 |----------------------------|------------------------------------------------------------|-------|-------|
 | forward                    | x, y                                                       | 0.17  | 0.56  |
 | backward, states           | x, states                                                  | 0.25  | 0.30  |
@@ -33,20 +33,20 @@ from petatron.kernels.triton.ssm.scan_grads import chunk_grads
 from petatron.kernels.triton.ssm.scan_outputs import chunk_outputs
 from petatron.kernels.triton.ssm.scan_states import chunk_states
 from petatron.kernels.triton.ssm.scan_tiles import chunk_decays
-from petatron.kernels.triton.ssm.scan_walk import (
+from petatron.kernels.triton.ssm.sequential_scan import (
     MOST_HEAD_DIM,
     MOST_STATE_DIM,
     scan_forward,
     scan_reverse,
-    walked_states,
+    sequential_states,
 )
-from petatron.kernels.triton.ssm.scan_walk_grads import group_grads, step_grads
+from petatron.kernels.triton.ssm.sequential_scan_grads import group_grads, step_grads
 
 _CHUNK = 64
 _WIDE_STATE = 128
 """A state of more columns leaves fewer registers for a chunk."""
-_WALKS = 256
-"""Sequences times heads from which on each is one walk: two for every multiprocessor of an H100 or H200."""
+_MIN_PROGRAMS = 256
+"""Sequences times heads from which on each is one program: two for every multiprocessor of an H100 or H200."""
 _ALIGNED_BYTES = 16
 _HOPPER = (9, 0)
 
@@ -66,7 +66,7 @@ def chunk_scan(
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN))
     decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
-    if _in_one_walk(x, B, C):
+    if _is_sequential(x, B, C):
         return scan_forward(x, B, C, D_H, decays, initial_state)
     states, final = chunk_states(x, B, decays, initial_state, reverse=False)
     return chunk_outputs(x, B, C, D_H, decays, states), final
@@ -89,8 +89,8 @@ def chunk_scan_backward(
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C, grad_y = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN, grad_y_SBHP))
     decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
-    if _in_one_walk(x, B, C, grad_y):
-        states = walked_states(x, B, D_H, decays, initial_state)
+    if _is_sequential(x, B, C, grad_y):
+        states = sequential_states(x, B, D_H, decays, initial_state)
         grad_x, grad_states, grad_initial = scan_reverse(grad_y, B, C, D_H, decays, grad_final_state)
         grad_B, grad_C, grad_D, sums = group_grads(grad_y, x, B, C, decays, states, grad_states)
         grad_dt, grad_A = step_grads(A_H, decays, sums, length=len(x))
@@ -111,19 +111,19 @@ def chunk_scan_backward(
     )
 
 
-def _in_one_walk(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
-    """Returns whether every head of every sequence is one walk: on GPUs that copy tiles by themselves."""
+def _is_sequential(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
+    """Returns whether every head of every sequence is one program: on GPUs that copy tiles by themselves."""
     hopper = x_SBHP.is_cuda and torch.cuda.get_device_capability(x_SBHP.device) >= _HOPPER
-    return hopper and _fits_walks(x_SBHP, B_SBGN, *others)
+    return hopper and _fits_sequential_scan(x_SBHP, B_SBGN, *others)
 
 
-def _fits_walks(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
-    """Returns whether there are enough walks, their states have the size of a tile, and tiles begin at multiples of 16 bytes."""
+def _fits_sequential_scan(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
+    """Returns whether there are enough programs, their states have the size of a tile, and tiles begin at multiples of 16 bytes."""
     _, batch, heads, head_dim = x_SBHP.shape
     sizes = ((head_dim, MOST_HEAD_DIM), (B_SBGN.shape[3], MOST_STATE_DIM))
     return (
         x_SBHP.itemsize == 2
-        and batch * heads >= _WALKS
+        and batch * heads >= _MIN_PROGRAMS
         and all(16 <= size <= most and size.bit_count() == 1 for size, most in sizes)
         and all(_aligned(tensor) for tensor in (x_SBHP, B_SBGN, *others))
     )

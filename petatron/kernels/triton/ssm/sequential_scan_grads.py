@@ -1,4 +1,4 @@
-"""Gradients of B, C, D, dt and A where the scan was one walk: from the states before the chunks and the gradients of those after them.
+"""Gradients of B, C, D, dt and A after a sequential scan: from the states before the chunks and the gradients of those after them.
 
 Programs have one chunk of one sequence and loop over heads of a group, so that the sums over heads, which the gradients of B and C
 are, stay in registers. With h the state before, dh the gradient of the state after, s the running sum of dt A:
@@ -32,7 +32,7 @@ from petatron.kernels.triton.ssm.scan_tiles import (
     head_parts,
     load_rows,
 )
-from petatron.kernels.triton.ssm.scan_walk import documents_of_chunk, row_tiles, state_tiles
+from petatron.kernels.triton.ssm.sequential_scan import documents_of_chunk, row_tiles, state_tiles
 
 _PROGRAMS = 512
 """So many programs, if there are enough heads: some for every multiprocessor."""

@@ -1,13 +1,13 @@
-"""The selective scan as one walk: a program has one head of one sequence, keeps its state in registers, and goes from chunk to chunk.
+"""The selective scan, sequential over chunks: a program has one head of one sequence and keeps its state in registers.
 
-Forward and backward are the same walk. "Rows" are x or the gradient of y, "keys" B or C, "queries" C or B:
+Forward and backward are the same loop. "Rows" are x or the gradient of y, "keys" B or C, "queries" C or B:
 
     forward     y_i = exp(s_i) h C_i + sum over j <= i of exp(s_i - s_j) (C_i . B_j) dt_j x_j + D x_i
                 h   = exp(s_Q) h + sum over j of exp(s_Q - s_j) dt_j x_j B_j^T
     reverse     g_j = exp(s_Q - s_j) dh B_j + sum over i >= j of exp(s_i - s_j) (B_j . C_i) dy_i,      dx_j = dt_j g_j + D dy_j
                 dh  = exp(s_Q) dh + sum over i of exp(s_i) dy_i C_i^T
 
-with g the gradient of dt x. Forward writes no state; in reverse the gradients of states are written, for those of B. A third walk, forward
+with g the gradient of dt x. Forward writes no state; in reverse the gradients of states are written, for those of B. A third pass, forward
 without outputs, recomputes the states for the gradient of C. States are [N, P] here, as the GEMMs want them.
 
 Tiles are described once on the host: a Hopper GPU copies them to shared memory by itself, and no thread holds their addresses. Scores,
@@ -47,7 +47,7 @@ def scan_forward(
     return y, _launch(rows, y, D_H, decays, first, None, reverse=False, num_stages=2)
 
 
-def walked_states(x_SBHP: Tensor, B_SBGN: Tensor, D_H: Tensor, decays: ChunkDecays, first: Tensor | None) -> Tensor:
+def sequential_states(x_SBHP: Tensor, B_SBGN: Tensor, D_H: Tensor, decays: ChunkDecays, first: Tensor | None) -> Tensor:
     """Returns the states before the chunks [B, c, H, N, P] in the dtype of x."""
     states = _new_states(x_SBHP, B_SBGN, decays)
     _launch((x_SBHP, B_SBGN, B_SBGN), None, D_H, decays, first, states, reverse=False, num_stages=3)
@@ -160,7 +160,7 @@ def _launch(
     last = torch.empty((batch, heads, state_dim, head_dim), dtype=torch.float32, device=rows_SBHP.device)
     chunk = decays.chunk
     scores = None if out is None else chunk_scores(queries_SBGN, keys_SBGN, decays, reverse=reverse)
-    _walk[(batch * heads,)](
+    _sequential_scan[(batch * heads,)](
         row_tiles(rows_SBHP, chunk),
         row_tiles(keys_SBGN, chunk),
         row_tiles(queries_SBGN, chunk),
@@ -189,7 +189,7 @@ def _launch(
 
 
 @triton.jit
-def _walk(
+def _sequential_scan(
     rows_tiles,
     key_tiles,
     query_tiles,
