@@ -4,7 +4,8 @@ The equations are those of `kernels/ssm/chunk_scan.py`. How long a chunk is chan
 their own: a longer one means fewer states in memory, and more work inside a chunk.
 
 - Sequential (`sequential_scan.py`, `sequential_scan_grads.py`): a program has one head of one sequence, and its state never leaves
-  the chip, but in backward. For at least so many heads and sequences that every multiprocessor has some, and for states that fit into registers.
+  the chip, but in backward. For at least so many heads and sequences that every multiprocessor has some, and for states that fit
+  into registers.
 - All chunks at once (`scan_states.py`, `scan_outputs.py`, `scan_grads.py`): states at the boundaries of chunks first, then outputs or
   gradients of all chunks.
 
