@@ -48,7 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="DIR", help="folder for suite.json, suite.md and every model's log")
     parser.add_argument("--peer-path", action="append", default=[], metavar="DIR", help="as in bench train")
-    parser.add_argument("--table", metavar="FILE", help="measure nothing: take the rows of this suite.json")
+    parser.add_argument(
+        "--table",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="measure nothing: take the rows of this suite.json; given again, of both, the later one's where both have them",
+    )
     parser.add_argument("--into", metavar="FILE", help="write the table between its two comments in this file")
     add_device_argument(parser)
 
@@ -58,14 +64,14 @@ def run(args: argparse.Namespace) -> BenchResult:
     from petatron.bench.measure.suite_table import find_table, replace_table
     from petatron.bench.result import BenchResult
 
-    if args.table is not None and args.only:
+    if args.table and args.only:
         rule, fix = "chooses what is measured, and --table measures nothing", "Leave one of them out."
         raise ConfigError([Problem("--only", ",".join(args.only), rule, fix)])
     out = None if args.out is None else _made_folder(Path(args.out))
     target = None if args.into is None else Path(args.into)
     if target is not None:  # before the minutes of a measurement
         find_table(_read_text(target), source=str(target))
-    rows, details = _read_rows(Path(args.table)) if args.table is not None else _measure_all(args, out)
+    rows, details = _read_all(args.table) if args.table else _measure_all(args, out)
     values = {"rows": [asdict(row) for row in rows], "models": details}
     if out is not None:
         _write_files(out, rows, values)
@@ -211,6 +217,17 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"Cannot read {path}: {error}. Give a text file.") from error
+
+
+def _read_all(paths: Sequence[str]) -> tuple[list[SuiteRow], dict[str, Any]]:
+    """Reads what earlier suites wrote; a row that a later one measured takes the place of an earlier one's."""
+    rows: dict[str, SuiteRow] = {}
+    details: dict[str, Any] = {}
+    for path in paths:
+        found, models = _read_rows(Path(path))
+        rows |= {row.label: row for row in found if row.label not in rows or row.failure is None}
+        details |= {name: model for name, model in models.items() if name not in details or model["bench"] is not None}
+    return [*rows.values()], details
 
 
 def _read_rows(path: Path) -> tuple[list[SuiteRow], dict[str, Any]]:

@@ -89,7 +89,7 @@ def row_from_bench(label: str, found: Mapping[str, Any]) -> SuiteRow:
     return SuiteRow(
         label=label,
         tokens_per_s=ours.get("tokens_per_s"),
-        mfu=ours.get("mfu_full"),
+        mfu=None if found.get("fp8_recipe") else ours.get("mfu_full"),  # the peak it divides by is that of bf16
         memory_gb=_gigabytes(ours.get("peak_bytes")),
         peer=peer,
         peer_tokens_per_s=theirs.get("tokens_per_s"),
