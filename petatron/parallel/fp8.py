@@ -15,7 +15,9 @@ from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.linear import Linear
 from petatron.layers.moe.experts import GroupedLinear
 from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, Fp8Gemm, Fp8Recipe, fp8_gemm_factory, is_fp8_layer
+from petatron.layers.ops.fp8_output_grad import fp8_output_grad_factory
 from petatron.layers.ops.fp8_scaling import DelayedScaling
+from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.mesh.rng import stable_seed
 from petatron.models.stage_module import StageModule
 from petatron.parallel.tensor_parallel import set_gemm
@@ -119,6 +121,9 @@ def apply_fp8(
                 else:
                     experts.append(Fp8ExpertGemms(choice.functions, cache_weights=cache_weights))
                     module.grouped_gemm = experts[-1]
+        if precision.fp8_output_grad:
+            for head in (module for module in stage.modules() if isinstance(module, OutputHead)):
+                head.loss_gemm = fp8_output_grad_factory(choice.functions)
     return Fp8GemmSet(linears, experts, gather_scalings)
 
 

@@ -27,6 +27,10 @@ def check_fp8(config: RawRunConfig) -> Iterator[Problem]:
     yield from _sizes(config)
     if precision.fp8_param_gather:
         yield from _param_gather(config)
+    if precision.fp8_output_grad and config.model.make_vocab_size_divisible_by % 16 != 0:
+        rule = f"takes a vocabulary of multiples of 16, but --make-vocab-size-divisible-by is {config.model.make_vocab_size_divisible_by}"
+        fix = f"Nearest: {multiples_near(config.model.make_vocab_size_divisible_by, 16)}; or leave it out."
+        yield Problem("--fp8-output-grad", "", rule, fix)
 
 
 def _bf16_layers(config: RawRunConfig) -> Iterator[Problem]:

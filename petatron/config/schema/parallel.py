@@ -152,6 +152,8 @@ class PrecisionConfig:
     """Which of the remembered magnitudes the delayed recipe goes by: the last, or the largest."""
     fp8_param_gather: bool = False
     """All-gather weights of FP8 GEMMs over data-parallel ranks in FP8, half the bytes; no FP8 GEMM changes."""
+    fp8_output_grad: bool = False
+    """Run the two GEMMs of the output head's backward in FP8 too; its logits stay in bf16."""
     first_last_layers_bf16: bool = False
     """Keep some of the first and last layers out of FP8."""
     num_layers_at_start_in_bf16: LayerCount = 1

@@ -108,7 +108,7 @@ class Fp8Recipe:
 
     def fp8_gather_scaling(self, shape: torch.Size) -> Scaling | None:
         """Returns the weight's scaling if both its orientations hold the same values; None if not, or if it is not quantised."""
-        if self.scaling == "rows" or not _sizes_fit(shape, self.size_multiple):
+        if self.scaling == "rows" or not sizes_fit(shape, self.size_multiple):
             return None
         return "squares" if self.scaling == "blocks" else "tensor"
 
@@ -162,7 +162,7 @@ class Fp8Gemm:
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
         if not self.supports(x_RD.shape[0], weight):
-            self._report(_fallback_message(x_RD.shape[0], weight.shape, self._recipe.size_multiple))
+            self._report(fallback_message(x_RD.shape[0], weight.shape, self._recipe.size_multiple))
             return self._fallback.forward(x_RD, weight)
         x = self._input_quantiser(x_RD)
         w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
@@ -206,7 +206,7 @@ class Fp8Gemm:
 
     def supports(self, num_rows: int, weight: Tensor) -> bool:
         """Whether a GEMM with so many rows can run in FP8."""
-        return _sizes_fit((num_rows, *weight.shape), self._recipe.size_multiple)
+        return sizes_fit((num_rows, *weight.shape), self._recipe.size_multiple)
 
     def new_step(self, micro_batches: int) -> None:
         """Drops the cached weight and advances the amax histories; the weight will be used in so many micro-batches."""
@@ -310,7 +310,7 @@ class _Fp8GroupedGemm:
         return x_grad, GroupedWeightGrad(grad_RO.contiguous(), self.counts, self.write_grad)
 
     def _supports(self, rows: Tensor, weight: Tensor) -> bool:
-        return rows.shape[0] > 0 and _sizes_fit(weight.shape[1:], 16)
+        return rows.shape[0] > 0 and sizes_fit(weight.shape[1:], 16)
 
 
 class LogOnce:
@@ -325,10 +325,12 @@ class LogOnce:
             _log.info(text)
 
 
-def _sizes_fit(sizes: tuple[int, ...] | torch.Size, multiple: int) -> bool:
+def sizes_fit(sizes: tuple[int, ...] | torch.Size, multiple: int) -> bool:
+    """Whether an FP8 GEMM can have these sizes."""
     return all(size > 0 and size % multiple == 0 for size in sizes)
 
 
-def _fallback_message(rows: int, shape: torch.Size, multiple: int) -> str:
+def fallback_message(rows: int, shape: torch.Size, multiple: int) -> str:
+    """Says that a GEMM runs in the precision of its tensors, and why."""
     sizes = f"{rows} rows times a weight of {shape[0]} x {shape[1]}"
     return f"a GEMM of {sizes} does not run in FP8, which needs multiples of {multiple}"
