@@ -41,9 +41,7 @@ class Case:
 
 
 def _cases() -> list[Case]:
-    found = [
-        Case(f"kimi {layout}", model, layout, size) for layout, size, model in cases_over_nccl(test_kimi.LAYOUTS)
-    ]
+    found = [Case(f"kimi {layout}", model, layout, size) for layout, size, model in cases_over_nccl(test_kimi.LAYOUTS)]
     found += [
         Case(f"gpt-oss {layout}", test_gpt_oss.MODEL, layout, size)
         for layout, size in cases_over_nccl(test_gpt_oss.LAYOUTS)
