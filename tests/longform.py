@@ -14,7 +14,7 @@ def later(*values: Any, nccl: bool = False) -> Any:
 
 
 def over_nccl(*values: Any) -> Any:
-    """A case for the default suite that `tests/nccl/test_models.py` has too."""
+    """A case for the default suite that `tests/nccl` has too."""
     return pytest.param(*values, marks=pytest.mark.over_nccl)
 
 
