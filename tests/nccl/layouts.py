@@ -69,11 +69,10 @@ def mesh_of(run: RunConfig) -> ParallelMesh:
 
 
 def train(runs: list[RunConfig]) -> tuple[list[list[StepTrace]], int]:
-    """On a rank: train each run on one mesh; and how many groups its steps opened that were not connected before."""
+    """On a rank: train each run on one mesh, with tensors of those in float64; and how many groups its steps opened that were not
+    connected before."""
     mesh = mesh_of(runs[0])
-    traces = [
-        list(record_steps(run, mesh, keep_tensors=lambda step, kept=index == 0: kept)) for index, run in enumerate(runs)
-    ]
+    traces = [list(record_steps(run, mesh, keep_tensors=lambda step, kept=run.precision.fp64: kept)) for run in runs]
     return traces, len(mesh.communicators)
 
 
