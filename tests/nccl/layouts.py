@@ -93,9 +93,9 @@ def wide_reference(pool: RankPool, flags: str) -> list[StepTrace]:
 
 
 def assert_close(steps: list[StepTrace], wanted: list[StepTrace]) -> None:
-    """Rounding of bf16 apart, the same losses and gradient norms."""
+    """Rounding of bf16 apart, the same losses and gradient norms: on an H200 losses of layouts are 5e-5 apart and norms 5e-4."""
     assert len(steps) == len(wanted)
     for number, (step, other) in enumerate(zip(steps, wanted), start=1):
         pair = f"of step {number} {step.loss:.6f}, {step.grad_norm:.5f} against {other.loss:.6f}, {other.grad_norm:.5f}"
-        assert step.loss == pytest.approx(other.loss, rel=1e-3), f"loss and norm {pair}"
-        assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-2), f"loss and norm {pair}"
+        assert step.loss == pytest.approx(other.loss, rel=3e-4), f"loss and norm {pair}"
+        assert step.grad_norm == pytest.approx(other.grad_norm, rel=5e-3), f"loss and norm {pair}"
