@@ -6,14 +6,15 @@ import pytest
 
 from petatron.verify.matrix import parse_entry
 from tests.dist import RankPool
-from tests.nccl.layouts import train, wide_run
+from tests.nccl.layouts import train, wide_flags, wide_run
 
 
 @pytest.mark.parametrize("name", ["dense:dp2-zero1", "dense:dp2-fsdp", "dense:tp2-sp.dp2-zero1"])
 def test_fp8_parameter_gather_changes_no_loss(gpu_ranks: RankPool, name: str):
     case = parse_entry(name)
-    fp8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
-    runs = [wide_run(case, case.flags, f"{fp8} {more}") for more in ("", "--fp8-param-gather")]
+    model = f"{wide_flags(case.model_flags)} --fp8-format hybrid --fp8-recipe tensorwise"
+    layouts = (case.flags, f"{case.flags} --fp8-param-gather")
+    runs = [wide_run(model, layout, world_size=case.world_size) for layout in layouts]
     for (plain, gathered), _ in gpu_ranks.run(train, case.world_size, runs, timeout_s=120):
         assert gathered[0].loss == pytest.approx(plain[0].loss, rel=1e-6)
         # Kernels of the backward pass add up in no fixed order, so the second step is no longer the same to the bit.

@@ -8,21 +8,10 @@ from __future__ import annotations
 import pytest
 
 from petatron.verify.matrix import parse_entry
-from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
-from tests.nccl.layouts import train, wide_run
-from tests.nccl.test_matrix import assert_close
+from tests.nccl.layouts import assert_close, train, wide_flags, wide_reference, wide_run
 
-MUON = "--bf16 --optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"
-_REFERENCES: list[list[StepTrace]] = []
-
-
-def reference(pool: RankPool) -> list[StepTrace]:
-    """One process on the GPU, trained once for all layouts."""
-    if not _REFERENCES:
-        run = wide_run(parse_entry("dense:tp2"), "", MUON)
-        _REFERENCES.append(pool.run(train, 1, [run], timeout_s=120)[0][0][0])
-    return _REFERENCES[0]
+MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +26,9 @@ def reference(pool: RankPool) -> list[StepTrace]:
     ],
 )
 def test_a_layout_over_nccl_equals_one_process(gpu_ranks: RankPool, name: str, buckets: str):
-    case, wanted = parse_entry(name), reference(gpu_ranks)
-    run = wide_run(case, case.flags, f"{MUON} {buckets}")
+    case = parse_entry(name)
+    model = f"{wide_flags(case.model_flags)} {MUON}"
+    wanted = wide_reference(gpu_ranks, model)
+    run = wide_run(model, f"{case.flags} {buckets}", world_size=case.world_size)
     for (steps,), _ in gpu_ranks.run(train, case.world_size, [run], timeout_s=120):
         assert_close(steps, wanted)

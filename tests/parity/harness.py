@@ -77,13 +77,13 @@ def layout_run(layout: str, model: str, *, world_size: int, dtype: str) -> RunCo
     return run
 
 
-def _few_micro_batches(layout: str, model: str, *, world_size: int, dtype: str) -> str:
-    """Two micro-batches for experts on ranks that share their tokens, where nothing is said of batches."""
+def with_batch(model: str, layout: str, *, world_size: int, dtype: str) -> str:
+    """The model's flags, with two micro-batches for experts on ranks that share their tokens, where nothing is said of batches."""
     if "--num-experts" not in model or "batch-size" in model + layout:
-        return ""
+        return model
     sizes = tiny_run(f"{model} {layout}", world_size=world_size, dtype=dtype).parallel
     alone = sizes.data_parallel_size == sizes.pipeline_model_parallel_size == 1
-    return "--global-batch-size 4" if alone else ""
+    return f"{model} --global-batch-size 4" if alone else model
 
 
 @cache
@@ -95,7 +95,7 @@ def check_layout(
     ranks: RankPool, layout: str, model: str = "", *, world_size: int, dtype: str = "float64"
 ) -> TraceComparison:
     """Assert that a layout trains the same model as one process with one micro-batch size for all."""
-    model = f"{model} {_few_micro_batches(layout, model, world_size=world_size, dtype=dtype)}".strip()
+    model = with_batch(model, layout, world_size=world_size, dtype=dtype)
     run = layout_run(layout, model, world_size=world_size, dtype=dtype)
     traces, records = map(list, zip(*ranks.run(train_recorded, world_size, run)))
     check_order(records)

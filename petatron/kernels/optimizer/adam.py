@@ -27,6 +27,7 @@ from torch import Tensor
 HASH_FACTORS = (0x7FEB352D, 0x5BD1E995)
 """Odd and below 2^31, so that a product with 32 bits fits into 63."""
 _CHUNK = 1 << 20  # elements at a time: temporaries stay in the caches of a CPU
+_NORM_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +141,14 @@ def adamw_fused(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamR
 
 
 def sum_of_squares(views: Sequence[Tensor]) -> Tensor:
-    """Sums squares by torch's norm of many tensors at once: each in the precision of the result, and all in float64."""
+    """Sums squares by torch's norm of many tensors at once: each in the precision of the result, and all in float64.
+
+    On a CPU each is a short part of a tensor: torch adds up in one accumulator per lane there, which in float32 makes the norm of
+    10 million elements 0.1 % too small and that of 100 million 3 %.
+    """
     wide = torch.promote_types(views[0].dtype, torch.float32)
-    norms = torch._foreach_norm(list(views), dtype=wide)
+    parts = [part for view in views for part in (view.split(_NORM_CHUNK) if view.device.type == "cpu" else (view,))]
+    norms = torch._foreach_norm(parts, dtype=wide)
     return torch.stack(norms).double().square().sum().to(wide)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import later, over_nccl
 from tests.parity.harness import check_layout, reference
 
 MODEL = (
@@ -17,14 +17,14 @@ MODEL = (
 )
 A2A, GATHER = "--moe-token-dispatcher-type alltoall", "--moe-token-dispatcher-type allgather"
 LAYOUTS = [
-    (f"--tp 2 --ep 2 --dp 2 {A2A}", 4),
+    over_nccl(f"--tp 2 --ep 2 --dp 2 {A2A}", 4),
     (f"--tp 2 --sequence-parallel {GATHER}", 2),
     later(f"--tp 2 --ep 2 --etp 1 --sequence-parallel {A2A}", 2),
     later(f"--ep 2 --dp 2 {GATHER}", 2),
     later(f"--tp 2 --dp 2 --ep 2 {GATHER} --no-moe-grouped-gemm", 4),
-    later(f"--cp 2 --ep 2 {A2A}", 2),
-    later(f"--pp 2 --tp 2 {A2A}", 4),
-    later(f"--dp 2 --ep 2 {A2A} --data-parallel-sharding-strategy optim_grads_params", 2),
+    later(f"--cp 2 --ep 2 {A2A}", 2, nccl=True),
+    later(f"--pp 2 --tp 2 {A2A}", 4, nccl=True),
+    later(f"--dp 2 --ep 2 {A2A} --data-parallel-sharding-strategy optim_grads_params", 2, nccl=True),
     later(f"--tp 2 {A2A} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2),
 ]
 

@@ -9,7 +9,7 @@ import torch
 
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import later, over_nccl
 from tests.parity.harness import check_layout, reference, tiny_run
 from tests.parity.state.resharding import END, STOP, live, whole
 
@@ -30,37 +30,35 @@ KIMI = (
 )
 SHARED_KEYS = f"{VARIANT} [1,1] {SIZES} --linear-num-key-heads 2 --linear-key-head-dim 6"
 PACKED = "--reset-attention-mask --reset-position-ids"
+LAYOUTS = [
+    over_nccl("--tp 2 --sequence-parallel", 2, KIMI),
+    over_nccl("--cp 2 --tp 2", 4, f"{DENSE} {PACKED}"),
+    ("--pp 2 --recompute-granularity selective --recompute-modules delta core_attn", 2, DENSE),
+    later("--tp 4", 4, DENSE),
+    later("--tp 4 --sequence-parallel", 4, SHARED_KEYS),
+    later("--tp 2 --sequence-parallel --tp-comm-overlap", 2, KIMI),
+    later("--pp 2 --num-layers-per-virtual-pipeline-stage 1", 2, DENSE, nccl=True),
+    later("--pp 2 --pipeline-schedule zb-h1 --tp 2 --sequence-parallel", 4, KIMI, nccl=True),
+    later("--pp 2 --pipeline-schedule zb-v", 2, DENSE),
+    later("--dp 2 --use-distributed-optimizer", 2, KIMI),
+    later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, DENSE, nccl=True),
+    later("--tp 2 --sequence-parallel --recompute-granularity selective --recompute-modules delta mlp", 2, DENSE),
+    later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --pp 2", 2, KIMI),
+    later("--tp 2 --pp 2 --sequence-parallel --cpu-offloading-num-layers 1", 4, DENSE),
+    later("--cp 2", 2, KIMI),
+    later("--cp 4", 4, SHARED_KEYS, nccl=True),
+    later("--cp 2 --cp-comm-type all_gather", 2, f"{DENSE} {PACKED}"),
+    later("--cp 2 --cp-comm-type a2a", 2, f"{KIMI} {PACKED}", nccl=True),
+    later("--cp 2 --tp 2 --sequence-parallel", 4, f"{KIMI} {PACKED}"),
+    later("--cp 2 --pp 2", 4, DENSE),
+    later("--cp 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2, DENSE),
+    later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, KIMI),
+    later("--ep 2 --dp 2", 2, KIMI, nccl=True),
+    later("--dp 2 --use-distributed-optimizer --tp 2 --optimizer muon", 4, f"{DENSE} --optimizer muon"),
+]
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size", "model"),
-    [
-        ("--tp 2 --sequence-parallel", 2, KIMI),
-        ("--cp 2 --tp 2", 4, f"{DENSE} {PACKED}"),
-        ("--pp 2 --recompute-granularity selective --recompute-modules delta core_attn", 2, DENSE),
-        later("--tp 4", 4, DENSE),
-        later("--tp 4 --sequence-parallel", 4, SHARED_KEYS),
-        later("--tp 2 --sequence-parallel --tp-comm-overlap", 2, KIMI),
-        later("--pp 2 --num-layers-per-virtual-pipeline-stage 1", 2, DENSE),
-        later("--pp 2 --pipeline-schedule zb-h1 --tp 2 --sequence-parallel", 4, KIMI),
-        later("--pp 2 --pipeline-schedule zb-v", 2, DENSE),
-        later("--dp 2 --use-distributed-optimizer", 2, KIMI),
-        later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, DENSE),
-        later("--tp 2 --sequence-parallel --recompute-granularity selective --recompute-modules delta mlp", 2, DENSE),
-        later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --pp 2", 2, KIMI),
-        later("--tp 2 --pp 2 --sequence-parallel --cpu-offloading-num-layers 1", 4, DENSE),
-        later("--cp 2", 2, KIMI),
-        later("--cp 4", 4, SHARED_KEYS),
-        later("--cp 2 --cp-comm-type all_gather", 2, f"{DENSE} {PACKED}"),
-        later("--cp 2 --cp-comm-type a2a", 2, f"{KIMI} {PACKED}"),
-        later("--cp 2 --tp 2 --sequence-parallel", 4, f"{KIMI} {PACKED}"),
-        later("--cp 2 --pp 2", 4, DENSE),
-        later("--cp 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2, DENSE),
-        later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, KIMI),
-        later("--ep 2 --dp 2", 2, KIMI),
-        later("--dp 2 --use-distributed-optimizer --tp 2 --optimizer muon", 4, f"{DENSE} --optimizer muon"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_trains_the_same_model(ranks: RankPool, layout: str, world_size: int, model: str):
     check_layout(ranks, layout, model, world_size=world_size)
 

@@ -74,6 +74,13 @@ LAYOUTS = {
 AT_ONCE = ("tp2-sp", "cp2")
 
 
+def flags_of(model: str, layout: str) -> tuple[str, str, int]:
+    """Flags of the model and of the layout, and its ranks; documents belong to both, so that one process has them too."""
+    flags, world_size = LAYOUTS[layout]
+    documents = "--reset-attention-mask --reset-position-ids"
+    return f"{MODELS[model]} {documents}" if documents in flags else MODELS[model], flags, world_size
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -83,10 +90,8 @@ AT_ONCE = ("tp2-sp", "cp2")
     ],
 )
 def test_every_layout_trains_the_same_model(ranks: RankPool, model: str, layout: str):
-    flags, world_size = LAYOUTS[layout]
-    documents = "--reset-attention-mask --reset-position-ids"
-    packed = f" {documents}" if documents in flags else ""
-    check_layout(ranks, flags, MODELS[model] + packed, world_size=world_size)
+    model_flags, layout_flags, world_size = flags_of(model, layout)
+    check_layout(ranks, layout_flags, model_flags, world_size=world_size)
 
 
 @pytest.mark.parametrize("model", MODELS)

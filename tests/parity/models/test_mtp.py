@@ -13,42 +13,46 @@ TWO = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7"
 LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 7 --q-lora-rank 20 --qk-layernorm"
 EXPERTS = f"{TWO} {LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
 BIASED = f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+DEEP = f"{TWO} --num-layers 4"
 TIED = f"{TWO} --no-untie-embeddings-and-output-weights"
+LAYOUTS = [
+    ("--tp 2 --sequence-parallel", 2, TWO),
+    ("--pp 2", 2, TWO),
+    ("--cp 2", 2, TWO),
+    ("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, TWO),
+    ("--ep 2", 2, BIASED),
+    later("--tp 2", 2, TWO),
+    later("--tp 2 --sequence-parallel --tp-comm-overlap", 2, TWO),
+    later("--tp 2", 2, TIED),
+    later("--pp 2", 2, TIED, nccl=True),
+    later("--pp 2 --pipeline-schedule zb-v", 2, DEEP),
+    later("--pp 2 --pipeline-schedule zb-v", 2, f"{TIED} --num-layers 4"),
+    later("--pp 2 --pipeline-schedule zb-h1", 2, TIED),
+    later("--pp 2 --pipeline-schedule gpipe", 2, MTP),
+    later("--pp 2 --num-layers-per-virtual-pipeline-stage 1", 2, DEEP),
+    later("--pp 2 --pipeline-model-parallel-layout Ett|mmL", 2, TWO, nccl=True),
+    later("--pp 4 --pipeline-model-parallel-layout Et|t|tt|mmL", 4, DEEP, nccl=True),
+    # The depths are a virtual stage of their own.
+    later("--tp 2 --pp 2 --sequence-parallel --pipeline-model-parallel-layout Et|t|tt|mmL", 4, DEEP, nccl=True),
+    later("--pp 2 --cp 2 --pipeline-model-parallel-layout Et|tt|t|mmL", 4, DEEP, nccl=True),
+    later("--pp 2 --dp 2 --use-distributed-optimizer --pipeline-model-parallel-layout Ett|mmL", 4, TIED),
+    later("--tp 2 --pp 2 --sequence-parallel", 4, TWO, nccl=True),
+    later("--dp 2 --use-distributed-optimizer", 2, TWO),
+    later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, TIED),
+    later("--dp 2 --pp 2 --data-parallel-sharding-strategy optim_grads", 4, TWO),
+    later("--cp 2 --cp-comm-type all_gather", 2, TWO),
+    later("--cp 2", 2, f"{TWO} --reset-attention-mask --reset-position-ids"),
+    later("--pp 2 --cp 2", 4, TWO, nccl=True),
+    later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1, TWO),
+    later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --pp 2", 2, TWO),
+    later("--recompute-granularity selective --recompute-modules core_attn mlp --tp 2 --sequence-parallel", 2, TWO),
+    later("--cpu-offloading-num-layers 2", 1, TWO),
+    later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, BIASED),
+    later("--pp 2 --ep 2", 4, BIASED, nccl=True),
+    later("--tp 2 --sequence-parallel --optimizer muon", 2, f"{TWO} --optimizer muon"),
+]
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size", "model"),
-    [
-        ("--tp 2 --sequence-parallel", 2, TWO),
-        ("--pp 2", 2, TWO),
-        ("--cp 2", 2, TWO),
-        ("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, TWO),
-        ("--ep 2", 2, BIASED),
-        later("--tp 2", 2, TWO),
-        later("--tp 2 --sequence-parallel --tp-comm-overlap", 2, TWO),
-        later("--tp 2", 2, TIED),
-        later("--pp 2", 2, TIED),
-        later("--pp 2 --pipeline-schedule zb-v --num-layers 4", 2, f"{TWO} --num-layers 4"),
-        later("--pp 2 --pipeline-schedule zb-v --num-layers 4", 2, f"{TIED} --num-layers 4"),
-        later("--pp 2 --pipeline-schedule zb-h1", 2, TIED),
-        later("--pp 2 --pipeline-schedule gpipe", 2, MTP),
-        later("--pp 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4", 2, f"{TWO} --num-layers 4"),
-        later("--pp 2 --pipeline-model-parallel-layout Ett|mmL", 2, TWO),
-        later("--tp 2 --pp 2 --sequence-parallel", 4, TWO),
-        later("--dp 2 --use-distributed-optimizer", 2, TWO),
-        later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, TIED),
-        later("--dp 2 --pp 2 --data-parallel-sharding-strategy optim_grads", 4, TWO),
-        later("--cp 2 --cp-comm-type all_gather", 2, TWO),
-        later("--cp 2", 2, f"{TWO} --reset-attention-mask --reset-position-ids"),
-        later("--pp 2 --cp 2", 4, TWO),
-        later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1, TWO),
-        later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --pp 2", 2, TWO),
-        later("--recompute-granularity selective --recompute-modules core_attn mlp --tp 2 --sequence-parallel", 2, TWO),
-        later("--cpu-offloading-num-layers 2", 1, TWO),
-        later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, BIASED),
-        later("--pp 2 --ep 2", 4, BIASED),
-        later("--tp 2 --sequence-parallel --optimizer muon", 2, f"{TWO} --optimizer muon"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_trains_the_same_model(ranks: RankPool, layout: str, world_size: int, model: str):
     check_layout(ranks, layout, model, world_size=world_size)

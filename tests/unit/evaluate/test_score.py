@@ -22,6 +22,7 @@ from petatron.models.registry import model_spec
 from petatron.train.build_run import build_model
 from tests.dist import RankPool
 from tests.hf.ours import run_config
+from tests.longform import over_nccl
 from tests.parity.harness import tiny_run
 
 LENGTHS = (24, 3, 1, 9, 64, 2, 17)
@@ -51,10 +52,13 @@ def test_scores_equal_transformers(family: str, tmp_path: Path):
         assert score.greedy.tolist() == (logits.argmax(-1) == torch.tensor(ids[1:])).tolist()
 
 
-def _score(run: RunConfig, sequences: list[list[int]], batch_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    model = build_model(run, ParallelMesh(Layout.from_config(run.parallel), rank))
-    scores = score_sequences(model, sequences, batch_tokens=batch_tokens)
+def _score(run: RunConfig) -> tuple[np.ndarray, np.ndarray]:
+    return score(run, ParallelMesh(Layout.from_config(run.parallel), dist.get_rank()), batch_tokens=48)
+
+
+def score(run: RunConfig, mesh: ParallelMesh, *, batch_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Runs on a rank: log-probabilities of `SEQUENCES`, and which tokens are greedy."""
+    scores = score_sequences(build_model(run, mesh), SEQUENCES, batch_tokens=batch_tokens)
     return np.concatenate([x.logprobs for x in scores]), np.concatenate([x.greedy for x in scores])
 
 
@@ -62,24 +66,24 @@ MODEL = "--num-layers 4 --max-position-embeddings 64 --vocab-size 37"
 EXPERTS = f"{MODEL} --num-experts 4 --moe-router-topk 2"
 
 
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        ("--tp 2 --sequence-parallel", MODEL),
-        ("--pp 2", MODEL),
-        ("--pp 2 --num-virtual-stages-per-pipeline-rank 2", MODEL),
-        ("--cp 2", MODEL),
-        ("--dp 2", MODEL),
-        ("--dp 2 --data-parallel-sharding-strategy optim_grads_params", MODEL),
-        ("--dp 2 --ep 2", EXPERTS),
-    ],
-)
+# Greedy ids repeat, so that some targets are greedy.
+SEQUENCES = [*_sequences(37), [5] * 20]
+LAYOUTS = [
+    over_nccl("--tp 2 --sequence-parallel", MODEL),
+    ("--pp 2", MODEL),
+    over_nccl("--pp 2 --num-virtual-stages-per-pipeline-rank 2", MODEL),
+    over_nccl("--cp 2", MODEL),
+    ("--dp 2", MODEL),
+    ("--dp 2 --data-parallel-sharding-strategy optim_grads_params", MODEL),
+    over_nccl("--dp 2 --ep 2", EXPERTS),
+]
+
+
+@pytest.mark.parametrize(("layout", "model"), LAYOUTS)
 def test_layouts_agree(ranks: RankPool, layout: str, model: str):
-    # Greedy ids repeat, so that some targets are greedy.
-    sequences = [*_sequences(37), [5] * 20]
-    expected, greedy = _score(tiny_run(model, dtype="float64"), sequences, 64)
+    expected, greedy = score(tiny_run(model, dtype="float64"), ParallelMesh.single(), batch_tokens=64)
     run = tiny_run(f"{model} {layout}", world_size=2, dtype="float64")
-    for found, same in ranks.run(_score, 2, run, sequences, 48):
+    for found, same in ranks.run(_score, 2, run):
         assert found == pytest.approx(expected, rel=1e-10)
         assert (same == greedy).all() and greedy.any()
 

@@ -20,7 +20,7 @@ from petatron.layers.spec.generation_state import PagedState
 from petatron.models.decoder import Decoder
 from petatron.models.registry import model_spec
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import later, over_nccl
 from tests.unit.infer.test_engine import GREEDY, check_by_hand, exact_model
 from tests.unit.infer.test_fp8_weights import weights_of
 from tests.unit.infer.test_sample import LATENT, LATENT_YARN, model_in
@@ -105,17 +105,17 @@ def answers(flags: str, world_size: int) -> list[tuple[list[int], list[float]]]:
     return [(answer.ids, [each.logprob for each in answer.logprobs]) for [answer] in found]
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size", "model"),
-    [
-        ("--tp 2 --sequence-parallel", 2, LATENT),
-        ("--tp 2 --pp 2", 4, LATENT_YARN),
-        later("--tp 2", 2, LATENT_YARN),
-        later("--pp 2", 2, LATENT),
-        later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, LATENT),
-        ("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, f"{LATENT} {EXPERTS}"),
-    ],
-)
+LAYOUTS = [
+    over_nccl("--tp 2 --sequence-parallel", 2, LATENT),
+    ("--tp 2 --pp 2", 4, LATENT_YARN),
+    later("--tp 2", 2, LATENT_YARN),
+    later("--pp 2", 2, LATENT),
+    later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, LATENT),
+    over_nccl("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, f"{LATENT} {EXPERTS}"),
+]
+
+
+@pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_continues_alike(ranks: RankPool, layout: str, world_size: int, model: str):
     alone = answers(f"--fp64 {model}", 1)
     flags = f"--fp64 --micro-batch-size 1 {model} {layout}"

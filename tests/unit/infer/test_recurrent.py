@@ -16,7 +16,7 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.step.layer_states import layer_states, page_bytes, slot_bytes
 from petatron.layers.spec.generation_state import PagedState, RecurrentState, StateTensor
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import later, over_nccl
 from tests.unit.infer.test_engine import GREEDY, check_by_hand, exact_model
 from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
 
@@ -147,25 +147,25 @@ def answers(flags: str, world_size: int) -> list[tuple[list[int], list[float]]]:
     return [(answer.ids, [each.logprob for each in answer.logprobs]) for [answer] in found]
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size", "model"),
-    [
-        ("--tp 2 --sequence-parallel", 2, HYBRID),
-        ("--tp 2 --pp 2", 4, ONE_NORM),
-        later("--tp 2", 2, MAMBA),
-        later("--pp 2", 2, MAMBA),
-        later("--tp 4", 4, MAMBA),
-        later("--dp 2", 2, HYBRID),
-        later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, HYBRID),
-        ("--dp 2 --ep 2", 2, EXPERTS),
-        ("--tp 2 --sequence-parallel", 2, NEXT),
-        later("--tp 2 --pp 2", 4, NEXT),
-        ("--tp 2 --sequence-parallel", 2, KIMI),
-        later("--tp 2 --pp 2", 4, KIMI),
-        later("--tp 4", 4, DELTA),
-        later("--dp 2 --ep 2", 2, NEXT),
-    ],
-)
+LAYOUTS = [
+    over_nccl("--tp 2 --sequence-parallel", 2, HYBRID),
+    over_nccl("--tp 2 --pp 2", 4, ONE_NORM),
+    later("--tp 2", 2, MAMBA),
+    later("--pp 2", 2, MAMBA),
+    later("--tp 4", 4, MAMBA),
+    later("--dp 2", 2, HYBRID),
+    later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, HYBRID),
+    ("--dp 2 --ep 2", 2, EXPERTS),
+    ("--tp 2 --sequence-parallel", 2, NEXT),
+    later("--tp 2 --pp 2", 4, NEXT),
+    over_nccl("--tp 2 --sequence-parallel", 2, KIMI),
+    later("--tp 2 --pp 2", 4, KIMI),
+    later("--tp 4", 4, DELTA, nccl=True),
+    later("--dp 2 --ep 2", 2, NEXT, nccl=True),
+]
+
+
+@pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_continues_alike(ranks: RankPool, layout: str, world_size: int, model: str):
     alone = answers(f"--fp64 {model}", 1)
     flags = f"--fp64 --micro-batch-size 1 {model} {layout}"

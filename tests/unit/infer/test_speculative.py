@@ -30,7 +30,7 @@ from petatron.models.mtp_batch import add_shifted_arrays
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_model, build_optimizer
 from tests.dist import RankPool
-from tests.longform import every_second, later
+from tests.longform import every_second, later, over_nccl
 from tests.unit.infer.test_sample import LATENT, MODEL, POSITIONS, VOCAB, model_in
 
 PROMPTS = [[5, 17, 90, 3, 3], [1], [2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4, 5, 6, 50]]
@@ -279,18 +279,18 @@ def answers(flags: str, world_size: int) -> tuple[list[tuple[list[int], list[flo
     return rows, accepted
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size", "model"),
-    [
-        later("--tp 2", 2, ""),
-        ("--tp 2 --sequence-parallel", 2, f"{LATENT} --mtp-num-layers 2"),
-        later("--dp 2", 2, ""),
-        ("--ep 2 --dp 2", 2, EXPERTS),
-        later("--tp 2 --sequence-parallel", 2, ""),
-        later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, ""),
-        later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, f"{LATENT} {EXPERTS}"),
-    ],
-)
+LAYOUTS = [
+    later("--tp 2", 2, "", nccl=True),
+    over_nccl("--tp 2 --sequence-parallel", 2, f"{LATENT} --mtp-num-layers 2"),
+    later("--dp 2", 2, ""),
+    over_nccl("--ep 2 --dp 2", 2, EXPERTS),
+    later("--tp 2 --sequence-parallel", 2, ""),
+    later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, ""),
+    later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, f"{LATENT} {EXPERTS}"),
+]
+
+
+@pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_drafts_alike(ranks: RankPool, layout: str, world_size: int, model: str):
     flags = f"--fp64 --mtp-num-layers 1 {model} --vocab-size 24"
     alone, _ = answers(flags, 1)

@@ -15,10 +15,15 @@ MODELS = {
     "tied-gpt-with-biases": "--position-embedding-type learned_absolute --normalization LayerNorm --activation gelu "
     "--add-bias-linear --no-untie-embeddings-and-output-weights --num-query-groups 2 --vocab-size 12",
 }
+LAYOUTS = ("--tp 4", "--tp 4 --sequence-parallel", "--tp 2 --dp 2")
 
 
 def _numbers(run: RunConfig) -> tuple[float, float, int]:
-    mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank() if dist.is_initialized() else 0)
+    return numbers(run, ParallelMesh(Layout.from_config(run.parallel), dist.get_rank() if dist.is_initialized() else 0))
+
+
+def numbers(run: RunConfig, mesh: ParallelMesh) -> tuple[float, float, int]:
+    """Runs on a rank: the norms of gradients and weights, and how many gradients are zero."""
     model = build_model(run, mesh)
     optimizer = build_optimizer(run, model)
     model.train_step(next(iter(build_loader(run, mesh))))
@@ -31,7 +36,7 @@ def test_layouts_agree(ranks: RankPool, model: str):
     grad, weight, zeros = _numbers(tiny_run(model, dtype="float64"))
     # With a head of its own, the whole embedding row of an id that the batch does not hold gets exactly zero.
     assert grad > 0.0 and (zeros >= 32) == ("--no-untie" not in model)
-    for layout in ("--tp 4", "--tp 4 --sequence-parallel", "--tp 2 --dp 2"):
+    for layout in LAYOUTS:
         for found in ranks.run(_numbers, 4, tiny_run(f"{model} {layout}", world_size=4, dtype="float64")):
             assert found[:2] == pytest.approx((grad, weight), rel=1e-12), layout
             assert abs(found[2] - zeros) <= 2, layout  # a gradient may round to zero in one layout alone
