@@ -60,7 +60,8 @@ def test_what_our_step_costs_the_host(tmp_path: Path, capsys: pytest.CaptureFixt
     found = bench(tmp_path, "--host", "--no-bf16")["host"]
     calls = host_calls([*SMALL, "--no-bf16"])
     assert found["depths"] == [2, 4] and found["calls"] == asdict(calls) and found["us"]["forward"] > 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
+    assert "no effect" not in told, "nobody typed --no-cuda-graphs"
     assert f"{calls.forward:,.0f} and {calls.backward:,.0f} calls of Python; per step elsewhere" in shown
 
 
