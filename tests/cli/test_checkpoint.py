@@ -146,7 +146,12 @@ def _unlike_tables(step: Path) -> None:
 
 DAMAGE = {
     "flipped bit in the state": (_flip(STATE), STATE, "digest differs in bytes 0 to", "its digest differs"),
-    "flipped bit in the weights": (_flip(WEIGHTS), WEIGHTS, "digest differs in bytes 0 to", None),  # master weights are read
+    "flipped bit in the weights": (
+        _flip(WEIGHTS),
+        WEIGHTS,
+        "digest differs in bytes 0 to",
+        None,
+    ),  # master weights are read
     "truncated shard": (_truncate, STATE, "bytes where", "bytes where"),
     "missing file": (lambda step: (step / STATE).unlink(), STATE, "is missing", "is missing"),
     "missing document": (

@@ -1,8 +1,8 @@
 """Checks `model/` of a step whose weights were loaded from the master weights.
 
-A run with master weights reads these and casts the model's from them, so no load would notice damage in the 16-bit copy, which generation,
-evaluation and transformers read. The copy is 2 bytes of a parameter beside 12 of the state, and the ranks share its files. Training does not
-need it: damage there is a warning.
+A run with master weights reads these and casts the model's from them, so no load would notice damage in the 16-bit copy, which
+generation, evaluation and transformers read. The copy is 2 bytes of a parameter beside 12 of the state, and the ranks share its files.
+Training does not need it: damage there is a warning.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def warn_of_damaged_model_folder(step: Path, control: Axis) -> None:
     found = [problem for of_rank in all_gather_objects(problems, control) for problem in of_rank]
     for problem in found if control.rank == 0 else ():
         _log.warning(
-            "%s. Training goes on from the master weights in %s, which are sound, and the next save writes all files anew. Restore this one "
-            "from a copy before anything reads the model of this step",
+            "%s. Training goes on from the master weights in %s, which are sound, and the next save writes all files anew. "
+            "Restore this one from a copy before anything reads the model of this step",
             problem,
             step / step_folder.STATE_FOLDER,
         )
