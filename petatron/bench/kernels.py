@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import add_device_argument, minimum_problems, resolve_device
+from petatron.bench.measure.arguments import (
+    add_device_argument,
+    add_only_argument,
+    minimum_problems,
+    resolve_device,
+    select_names,
+)
 from petatron.bench.measure.units import format_si
 
 if TYPE_CHECKING:
@@ -46,9 +52,7 @@ _log = get_logger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--only", nargs="+", choices=OPERATION_NAMES, metavar="NAME", help=f"some of: {', '.join(OPERATION_NAMES)}"
-    )
+    add_only_argument(parser, OPERATION_NAMES)
     add_device_argument(parser)
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument(
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace) -> BenchResult:
 
     device = resolve_device(args.device, problems=minimum_problems({"--repeat": (args.repeat, 1)}))
     place = BenchContext.from_device(device, allow_compile=not args.no_compile)
-    names = OPERATION_NAMES if args.only is None else [name for name in OPERATION_NAMES if name in args.only]
+    names = select_names(args.only, OPERATION_NAMES)
     choices = choose_all_kernels(place.kernel_context)
     _log.info("measuring the device: a copy and a GEMM")
     speed = DeviceSpeed.measure(place, repeat=args.repeat)

@@ -3,7 +3,7 @@
 On a GPU a configuration trains two steps, of which the second is measured, and the next begins with its memory free. What the device
 cannot hold, as predicted, is left out. On a CPU shapes are tiny, and there is no allocator to ask: what is predicted and measured is
 state with all gradients and the tensors saved for backward (`measure/memory_snapshot.py`), without workspace; what that does not see
-(FP8 weights, recompute, offload) is left out there.
+(FP8 weights, recompute, offload, a second micro-batch) is left out there. Labels say which forms are tiny.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from petatron.bench.measure.arguments import add_device_argument
+from petatron.bench.measure.arguments import add_device_argument, add_only_argument, select_names
 
 if TYPE_CHECKING:
     import torch
@@ -22,36 +22,52 @@ if TYPE_CHECKING:
     from petatron.bench.result import BenchResult
 
 _TOLERANCE = 0.03
-_1B = "llama-1b --seq-length 4096 --micro-batch-size 8"
-_8B = "llama-8b-8layer --seq-length 8192 --micro-batch-size 2"
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-_TINY = "--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 8 --kv-channels 16 --seq-length 128 --vocab-size 512"
+_1B, _1B_SHAPE = "llama-1b", "--seq-length 4096 --micro-batch-size 8"
+_8B, _8B_SHAPE = "llama-8b-8layer", "--seq-length 8192 --micro-batch-size 2"
+_TINY_HEADS = "--num-attention-heads 8 --kv-channels 16 --vocab-size 512"
+_TINY_1B = f"--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 {_TINY_HEADS} --seq-length 128 --micro-batch-size 2"
+_TINY_8B = f"--num-layers 3 --hidden-size 256 --ffn-hidden-size 896 {_TINY_HEADS} --seq-length 256 --micro-batch-size 1"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCase:
-    """A configuration: a run's flags, and those that make it tiny; None where a CPU cannot measure it."""
+    """A configuration: a preset, its shape, a smaller one for a CPU (None where that cannot measure it), and what is special of it."""
 
-    flags: str
-    tiny: str | None = _TINY
+    preset: str
+    shape: str
+    tiny_shape: str | None
+    features: str = ""
+
+    @property
+    def flags(self) -> str:
+        return f"{self.preset} {self.shape} {self.features}".strip()
+
+    @property
+    def tiny_flags(self) -> str | None:
+        return None if self.tiny_shape is None else f"{self.preset} {self.tiny_shape} {self.features}".strip()
 
 
 CASES = {
-    "1b": MemoryCase(_1B, f"{_TINY} --micro-batch-size 2"),
-    "1b-bf16-moments": MemoryCase(f"{_1B} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
-    "1b-optimizer-offload": MemoryCase(f"{_1B} --optimizer-cpu-offload --optimizer-offload-fraction 0.5", None),
-    "1b-mtp": MemoryCase(f"{_1B} --mtp-num-layers 1 --micro-batch-size 4"),
-    "8b": MemoryCase(_8B),
-    "8b-two-micro-batches": MemoryCase(f"{_8B} --global-batch-size 4"),
-    "8b-fp8-tensorwise": MemoryCase(f"{_8B} --fp8-format hybrid --fp8-recipe tensorwise", None),
-    "8b-fp8-blockwise": MemoryCase(f"{_8B} --fp8-format hybrid --fp8-recipe blockwise", None),
-    "8b-recompute-mlp": MemoryCase(f"{_8B} --recompute-granularity selective --recompute-modules mlp", None),
-    "8b-recompute-full": MemoryCase(f"{_8B} {_FULL}", None),
-    "8b-activation-offload": MemoryCase(f"{_8B} --cpu-offloading-num-layers 4", None),
-    "mixtral": MemoryCase("mixtral-slice --seq-length 4096 --micro-batch-size 1"),
+    "1b": MemoryCase(_1B, _1B_SHAPE, _TINY_1B),
+    "1b-bf16-moments": MemoryCase(_1B, _1B_SHAPE, _TINY_1B, "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+    "1b-optimizer-offload": MemoryCase(
+        _1B, _1B_SHAPE, None, "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
+    ),
+    "1b-mtp": MemoryCase(_1B, "--seq-length 4096 --micro-batch-size 4", _TINY_1B, "--mtp-num-layers 1"),
+    "8b": MemoryCase(_8B, _8B_SHAPE, _TINY_8B),
+    "8b-two-micro-batches": MemoryCase(_8B, _8B_SHAPE, None, "--global-batch-size 4"),
+    "8b-fp8-tensorwise": MemoryCase(_8B, _8B_SHAPE, None, "--fp8-format hybrid --fp8-recipe tensorwise"),
+    "8b-fp8-blockwise": MemoryCase(_8B, _8B_SHAPE, None, "--fp8-format hybrid --fp8-recipe blockwise"),
+    "8b-recompute-mlp": MemoryCase(_8B, _8B_SHAPE, None, "--recompute-granularity selective --recompute-modules mlp"),
+    "8b-recompute-full": MemoryCase(_8B, _8B_SHAPE, None, _FULL),
+    "8b-activation-offload": MemoryCase(_8B, _8B_SHAPE, None, "--cpu-offloading-num-layers 4"),
+    "mixtral": MemoryCase("mixtral-slice", "--seq-length 4096 --micro-batch-size 1", _TINY_1B),
     "hybrid": MemoryCase(
-        "nemotron-h-8b --num-layers 13 --hybrid-layer-pattern M-M-M-M*-M-M- --seq-length 4096 --micro-batch-size 2",
+        "nemotron-h-8b",
+        "--seq-length 4096 --micro-batch-size 2",
         None,
+        "--num-layers 13 --hybrid-layer-pattern M-M-M-M*-M-M-",
     ),
 }
 
@@ -78,7 +94,7 @@ class MeasuredCase:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_argument(parser)
-    parser.add_argument("--only", nargs="+", choices=tuple(CASES), metavar="NAME", help=f"some of {', '.join(CASES)}")
+    add_only_argument(parser, tuple(CASES))
 
 
 def run(args: argparse.Namespace) -> BenchResult:
@@ -89,10 +105,14 @@ def run(args: argparse.Namespace) -> BenchResult:
     from petatron.bench.measure.timing import free_cached_memory
 
     device, info = resolve_device(args.device), detect_device(args.device)
+    names = select_names(args.only, tuple(CASES))
     found: dict[str, MeasuredCase] = {}
-    for name in args.only or CASES:
-        get_logger(__name__).info("%s: %s", name, CASES[name].flags)
-        found[name] = _measure(CASES[name], device, info)
+    for name in names:
+        case = CASES[name]
+        get_logger(__name__).info(
+            "%s: %s", name, case.flags if device.type == "cuda" else case.tiny_flags or case.flags
+        )
+        found[name] = _measure(case, device, info)
         free_cached_memory(device)
     return _result(found, info)
 
@@ -100,9 +120,9 @@ def run(args: argparse.Namespace) -> BenchResult:
 def _measure(case: MemoryCase, device: torch.device, info: DeviceInfo) -> MeasuredCase:
     if device.type == "cuda":
         return measure_on_gpu(_spec(case.flags, device), info)
-    if case.tiny is None:
+    if case.tiny_flags is None:
         return MeasuredCase(_forecast(_spec(case.flags, device)), None, "not measured on a CPU")
-    tiny = _spec(f"{case.flags} {case.tiny}", device)
+    tiny = _spec(case.tiny_flags, device)
     return MeasuredCase(_saved_and_state_bytes(tiny), _snapshot_bytes(tiny))
 
 
@@ -159,13 +179,17 @@ def _peak_bytes(spec: BenchSpec) -> int:
     return torch.cuda.max_memory_allocated(spec.device) - before
 
 
+def _label(name: str, case: MeasuredCase, info: DeviceInfo) -> str:
+    return f"{name}, a tiny form" if info.kind == "cpu" and case.measured is not None else name
+
+
 def _result(found: dict[str, MeasuredCase], info: DeviceInfo) -> BenchResult:
     from petatron.bench.measure.machine import versions
     from petatron.bench.result import BenchResult
 
     ratios = {name: case.ratio for name, case in found.items() if case.ratio is not None}
     rows = [("device", f"{info.name}; " + ", ".join(f"{name} {value}" for name, value in versions().items() if value))]
-    rows += [(name, case.describe()) for name, case in found.items()]
+    rows += [(_label(name, case, info), case.describe()) for name, case in found.items()]
     within = sum(abs(ratio - 1.0) <= _TOLERANCE for ratio in ratios.values())
     rows.append((f"within {_TOLERANCE:.0%}", f"{within} of {len(ratios)} that were measured"))
     cases = {

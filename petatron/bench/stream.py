@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import minimum_problems
+from petatron.bench.measure.arguments import minimum_problems, positive_problems
 from petatron.bench.peers import OURS
 from petatron.config.required_settings import known_vocab_size
 
@@ -109,6 +109,7 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
 
     least = {name: (getattr(args, name[2:].replace("-", "_")), 1) for name in ("--requests", "--max-batch-size")}
     found = [*minimum_problems(least | {"--shortest": (args.shortest, 1), "--longest": (args.longest, args.shortest)})]
+    found += positive_problems({"--peer-seconds": args.peer_seconds})
     positions = spec.run.model.max_position_embeddings
     if 2 * args.longest > positions:
         rule = f"makes sequences of up to {2 * args.longest}, and the model has {positions} positions"

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import add_device_argument, positive_problems
+from petatron.bench.measure.arguments import add_device_argument, add_only_argument, positive_problems
+from petatron.bench.measure.suite_entries import ENTRIES, SuiteEntry, select_entries
 
 if TYPE_CHECKING:
-    from petatron.bench.measure.suite_entries import SuiteEntry
     from petatron.bench.measure.suite_table import SuiteRow
     from petatron.bench.result import BenchResult
 
@@ -43,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="time budget; models beyond it are left out (default: 600)",
     )
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="NAMES", help="these models, with commas (default: all)"
-    )
+    add_only_argument(parser, [entry.name for entry in ENTRIES])
     parser.add_argument("--out", metavar="DIR", help="folder for suite.json, suite.md and every model's log")
     parser.add_argument("--peer-path", action="append", default=[], metavar="DIR", help="as in bench train")
     parser.add_argument(
@@ -89,7 +87,6 @@ def _row_text(row: SuiteRow) -> str:
 
 def _measure_all(args: argparse.Namespace, out: Path | None) -> tuple[list[SuiteRow], dict[str, Any]]:
     from petatron.base.device import detect_device
-    from petatron.bench.measure.suite_entries import select_entries
 
     found = [*positive_problems({"--seconds": args.seconds})]
     for path in args.peer_path:
@@ -232,10 +229,18 @@ def _read_all(paths: Sequence[str]) -> tuple[list[SuiteRow], dict[str, Any]]:
 
 def _read_rows(path: Path) -> tuple[list[SuiteRow], dict[str, Any]]:
     """Reads what an earlier suite wrote."""
-    from petatron.bench.measure.suite_table import SuiteRow
+    from petatron.bench.measure.suite_table import rows_from_json
 
     try:
         content = json.loads(_read_text(path))
-        return [SuiteRow(**row) for row in content["rows"]], content["models"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path} was not written by petatron bench suite: {error!r}. Give its suite.json.") from error
+        reason = None if isinstance(content, dict) else "it is no JSON object"
+    except (ValueError, RecursionError):
+        content, reason = {}, "it is no JSON"
+    rows = rows_from_json(content["rows"]) if reason is None and "rows" in content else None
+    if reason is None and (rows is None or not isinstance(content.get("models"), dict)):
+        reason = "it lacks the rows of a table, or has others"
+    if rows is None or reason is not None:
+        raise DataError(
+            f"{path} was not written by petatron bench suite: {reason}. Give the suite.json that its --out wrote."
+        )
+    return rows, content["models"]

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.log import get_logger
 from petatron.bench import peers as contenders
-from petatron.bench.measure.arguments import minimum_problems
+from petatron.bench.measure.arguments import minimum_problems, positive_problems
 from petatron.bench.peers import OURS, OWN_BF16, PEERS
 
 if TYPE_CHECKING:
@@ -183,8 +183,7 @@ def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], devi
     elif args.only:
         found = [replace(it, where="--only") if it.where == "--against" else it for it in found]
     found += minimum_problems({"--steps": (args.steps, 1), "--block": (args.block, 1)})
-    if args.warmup_seconds < 0:
-        found.append(Problem("--warmup-seconds", str(args.warmup_seconds), "is negative", "Use 0 or more."))
+    found += positive_problems({"--warmup-seconds": args.warmup_seconds}, zero_allowed=True)
     beside_peers = not {OURS, OWN_BF16}.issuperset(names)
     if spec.micro_batches > 1 and beside_peers:
         rule = "makes steps of several micro-batches, and peers make an update after each"

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from petatron.base.log import configure_logging
 from petatron.base.terminal_escape import printable, raw_stream
 from petatron.base.text import align_columns, format_bytes
 from petatron.base.untrusted_files import reading_untrusted
+from petatron.checkpoint.files.step_list import naming_step_flag
 
 if TYPE_CHECKING:
     from petatron.checkpoint.inspect.diff_checkpoints import CheckpointDiff
@@ -33,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser(converting=bool(argv) and argv[0] == "convert").parse_args(argv)
     configure_logging()
     actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "prune": _prune}
-    if options.verb == "convert":
-        return importlib.import_module(_CONVERT).run(options)
-    return actions[options.verb](options)
+    action = importlib.import_module(_CONVERT).run if options.verb == "convert" else actions[options.verb]
+    with naming_step_flag("--step") if hasattr(options, "step") else nullcontext():
+        return action(options)
 
 
 def parser(*, converting: bool) -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ def use_cuda_graphs(run: RunConfig, model: ParallelModel) -> None:
     if mesh.device.type == "cuda":
         model.use_cuda_graphs(CudaGraphCapture(mesh.device, generators=[model.rng_streams.tp_shared]))
     elif mesh.rank == 0 and run.train.device != "cpu":  # an explicit CPU is reported with the flags
-        _log.info("--cuda-graphs has no effect: the device is a %s", mesh.device.type)
+        _log.info("note: --cuda-graphs has no effect: the CPU computes")
 
 
 def use_cuda_graphs_if_faster(run: RunConfig, model: ParallelModel) -> None:

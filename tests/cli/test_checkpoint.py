@@ -30,6 +30,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.train.state.train_state import TrainState
 from tests.golden.make_checkpoint import FOLDER, MODEL, RUN, STEP
 from tests.golden.reader import read_checkpoint
+from tests.heard import heard
 from tests.unit.checkpoint.rewriting import TABLE, rewrite_manifest, rewrite_table, tables
 
 STATE = "state/rank-00000.safetensors"
@@ -145,7 +146,12 @@ def _unlike_tables(step: Path) -> None:
 
 DAMAGE = {
     "flipped bit in the state": (_flip(STATE), STATE, "digest differs in bytes 0 to", "its digest differs"),
-    "flipped bit in the weights": (_flip(WEIGHTS), WEIGHTS, "digest differs in bytes 0 to", None),
+    "flipped bit in the weights": (
+        _flip(WEIGHTS),
+        WEIGHTS,
+        "digest differs in bytes 0 to",
+        None,
+    ),  # master weights are read
     "truncated shard": (_truncate, STATE, "bytes where", "bytes where"),
     "missing file": (lambda step: (step / STATE).unlink(), STATE, "is missing", "is missing"),
     "missing document": (
@@ -189,12 +195,24 @@ def test_damage_is_one_error_with_file_and_remedy(
     assert any(remedy in lines[1] for remedy in ("Restore it from a copy", "Move it elsewhere", "Use the version"))
     assert lines[2] == f"The newest good step is 6: --load {folder} --ckpt-step 6"
     if at_load is None:  # a load does not read that file, or does not need to believe it
-        assert state.load(str(folder))
+        with heard("petatron.train.state.check_model_folder") as warnings:
+            assert state.load(str(folder))
+        assert len(warnings) == (words.startswith("digest differs"))
+        goes_on = f"Training goes on from the master weights in {folder / NEWEST / 'state'}, which are sound"
+        assert all(str(folder / NEWEST / file) in text and goes_on in text for text in warnings)
         return
     with pytest.raises(CheckpointError, match=at_load) as failure:
         state.load(str(folder))
     assert file in str(failure.value)
-    assert "--ckpt-step (there are: 3, 6)" in str(failure.value) or "Use the version" in str(failure.value)
+    advice = f"take another step with --ckpt-step (there are: 3, 6; the newest of them is {folder / 'step-00000006'})"
+    assert advice in str(failure.value) or "Use the version" in str(failure.value)
+
+
+def test_advice_names_the_flag_of_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    _flip(WEIGHTS)(folder / NEWEST)
+    code, _, err = _ask(capsys, "convert", folder, tmp_path / "out", "--to", "huggingface")
+    assert code == 1 and "Restore it from a copy, or take another step with --step (there are: 3, 6; " in err
+    assert _ask(capsys, "convert", folder, tmp_path / "out", "--to", "huggingface", "--step", 6)[0] == 0
 
 
 def test_a_run_of_another_model_is_refused(folder: Path):

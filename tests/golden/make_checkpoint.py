@@ -16,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from petatron.checkpoint.files.manifest import VERSION
 from tests.golden.reader import digests, read_checkpoint
+from tests.unit.checkpoint.rewriting import rewrite_manifest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / f"checkpoint-v{VERSION}"
@@ -42,9 +44,15 @@ def main() -> None:
         shutil.copy(run / "latest", FOLDER)
         step = run / f"step-{STEP:08d}"
         shutil.copytree(step, FOLDER / step.name)
+        rewrite_manifest(FOLDER / step.name, lambda head: _replace_path(head, os.path.realpath(scratch)))
         (FOLDER / "expected.json").write_text(json.dumps(digests(read_checkpoint(step)), indent=1) + "\n")
     size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
     print(f"{FOLDER}: {size / 1e3:.0f} kB")
+
+
+def _replace_path(head: dict[str, Any], scratch: str) -> None:
+    """Puts a name in the place of the temporary folder, which is in the settings of the run and of no interest."""
+    head.update(json.loads(json.dumps(head).replace(scratch, "/golden")))
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def test_a_step_that_is_missing(run: Path, capsys: pytest.CaptureFixture[str]) -
     (run / "latest").write_text("step-00000009\n")
     assert main(["checkpoint", "verify", str(run)]) == 1
     assert "latest names step-00000009, which is not there or has no manifest.json" in capsys.readouterr().out
-    with pytest.raises(DamagedCheckpointError, match=r"latest names step-00000009.*--ckpt-step \(there are: 3\)"):
+    with pytest.raises(DamagedCheckpointError, match=r"latest names step-00000009.*take another step \(there are: 3; "):
         resolve_step(run, None)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.config.schema.fields import closest_matches
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +16,32 @@ if TYPE_CHECKING:
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: auto)")
+
+
+def add_only_argument(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Adds the `--only` of a bench that measures several things; `select_names` parses it."""
+    listed = f"some of {', '.join(names)}, with commas or spaces (default: all)"
+    parser.add_argument("--only", action="extend", nargs="+", default=[], metavar="NAME", help=listed)
+
+
+def select_names(texts: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Returns the names in the texts of `--only`, in the order of those that are known; without any text, all.
+
+    >>> select_names(["c,a", "a"], ["a", "b", "c"]), select_names([], ["a", "b"])
+    (['a', 'c'], ['a', 'b'])
+    """
+    if not texts:
+        return list(known)
+    names = [name for text in texts for name in text.replace(",", " ").split()]
+    found: list[Problem] = []
+    for name in names or [""]:
+        if name not in known:
+            close = closest_matches(name, known, count=1, cutoff=0.6)
+            fix = f"Did you mean {close[0]}?" if close else f"Use some of {', '.join(known)}."
+            found.append(Problem("--only", f"'{name}'", "is nothing that this bench measures", fix))
+    if found:
+        raise ConfigError(found)
+    return [name for name in known if name in names]
 
 
 def minimum_problems(given: Mapping[str, tuple[int, int]]) -> list[Problem]:
@@ -29,10 +57,19 @@ def minimum_problems(given: Mapping[str, tuple[int, int]]) -> list[Problem]:
     ]
 
 
-def positive_problems(given: Mapping[str, float]) -> list[Problem]:
-    """Returns problems of sizes that are not positive; what is no number is not, either."""
-    wrong = ((flag, value) for flag, value in given.items() if not value > 0)
-    return [Problem(flag, str(value), "must be positive", "Use more than 0, or leave it out.") for flag, value in wrong]
+def positive_problems(given: Mapping[str, float], *, zero_allowed: bool = False) -> list[Problem]:
+    """Returns problems of sizes and times that are not positive, or not finite: nan and inf are floats too.
+
+    >>> print(*positive_problems({"--seconds": float("nan"), "--workers": 2}))
+    --seconds nan must be positive and finite. Use more than 0, or leave it out.
+    """
+    rule, fix = "must be positive and finite", "Use more than 0, or leave it out."
+    if zero_allowed:
+        rule, fix = "must be finite and not negative", "Use 0 or more."
+    wrong = (
+        (flag, value) for flag, value in given.items() if not (0 < value < math.inf or (zero_allowed and value == 0))
+    )
+    return [Problem(flag, str(value), rule, fix) for flag, value in wrong]
 
 
 def resolve_device(kind: Literal["auto", "cpu", "cuda"], *, problems: Sequence[Problem] = ()) -> torch.device:

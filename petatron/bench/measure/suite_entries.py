@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from petatron.base.errors import ConfigError, Problem
-from petatron.config.schema.fields import closest_matches
+from petatron.bench.measure.arguments import select_names
 
 _TINY = (
     "--device cpu --no-bf16 --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 32 "
@@ -145,19 +144,10 @@ ENTRIES: Sequence[SuiteEntry] = (
 
 
 def select_entries(texts: Sequence[str]) -> list[SuiteEntry]:
-    """Returns the entries with these comma-separated names, in the suite's order; without any, all.
+    """Returns the entries that `--only` names, in the suite's order; without any text, all.
 
     >>> [entry.name for entry in select_entries(["qwen3-4b,llama-1b"])]
     ['llama-1b', 'qwen3-4b']
     """
-    names = [name.strip() for text in texts for name in text.split(",")]
-    known = [entry.name for entry in ENTRIES]
-    found: list[Problem] = []
-    for name in names:
-        if name not in known:
-            close = closest_matches(name, known, count=1, cutoff=0.6)
-            fix = f"Did you mean {close[0]}?" if close else f"Use some of {', '.join(known)}."
-            found.append(Problem("--only", f"'{name}'", "is no model of the suite", fix))
-    if found:
-        raise ConfigError(found)
-    return [entry for entry in ENTRIES if not names or entry.name in names]
+    names = select_names(texts, [entry.name for entry in ENTRIES])
+    return [entry for entry in ENTRIES if entry.name in names]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from petatron.base.errors import DataError
@@ -53,7 +53,7 @@ class SuiteRow:
         peer = _UNKNOWN
         if self.peer is not None:
             peer = f"{self.peer}: {_speed_text(self.peer_tokens_per_s, None, self.peer_memory_gb)}"
-        ratios = [_optional(self.speed_ratio, "{:.4g}x"), _optional(self.memory_ratio, "{:.2f}x")]
+        ratios = [_ratio(self.speed_ratio), _ratio(self.memory_ratio)]
         return (
             self.label,
             ours,
@@ -71,8 +71,9 @@ def _speed_text(speed: float | None, mfu: float | None, memory_gb: float | None)
     return f"{speed:,.0f} tok/s{used}" + ("" if memory_gb is None else f", {memory_gb:.1f} GB")
 
 
-def _optional(value: float | None, form: str) -> str:
-    return _UNKNOWN if value is None else form.format(value)
+def _ratio(value: float | None) -> str:
+    """Two decimals: a measurement is repeated to about half a percent."""
+    return _UNKNOWN if value is None else f"{value:.2f}x"
 
 
 def _percent(share: float | None, digits: int) -> str:
@@ -100,6 +101,23 @@ def row_from_bench(label: str, found: Mapping[str, Any]) -> SuiteRow:
     )
 
 
+def rows_from_json(found: object) -> list[SuiteRow] | None:
+    """Returns the rows of a suite.json; None if it is something else."""
+    if not isinstance(found, list):
+        return None
+    rows: list[SuiteRow] = []
+    texts, names = {"label", "peer", "failure"}, {field.name for field in fields(SuiteRow)}
+    for row in found:
+        if not isinstance(row, dict) or not names.issuperset(row) or not isinstance(row.get("label"), str):
+            return None
+        for name, value in row.items():
+            kinds = (str,) if name in texts else (int, float)
+            if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+                return None
+        rows.append(SuiteRow(**row))
+    return rows
+
+
 def _gigabytes(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / 1e9
 
@@ -110,7 +128,7 @@ def format_table(rows: Sequence[SuiteRow]) -> str:
     >>> print(format_table([SuiteRow(label="a model", tokens_per_s=1234.5, speed_ratio=1.0849, peer="hf", peer_tokens_per_s=1138.0)]))
     |  | Petatron | peer | speed | memory | device idle | losses apart |
     |---|---|---|---|---|---|---|
-    | a model | 1,234 tok/s | hf: 1,138 tok/s | 1.085x | – | – | – |
+    | a model | 1,234 tok/s | hf: 1,138 tok/s | 1.08x | – | – | – |
     """
     lines = [HEADER, ("---",) * len(HEADER), *(row.cells() for row in rows)]
     separators = [" | ", "|", *[" | "] * len(rows)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from petatron.base.errors import CheckpointError
@@ -21,6 +23,7 @@ MODEL_FOLDER, STATE_FOLDER = "model", "state"
 STEP_FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.tmp|\.replaced|\.pruned)?")
 _MAX_NAME_BYTES = 4096
 _MAX_SHOWN_CHARS = 60
+_OTHER_STEP = "take another step"
 _log = get_logger(__name__)
 
 
@@ -112,8 +115,7 @@ def resolve_step(folder: Path, step: int | None, *, warn: bool = True) -> Path:
         named, problem = read_latest(folder)
         if named is not None and problem is not None:
             raise DamagedCheckpointError(
-                f"{folder / LATEST_FILE} {problem}. Restore it from a copy, or "
-                f"resume from another step with --ckpt-step (there are: {', '.join(map(str, found))})."
+                f"{folder / LATEST_FILE} {problem}. Restore it from a copy{_other_steps(found)}."
             )
         if warn:
             warn_of_unusable_latest(folder)
@@ -137,9 +139,25 @@ class DamagedCheckpointError(CheckpointError):
     """A file of a checkpoint is not what was saved."""
 
 
+@contextmanager
+def naming_step_flag(flag: str) -> Iterator[None]:
+    """Adds, to an error about damage, the flag by which the running command takes another step; without one it takes the step's folder."""
+    try:
+        yield
+    except DamagedCheckpointError as error:
+        advice = f"{_OTHER_STEP} ("
+        raise DamagedCheckpointError(str(error).replace(advice, f"{_OTHER_STEP} with {flag} (")) from error
+
+
+def _other_steps(steps: Mapping[int, Path]) -> str:
+    """Returns what else there is to take, with the folder of one: not every command has a flag for a step."""
+    if not steps:
+        return ": there is no other step"
+    return f", or {_OTHER_STEP} (there are: {', '.join(map(str, steps))}; the newest of them is {steps[max(steps)]})"
+
+
 def damaged_error(path: Path, why: str) -> DamagedCheckpointError:
     """The error for a file of a checkpoint that is not what was saved."""
     here = next((parent for parent in path.parents if STEP_FOLDER_NAME.fullmatch(parent.name)), path.parent)
-    others = ", ".join(str(step) for step, folder in list_steps(here.parent).items() if folder != here)
-    fix = f"resume from another step with --ckpt-step (there are: {others})" if others else "save a new checkpoint"
-    return DamagedCheckpointError(f"{path} {why}. Restore it from a copy, or {fix}.")
+    others = {step: folder for step, folder in list_steps(here.parent).items() if folder != here}
+    return DamagedCheckpointError(f"{path} {why}. Restore it from a copy{_other_steps(others)}.")

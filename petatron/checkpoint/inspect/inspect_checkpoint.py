@@ -137,7 +137,7 @@ def verify_checkpoint(
         return VerificationReport(source, 0, 0, (Finding(source / step_folder.MANIFEST_FILE, str(error)),))
     total, done = sum(file.size_bytes for file in manifest.files.values()), 0
     for name, expected in manifest.files.items():
-        problem = _file_problem(
+        problem = file_problem(
             source / name, expected, partial(_offset_progress, on_progress, done, total), read_content=read_content
         )
         done += expected.size_bytes
@@ -221,9 +221,14 @@ def _damage_finding(path: Path, why: str) -> Finding:
     return Finding(path, str(step_folder.damaged_error(path, why)))
 
 
-def _file_problem(
-    path: Path, expected: StoredFile, on_progress: Callable[[int], None], *, read_content: bool
+def file_problem(
+    path: Path,
+    expected: StoredFile,
+    on_progress: Callable[[int], None] = lambda done: None,
+    *,
+    read_content: bool = True,
 ) -> str | None:
+    """Returns, as a predicate of the file, how it differs from what was saved; None if it does not."""
     if (reason := not_a_file_reason(path)) is not None:
         return reason
     size = path.stat().st_size

@@ -44,7 +44,7 @@ def report(loaded: LoadedConfig, capacity: int | None) -> int:
 
 
 def _planned_run(loaded: LoadedConfig) -> tuple[RunConfig, str]:
-    """Returns the planned run, and how many micro-batches its step has, as text."""
+    """Returns the planned run, and the shape and number of its micro-batches as text."""
     run = loaded.config
     given = loaded.origins["train.global_batch_size"].is_explicit
     piped = run.parallel.pipeline_model_parallel_size > 1
@@ -53,10 +53,9 @@ def _planned_run(loaded: LoadedConfig) -> tuple[RunConfig, str]:
         run = replace(run, train=replace(run.train, global_batch_size=size))
     count = num_micro_batches(run)
     why = " to fill the pipeline, since no --global-batch-size is given" if piped and not given else ""
-    return (
-        run,
-        f"planned for {count} micro-batch{'es' if count > 1 else ''} per step{why}; --global-batch-size changes that",
-    )
+    size, length = run.train.micro_batch_size, run.model.seq_length
+    micro_batches = f"{count} micro-batch{'es' if count > 1 else ''} of {size} x {length:,} tokens per step{why}"
+    return run, f"planned for {micro_batches}; --micro-batch-size, --seq-length and --global-batch-size change that"
 
 
 def _micro_batches_to_fill(run: RunConfig) -> int:

@@ -118,7 +118,7 @@ def _as_given(info: FieldInfo, value: FieldValue, origin: ValueOrigin) -> str:
     """Returns a setting as its source spells it: nobody typed a flag for what a file says."""
     if origin.kind == "file":
         return f"{info.name} ({origin.detail})"
-    return f"--no-{info.flag[2:]}" if value is False else info.flag
+    return f"--no-{info.flag[2:]}" if value is False or (info.is_switch and value == info.off_value) else info.flag
 
 
 def _different_effect_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from petatron.config.schema.fields import (
 from petatron.config.value_origins import Setting, ValueOrigin
 
 PRESET_FLAG, FILE_FLAG, FROM_FLAG = "--preset", "--config", "--from"
+_BINARY_DIGITS = {"1": "on", "0": "off"}
 _SOURCES = {PRESET_FLAG: "a preset's name", FILE_FLAG: "a YAML file", FROM_FLAG: "the folder of a model or of a run"}
 
 
@@ -90,7 +91,8 @@ def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Proble
     feature = megatron_flags.UNSUPPORTED_VALUES.get(info.name, {}).get(text)
     if feature is not None:
         return unsupported_problem(where, text, feature, f"Use {join_with_or(info.choices)}")
-    fix = _did_you_mean(text, info.choices) or f"It is: {info.doc.removesuffix('.')}."
+    meant = _BINARY_DIGITS.get(text, text) if info.is_switch else text
+    fix = _did_you_mean(meant, info.choices) or f"It is: {info.doc.removesuffix('.')}."
     return Problem(where, text or "''", reason, fix)
 
 
@@ -161,7 +163,8 @@ def _apply_field(info: FieldInfo, token: _FlagToken, parsed: ParsedFlags) -> Seq
         _add_parsed(info, token, (token.inline_value,), parsed)
         return token.following_words
     if _needs_no_value(info):
-        explicit = tuple(word for word in token.following_words[:1] if word in info.words)
+        # A word after a switch is meant as its choice, also where it is none.
+        explicit = tuple(word for word in token.following_words[:1] if info.is_switch or word in info.words)
         _add_parsed(info, token, explicit or ("true",), parsed)
         return token.following_words[len(explicit) :]
     if not token.following_words:
@@ -272,15 +275,22 @@ def _check_contradictions(parsed: ParsedFlags) -> None:
     """`--swiglu --squared-relu`, `--fp8-format e4m3 --fp8-hybrid`: each names a whole choice, so neither can quietly win.
 
     The same flag twice is no contradiction, the last one wins; nor is a `none` or `--no-x` that reverts an earlier one,
-    nor a field's own flag that refines a model whose base was given in shorthands.
+    nor a field's own flag that refines a model whose base was given in shorthands. Of two names of one field (`--tp 2
+    --tensor-model-parallel-size 4`) the last wins too, as scripts that add flags expect; a notice says so.
     """
     before: dict[str, Setting] = {}
     for setting in parsed.settings:
         earlier, info = before.get(setting.path), fields_by_path()[setting.path]
         before[setting.path] = setting
-        if earlier is None or setting.value in (None, info.off_value) or earlier.value == setting.value:
+        if earlier is None or earlier.value == setting.value:
             continue
         first, last = (one.origin.detail.replace("_", "-") for one in (earlier, setting))
+        if first != last and {first, last} <= {info.flag, *megatron_flags.ALIASES}:
+            rule = f"both set {info.flag}, and the last one wins"
+            parsed.notices.append(f"{last} {setting.value} takes the place of {first} {earlier.value}: {rule}")
+            continue
+        if setting.value in (None, info.off_value):
+            continue
         short = [flag in megatron_flags.SHORTHANDS or flag in megatron_flags.CHOICE_FLAGS for flag in (first, last)]
         if first != last and (all(short) or (any(short) and info.section != "model")):
             own = info.flag in (first, last)

@@ -76,7 +76,8 @@ class LayerVariants(LinearAttention):
     mlp_multipliers: tuple[Factor, ...] = (1.0,) * 2
     """Factors on the gate of a gated MLP, and on what an MLP adds to the residual stream (Falcon-H1)."""
     mamba_gated_norm: Literal["gate_then_norm", "norm_then_gate", "none"] = "gate_then_norm"
-    """Mamba-2: whether the scan's output is gated and then normalised, normalised and then gated, or only gated (Falcon-H1)."""
+    """Mamba-2: the norm of the scan's output y, which z gates in any case: norm(y silu(z)), norm(y) silu(z), or with none y silu(z), gated
+    without a norm (Falcon-H1)."""
     latent_norm_epsilon: Factor | None = None
     """Latent attention: added to the variance inside the norms of latents (Kimi-Linear). Unset means `--norm-epsilon`."""
     attention_chunk_size: SequenceLength | None = None

@@ -124,7 +124,8 @@ class RawTrainConfig:
     """Fuse what has no kernel of its own with torch.compile, on GPUs."""
     cuda_graphs: Annotated[Literal["auto", "on", "off"], "switch"] = "auto"
     """Record the forward and backward passes of a step once and replay them: faster where kernels are short, on GPUs. With auto, after
-    a few steps, if the device was idle for more than a tenth of them, the layout allows it and memory suffices."""
+    a few steps, if the device was idle for more than a tenth of them, the layout allows it and memory suffices. With on, what
+    cannot be recorded is an error, unless `--device` is cpu: a CPU records nothing, and a note says so."""
     micro_batch_size: BatchSize = 1
     """Samples per forward pass on one rank."""
     global_batch_size: BatchSize | None = None

@@ -2,7 +2,7 @@
 
     gate_then_norm     norm(y silu(z))       Mamba-2, Megatron, Nemotron-H, Bamba
     norm_then_gate     norm(y) silu(z)       Falcon-H1, where it says so
-    none               y silu(z)             Falcon-H1 as published
+    none               y silu(z)             Falcon-H1 as published: gated, without a norm
 
 The norm is over groups of channels, of which a rank may have a part: `sum_over_ranks` then adds what each has.
 """
@@ -45,8 +45,8 @@ class SiluGate(nn.Module):
         return silu_gate(y, z, kernels=self.gate_kernels)
 
 
-class GateThenRMSNorm(nn.Module):
-    """norm(y silu(z)) over groups of channels, of which a rank may have a part."""
+class GroupedRMSNorm(nn.Module):
+    """The weight of a norm over groups of channels, of which a rank may have a part, and the norm of y silu(z) or of y."""
 
     def __init__(self, width: int, *, num_groups: int, eps: float) -> None:
         super().__init__()
@@ -59,18 +59,22 @@ class GateThenRMSNorm(nn.Module):
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": "gate, then norm"}
 
-    def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        return self.normalise(y, z)
-
     def normalise(self, y: Tensor, z: Tensor | None) -> Tensor:
-        """Returns the norm of y silu(z), or of y."""
+        """Returns the norm of y silu(z), or of y without z."""
         groups_here = max(self.weight.shape[0] // self.group_width, 1)
         groups = NormGroups(self.group_width, groups_here, self.eps, self.sum_over_ranks)
         return gate_then_norm(y, z, self.weight, groups, kernels=self.kernels)
 
 
-class RMSNormThenGate(GateThenRMSNorm):
-    """norm(y) silu(z), over the same groups."""
+class GateThenRMSNorm(GroupedRMSNorm):
+    """norm(y silu(z)), in one kernel."""
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        return self.normalise(y, z)
+
+
+class RMSNormThenGate(GroupedRMSNorm):
+    """norm(y) silu(z), in two."""
 
     def __init__(self, width: int, *, num_groups: int, eps: float) -> None:
         super().__init__(width, num_groups=num_groups, eps=eps)

@@ -9,7 +9,7 @@ no key for, such as dropout in Llama, is left out when writing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,11 @@ from petatron.models.hf.find_family import FAMILIES, family_name_of_config
 from petatron.models.hf.moe_config_json import (
     moe_from_hf_config,
     moe_to_hf_config,
+    plain_moe_problems,
     unsupported_moe_settings,
 )
 from petatron.models.hf.rope_config_json import latent_yarn_problems, rope_from_hf_config, rope_to_hf_config
-from petatron.models.hf.setting_types import wrong_types
+from petatron.models.hf.setting_types import stand_ins, wrong_types
 from petatron.models.hf.window_config_json import windows_from_hf_config, windows_to_hf_config
 from petatron.models.model_spec import ModelSpec
 
@@ -61,16 +62,46 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     family = FAMILIES[family_name_of_config(config)]
     full = {**family.defaults, **config}
     full |= {key: full[other] for key, other in family.aliases.items() if key not in config and other in config}
+    problems = _key_problems(family, full)
+    if problems:
+        raise ConfigError([*problems, *_other_problems(family, full, {problem.where for problem in problems})])
+    values, experts, problems = _read_settings(family, full)
+    if problems:
+        raise ConfigError(problems)
+    return values, experts
+
+
+def _key_problems(family: Family, full: Mapping[str, Any]) -> list[Problem]:
+    """Returns the keys that are missing or of another type, the pattern of a hybrid's layers among them."""
     layers, problems = _read_layers(family, full)
-    if problems:
-        raise ConfigError(problems)
-    if layers and EXPERTS not in layers["hybrid_layer_pattern"]:
-        family = replace(family, moe_keys={})
-    problems = _missing_keys(family, full)
-    named = {problem.where for problem in problems}
-    problems += [problem for problem in wrong_types(family, full) if problem.where not in named]
-    if problems:
-        raise ConfigError(problems)
+    # Whether layers that cannot be read have experts is not known either.
+    family = replace(family, moe_keys={}) if problems else _without_unused_experts(family, layers)
+    for check in (_missing_keys, wrong_types):
+        named = {problem.where for problem in problems}
+        problems += [problem for problem in check(family, full) if problem.where not in named]
+    return problems
+
+
+def _other_problems(family: Family, full: Mapping[str, Any], wrong: Collection[str]) -> list[Problem]:
+    """Returns what is wrong besides some keys, whatever these would be: what is told with each of two values in their place."""
+    keys = {where.partition(".")[0] for where in wrong}
+    told: list[list[Problem]] = []
+    for repaired in ({**full, **values} for values in stand_ins(family, keys)):
+        if _key_problems(family, repaired):  # no value of a type stands for it
+            return []
+        told.append(_read_settings(family, repaired)[2])
+    return [problem for problem in told[0] if problem in told[1] and problem.where not in wrong]
+
+
+def _without_unused_experts(family: Family, layers: Mapping[str, Any]) -> Family:
+    """Returns the family without experts for a hybrid that has none."""
+    return replace(family, moe_keys={}) if layers and EXPERTS not in layers["hybrid_layer_pattern"] else family
+
+
+def _read_settings(family: Family, full: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
+    """Returns ModelConfig and MoEConfig values of a config.json whose keys are there with their types, and what is wrong with it."""
+    layers, _ = _read_layers(family, full)
+    family = _without_unused_experts(family, layers)
     values: dict[str, Any] = {**family.fixed, **{ours: full[key] for ours, key in family.keys.items()}, **layers}
     values["untie_embeddings_and_output_weights"] = not full["tie_word_embeddings"]
     windows, problems = windows_from_hf_config(family, full, values["num_layers"])
@@ -87,10 +118,7 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         values |= part
         problems += found
     experts, found = moe_from_hf_config(family, full, values["num_layers"])
-    problems += found + _unsupported_values(family, full)
-    if problems:
-        raise ConfigError(problems)
-    return values, experts
+    return values, experts, problems + found + _unsupported_values(family, full)
 
 
 def _read_layers(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -281,7 +309,7 @@ def _unsupported_settings(spec: ModelSpec, family: Family) -> list[Problem]:
     if spec.moe is not None:
         problems.append(unsupported_setting("num_experts", spec.moe.num_experts, family, "no experts"))
     if spec.moe is None and family.moe_keys and family.hybrid is None:
-        problems.append(unsupported_setting("num_experts", None, family, "always some"))
+        problems += [unsupported_setting("num_experts", None, family, "always some"), *plain_moe_problems(family)]
     return problems
 
 

@@ -116,13 +116,23 @@ def moe_to_hf_config(family: Family, moe: MoEConfig, spec: ModelSpec) -> dict[st
     return content
 
 
-def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) -> list[Problem]:
-    """Returns the MoE settings that the family has no key for."""
-    problems = [
+def plain_moe_problems(family: Family) -> list[Problem]:
+    """Returns what experts with default settings lack in a family that always has some."""
+    routing = [] if family.group_score_topk is None else deepseek_unsupported_settings(family, MoEConfig())
+    return _unlike_fixed(family, MoEConfig()) + routing
+
+
+def _unlike_fixed(family: Family, moe: MoEConfig) -> list[Problem]:
+    return [
         unsupported_setting(name, getattr(moe, name), family, f"only {value}")
         for name, value in family.moe_fixed.items()
         if getattr(moe, name) != value
     ]
+
+
+def unsupported_moe_settings(family: Family, moe: MoEConfig, spec: ModelSpec) -> list[Problem]:
+    """Returns the MoE settings that the family has no key for."""
+    problems = _unlike_fixed(family, moe)
     problems += [
         unsupported_setting(name, getattr(moe, name), family, "no such part")
         for name, default in _OPTIONAL_PARTS.items()

@@ -7,7 +7,7 @@ number belongs may be skipped, or taken for a number (`"1e6"`) or for true (`"fa
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 from petatron.base.errors import Problem
@@ -22,8 +22,15 @@ _RULES: Mapping[SettingType, str] = {
     "switch": "is not true or false",
     "ids": "is not the id of a token, nor a list of them",
 }
+_STAND_INS: Mapping[SettingType, tuple[Any, Any]] = {
+    "whole": (2, 4),
+    "number": (1.0, 2.0),
+    "switch": (False, True),
+    "ids": (0, 1),
+}
 # Keys that families have in common and no field or default says the type of.
 _COMMON: Mapping[str, SettingType] = {
+    "num_hidden_layers": "whole",
     "rope_theta": "number",
     "partial_rotary_factor": "number",
     "rope_local_base_freq": "number",
@@ -70,6 +77,15 @@ def wrong_types(family: Family, hf_config: Mapping[str, Any]) -> Iterator[Proble
             for name in _ROPE_NUMBERS:
                 if not _has_type(numbers.get(name), "number"):
                     yield _problem(f"{path}.{name}", numbers[name], _RULES["number"])
+
+
+def stand_ins(family: Family, keys: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns two values of its type for each key, by key; none for tables, and for keys of which no type is known."""
+    types = _key_types(family)
+    known = [key for key in keys if key in types]
+    tables = dict.fromkeys(set(keys) & set(_ROPE_TABLES))
+    first, second = ({key: _STAND_INS[types[key]][number] for key in known} for number in range(2))
+    return {**first, **tables}, {**second, **tables}
 
 
 def _key_types(family: Family) -> dict[str, SettingType]:

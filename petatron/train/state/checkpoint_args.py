@@ -38,7 +38,8 @@ def read_checkpoint_args(config: CheckpointConfig, start_folder: str | None = No
     check_load_dir(folder, config, may_be_empty=False)
     if not step_folder.list_steps(folder):
         return CheckpointSettings(str(folder), _settings_from_hf_folder(folder))
-    return _settings_from_step(*_select_step(folder, config))
+    with step_list.naming_step_flag("--ckpt-step"):
+        return _settings_from_step(*_select_step(folder, config))
 
 
 def _read_start_folder(folder: Path) -> CheckpointSettings:

@@ -31,6 +31,7 @@ from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.shard_spec import TensorShard
+from petatron.train.state.check_model_folder import warn_of_damaged_model_folder
 from petatron.train.state.export_hf_folder import CompanionFiles, build_hf_folder
 
 _OPTIMIZER_KEY = "optimizer"
@@ -193,6 +194,8 @@ def load_state(
             check_facts=check,
             fallback=fallback,
         )
+        if optimizer is not None and optimizer.has_master_weights:
+            warn_of_damaged_model_folder(step_list.resolve_step(path, found.step), mesh.control)
         with reading_untrusted(path, step_folder.damaged_error):
             updates, facts = found.facts[_OPTIMIZER_KEY], dict(found.facts["facts"])
     if optimizer is not None:

@@ -12,6 +12,7 @@ from petatron.base.log import get_logger
 from petatron.base.untrusted_files import is_count, reading_untrusted
 from petatron.checkpoint.files.signature import open_signer
 from petatron.checkpoint.files.step_folder import damaged_error
+from petatron.checkpoint.files.step_list import naming_step_flag
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.config import CheckpointConfig, RunConfig
 from petatron.config.schema.fields import fields_by_name
@@ -166,16 +167,17 @@ class TrainState:
                 self._check_resumable(facts, folder)
 
         try:
-            loaded = load_state(
-                folder,
-                model=self.model,
-                optimizer=self.optimizer,
-                moments=not (config.finetune or config.no_load_optim),
-                step=config.ckpt_step,
-                random_states=not (config.finetune or config.no_load_rng),
-                fallback=config.load_fallback,
-                check_facts=approve,
-            )
+            with naming_step_flag("--ckpt-step"):
+                loaded = load_state(
+                    folder,
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    moments=not (config.finetune or config.no_load_optim),
+                    step=config.ckpt_step,
+                    random_states=not (config.finetune or config.no_load_rng),
+                    fallback=config.load_fallback,
+                    check_facts=approve,
+                )
         except CheckpointError as error:
             if not differing:
                 raise

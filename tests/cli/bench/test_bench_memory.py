@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from petatron.base.device import DeviceInfo
+from petatron.base.errors import ConfigError
 from petatron.bench.memory import CASES, MeasuredCase, measure_on_gpu
 from petatron.bench.peers.bench_model import bench_spec
 from petatron.cli.bench import main
@@ -16,14 +17,16 @@ from petatron.estimate.memory.forecast import largest_forecast
 
 def test_predictions_on_a_cpu_are_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "found.json"
-    names = ["1b", "1b-mtp", "8b-two-micro-batches", "mixtral", "8b-recompute-full"]
-    assert main(["memory", "--device", "cpu", "--only", *names, "--json", str(path)]) == 0
+    names = ["1b", "1b-mtp", "8b", "mixtral", "8b-recompute-full"]
+    assert main(["memory", "--device", "cpu", "--only", ",".join(names[:2]), *names[2:], "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     for name in names[:-1]:
         assert found["cases"][name]["ratio"] == pytest.approx(1.0, abs=0.002), name
         assert found["cases"][name]["measured_bytes"] > 1e6
     assert found["cases"]["8b-recompute-full"]["measured_bytes"] is None and found["within"] == 4
+    assert len({found["cases"][name]["measured_bytes"] for name in names[:-1]}) == 4, "no form is another's"
     shown = capsys.readouterr().out
+    assert "8b, a tiny form " in shown and "8b-recompute-full  " in shown
     assert "within 3%" in shown and "4 of 4 that were measured" in shown and "not measured on a CPU" in shown
 
 
@@ -31,6 +34,13 @@ def test_predictions_on_a_cpu_are_what_is_there(tmp_path: Path, capsys: pytest.C
 def test_every_case_is_a_run_with_a_forecast(name: str):
     spec = bench_spec(f"--preset {CASES[name].flags} --device cpu".split())
     assert 20e9 < largest_forecast(spec.run, device="cuda").total < 100e9
+
+
+def test_no_flag_is_given_twice():
+    for case in CASES.values():
+        for flags in filter(None, (case.flags, case.tiny_flags)):
+            given = [word for word in flags.split() if word.startswith("--")]
+            assert len(given) == len(set(given)), flags
 
 
 def test_what_a_device_cannot_hold_is_left_out():
@@ -45,7 +55,16 @@ def test_what_is_apart_says_so():
     assert MeasuredCase(96, 100).describe().endswith("-4.0%  more than 3% apart")
 
 
-def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main(["memory", "--only", "9b"])
-    assert "invalid choice: '9b'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("bench", "words", "message"),
+    [
+        ("memory", ["1b,mixtrel"], "--only 'mixtrel' is nothing that this bench measures. Did you mean mixtral?"),
+        ("memory", [","], "--only '' is nothing that this bench measures. Use some of 1b, 1b-bf16-moments"),
+        ("suite", ["llama-1b", "zzz"], "--only 'zzz' is nothing that this bench measures. Use some of llama-1b"),
+        ("kernels", ["norm,los"], "--only 'los' is nothing that this bench measures. Did you mean loss?"),
+    ],
+)
+def test_an_unknown_name_is_refused_alike_everywhere(bench: str, words: list[str], message: str):
+    with pytest.raises(ConfigError) as refused:
+        main([bench, "--device", "cpu", "--only", *words])
+    assert message in str(refused.value)

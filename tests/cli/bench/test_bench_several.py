@@ -216,7 +216,7 @@ def test_flags_that_do_nothing_are_said(tmp_path: Path, scripted: list[str], cap
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_graphs_without_a_gpu_that_was_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run(tmp_path, "--cuda-graphs --device auto")
-    assert notes(capsys) == ["--cuda-graphs has no effect: the device is a cpu"]
+    assert notes(capsys) == ["note: --cuda-graphs has no effect: the CPU computes"]
 
 
 def test_no_compile_is_not_said_to_do_nothing_where_a_peer_is_compiled(tmp_path: Path, scripted: list[str], capsys):

@@ -71,8 +71,10 @@ def test_what_does_not_fit_is_refused_at_once(tmp_path: Path):
         "--max-batch-size 0",
         "--longest 8",
     ]
-    with pytest.raises(ConfigError, match=r"--longest 90000 makes sequences of up to 180000"):
-        found(tmp_path, "stream", "--longest", "90000")
+    with pytest.raises(
+        ConfigError, match=r"--peer-seconds nan must be positive.*\n.*--longest 90000 makes sequences of up to 180000"
+    ):
+        found(tmp_path, "stream", "--longest", "90000", "--peer-seconds", "nan")
 
 
 SHORT = "--prompt-tokens 4 --new-tokens 3 --repeat 2 --batch 2".split()

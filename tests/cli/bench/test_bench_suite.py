@@ -110,7 +110,7 @@ def test_a_failure_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     content = json.loads((out / "suite.json").read_text())
     assert content["models"]["llama-1b"]["bench"] == FOUND and content["models"]["gpt-125m"]["bench"] is None
     assert (out / "gpt-125m.log").read_text().startswith("Traceback")
-    assert "2,000 tok/s (51.2 % MFU), 30.0 GB, hf: 1,000 tok/s, 40.0 GB, speed 2x" in capsys.readouterr().out
+    assert "2,000 tok/s (51.2 % MFU), 30.0 GB, hf: 1,000 tok/s, 40.0 GB, speed 2.00x" in capsys.readouterr().out
     assert all("--against" in words for words in child.words)
 
 
@@ -204,9 +204,9 @@ def test_the_suite_in_processes_of_their_own(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--only llama-1", "--only 'llama-1' is no model of the suite. Did you mean llama-1b?"),
-        ("--only zzz", "--only 'zzz' is no model of the suite. Use some of llama-1b, llama-8b"),
-        ("--seconds 0", "--seconds 0.0 must be positive."),
+        ("--only llama-1", "--only 'llama-1' is nothing that this bench measures. Did you mean llama-1b?"),
+        ("--seconds 0", "--seconds 0.0 must be positive and finite."),
+        ("--seconds inf", "--seconds inf must be positive and finite."),
     ],
 )
 def test_what_cannot_be_asked(words: str, message: str):
@@ -269,13 +269,38 @@ def test_a_file_without_a_place_is_told_before_anything_is_measured(tmp_path: Pa
         main(["suite", "--device", "cpu", "--into", str(page)])
 
 
-@pytest.mark.parametrize("content", [None, "[]", "{}", '{"rows": [{"x": 1}], "models": {}}', "\xff"])
-def test_what_is_no_earlier_suite(tmp_path: Path, content: str | None):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "Cannot read"),
+        ("\xff", "Cannot read"),
+        ("x", "it is no JSON. Give the suite.json that its --out wrote."),
+        ("[" * 100_000, "it is no JSON. Give"),
+        ("[]", "it is no JSON object. Give"),
+        ("{}", "it lacks the rows of a table, or has others. Give"),
+        ('{"rows": [{"label": "a"}]}', "it lacks the rows of a table, or has others"),
+        ('{"rows": {}, "models": {}}', "it lacks the rows"),
+        ('{"rows": [1], "models": {}}', "it lacks the rows"),
+        ('{"rows": [{"x": 1}], "models": {}}', "it lacks the rows"),
+        ('{"rows": [{"label": 1}], "models": {}}', "it lacks the rows"),
+        ('{"rows": [{"label": "a", "mfu": "b"}], "models": {}}', "it lacks the rows"),
+        ('{"rows": [{"label": "a", "mfu": true}], "models": {}}', "it lacks the rows"),
+    ],
+    ids=range(13),
+)
+def test_what_is_no_earlier_suite(tmp_path: Path, content: str | None, message: str):
     path = tmp_path / "suite.json"
     if content is not None:
         path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(DataError, match=r"Cannot read|was not written by petatron bench suite"):
+    with pytest.raises(DataError) as refused:
         main(["suite", "--table", str(path)])
+    assert message in str(refused.value) and "Error(" not in str(refused.value)
+
+
+def test_ratios_have_as_many_digits_whatever_their_size():
+    for ratio, text in {11.4834: "11.48x", 1.5324: "1.53x", 1.1: "1.10x", 0.0512: "0.05x"}.items():
+        row = SuiteRow(label="a", speed_ratio=ratio, memory_gb=ratio, peer_memory_gb=1.0, tokens_per_s=1.0)
+        assert row.cells()[3:5] == (text, text)
 
 
 @pytest.mark.parametrize("text", ["| a | b |\n|---|---|", format_table(ROWS) + "\n| one cell |"])

@@ -60,8 +60,9 @@ def test_what_our_step_costs_the_host(tmp_path: Path, capsys: pytest.CaptureFixt
     found = bench(tmp_path, "--host", "--no-bf16")["host"]
     calls = host_calls([*SMALL, "--no-bf16"])
     assert found["depths"] == [2, 4] and found["calls"] == asdict(calls) and found["us"]["forward"] > 0
-    shown = capsys.readouterr().out
+    shown, told = capsys.readouterr()
     assert f"{calls.forward:,.0f} and {calls.backward:,.0f} calls of Python; per step elsewhere" in shown
+    assert "no effect" not in told, "nobody typed --no-cuda-graphs"
 
 
 def test_against_transformers_from_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -127,7 +128,7 @@ def test_a_peer_that_does_not_fit_beside_ours_is_measured_apart(monkeypatch: pyt
     [
         ("--steps 0", "--steps 0 is below 1. Use 1 or more."),
         ("--block 0", "--block 0 is below 1. Use 1 or more."),
-        ("--warmup-seconds -1", "--warmup-seconds -1.0 is negative. Use 0 or more."),
+        ("--warmup-seconds nan", "--warmup-seconds nan must be finite and not negative. Use 0 or more."),
         ("--host --only bf16", "--host is about our own step, and bf16 is measured alone. Leave one of them out."),
         ("--breakdown", "--breakdown needs a CUDA device. Leave it out."),
         ("--only hf --apart", "--only hf measures one alone"),

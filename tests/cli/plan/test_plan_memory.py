@@ -6,6 +6,7 @@ import pytest
 
 from petatron.cli.main import main
 
+CHANGES = "; --micro-batch-size, --seq-length and --global-batch-size change that"
 EIGHT = "llama3-8b --bf16 --vocab-size 128256 --seq-length 4096"
 
 
@@ -20,7 +21,7 @@ def test_every_pipeline_rank_has_a_row(capsys: pytest.CaptureFixture[str]):
     code, text, _ = plan(capsys, f"{EIGHT} --pp 2 --global-batch-size 8")
     precision, batch, head, first, second, _, hint = text.splitlines()
     assert code == 0 and precision == "planned for bf16"
-    assert batch == "planned for 8 micro-batches per step; --global-batch-size changes that"
+    assert batch == f"planned for 8 micro-batches of 1 x 4,096 tokens per step{CHANGES}"
     assert head.split() == [
         *("pipeline", "rank", "weights", "gradients", "optimizer", "activations", "logits", "workspace", "total", "GB")
     ]
@@ -44,16 +45,16 @@ def test_a_pipeline_is_planned_full(capsys: pytest.CaptureFixture[str], flags: s
     small = f"tiny-llama --vocab-size 1000 {flags}"
     _, text, _ = plan(capsys, small)
     _, batch, *rows = text.splitlines()
-    why = "to fill the pipeline, since no --global-batch-size is given; --global-batch-size changes that"
-    assert batch == f"planned for {count} micro-batches per step {why}"
-    per_micro_batch = 6 if "--dp 3" in flags else 1
+    why = f"to fill the pipeline, since no --global-batch-size is given{CHANGES}"
+    per_micro_batch, size = (6, 2) if "--dp 3" in flags else (1, 1)
+    assert batch == f"planned for {count} micro-batches of {size} x 128 tokens per step {why}"
     _, given, _ = plan(capsys, f"{small} --global-batch-size {count * per_micro_batch}")
     _, said, *same = given.splitlines()
-    assert said == f"planned for {count} micro-batches per step; --global-batch-size changes that" and same == rows
+    assert said == f"planned for {count} micro-batches of {size} x 128 tokens per step{CHANGES}" and same == rows
     _, twice, _ = plan(capsys, f"{small} --global-batch-size {2 * count * per_micro_batch}")
     assert (twice.splitlines()[2:] == rows) == ("gpipe" not in flags)
     _, one, _ = plan(capsys, f"{small} --global-batch-size {per_micro_batch}")
-    assert one.splitlines()[2:] != rows and one.splitlines()[1].startswith("planned for 1 micro-batch per step;")
+    assert one.splitlines()[2:] != rows and one.splitlines()[1].startswith(f"planned for 1 micro-batch of {size} x ")
 
 
 def test_a_run_that_fits(capsys: pytest.CaptureFixture[str]):

@@ -151,7 +151,10 @@ def test_layers_are_read_in_every_spelling(content: dict[str, Any], pattern: str
         (changed("falcon-h1", lm_head_multiplier=0.0), "lm_head_multiplier 0.0 is not a positive number"),
         (changed("falcon-h1", key_multiplier=True), "key_multiplier True is not a number"),
         (changed("falcon-h1", mamba_d_ssm=64), "mamba_d_ssm 64 is not the width of 8 heads of 6 channels"),
-        ({**changed("falcon-h1"), "mamba_d_ssm": None}, "mamba_expand 2 is not the width of 8 heads of 6 channels"),
+        (
+            {**changed("falcon-h1"), "mamba_d_ssm": None},
+            "mamba_expand 2 times hidden_size 32 is not the width of 8 heads of 6 channels",
+        ),
         (changed("falcon-h1", projectors_bias=True), "projectors_bias True is not False"),
         (changed("falcon-h1", time_step_limit=[0.0, 0.5]), "time_step_limit [0.0, 0.5] bounds the step sizes"),
     ],
@@ -160,6 +163,32 @@ def test_what_the_decoder_cannot_express_is_named(content: dict[str, Any], messa
     with pytest.raises(ConfigError) as caught:
         from_hf_config(content)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"mamba_d_head": None, "mamba_d_ssm": 100, "key_multiplier": -1.0, "hidden_act": "gelu", "mlp_bias": True},
+            ["mamba_d_head", "hidden_act", "attention_bias", "key_multiplier", "mlp_bias"],
+        ),
+        ({"num_hidden_layers": 0, "mlp_multipliers": [1]}, ["num_hidden_layers", "mlp_multipliers"]),
+        ({"rope_scaling": 3, "vocab_size": "x", "mamba_d_ssm": 64}, ["vocab_size", "rope_scaling", "mamba_d_ssm"]),
+        ({"hidden_size": None, "mamba_d_ssm": None, "mamba_expand": 3}, ["hidden_size"]),
+    ],
+)
+def test_all_that_is_wrong_is_said_at_once(changes: dict[str, Any], told: list[str]):
+    """But what depends on a value that is wrong itself: here whether the width is that of all heads."""
+    with pytest.raises(ConfigError) as caught:
+        from_hf_config({**changed("falcon-h1"), **changes})
+    assert [problem.where for problem in caught.value.problems] == told
+
+
+def test_without_a_value_to_stand_for_a_wrong_one_it_is_told_alone():
+    content = changed("nemotron-h", layers_block_type=["x"], mlp_hidden_act="nosuch")
+    with pytest.raises(ConfigError) as caught:
+        from_hf_config(content)
+    assert [problem.where for problem in caught.value.problems] == ["layers_block_type"]
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,25 @@ def test_what_cannot_be_read_is_said(changes: dict[str, Any], message: str):
     assert message in str(caught.value)
 
 
+def test_sizes_and_layers_that_are_wrong_are_said_at_once():
+    table = {"head_dim": 0, "num_heads": "x", "full_attn_layers": [1], "kda_layers": [1]}
+    with pytest.raises(ConfigError) as caught:
+        parse_config_json(published(linear_attn_config=table))
+    told = [problem.where.removeprefix("linear_attn_config.") for problem in caught.value.problems]
+    assert told == ["head_dim", "num_heads", "full_attn_layers"]
+
+
+def test_a_model_without_experts_is_told_what_experts_it_needs():
+    """All at once: experts with default settings would be refused in turn."""
+    flags = "--num-experts none --moe-layer-freq 1 --moe-shared-expert-intermediate-size none --num-layers 27"
+    run = load_config(flags.split(), preset="kimi-linear-48b-a3b", require_training=False).config
+    with pytest.raises(ConfigError) as caught:
+        to_hf_config(model_spec(run))
+    told = {problem.where for problem in caught.value.problems}
+    assert {"--num-experts", "--moe-router-score-function", "--moe-router-enable-expert-bias"} <= told
+    assert {"--moe-router-dtype", "--moe-shared-expert-intermediate-size"} <= told
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

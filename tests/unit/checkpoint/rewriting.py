@@ -18,7 +18,7 @@ def rewrite_manifest(step: Path, change: Callable[[dict[str, Any]], object]) -> 
     body = json.loads(path.read_text())
     body.pop("digest")
     change(body)
-    path.write_text(json.dumps({**body, "digest": manifest._digest(body)}))
+    path.write_text(json.dumps({**body, "digest": manifest._digest(body)}, indent=1))
 
 
 def rewrite_table(step: Path, change: Callable[[dict[str, Any]], object], name: str = TABLE) -> None:

@@ -42,6 +42,12 @@ def test_verification_accepts_it(folder: Path):
 
 
 @pytest.mark.parametrize("folder", VERSIONS, ids=lambda p: p.name)
+def test_no_temporary_folder_is_in_it(folder: Path):
+    config = json.loads((step_folder(folder) / "manifest.json").read_text())["facts"]["facts"]["config"]
+    assert {config["checkpoint"]["save"], config["log"]["log_dir"]} <= {"run", "/golden/run"}
+
+
+@pytest.mark.parametrize("folder", VERSIONS, ids=lambda p: p.name)
 def test_the_documentation_suffices_to_read_it(folder: Path):
     assert digests(read_checkpoint(step_folder(folder))) == expected(folder)
 

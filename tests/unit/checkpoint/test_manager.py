@@ -238,7 +238,10 @@ def test_truncated_file(manager, saved, tmp_path):
 def test_missing_file_names_other_steps(manager, saved, tmp_path):
     save(manager, [whole("model/w", torch.ones(3, 4))], step=20)
     (tmp_path / "save" / STEP / FILE).unlink()
-    with pytest.raises(CheckpointError, match=rf"{FILE} is missing.*--ckpt-step \(there are: 20\)"):
+    other = rf"{tmp_path}/save/step-00000020"
+    with pytest.raises(
+        CheckpointError, match=rf"{FILE} is missing.*step \(there are: 20; the newest of them is {other}\)"
+    ):
         manager.load(10, [whole("model/w", saved)])
 
 

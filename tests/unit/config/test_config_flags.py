@@ -100,6 +100,8 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--num-layers 2.5", "--num-layers 2.5 is not a whole number. It is: Number of transformer layers."),
         ("--lr nan", "--lr nan is not a number. It is: Peak learning rate; required to train."),
         ("--bf16=maybe", "--bf16 maybe is not true or false. It is: Compute in bfloat16."),
+        ("--cuda-graphs 1", "--cuda-graphs 1 is not one of auto, on or off. Did you mean on?"),
+        ("--cuda-graphs autp --bf16", "--cuda-graphs autp is not one of auto, on or off. Did you mean auto?"),
         ("--seed=", "--seed '' is not a whole number. It is: Seed of initial weights, dropout and data order."),
         ("--normalization rmsnorm", "--normalization rmsnorm is not one of LayerNorm or RMSNorm. Did you mean RMSNorm?"),
         ("--rampup-batch-size 1 x", "--rampup-batch-size x is not a whole number. It is: START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."),
@@ -143,6 +145,19 @@ def test_spelling(text: str, expected: dict[str, object]):
 )  # fmt: skip
 def test_mistake(text: str, expected: str):
     assert problems(text) == [expected]
+
+
+def test_a_word_after_a_switch_is_its_choice():
+    [problem] = problems("--cuda-graphs maybe")
+    assert problem.startswith("--cuda-graphs maybe is not one of auto, on or off. It is: Record the forward")
+
+
+def test_two_names_of_one_setting_with_unlike_values_are_told():
+    told = "--tensor-model-parallel-size 4 takes the place of --tp 2: both set --tensor-model-parallel-size, and the last one wins"
+    assert parse_flags("--tp 2 --tensor_model_parallel_size 4".split()).notices == [told]
+    zero = "--rotary-base 0.0 takes the place of --rope-theta 5.0: both set --rotary-base, and the last one wins"
+    assert parse_flags("--rope-theta 5 --rotary-base 0".split()).notices == [zero]
+    assert parse_flags("--tp 2 --tp 4 --tensor-model-parallel-size 4 --sp --no-sequence-parallel".split()).notices == []
 
 
 def test_flags_that_only_select_an_implementation_give_a_notice():

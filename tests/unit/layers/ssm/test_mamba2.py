@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.config import load_config
+from petatron.config.schema.fields import fields_by_name
 from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
 from petatron.kernels.attention.documents import Documents
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
 from petatron.layers.ssm.mamba2 import Mamba2, Mamba2Spec
+from petatron.layers.ssm.output_gate import GateThenRMSNorm, GroupedRMSNorm, RMSNormThenGate
 from petatron.models.registry import model_spec
 from petatron.sharding.initial_values import UniformValues
 from petatron.sharding.shard_spec import TensorShard
@@ -113,6 +115,12 @@ def test_outputs_and_gradients_are_those_of_plain_pytorch(flags: str):
     expected = torch.autograd.grad((theirs * target).sum(), [x, *parameters])
     for name, ours, right in zip(["x", *names], found, expected):
         torch.testing.assert_close(ours, right, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_two_orders_share_a_norm_and_neither_is_the_other():
+    assert issubclass(GateThenRMSNorm, GroupedRMSNorm) and issubclass(RMSNormThenGate, GroupedRMSNorm)
+    assert not issubclass(RMSNormThenGate, GateThenRMSNorm)
+    assert "with none y silu(z), gated without a norm" in fields_by_name()["mamba_gated_norm"].doc
 
 
 def test_packed_documents_are_documents_by_themselves():

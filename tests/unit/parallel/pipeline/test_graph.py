@@ -508,4 +508,4 @@ def test_devices_that_are_too_old_are_refused(monkeypatch: pytest.MonkeyPatch):
 def test_on_another_device_it_is_said_to_have_no_effect(caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     build_model(tiny_run("--cuda-graphs"), ParallelMesh.single())
-    assert "--cuda-graphs has no effect: the device is a cpu" in caplog.text
+    assert "note: --cuda-graphs has no effect: the CPU computes" in caplog.text

@@ -73,14 +73,14 @@ def _factor_problems(hf_config: Mapping[str, Any]) -> list[Problem]:
 
 def _size_problems(hf_config: Mapping[str, Any]) -> list[Problem]:
     heads, head_dim, width = (hf_config[key] for key in ("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"))
+    key, times = "mamba_d_ssm", ""
     if width is None:
-        key, expand = "mamba_expand", hf_config["mamba_expand"]
-        width = expand * hf_config["hidden_size"] if is_count(expand, 1) else None
-    else:
-        key = "mamba_d_ssm"
+        expand, hidden_size = hf_config["mamba_expand"], hf_config["hidden_size"]
+        key, times = "mamba_expand", f"times hidden_size {hidden_size} "
+        width = expand * hidden_size if is_count(expand, 1) else None
     if width == heads * head_dim:
         return []
-    rule = f"is not the width of {heads} heads of {head_dim} channels"
+    rule = f"{times}is not the width of {heads} heads of {head_dim} channels"
     return [Problem(key, f"{hf_config[key]!r:.40}", rule, OWN_FOLDER_FIX)]
 
 

@@ -103,16 +103,17 @@ def _read_linear_attention(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any]
         return {}, [Problem(_TABLE, f"{table!r:.40}", "is not a table of settings", OWN_FOLDER_FIX)]
     table = table or {}
     values: dict[str, Any] = {}
+    problems: list[Problem] = []
     for name, key in _SIZES.items():
         size = table.get(name, hf_config[key])
         if not is_count(size, 1) or size > MAX_HEADS:
             rule = "is not a positive whole number that a model may have"
-            return {}, [Problem(f"{_TABLE}.{name}", f"{size!r:.40}", rule, OWN_FOLDER_FIX)]
+            problems.append(Problem(f"{_TABLE}.{name}", f"{size!r:.40}", rule, OWN_FOLDER_FIX))
         values |= dict.fromkeys(_OURS[key], size)
     linear = _read_layers(hf_config, table)
     if isinstance(linear, Problem):
-        return {}, [linear]
-    return values | {"linear_attention_freq": format_layers(linear)}, []
+        return {}, [*problems, linear]
+    return ({}, problems) if problems else (values | {"linear_attention_freq": format_layers(linear)}, [])
 
 
 def _read_layers(hf_config: Mapping[str, Any], table: Mapping[str, Any]) -> list[bool] | Problem:
