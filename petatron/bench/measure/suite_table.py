@@ -43,7 +43,10 @@ class SuiteRow:
 
     @property
     def memory_ratio(self) -> float | None:
-        return self.memory_gb / self.peer_memory_gb if self.memory_gb and self.peer_memory_gb else None
+        """Of the numbers as the table has them, so that a row that is read from it has the same."""
+        if not (self.memory_gb and self.peer_memory_gb):
+            return None
+        return round(self.memory_gb, 1) / round(self.peer_memory_gb, 1)
 
     def cells(self) -> tuple[str, ...]:
         """Formats the cells of the row."""

@@ -244,7 +244,8 @@ def test_the_readme_has_a_table_of_the_suite():
     assert replace_table(text, rows, source="README.md") == text
     for row in rows:
         assert row.tokens_per_s and row.peer_tokens_per_s and row.speed_ratio
-        assert row.tokens_per_s / row.peer_tokens_per_s == pytest.approx(row.speed_ratio, rel=0.01)
+        # The median over pairs is not the ratio of medians, least for a peer that waits for its host.
+        assert row.tokens_per_s / row.peer_tokens_per_s == pytest.approx(row.speed_ratio, rel=0.05)
 
 
 def test_rows_of_an_earlier_suite_are_written_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
