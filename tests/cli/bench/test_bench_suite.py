@@ -300,7 +300,7 @@ def test_what_is_no_earlier_suite(tmp_path: Path, content: str | None, message: 
 
 def test_ratios_have_as_many_digits_whatever_their_size():
     for ratio, text in {11.4834: "11.48x", 1.5324: "1.53x", 1.1: "1.10x", 0.0512: "0.05x"}.items():
-        row = SuiteRow(label="a", speed_ratio=ratio, memory_gb=ratio, peer_memory_gb=1.0, tokens_per_s=1.0)
+        row = SuiteRow(label="a", speed_ratio=ratio, memory_gb=1000 * ratio, peer_memory_gb=1000.0, tokens_per_s=1.0)
         assert row.cells()[3:5] == (text, text)
 
 
