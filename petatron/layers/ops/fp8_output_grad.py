@@ -61,7 +61,7 @@ class _OutputWeightGrad:
     kernels: Fp8Kernels
     needs_input: bool = True
 
-    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         assert x_RD is not None
         x = self.kernels.cast_tensor(x_RD, E4M3, orientation="columns").columns
         if not accumulate:
