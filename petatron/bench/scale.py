@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
+from petatron.bench.measure.arguments import minimum_problems
 
 if TYPE_CHECKING:
     from petatron.bench.result import BenchResult
@@ -38,6 +39,7 @@ _MAX_EXPONENT, _MIN_REPORTED_S = (
     1.5,
     1.0,
 )  # an exponent above this is reported, for parts that take at least so long: less is noise
+_COUNTS = ("tp", "pp", "cp", "virtual", "microbatches")
 Result = TypeVar("Result")
 
 
@@ -101,13 +103,17 @@ def run(args: argparse.Namespace) -> BenchResult:
 
 
 def _world_sizes(args: argparse.Namespace) -> list[int]:
+    """Returns the numbers of ranks; whatever is wrong with any flag is raised here."""
+    problems = minimum_problems({f"--{name}": (getattr(args, name), 1) for name in _COUNTS})
     try:
         sizes = sorted({int(text) for text in args.sizes.split(",")})
     except ValueError:
         sizes = []
     if not sizes or sizes[0] < 1:
-        problem = Problem("--sizes", args.sizes, "is not a list of numbers of ranks", "Write for instance 64,1024.")
-        raise ConfigError([problem])
+        rule = "is not a list of numbers of ranks"
+        problems.append(Problem("--sizes", args.sizes, rule, "Write for instance 64,1024."))
+    if problems:
+        raise ConfigError(problems)
     return sizes
 
 

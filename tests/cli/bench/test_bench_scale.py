@@ -58,6 +58,12 @@ def test_sizes_that_are_none(sizes: str):
         main(["scale", f"--sizes={sizes}"])
 
 
+def test_counts_below_one_are_refused_at_once():
+    with pytest.raises(ConfigError) as refused:
+        main("scale --sizes x --tp 0 --virtual 0 --microbatches -1".split())
+    assert [problem.where for problem in refused.value.problems] == ["--tp", "--virtual", "--microbatches", "--sizes"]
+
+
 def test_a_world_that_cannot_be_divided_has_less_of_each_parallelism():
     assert layout_flags(4096, tp=8, pp=16, cp=2) == ["--tp", "8", "--pp", "16", "--cp", "2"]
     assert layout_flags(6, tp=8, pp=16, cp=2) == ["--tp", "2", "--pp", "1", "--cp", "1"]

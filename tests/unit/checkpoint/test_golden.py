@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
@@ -15,9 +17,12 @@ from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.config import load_config
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.train.state.train_state import TrainState
+from tests.dist import RankPool
 from tests.golden.make_checkpoint import LAYOUT, MODEL, RUN, STEP
 from tests.golden.reader import digests, read_checkpoint
+from tests.heard import heard
 
 VERSIONS = sorted((Path(__file__).parents[2] / "golden").glob("checkpoint-v*"))
 
@@ -62,6 +67,28 @@ def test_every_tensor_loads_bitwise_on_one_rank(folder: Path):
     loaded = CheckpointManager(folder, ParallelMesh.single().world).load(None, chunks)
     assert digests(tensors) == expected(folder)
     assert (loaded.step, loaded.local) == (STEP, None)
+
+
+def warnings_of_a_load(folder: str) -> list[str]:
+    run = load_config(f"{MODEL} {RUN} --dp 2".split(), preset="tiny-gpt", world_size=2).config
+    with heard("petatron.train.state.check_model_folder") as messages:
+        mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
+        assert TrainState.build(run, mesh).load(folder)
+    return messages
+
+
+@pytest.mark.parametrize("folder", VERSIONS, ids=lambda p: p.name)
+def test_damage_of_the_copy_that_no_rank_loads_is_told_by_the_first(folder: Path, ranks: RankPool, tmp_path: Path):
+    assert ranks.run(warnings_of_a_load, 2, str(folder)) == [[], []]
+    copied = Path(shutil.copytree(folder, tmp_path / "run"))
+    names = ("model.safetensors", "generation_config.json")
+    for name in names:
+        path = step_folder(copied) / "model" / name
+        content = bytearray(path.read_bytes())
+        content[-9] ^= 1
+        path.write_bytes(content)
+    told, others = ranks.run(warnings_of_a_load, 2, str(copied))
+    assert others == [] and len(told) == 2 and all(any(name in text for text in told) for name in names)
 
 
 @pytest.mark.parametrize("folder", VERSIONS, ids=lambda p: p.name)
