@@ -123,7 +123,7 @@ def apply_fp8(
                     module.grouped_gemm = experts[-1]
         if precision.fp8_output_grad:
             for head in (module for module in stage.modules() if isinstance(module, OutputHead)):
-                head.loss_gemm = fp8_output_grad_factory(choice.functions)
+                head.make_loss_gemm = fp8_output_grad_factory(choice.functions)
     return Fp8GemmSet(linears, experts, gather_scalings)
 
 

@@ -43,7 +43,7 @@ class SuiteRow:
 
     @property
     def memory_ratio(self) -> float | None:
-        """Of the numbers as the table has them, so that a row that is read from it has the same."""
+        """Of the numbers that the table shows: parsing it gives the same ratio."""
         if not (self.memory_gb and self.peer_memory_gb):
             return None
         return round(self.memory_gb, 1) / round(self.peer_memory_gb, 1)
@@ -75,7 +75,7 @@ def _speed_text(speed: float | None, mfu: float | None, memory_gb: float | None)
 
 
 def _ratio(value: float | None) -> str:
-    """Two decimals: a measurement is repeated to about half a percent."""
+    """Two decimals: where the device is the limit, a measurement is repeated to about half a percent."""
     return _UNKNOWN if value is None else f"{value:.2f}x"
 
 

@@ -68,7 +68,7 @@ class _LinearCrossEntropy(AutogradOp):
         return from_rows(grad, like, batch_first=ctx.batch_first), weight_grad, None, None, None
 
 
-LossGemm = Callable[[Tensor], Gemm]
+LossGemmFactory = Callable[[Tensor], Gemm]
 """Makes the GEMMs of a micro-batch's losses and gradients from its tokens' weights in the loss."""
 
 LogitsGemm = Callable[[Tensor, Tensor], Tensor]
@@ -107,7 +107,7 @@ class OutputHead(nn.Module):
         self.input_comm: CommSlot = identity
         self.weight_grad_sink: WeightGradSink | None = None
         self.kernels: CrossEntropyKernels = REFERENCE
-        self.loss_gemm: LossGemm = plain_loss_gemm
+        self.make_loss_gemm: LossGemmFactory = plain_loss_gemm
         self.logits_gemm: LogitsGemm = plain_logits_gemm
 
     def kernel_slots(self) -> Mapping[str, str]:
@@ -173,7 +173,7 @@ class OutputHead(nn.Module):
         if loss_weights_T is None:
             return *compute(), None
         loss_weights_T = loss_weights_T.to(torch.promote_types(x_TD.dtype, torch.float32))
-        compute = partial(compute, gemm=self.loss_gemm(loss_weights_T))
+        compute = partial(compute, gemm=self.make_loss_gemm(loss_weights_T))
         if not weight.requires_grad:
             return *compute(grad_request=GradRequest(loss_weights_T, None)), None
         results: list[tuple[Tensor, Tensor | None]] = []

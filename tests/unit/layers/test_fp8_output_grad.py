@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, power_of_two_scale, quantise
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Matrix, power_of_two_scale, quantise
+from petatron.kernels.gemm import PLAIN_GEMM, Gemm
 from petatron.kernels.vocab_parallel_cross_entropy import (
     GradRequest,
     VocabColumns,
@@ -19,7 +21,7 @@ from petatron.kernels.vocab_parallel_cross_entropy import (
     linear_cross_entropy,
 )
 from petatron.layers.ops import fp8_output_grad
-from petatron.layers.ops.fp8_output_grad import Fp8OutputGrad, fp8_output_grad_factory
+from petatron.layers.ops.fp8_output_grad import Fp8OutputHeadGemm, fp8_output_grad_factory
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.registry import model_spec
 from petatron.verify.compare_traces import Tolerances, compare_traces
@@ -40,7 +42,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, weight, torch.randint(IDS, (TOKENS,)), loss_weights
 
 
-def losses_and_grads(gemm: fp8_output_grad.Gemm | None, *, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+def losses_and_grads(gemm: Gemm, *, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, the input's gradient and the weight's, from chunks of tokens."""
     x, weight, targets, loss_weights = inputs()
     weight_grad, written = torch.full_like(weight, float("nan")), []
@@ -49,9 +51,8 @@ def losses_and_grads(gemm: fp8_output_grad.Gemm | None, *, chunk: int) -> tuple[
         write(weight_grad, bool(written))
         written.append(write)
 
-    chosen = {} if gemm is None else {"gemm": gemm}
     losses, x_grad = linear_cross_entropy(
-        x, weight, targets, VocabColumns(IDS), grad_request=GradRequest(loss_weights, sink), chunk_size=chunk, **chosen
+        x, weight, targets, VocabColumns(IDS), grad_request=GradRequest(loss_weights, sink), gemm=gemm, chunk_size=chunk
     )
     assert x_grad is not None and len(written) == TOKENS // chunk
     return losses, x_grad, weight_grad
@@ -63,7 +64,7 @@ def test_gemms_of_quantised_operands(monkeypatch: pytest.MonkeyPatch, chunk: int
     monkeypatch.setattr(fp8_output_grad, "_ADDED_ROWS", rows_at_once)
     x, weight, targets, loss_weights = inputs()
     losses, x_grad, weight_grad = losses_and_grads(fp8_output_grad_factory(REFERENCE)(loss_weights), chunk=chunk)
-    plain_losses, plain_x_grad, plain_weight_grad = losses_and_grads(None, chunk=chunk)
+    plain_losses, plain_x_grad, plain_weight_grad = losses_and_grads(PLAIN_GEMM, chunk=chunk)
     assert torch.equal(losses, plain_losses)
     grad = torch.softmax(x @ weight.t(), dim=1)
     grad[torch.arange(TOKENS), targets] -= 1
@@ -86,7 +87,7 @@ def test_gemms_of_quantised_operands(monkeypatch: pytest.MonkeyPatch, chunk: int
 def test_sizes_that_the_hardware_does_not_support_are_told():
     x, weight, _, loss_weights = inputs()
     told: list[str] = []
-    gemm = Fp8OutputGrad(REFERENCE, loss_weights, told.append)
+    gemm = Fp8OutputHeadGemm(REFERENCE, loss_weights, told.append)
     grad = torch.randn(TOKENS - 1, IDS)
     x_grad, weight_grad = gemm.backward(grad, weight, ())
     out = torch.empty_like(weight)
@@ -122,10 +123,24 @@ def test_a_vocabulary_that_does_not_fit_is_refused():
         tiny_run(f"{SIZES} --fp8-format hybrid --fp8-output-grad")
 
 
-def test_memory_of_the_casts_is_counted():
-    plain, cast = (
+def test_memory_of_the_casts_is_counted(monkeypatch: pytest.MonkeyPatch):
+    """The tensors in FP8 that exist at once, in a step whose tokens are one chunk."""
+    cast, held = REFERENCE.cast_tensor, dict[tuple[int, ...], int]()
+
+    def counted(x: Tensor, *args: Any, **options: Any) -> Fp8Matrix:
+        matrix = cast(x, *args, **options)
+        held[tuple(x.shape)] = sum(
+            part.values.nbytes for part in (matrix.cast_rows, matrix.cast_columns) if part is not None
+        )
+        return matrix
+
+    _, weight, _, loss_weights = inputs()
+    losses_and_grads(fp8_output_grad_factory(replace(REFERENCE, cast_tensor=counted))(loss_weights), chunk=TOKENS)
+    assert set(held) == {(TOKENS, IDS), (IDS, WIDTH), (TOKENS, WIDTH)}
+    del held[TOKENS, WIDTH]  # x, when the gradient's rows are free again
+    flags = f"--hidden-size {WIDTH} --seq-length {TOKENS // 2} --vocab-size {IDS} --make-vocab-size-divisible-by 16 --fp8-format hybrid"
+    plain, more = (
         model_spec(run).loss_workspace_bytes(ActivationShape.from_config(run, device="cuda"))
-        for run in (fp8_run("", world_size=1, output_grad=wanted) for wanted in (False, True))
+        for run in (tiny_run(flags), tiny_run(f"{flags} --fp8-output-grad"))
     )
-    tokens, ids = 2 * 16, 160  # 131, padded to a multiple of 32
-    assert cast - plain == ids * (2 * tokens + 64)
+    assert more - plain == sum(held.values()) and weight.shape == (IDS, WIDTH)
