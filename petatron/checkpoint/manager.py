@@ -328,7 +328,7 @@ class CheckpointManager:
                 if not fallback:
                     raise
                 if step is None:
-                    raise error.ending("\nThere is no older step to fall back to.") from error
+                    raise DamagedCheckpointError(f"{error}\nThere is no older step to fall back to.") from error
                 if self._is_first_rank:
                     _log.error("%s\nFalling back to step %d, as --load-fallback says.", error, step)
 

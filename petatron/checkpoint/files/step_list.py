@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
@@ -24,6 +23,7 @@ MODEL_FOLDER, STATE_FOLDER = "model", "state"
 STEP_FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.tmp|\.replaced|\.pruned)?")
 _MAX_NAME_BYTES = 4096
 _MAX_SHOWN_CHARS = 60
+_OTHER_STEP = "take another step"
 _log = get_logger(__name__)
 
 
@@ -114,7 +114,9 @@ def resolve_step(folder: Path, step: int | None, *, warn: bool = True) -> Path:
         check_steps_not_lost(folder)
         named, problem = read_latest(folder)
         if named is not None and problem is not None:
-            raise DamagedCheckpointError(f"{folder / LATEST_FILE} {problem}", found)
+            raise DamagedCheckpointError(
+                f"{folder / LATEST_FILE} {problem}. Restore it from a copy{_other_steps(found)}."
+            )
         if warn:
             warn_of_unusable_latest(folder)
     wanted = latest_step(folder) if step is None else step
@@ -134,45 +136,28 @@ def previous_step(folder: Path, source: Path | None) -> int | None:
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is not what was saved.
-
-    other_steps: the folders of sound steps beside it. step_flag: how the running command takes one; without one it takes the folder.
-    """
-
-    def __init__(
-        self, damage: str, other_steps: Mapping[int, Path], step_flag: str | None = None, end: str = ""
-    ) -> None:
-        self.damage, self.other_steps, self.step_flag, self.end = damage, other_steps, step_flag, end
-        super().__init__(f"{damage}. Restore it from a copy{_other_steps(other_steps, step_flag)}.{end}")
-
-    def __reduce__(self) -> tuple[Any, ...]:  # ranks send errors to each other
-        return DamagedCheckpointError, (self.damage, self.other_steps, self.step_flag, self.end)
-
-    def ending(self, end: str) -> DamagedCheckpointError:
-        """Returns the same error with another sentence at its end."""
-        return DamagedCheckpointError(self.damage, self.other_steps, self.step_flag, end)
+    """A file of a checkpoint is not what was saved."""
 
 
 @contextmanager
 def naming_step_flag(flag: str) -> Iterator[None]:
-    """Names, in errors about damage, the flag by which the running command takes another step."""
+    """Adds, to an error about damage, the flag by which the running command takes another step; without one it takes the step's folder."""
     try:
         yield
     except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(error.damage, error.other_steps, flag, error.end) from error
+        advice = f"{_OTHER_STEP} ("
+        raise DamagedCheckpointError(str(error).replace(advice, f"{_OTHER_STEP} with {flag} (")) from error
 
 
-def _other_steps(steps: Mapping[int, Path], flag: str | None) -> str:
+def _other_steps(steps: Mapping[int, Path]) -> str:
     """Returns what else there is to take, with the folder of one: not every command has a flag for a step."""
     if not steps:
         return ": there is no other step"
-    how = "" if flag is None else f" with {flag}"
-    newest = steps[max(steps)]
-    return f", or take another step{how} (there are: {', '.join(map(str, steps))}; the newest of them is {newest})"
+    return f", or {_OTHER_STEP} (there are: {', '.join(map(str, steps))}; the newest of them is {steps[max(steps)]})"
 
 
 def damaged_error(path: Path, why: str) -> DamagedCheckpointError:
     """The error for a file of a checkpoint that is not what was saved."""
     here = next((parent for parent in path.parents if STEP_FOLDER_NAME.fullmatch(parent.name)), path.parent)
     others = {step: folder for step, folder in list_steps(here.parent).items() if folder != here}
-    return DamagedCheckpointError(f"{path} {why}", others)
+    return DamagedCheckpointError(f"{path} {why}. Restore it from a copy{_other_steps(others)}.")

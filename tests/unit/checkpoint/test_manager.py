@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import pickle
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -346,15 +344,6 @@ def test_a_table_that_is_no_table(manager, saved):
     change_table(manager, lambda body: body.update(format="petatron checkpoint"))
     with pytest.raises(DamagedCheckpointError, match="it is not a table of a Petatron checkpoint"):
         manager.load(10, [whole("model/w", saved)])
-
-
-def test_an_error_about_damage_survives_its_way_to_another_rank(tmp_path: Path):
-    error = DamagedCheckpointError("a file is damaged", {4: tmp_path / "step-00000004"}, "--step", " The end.")
-    sent = pickle.loads(pickle.dumps(error))
-    assert str(sent) == str(error) and sent.other_steps == error.other_steps
-    assert "take another step with --step (there are: 4; the newest of them is" in str(sent) and str(sent).endswith(
-        " The end."
-    )
 
 
 def test_a_manifest_that_names_a_table_elsewhere(manager, saved):
