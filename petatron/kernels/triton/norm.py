@@ -40,8 +40,8 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels import norm as reference
-from petatron.kernels.strides import contiguous_rows
-from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.strides import rows_and_stride
+from petatron.kernels.triton.dependent_launch import dependent_options, launches_early, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
 
 MAX_ROW_WIDTH = 16384
@@ -202,7 +202,37 @@ class _NormTile:
 
 
 _norm_tile = cache(_NormTile.of)
-_launch_forward, _launch_backward = KernelLauncher(_rms_norm_forward), KernelLauncher(_rms_norm_backward)
+
+
+@cache
+def _forward_launcher(width: int, zero_centered_gamma: bool, add: bool, early: bool) -> KernelLauncher:
+    tile = _norm_tile(width)
+    return KernelLauncher(
+        _rms_norm_forward,
+        WIDTH=width,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        ZERO_CENTERED_GAMMA=zero_centered_gamma,
+        ADD=add,
+        num_warps=tile.warps,
+        **dependent_options(early),
+    )
+
+
+@cache
+def _backward_launcher(width: int, zero_centered_gamma: bool, add: bool, recompute_output: bool) -> KernelLauncher:
+    tile = _norm_tile(width)
+    return KernelLauncher(
+        _rms_norm_backward,
+        WIDTH=width,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        ZERO_CENTERED_GAMMA=zero_centered_gamma,
+        ADD=add,
+        RECOMPUTE_OUTPUT=recompute_output,
+        PREFETCH=tile.prefetches,
+        num_warps=tile.warps,
+    )
 
 
 def rms_norm(
@@ -212,25 +242,19 @@ def rms_norm(
     rows, width = x_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm(x_RD, weight_D, eps=eps, zero_centered_gamma=zero_centered_gamma, branch=branch)
-    tile = _norm_tile(width)
-    x = contiguous_rows(x_RD)
-    added = x if branch is None else contiguous_rows(branch)
+    add = branch is not None
+    x, x_stride = rows_and_stride(x_RD)
+    added, added_stride = rows_and_stride(branch) if add else (x, x_stride)
     normal = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = normal if branch is None else torch.empty_like(normal)
+    total = torch.empty_like(normal) if add else normal
     rstd = x.new_empty(rows, dtype=torch.float32)
-    _launch_forward(
-        -(-rows // tile.rows),
+    launch = _forward_launcher(width, zero_centered_gamma, add, launches_early(rows, x))
+    launch(
+        -(-rows // _norm_tile(width).rows),
         (x, added, weight_D.contiguous(), total, normal, rstd),
-        (rows, x.stride(0), added.stride(0), eps),
-        WIDTH=width,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        ZERO_CENTERED_GAMMA=zero_centered_gamma,
-        ADD=branch is not None,
-        num_warps=tile.warps,
-        **launch_options(rows, x),
+        (rows, x_stride, added_stride, eps),
     )
-    return (x_RD if branch is None else total), normal, rstd
+    return (total if add else x_RD), normal, rstd
 
 
 def rms_norm_backward(
@@ -255,25 +279,18 @@ def rms_norm_backward(
             grad_total=grad_total,
             recompute_output=recompute_output,
         )
-    tile = _norm_tile(width)
-    grad, total = contiguous_rows(grad_RD), contiguous_rows(total_RD)
-    joining = grad if grad_total is None else contiguous_rows(grad_total)
+    add = grad_total is not None
+    (grad, grad_stride), (total, total_stride) = rows_and_stride(grad_RD), rows_and_stride(total_RD)
+    joining, joining_stride = rows_and_stride(grad_total) if add else (grad, grad_stride)
     grad_x = torch.empty_like(total, memory_format=torch.contiguous_format)
     normal = torch.empty_like(grad_x) if recompute_output else grad_x
-    programs = min(-(-rows // tile.rows), _resident_programs(total.device, width))
+    programs = min(-(-rows // _norm_tile(width).rows), _resident_programs(total.device, width))
     sums_PD = total.new_empty((programs, width), dtype=torch.float32)
-    _launch_backward(
+    launch = _backward_launcher(width, zero_centered_gamma, add, recompute_output)
+    launch(
         programs,
         (grad, total, rstd_R, weight_D.contiguous(), joining, grad_x, normal, sums_PD),
-        (rows, grad.stride(0), total.stride(0), joining.stride(0)),
-        WIDTH=width,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        ZERO_CENTERED_GAMMA=zero_centered_gamma,
-        ADD=grad_total is not None,
-        RECOMPUTE_OUTPUT=recompute_output,
-        PREFETCH=tile.prefetches,
-        num_warps=tile.warps,
+        (rows, grad_stride, total_stride, joining_stride),
     )
     return grad_x, _sum_columns(sums_PD), normal if recompute_output else None
 
@@ -292,14 +309,16 @@ def _column_sums(sums_PD, total_D, programs, WIDTH: tl.constexpr, ROWS: tl.const
     tl.store(total_D + column, tl.sum(total, axis=0), mask=column < WIDTH)
 
 
-_launch_column_sums = KernelLauncher(_column_sums)
+@cache
+def _column_sums_launcher(width: int) -> KernelLauncher:
+    return KernelLauncher(_column_sums, WIDTH=width, ROWS=64, BLOCK=32, num_warps=4)
 
 
 def _sum_columns(sums_PD: Tensor) -> Tensor:
     """Adds the programs' sums; torch's own sum takes three times as long for so few, so wide rows."""
     programs, width = sums_PD.shape
     total_D = sums_PD.new_empty(width)
-    _launch_column_sums(-(-width // 32), (sums_PD, total_D), (programs,), WIDTH=width, ROWS=64, BLOCK=32, num_warps=4)
+    _column_sums_launcher(width)(-(-width // 32), (sums_PD, total_D), (programs,))
     return total_D
 
 

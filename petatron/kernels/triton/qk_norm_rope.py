@@ -33,6 +33,7 @@ S sequence, B batch, H query heads, K kv heads, E head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 import triton
@@ -342,7 +343,8 @@ class _LaunchPlan:
         }
 
 
-_launch_forward, _launch_backward = KernelLauncher(_qk_norm_rope_forward), KernelLauncher(_qk_norm_rope_backward)
+_forward_launcher = cache(partial(KernelLauncher, _qk_norm_rope_forward))
+_backward_launcher = cache(partial(KernelLauncher, _qk_norm_rope_backward))
 
 
 def split_qkv_norm_rope(
@@ -358,7 +360,7 @@ def split_qkv_norm_rope(
     programs = plan.tiles(norm.num_heads) + plan.tiles(norm.num_kv_heads)
     tensors = q_from, k_from, q, k, *(weight.contiguous() for weight in weights), cos, sin
     numbers = norm.eps, plan.length, plan.batch, *rows.stride()[:2], cos_s, cos_b
-    _launch_forward(programs, tensors, numbers, **plan.constants(batch_first=batch_first))
+    _forward_launcher(**plan.constants(batch_first=batch_first))(programs, tensors, numbers)
     return (q.transpose(0, 1), k.transpose(0, 1), v) if batch_first else (q, k, v)
 
 
@@ -380,5 +382,5 @@ def split_qkv_norm_rope_backward(
     strides = *(stride for grad in sources for stride in grad.stride()[:3]), *qkv.stride()[:2], cos_s, cos_b
     numbers = norm.eps, plan.length, plan.batch, *strides
     constants = plan.constants(batch_first=sources[0].stride(1) > sources[0].stride(0))
-    _launch_backward(queries + 2 * keys, tensors, numbers, STEPS=steps, **constants)
+    _backward_launcher(STEPS=steps, **constants)(queries + 2 * keys, tensors, numbers)
     return sums_PE[:queries].sum(0), sums_PE[queries:].sum(0)
