@@ -9,7 +9,7 @@ R rows, D input width, O output width, N blocks of rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class WeightGrad(Protocol):
         """Whether `write` needs the GEMM's input."""
         ...
 
-    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         """Writes the gradient to a tensor, or adds it."""
         ...
 
@@ -54,12 +54,13 @@ class ChunkedGemm(Gemm, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a layer builds four in every backward pass, and that costs three times as much
 class PlainWeightGrad:
-    grad_RO: Tensor
-    needs_input: bool = True
+    needs_input: ClassVar[bool] = True
 
-    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+    grad_RO: Tensor
+
+    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         assert x_RD is not None
         matmul_into(out, self.grad_RO.t(), x_RD, accumulate=accumulate)
 
