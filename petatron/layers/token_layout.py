@@ -38,7 +38,14 @@ class TokenRows(NamedTuple):
 
 def is_batch_first(x: Tensor) -> bool:
     """Whether a tensor [S, B, ...] has its sequences one after the other in memory."""
-    return x.dim() > 2 and not x.is_contiguous() and x.transpose(0, 1).is_contiguous()
+    if x.dim() <= 2 or x.is_contiguous():
+        return False
+    dense, sizes, strides = 1, x.shape, x.stride()
+    for dim in (*range(x.dim() - 1, 1, -1), 0, 1):  # a transposed view would know too, but takes longer to make
+        if sizes[dim] != 1 and strides[dim] != dense:
+            return False
+        dense *= sizes[dim]
+    return True
 
 
 def rows_in_memory_order(x: Tensor) -> tuple[Tensor, bool]:

@@ -11,6 +11,7 @@ from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
 from petatron.layers.forward_context import RopeCosSin
 from petatron.layers.norm import RMSNorm, submit_norm_grad
+from petatron.layers.ops.recompute_output import MaybeTensors, PendingOutput, Tensors
 from petatron.layers.token_layout import TokenRows, is_batch_first
 
 QKNorms = tuple[RMSNorm, RMSNorm]
@@ -115,6 +116,36 @@ def split_qkv_rope(
     batch, batch_first = (None, is_batch_first(qkv)) if rows is None else rows
     split = _RopeSplit(kernels, num_heads, num_kv_heads, batch, batch_first)
     return _SplitQKVRope.apply(qkv, split, rope_cos_sin) if torch.is_grad_enabled() else split(qkv, rope_cos_sin)
+
+
+class _MergedHeads:
+    """Heads [S, B, H, E] as rows [R, H E]; a view, which the GEMM that takes it saves."""
+
+    recast_in_fp8 = True
+
+    __slots__ = ("_num_heads", "_rows")
+
+    def __init__(self, rows: TokenRows, num_heads: int) -> None:
+        self._rows, self._num_heads = rows, num_heads
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
+        merged = self._rows.flatten_heads(inputs[0])
+        return (merged,), (merged,)
+
+    def backward(
+        self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
+    ) -> tuple[MaybeTensors, Tensor | None]:
+        (grad,), merged = grads, saved[0]
+        assert grad is not None
+        return (self._rows.unflatten(grad.view(len(grad), self._num_heads, -1)),), merged if recompute_output else None
+
+    def recompute(self, saved: Tensors) -> Tensor:
+        return saved[0]
+
+
+def merge_heads(y_SBHE: Tensor, rows: TokenRows) -> PendingOutput:
+    """Flattens attention's output to rows within the autograd node of the GEMM that takes them."""
+    return PendingOutput(_MergedHeads(rows, y_SBHE.shape[2]), y_SBHE)
 
 
 class _SplitQKVNormRope(AutogradOp):
