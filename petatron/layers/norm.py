@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any, ClassVar, Literal
 
@@ -59,7 +60,7 @@ class _RecomputableNorm:
             rows, batch_first = rows_in_memory_order(total)
             grad = None if grad is None else to_rows(grad, batch_first=batch_first)
             grad_total = None if grad_total is None else to_rows(grad_total, batch_first=batch_first)
-        x_grad, *weight_grads, normal = getattr(norm.kernels, norm.backward_operation)(
+        x_grad, weight_grads, normal = norm.run_backward(
             torch.zeros_like(rows) if grad is None else grad,
             rows,
             *saved[1:],
@@ -70,8 +71,7 @@ class _RecomputableNorm:
         if not is_rows:
             x_grad = from_rows(x_grad, total, batch_first=batch_first)
             normal = None if normal is None else from_rows(normal, total, batch_first=batch_first)
-        returned = map(submit_norm_grad, repeat(norm), norm.weights(), weight_grads)
-        return ((x_grad, x_grad, *returned) if self._adds else (x_grad, *returned)), normal
+        return ((x_grad, x_grad, *weight_grads) if self._adds else (x_grad, *weight_grads)), normal
 
     def recompute(self, saved: Tensors) -> Tensor:
         norm, total = self._norm, saved[0]
@@ -120,6 +120,11 @@ class Norm(nn.Module):
         """Returns the weight, and the bias if there is one."""
         return tuple(self._parameters.values())  # pyright: ignore[reportReturnType]
 
+    def run_backward(self, *args: Any, **options: Any) -> tuple[Tensor, MaybeTensors, Tensor | None]:
+        """Runs the derivative's kernel; returns the input's gradient, those of weights that autograd gets, and the output if asked for."""
+        x_grad, *weight_grads, normal = getattr(self.kernels, self.backward_operation)(*args, **options)
+        return x_grad, tuple(map(submit_norm_grad, repeat(self), self.weights(), weight_grads)), normal
+
     def forward(self, x: Tensor) -> Tensor:
         return self.add_and_norm(x)[1].value
 
@@ -145,6 +150,14 @@ class RMSNorm(Norm):
     """x / rms(x) * weight, computed in at least float32."""
 
     operation, backward_operation = "rms_norm", "rms_norm_backward"
+
+    def run_backward(self, *args: Any, **options: Any) -> tuple[Tensor, MaybeTensors, Tensor | None]:
+        (weight,), sink = self.weights(), self.weight_grad_sink
+        if sink is None or not weight.requires_grad:
+            return super().run_backward(*args, **options)
+        submit = partial(sink.submit, weight, now=True)
+        x_grad, _, normal = self.kernels.rms_norm_backward(*args, **options, weight_grad_sink=submit)
+        return x_grad, (None,), normal
 
 
 class LayerNorm(Norm):

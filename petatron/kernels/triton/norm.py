@@ -32,7 +32,7 @@ R rows, D width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -40,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels import norm as reference
+from petatron.kernels.norm import WeightGradSink
 from petatron.kernels.strides import rows_and_stride
 from petatron.kernels.triton.dependent_launch import dependent_options, launches_early, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
@@ -266,8 +267,12 @@ def rms_norm_backward(
     zero_centered_gamma: bool,
     grad_total: Tensor | None = None,
     recompute_output: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of the sum (with `grad_total` added) and, in float32, of the weight; and the norm if `recompute_output`."""
+    weight_grad_sink: WeightGradSink | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients of the sum (with `grad_total` added) and, in float32, of the weight; and the norm if `recompute_output`.
+
+    `weight_grad_sink` gets the weight's gradient instead of the caller: the last sum over programs goes to its buffer.
+    """
     rows, width = total_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm_backward(
@@ -278,6 +283,7 @@ def rms_norm_backward(
             zero_centered_gamma=zero_centered_gamma,
             grad_total=grad_total,
             recompute_output=recompute_output,
+            weight_grad_sink=weight_grad_sink,
         )
     add = grad_total is not None
     (grad, grad_stride), (total, total_stride) = rows_and_stride(grad_RD), rows_and_stride(total_RD)
@@ -292,11 +298,25 @@ def rms_norm_backward(
         (grad, total, rstd_R, weight_D.contiguous(), joining, grad_x, normal, sums_PD),
         (rows, grad_stride, total_stride, joining_stride),
     )
-    return grad_x, _sum_columns(sums_PD), normal if recompute_output else None
+    weight_grad = None
+    if weight_grad_sink is None:
+        weight_grad = sums_PD.new_empty(width)
+        _sum_columns(sums_PD, weight_grad, False)
+    else:
+        weight_grad_sink(partial(_sum_columns, sums_PD))
+    return grad_x, weight_grad, normal if recompute_output else None
 
 
 @triton.jit
-def _column_sums(sums_PD, total_D, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _column_sums(
+    sums_PD,
+    total_D,
+    programs,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     row = tl.arange(0, ROWS)
@@ -306,20 +326,21 @@ def _column_sums(sums_PD, total_D, programs, WIDTH: tl.constexpr, ROWS: tl.const
         total += tl.load(sums_PD + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
         row += ROWS
         first += ROWS
-    tl.store(total_D + column, tl.sum(total, axis=0), mask=column < WIDTH)
+    total_B = tl.sum(total, axis=0)
+    if ACCUMULATE:
+        total_B += tl.load(total_D + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(total_D + column, total_B.to(total_D.dtype.element_ty), mask=column < WIDTH)
 
 
 @cache
-def _column_sums_launcher(width: int) -> KernelLauncher:
-    return KernelLauncher(_column_sums, WIDTH=width, ROWS=64, BLOCK=32, num_warps=4)
+def _column_sums_launcher(width: int, accumulate: bool) -> KernelLauncher:
+    return KernelLauncher(_column_sums, WIDTH=width, ROWS=64, BLOCK=32, ACCUMULATE=accumulate, num_warps=4)
 
 
-def _sum_columns(sums_PD: Tensor) -> Tensor:
-    """Adds the programs' sums; torch's own sum takes three times as long for so few, so wide rows."""
+def _sum_columns(sums_PD: Tensor, out_D: Tensor, accumulate: bool) -> None:
+    """Writes the sum of the programs' sums, or adds it; torch's own sum takes three times as long for so few, so wide rows."""
     programs, width = sums_PD.shape
-    total_D = sums_PD.new_empty(width)
-    _column_sums_launcher(width)(-(-width // 32), (sums_PD, total_D), (programs,))
-    return total_D
+    _column_sums_launcher(width, accumulate)(-(-width // 32), (sums_PD, out_D), (programs,))
 
 
 @cache
