@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.triton import kernel_launch
-from petatron.kernels.triton.kernel_launch import KernelLauncher
+from petatron.kernels.triton.kernel_launch import KernelLauncher, kernel_launcher
 
 
 def _scale(x, y, rows, factor, WIDTH: tl.constexpr, ADD: tl.constexpr):  # compiled by nobody here
@@ -60,12 +60,12 @@ def test_a_second_launch_goes_to_the_kernel_that_the_first_compiled(device: Devi
     launch = KernelLauncher(triton.JITFunction(_scale), ADD=True, WIDTH=8, num_warps=2, launch_pdl=True)
     x, y = tensors()
     launch(5, (x, y), (7, 0.5))
-    assert device.slow == [((5,), (x, y, 7, 0.5), {"ADD": True, "WIDTH": 8, "num_warps": 2, "launch_pdl": True})]
+    assert device.slow == [((5, 1), (x, y, 7, 0.5), {"ADD": True, "WIDTH": 8, "num_warps": 2, "launch_pdl": True})]
     others = tensors()
-    launch(6, others, (7, 0.5))
+    launch(6, others, (7, 0.5), across=3)
     addresses = [tensor.data_ptr() for tensor in others]
     # The arguments of `CompiledKernel.run`: grid, stream, function, metadata, hooks, then every parameter in its order.
-    assert device.fast == [(6, 1, 1, "-1", "function 1", 1, None, None, None, *addresses, 7, 0.5, 8, True)]
+    assert device.fast == [(6, 3, 1, "-1", "function 1", 1, None, None, None, *addresses, 7, 0.5, 8, True)]
     assert len(device.slow) == 1
 
 
@@ -98,6 +98,21 @@ def test_constants_and_options_are_those_of_the_launcher(device: Device):
         constants = [device.slow[-1][2][name] for name in ("WIDTH", "ADD")]
         assert device.fast[-1][4] == f"function {len(device.slow)}" and list(device.fast[-1][-2:]) == constants
     assert len(device.slow) == len(device.fast) == 5
+
+
+def test_the_launcher_of_a_kernel_is_found_again(device: Device):
+    kernel = triton.JITFunction(_scale)
+    launch = kernel_launcher(kernel, **CONSTANTS)
+    assert kernel_launcher(kernel, **CONSTANTS) is launch
+    assert kernel_launcher(kernel, **CONSTANTS | {"WIDTH": 16}) is not launch
+    assert kernel_launcher(triton.JITFunction(_scale), **CONSTANTS) is not launch
+
+
+def test_an_option_of_the_compiler_is_no_argument_of_the_kernel(device: Device):
+    launch = launcher(maxnreg=80)
+    for _ in range(2):
+        launch(3, tensors(), (7, 0.5))
+    assert device.slow[0][2] == CONSTANTS | {"maxnreg": 80} and device.fast[0][-4:] == (7, 0.5, 8, False)
 
 
 def test_unaligned_tensors_and_watched_launches_are_left_to_triton(device: Device):

@@ -14,7 +14,7 @@ new, not aligned, or watched by hooks takes Triton's own way; so does everything
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, reduce
 from operator import attrgetter, or_
 from typing import Any
 
@@ -30,7 +30,10 @@ _address, _dtype, _runtime = Tensor.data_ptr, attrgetter("dtype"), knobs.runtime
 
 
 class KernelLauncher:
-    """Launches one kernel with some constants; its parameters are tensors, then numbers, then constants."""
+    """Launches one kernel with some constants; its parameters are tensors, then numbers, then constants.
+
+    Among the constants may be options of Triton's compiler.
+    """
 
     def __init__(self, kernel: Any, *, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
         self._kernel, self._constants = kernel, constants
@@ -38,20 +41,22 @@ class KernelLauncher:
         self._remembers = isinstance(kernel, JITFunction)
         self._remembered: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def __call__(self, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int | float, ...]) -> None:
-        """Launches so many programs."""
+    def __call__(
+        self, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int | float, ...] = (), across: int = 1
+    ) -> None:
+        """Launches so many programs, times those of the second axis."""
         device, addresses = tensors[0].get_device(), [*map(_address, tensors)]
         aligned = reduce(or_, addresses) % _ALIGNMENT == 0
         key = (device, numbers, *map(type, numbers), *map(_dtype, tensors))
         found = self._remembered.get(key) if aligned else None
         if found is None or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:
-            compiled = self._kernel[(programs,)](*tensors, *numbers, **self._constants, **self._options)
+            compiled = self._kernel[(programs, across)](*tensors, *numbers, **self._constants, **self._options)
             if self._remembers and aligned and device == torch.cuda.current_device():
                 self._remember(key, compiled, numbers)
             return
         run, function, metadata, stream_of, others = found
         # An address is as good as a tensor, which Triton would only ask for it.
-        run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *addresses, *others)
+        run(programs, across, 1, stream_of(device), function, metadata, None, None, None, *addresses, *others)
 
     def _remember(self, key: tuple[Any, ...], compiled: Any, numbers: tuple[int | float, ...]) -> None:
         """Remembers a compiled kernel, and its arguments after the tensors in the order of its parameters."""
@@ -61,3 +66,7 @@ class KernelLauncher:
         stream_of = driver.active.get_current_stream
         run = compiled.run  # loads the binary, without which there is no function
         self._remembered[key] = (run, compiled.function, compiled.packed_metadata, stream_of, (*numbers, *ordered))
+
+
+kernel_launcher = cache(KernelLauncher)
+"""Returns the launcher of a kernel with these constants, the same one at every call."""
