@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from petatron.kernels.matmul import is_widened, matmul
+from petatron.kernels.matmul import is_widened, linear, matmul
 from petatron.kernels.weight_grad_gemm import matmul_into
 
 Tensors = tuple[Tensor, ...]
@@ -69,7 +69,7 @@ class PlainGemm:
     """x W^T in the precision of both."""
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        return matmul(x_RD, weight.t()), ()
+        return linear(x_RD, weight), ()
 
     def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
         if is_widened(x_NRD, weight):

@@ -49,7 +49,8 @@ class _RecomputableNorm:
         elif not is_rows:
             total = from_rows(total, x, batch_first=batch_first)
         normal = normal if is_rows else from_rows(normal, x, batch_first=batch_first)
-        return (total, normal), (total, statistics, *weights)
+        # Autograd would detach a saved output itself, and once more in backward.
+        return (total, normal), (total.detach(), statistics, *weights)
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
