@@ -1,4 +1,4 @@
-"""Autograd functions that cost the host little: a layer has nine, and a small model's step is as long as Python needs for it.
+"""Autograd functions that cost the host little: a layer has six, and a small model's step is as long as Python needs for it.
 
 `torch.autograd.Function.apply` looks through its arguments for the wrappers of functorch's transforms, a node looks up at every call
 whether its function has a `backward` or a `vjp`, and `once_differentiable` enters and leaves a context in every backward pass. None of

@@ -41,6 +41,8 @@ def empty_heads(like: Tensor, length: int, batch: int, heads: int, width: int, *
 
 def align_cos_sin(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Returns cos and sin [S, 1 or B, 1, n] with equal strides, and those along S and B: 0 where all of B share them."""
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+    strides = cos.stride()
+    if sin.stride() != strides or strides[-1] != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0
+        strides = cos.stride()
+    return cos, sin, strides[0], strides[1] if cos.shape[1] > 1 else 0
