@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionMeta, once_differentiable
 class _DirectBackward(FunctionMeta):
     """Makes the node of an autograd function, the class that `FunctionMeta` adds to it, call its backward directly."""
 
-    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:
+    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:  # pyright: ignore[reportSelfClsParameterName]
         super().__init__(name, bases, attributes)
         cls._backward_cls.apply = cls.backward  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -9,7 +9,7 @@ R rows, D input width, O output width, N blocks of rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -56,9 +56,8 @@ class ChunkedGemm(Gemm, Protocol):
 
 @dataclass(slots=True)  # not frozen: a layer builds four in every backward pass, and that costs three times as much
 class PlainWeightGrad:
-    needs_input: ClassVar[bool] = True
-
     grad_RO: Tensor
+    needs_input: bool = True
 
     def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         assert x_RD is not None

@@ -80,9 +80,7 @@ def backward(
     grad = _with_strides_of(out, grad)
     unread = _unread_random_state(q.device)
     # Bias and lengths are None for a dense batch without a mask.
-    return _backward(
-        grad, q, k, v, out, lse, unread, unread, None, None, None, q.shape[2], k.shape[2], 0.0, causal
-    )
+    return _backward(grad, q, k, v, out, lse, unread, unread, None, None, None, q.shape[2], k.shape[2], 0.0, causal)
 
 
 @cache

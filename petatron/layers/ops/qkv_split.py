@@ -137,7 +137,9 @@ class _MergedHeads:
     ) -> tuple[MaybeTensors, Tensor | None]:
         (grad,), merged = grads, saved[0]
         assert grad is not None
-        return (self._rows.unflatten(grad.view(grad.shape[0], self._num_heads, -1)),), merged if recompute_output else None
+        return (
+            self._rows.unflatten(grad.view(grad.shape[0], self._num_heads, -1)),
+        ), merged if recompute_output else None
 
     def recompute(self, saved: Tensors) -> Tensor:
         return saved[0]

@@ -166,7 +166,8 @@ class PendingOutput(Recomputable):
     __slots__ = ("_applied", "function", "inputs", "others")
 
     def __init__(self, function: RecomputableFunction, *inputs: Tensor) -> None:
-        self.function, self.inputs = function, inputs
+        self.function = function
+        self.inputs: Tensors = inputs
         self.others: Tensors | None = None
         self._applied: Recomputable | None = None
 
