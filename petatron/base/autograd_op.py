@@ -1,8 +1,9 @@
-"""Autograd functions that cost the host little: a layer has ten, and a small model's step is as long as Python needs for it.
+"""Autograd functions that cost the host little: a layer has six, and a small model's step is as long as Python needs for it.
 
-`torch.autograd.Function.apply` looks through its arguments for the wrappers of functorch's transforms, and `once_differentiable` enters
-and leaves a context in every backward pass. Neither is of use here: no op of ours has rules for those transforms, and a backward
-pass that builds no graph runs without gradients anyway.
+`torch.autograd.Function.apply` looks through its arguments for the wrappers of functorch's transforms, a node looks up at every call
+whether its function has a `backward` or a `vjp`, and `once_differentiable` enters and leaves a context in every backward pass. None of
+it is of use here: no op of ours has rules for those transforms, all have a `backward`, and a backward pass that builds no graph runs
+without gradients anyway.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionMeta, once_differentiable
 
 
-class AutogradOp(torch.autograd.Function):
+class _DirectBackward(FunctionMeta):
+    """Makes the node of an autograd function, the class that `FunctionMeta` adds to it, call its backward directly."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:  # pyright: ignore[reportSelfClsParameterName]
+        super().__init__(name, bases, attributes)
+        cls._backward_cls.apply = cls.backward  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class AutogradOp(torch.autograd.Function, metaclass=_DirectBackward):
     """An autograd function outside of functorch's transforms."""
 
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        return super(torch.autograd.Function, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
+    apply = vars(torch._C._FunctionBase)["apply"]  # what `Function.apply` calls in the end
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from petatron.kernels.matmul import is_widened, matmul
+from petatron.kernels.matmul import is_widened, linear, matmul
 from petatron.kernels.weight_grad_gemm import matmul_into
 
 Tensors = tuple[Tensor, ...]
@@ -28,7 +28,7 @@ class WeightGrad(Protocol):
         """Whether `write` needs the GEMM's input."""
         ...
 
-    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         """Writes the gradient to a tensor, or adds it."""
         ...
 
@@ -54,12 +54,12 @@ class ChunkedGemm(Gemm, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a layer builds four in every backward pass, and that costs three times as much
 class PlainWeightGrad:
     grad_RO: Tensor
     needs_input: bool = True
 
-    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         assert x_RD is not None
         matmul_into(out, self.grad_RO.t(), x_RD, accumulate=accumulate)
 
@@ -68,7 +68,7 @@ class PlainGemm:
     """x W^T in the precision of both."""
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        return matmul(x_RD, weight.t()), ()
+        return linear(x_RD, weight), ()
 
     def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
         if is_widened(x_NRD, weight):

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
@@ -55,6 +56,13 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return _WidenedMatmul.apply(a, b)  # pyright: ignore[reportReturnType]
     return _widened(a, b)
+
+
+def linear(x_RD: Tensor, weight_OD: Tensor) -> Tensor:
+    """x W^T in the dtype of both; PyTorch transposes at less cost to the host than a view of Python's."""
+    if x_RD.is_cuda or not is_widened(x_RD, weight_OD):
+        return F.linear(x_RD, weight_OD)
+    return matmul(x_RD, weight_OD.t())
 
 
 def _widened(a: Tensor, b: Tensor) -> Tensor:

@@ -15,10 +15,15 @@ are in at least float32. R rows, D width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import to_compute_dtype
+
+WeightGradSink = Callable[[Callable[[Tensor, bool], object]], None]
+"""Receives `write(out, accumulate)`, which writes a weight's gradient to `out` or adds it, and calls it before returning."""
 
 
 def rms_norm(
@@ -42,8 +47,12 @@ def rms_norm_backward(
     zero_centered_gamma: bool,
     grad_total: Tensor | None = None,
     recompute_output: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of the total and of the weight (in at least float32), and the normalised total if `recompute_output`."""
+    weight_grad_sink: WeightGradSink | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients of the total and of the weight (in at least float32), and the normalised total if `recompute_output`.
+
+    `weight_grad_sink` gets the weight's gradient instead of the caller.
+    """
     normal, grad = to_compute_dtype(total_RD) * rstd_R[:, None], to_compute_dtype(grad_RD)
     inner = grad * _effective_weight(weight_D, grad.dtype, zero_centered_gamma=zero_centered_gamma)
     out = (inner - normal * (inner * normal).mean(dim=-1, keepdim=True)) * rstd_R[:, None]
@@ -52,7 +61,11 @@ def rms_norm_backward(
     output = (
         _scaled(normal, weight_D, total_RD.dtype, zero_centered_gamma=zero_centered_gamma) if recompute_output else None
     )
-    return out.to(total_RD.dtype), (grad * normal).sum(dim=0), output
+    weight_grad = (grad * normal).sum(dim=0)
+    if weight_grad_sink is None:
+        return out.to(total_RD.dtype), weight_grad, output
+    weight_grad_sink(lambda buffer, accumulate: buffer.add_(weight_grad) if accumulate else buffer.copy_(weight_grad))
+    return out.to(total_RD.dtype), None, output
 
 
 def layer_norm(

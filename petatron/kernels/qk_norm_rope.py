@@ -75,5 +75,6 @@ def split_qkv_norm_rope_backward(
             norm_grad, rows, rstd, weight, zero_centered_gamma=norm.zero_centered_gamma, recompute_output=False
         )
         target.copy_(row_grads.view(x.shape))
+        assert weight_grad is not None
         weight_grads.append(weight_grad)
     return weight_grads[0], weight_grads[1]

@@ -13,11 +13,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from petatron.kernels.strides import tokens_of_rows
+
 
 def split_qkv_rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, batch_first: bool
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    batch_first: bool,
+    batch: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q [S, B, H, E], k and v [S, B, K, E]; cos and sin are [S, 1 or B, 1, n]."""
+    """Returns q [S, B, H, E], k and v [S, B, K, E], in memory [B, S, ...] if `batch_first`; cos and sin are [S, 1 or B, 1, n].
+
+    `qkv` is [S, B, (H + 2K) E], or, with `batch`, the rows of so many sequences in that memory order.
+    """
+    qkv = qkv if batch is None else tokens_of_rows(qkv, batch=batch, batch_first=batch_first)
     heads = _heads(qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
     turned = num_heads + num_kv_heads
     qk, v = heads.split_with_sizes((turned, num_kv_heads), dim=2)
@@ -26,9 +39,15 @@ def split_qkv_rope(
     return q, k, v
 
 
-def split_qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
-    """Writes the gradient of qkv to `out`, which has qkv's memory layout, and returns it."""
-    to_q, to_k, to_v = split_qkv(out, num_heads=dq.shape[2], num_kv_heads=dk.shape[2])
+def split_qkv_rope_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, batch_first: bool = False
+) -> Tensor:
+    """Writes the gradient of qkv to `out`, and returns it.
+
+    `out` has qkv's memory layout: [S, B, (H + 2K) E], or rows of it, in the order of `batch_first`.
+    """
+    out_SBF = out if out.dim() == 3 else tokens_of_rows(out, batch=dq.shape[1], batch_first=batch_first)
+    to_q, to_k, to_v = split_qkv(out_SBF, num_heads=dq.shape[2], num_kv_heads=dk.shape[2])
     to_q.copy_(apply_rope(dq, cos, -sin))
     to_k.copy_(apply_rope(dk, cos, -sin))
     to_v.copy_(dv)

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -213,7 +214,7 @@ def _chunk_losses(
 
 def _submit_weight_grad(weight_grad: WeightGrad, x_CD: Tensor, sink: ChunkGradSink) -> None:
     inputs = x_CD if weight_grad.needs_input else None
-    sink(lambda out, accumulate: weight_grad.write(inputs, out, accumulate=accumulate))
+    sink(partial(weight_grad.write, inputs))
 
 
 def _write_zero_grad(out: Tensor, accumulate: bool) -> None:

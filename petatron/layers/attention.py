@@ -22,7 +22,14 @@ from petatron.layers.core_attention import AttentionSinks, BidirectionalCoreAtte
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.norm import Norm, NormSpec, RMSNorm
-from petatron.layers.ops.qkv_split import QKNormRopeKernels, QKNorms, RopeKernels, split_qkv_norm_rope, split_qkv_rope
+from petatron.layers.ops.qkv_split import (
+    QKNormRopeKernels,
+    QKNorms,
+    RopeKernels,
+    merge_heads,
+    split_qkv_norm_rope,
+    split_qkv_rope,
+)
 from petatron.layers.ops.recompute_output import Recomputable
 from petatron.layers.projection_norm import ProjectionRMSNorm
 from petatron.layers.rope import RopeSpec, pairs_apart
@@ -232,7 +239,7 @@ class Attention(BranchModule):
     """out(core(q, k, v)); q, k and v are one GEMM, stored as three logical tensors."""
 
     fp8_linears = ("qkv", "out")
-    takes_rows = True
+    takes_rows = multiplies_input_once = True
 
     def __init__(self, spec: AttentionSpec, layer_index: int) -> None:
         super().__init__()
@@ -268,7 +275,7 @@ class Attention(BranchModule):
         (qkv, gate), rows = self._project(x_SBD), context.token_rows
         y_SBHE = self._attend(qkv, context)
         if rows is not None and gate is None and is_batch_first(y_SBHE) == rows.batch_first:
-            return self.out(rows.flatten_heads(y_SBHE))
+            return self.out(merge_heads(y_SBHE, rows))
         y_SBD = y_SBHE.flatten(-2)
         if gate is not None:
             y_SBD = y_SBD * (gate if rows is None else rows.unflatten(gate)).sigmoid()

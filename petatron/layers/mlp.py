@@ -13,7 +13,7 @@ from petatron.kernels import activation as reference
 from petatron.kernels.activation import GluVariant
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
+from petatron.layers.ops.recompute_output import MaybeTensors, PendingOutput, Recomputable, Tensors
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
@@ -119,27 +119,35 @@ class _RecomputableActivation:
     ) -> tuple[MaybeTensors, Tensor | None]:
         module, (x,), (grad,) = self._module, saved, grads
         assert grad is not None
-        rows, batch_first = rows_in_memory_order(x)
-        grad_rows = to_rows(grad, batch_first=batch_first)
+        rows, is_rows, batch_first = x, x.dim() == 2, False
+        if not is_rows:
+            rows, batch_first = rows_in_memory_order(x)
+            grad = to_rows(grad, batch_first=batch_first)
         if module.gated:
             x_grad, output = module.kernels.gated_activation_backward(
-                grad_rows, rows, module.name, module.bounds, recompute_output=recompute_output
+                grad, rows, module.name, module.bounds, recompute_output=recompute_output
             )
         else:
             x_grad, output = module.kernels.activation_backward(
-                grad_rows, rows, module.name, recompute_output=recompute_output
+                grad, rows, module.name, recompute_output=recompute_output
             )
-        value = None if output is None else from_rows(output, x, batch_first=batch_first)
-        return (from_rows(x_grad, x, batch_first=batch_first),), value
+        if not is_rows:
+            x_grad = from_rows(x_grad, x, batch_first=batch_first)
+            output = None if output is None else from_rows(output, x, batch_first=batch_first)
+        return (x_grad,), output
 
     def recompute(self, saved: Tensors) -> Tensor:
-        module, (x,) = self._module, saved
+        (x,) = saved
+        if x.dim() == 2:
+            return self._of_rows(x)
         rows, batch_first = rows_in_memory_order(x)
+        return from_rows(self._of_rows(rows), x, batch_first=batch_first)
+
+    def _of_rows(self, rows: Tensor) -> Tensor:
+        module = self._module
         if module.gated:
-            output = module.kernels.gated_activation(rows, module.name, module.bounds)
-        else:
-            output = module.kernels.activation(rows, module.name)
-        return from_rows(output, x, batch_first=batch_first)
+            return module.kernels.gated_activation(rows, module.name, module.bounds)
+        return module.kernels.activation(rows, module.name)
 
 
 class Activation(nn.Module):
@@ -156,15 +164,14 @@ class Activation(nn.Module):
         return {"kernels": gated if self.gated else "plain activation"}
 
     def forward(self, x: Tensor) -> Recomputable:
-        (value,), handle = apply_recomputable(self._function, x)
-        return Recomputable(value, handle)
+        return PendingOutput(self._function, x)
 
 
 class MLP(BranchModule):
     """down(act(up(x)))."""
 
     fp8_linears = ("up", "down")
-    takes_rows = True
+    takes_rows = multiplies_input_once = True
 
     def __init__(self, spec: MLPSpec) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from petatron.kernels import norm as reference
 from petatron.layers.ops.linear_op import WeightGradSink
-from petatron.layers.ops.recompute_output import MaybeTensors, Recomputable, Tensors, apply_recomputable
+from petatron.layers.ops.recompute_output import MaybeTensors, PendingOutput, Recomputable, Tensors, apply_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, rows_in_memory_order, to_rows
@@ -34,36 +35,44 @@ class _RecomputableNorm:
         self._norm, self._adds = norm, adds
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
-        norm, x = self._norm, inputs[0]
-        rows, batch_first = rows_in_memory_order(x)
-        weights = norm.weights()
+        norm, x, branch = self._norm, inputs[0], inputs[1] if self._adds else None
+        weights, is_rows, batch_first = norm.weights(), x.dim() == 2, False
+        rows = x
+        if not is_rows:
+            rows, batch_first = rows_in_memory_order(x)
+            branch = None if branch is None else to_rows(branch, batch_first=batch_first)
         total, normal, statistics = getattr(norm.kernels, norm.operation)(
-            rows,
-            *weights,
-            eps=norm.eps,
-            zero_centered_gamma=norm.zero_centered_gamma,
-            branch=to_rows(inputs[1], batch_first=batch_first) if self._adds else None,
+            rows, *weights, eps=norm.eps, zero_centered_gamma=norm.zero_centered_gamma, branch=branch
         )
-        total = from_rows(total, x, batch_first=batch_first) if self._adds else x.view_as(x)
-        return (total, from_rows(normal, x, batch_first=batch_first)), (total, statistics, *weights)
+        if branch is None:
+            total = x.view_as(x)
+        elif not is_rows:
+            total = from_rows(total, x, batch_first=batch_first)
+        normal = normal if is_rows else from_rows(normal, x, batch_first=batch_first)
+        # Autograd would detach a saved output itself, and once more in backward.
+        return (total, normal), (total.detach(), statistics, *weights)
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
     ) -> tuple[MaybeTensors, Tensor | None]:
         norm, total, (grad_total, grad) = self._norm, saved[0], grads
-        rows, batch_first = rows_in_memory_order(total)
-        x_grad, *weight_grads, normal = getattr(norm.kernels, norm.backward_operation)(
-            torch.zeros_like(rows) if grad is None else to_rows(grad, batch_first=batch_first),
+        rows, is_rows, batch_first = total, total.dim() == 2, False
+        if not is_rows:
+            rows, batch_first = rows_in_memory_order(total)
+            grad = None if grad is None else to_rows(grad, batch_first=batch_first)
+            grad_total = None if grad_total is None else to_rows(grad_total, batch_first=batch_first)
+        x_grad, weight_grads, normal = norm.run_backward(
+            torch.zeros_like(rows) if grad is None else grad,
             rows,
             *saved[1:],
             zero_centered_gamma=norm.zero_centered_gamma,
-            grad_total=None if grad_total is None else to_rows(grad_total, batch_first=batch_first),
+            grad_total=grad_total,
             recompute_output=recompute_output,
         )
-        x_grad = from_rows(x_grad, total, batch_first=batch_first)
-        out = None if normal is None else from_rows(normal, total, batch_first=batch_first)
-        returned = map(submit_norm_grad, repeat(norm), norm.weights(), weight_grads)
-        return ((x_grad, x_grad, *returned) if self._adds else (x_grad, *returned)), out
+        if not is_rows:
+            x_grad = from_rows(x_grad, total, batch_first=batch_first)
+            normal = None if normal is None else from_rows(normal, total, batch_first=batch_first)
+        return ((x_grad, x_grad, *weight_grads) if self._adds else (x_grad, *weight_grads)), normal
 
     def recompute(self, saved: Tensors) -> Tensor:
         norm, total = self._norm, saved[0]
@@ -112,22 +121,44 @@ class Norm(nn.Module):
         """Returns the weight, and the bias if there is one."""
         return tuple(self._parameters.values())  # pyright: ignore[reportReturnType]
 
+    def run_backward(self, *args: Any, **options: Any) -> tuple[Tensor, MaybeTensors, Tensor | None]:
+        """Runs the derivative's kernel; returns the input's gradient, those of weights that autograd gets, and the output if asked for."""
+        x_grad, *weight_grads, normal = getattr(self.kernels, self.backward_operation)(*args, **options)
+        return x_grad, tuple(map(submit_norm_grad, repeat(self), self.weights(), weight_grads)), normal
+
     def forward(self, x: Tensor) -> Tensor:
         return self.add_and_norm(x)[1].value
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Recomputable]:
         """Returns x + branch, and its norm."""
+        function, inputs = self._function_and_inputs(x, branch)
+        (total, value), handle = apply_recomputable(function, *inputs)
+        return total, Recomputable(value, handle)
+
+    def pending_norm(self, x: Tensor, branch: Tensor | None = None) -> PendingOutput:
+        """Returns the norm of x + branch, to be computed with the GEMM that takes it; its other output is the sum."""
+        function, inputs = self._function_and_inputs(x, branch)
+        return PendingOutput(function, *inputs)
+
+    def _function_and_inputs(self, x: Tensor, branch: Tensor | None) -> tuple[_RecomputableNorm, Tensors]:
         function, inputs = (self._norm_of_input, (x,)) if branch is None else (self._norm_of_sum, (x, branch))
         if self.weight_grad_sink is None or not x.requires_grad:
             inputs += self.weights()
-        (total, value), handle = apply_recomputable(function, *inputs)
-        return total, Recomputable(value, handle)
+        return function, inputs
 
 
 class RMSNorm(Norm):
     """x / rms(x) * weight, computed in at least float32."""
 
     operation, backward_operation = "rms_norm", "rms_norm_backward"
+
+    def run_backward(self, *args: Any, **options: Any) -> tuple[Tensor, MaybeTensors, Tensor | None]:
+        (weight,), sink = self.weights(), self.weight_grad_sink
+        if sink is None or not weight.requires_grad:
+            return super().run_backward(*args, **options)
+        submit = partial(sink.submit, weight, now=True)
+        x_grad, _, normal = self.kernels.rms_norm_backward(*args, **options, weight_grad_sink=submit)
+        return x_grad, (None,), normal
 
 
 class LayerNorm(Norm):

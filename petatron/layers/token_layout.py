@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from petatron.kernels.strides import tokens_of_rows
+
 
 class TokenRows(NamedTuple):
     """How [S, B, ...] is flattened to rows [R, ...]: `batch` sequences, one after the other if `batch_first`, else token by token."""
@@ -31,14 +33,19 @@ class TokenRows(NamedTuple):
         return (x_SBHE.transpose(0, 1) if self.batch_first else x_SBHE).reshape(-1, x_SBHE.shape[2] * x_SBHE.shape[3])
 
     def unflatten(self, rows: Tensor) -> Tensor:
-        if self.batch_first:
-            return rows.view(self.batch, -1, *rows.shape[1:]).transpose(0, 1)
-        return rows.view(-1, self.batch, *rows.shape[1:])
+        return tokens_of_rows(rows, batch=self.batch, batch_first=self.batch_first)
 
 
 def is_batch_first(x: Tensor) -> bool:
     """Whether a tensor [S, B, ...] has its sequences one after the other in memory."""
-    return x.dim() > 2 and not x.is_contiguous() and x.transpose(0, 1).is_contiguous()
+    if x.dim() <= 2 or x.is_contiguous():
+        return False
+    dense, sizes, strides = 1, x.shape, x.stride()
+    for dim in (*range(x.dim() - 1, 1, -1), 0, 1):  # a transposed view would know too, but takes longer to make
+        if sizes[dim] != 1 and strides[dim] != dense:
+            return False
+        dense *= sizes[dim]
+    return True
 
 
 def rows_in_memory_order(x: Tensor) -> tuple[Tensor, bool]:

@@ -105,6 +105,7 @@ class _BranchParts(NamedTuple):
 
     dropout: None where nothing is dropped.
     multiplier: the factor on what the branch adds to the residual stream; None: 1.
+    norm_in_gemm: the norm before it is computed in the autograd node of the GEMM that takes it.
     """
 
     branch: str
@@ -112,12 +113,14 @@ class _BranchParts(NamedTuple):
     post_norm: str
     dropout: str | None
     multiplier: float | None
+    norm_in_gemm: bool
 
     @classmethod
-    def of(cls, branch: BranchSpec, layer: LayerSpec) -> _BranchParts:
+    def of(cls, branch: BranchSpec, layer: LayerSpec, module: nn.Module | None) -> _BranchParts:
         name, factor = branch.name, layer.residual_multiplier * branch.output_multiplier
         dropout = None if layer.dropout == 0.0 else f"{name}_dropout"
-        return cls(name, f"{name}_norm", f"{name}_post_norm", dropout, None if factor == 1.0 else factor)
+        once = isinstance(module, BranchModule) and module.multiplies_input_once
+        return cls(name, f"{name}_norm", f"{name}_post_norm", dropout, None if factor == 1.0 else factor, once)
 
 
 class TransformerLayer(nn.Module):
@@ -126,7 +129,6 @@ class TransformerLayer(nn.Module):
     def __init__(self, spec: LayerSpec, *, layer_index: int = 0) -> None:
         super().__init__()
         self.spec = spec
-        self._branches = tuple(_BranchParts.of(branch, spec) for branch in spec.branches)
         for branch in spec.branches:
             if branch.name in spec.input_norms:
                 self.add_module(f"{branch.name}_norm", spec.norm.build())
@@ -134,6 +136,7 @@ class TransformerLayer(nn.Module):
             if branch.name in spec.output_norms:
                 self.add_module(f"{branch.name}_post_norm", spec.norm.build())
             self.add_module(f"{branch.name}_dropout", Dropout(spec.dropout))
+        self._branches = tuple(_BranchParts.of(each, spec, self._modules[each.name]) for each in spec.branches)
         branches = self.branches()
         self.takes_rows = len(branches) == len(spec.branches) and all(branch.takes_rows for branch in branches)
 
@@ -155,8 +158,16 @@ class TransformerLayer(nn.Module):
             return self._output_norm_forward(x_SBD, context, residual)
         for names in self._branches:
             norm: Norm = modules[names.norm]  # pyright: ignore[reportAssignmentType]
-            x_SBD, normed = norm.add_and_norm(*((x_SBD,) if residual is None else (residual.x_SBD, x_SBD)))
-            residual, x_SBD = Residual(x_SBD), self._run_branch(names, normed, context)
+            inputs = (x_SBD,) if residual is None else (residual.x_SBD, x_SBD)
+            if names.norm_in_gemm:
+                normed = norm.pending_norm(*inputs)
+                del x_SBD, residual, inputs  # freed by the norm, before the rest of the branch runs
+                x_SBD = self._run_branch(names, normed, context)
+                assert normed.others is not None
+                residual = Residual(normed.others[0])
+            else:
+                x_SBD, normed = norm.add_and_norm(*inputs)
+                residual, x_SBD = Residual(x_SBD), self._run_branch(names, normed, context)
         return x_SBD, residual
 
     def _post_norm_forward(self, x_SBD: Tensor, context: ForwardContext) -> Tensor:

@@ -42,7 +42,7 @@ from petatron.layers.linear import Linear
 from petatron.layers.moe.experts import GroupedLinear
 from petatron.layers.norm import Norm
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
-from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.ops.recompute_output import PendingOutput, Recomputable, as_recomputable
 from petatron.layers.projection_norm import ProjectionRMSNorm
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
@@ -195,11 +195,13 @@ def _row_blocks(x: Tensor) -> Tensor:
     return x.flatten(1, -2)
 
 
-def _saved_input(x: Tensor, *, save_first: bool) -> Recomputable:
-    """Returns an input that nothing recomputes: the GEMM saves its rows.
+def _gemm_input(x: Tensor | Recomputable, *, save_first: bool) -> Recomputable:
+    """Returns the input of a GEMM, which saves the rows of one that nothing recomputes.
 
-    In a recomputed region, or if its rows are a copy, it is saved itself, before the GEMM.
+    In a recomputed region, or if its rows are a copy, it is saved itself, before the GEMM; so is what a pending one is made of.
     """
+    if isinstance(x, Recomputable):
+        return x.apply() if save_first and isinstance(x, PendingOutput) else x
     dense = x.is_contiguous() or is_batch_first(x)
     return Recomputable(x, None) if dense and not save_first else as_recomputable(x)
 
@@ -221,8 +223,7 @@ class ColumnParallelOp:
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
         if self.axis.size == 1:
-            x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
-            return self.gemm_op(x, weight)
+            return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
         if not self.sequence_parallel:
             return self.gemm_op(as_recomputable(x), weight, input_comm=ReplicatedInput(self.axis))
         local_input = (
@@ -242,7 +243,7 @@ class RowParallelOp:
     save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
-        x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
+        x = _gemm_input(x, save_first=self.save_first)
         if self.axis.size == 1:
             return self.gemm_op(x, weight)
         if self.overlap is not None:
@@ -262,7 +263,7 @@ class ReplicatedOp:
     save_first: bool = False
 
     def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
-        x = x if isinstance(x, Recomputable) else _saved_input(x, save_first=self.save_first)
+        x = _gemm_input(x, save_first=self.save_first)
         return self.gemm_op(x, weight)
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.triton import kernel_launch
-from petatron.kernels.triton.kernel_launch import KernelLauncher
+from petatron.kernels.triton.kernel_launch import KernelLauncher, kernel_launcher
 
 
 def _scale(x, y, rows, factor, WIDTH: tl.constexpr, ADD: tl.constexpr):  # compiled by nobody here
@@ -49,28 +49,27 @@ def tensors(count: int = 2, *, dtype: torch.dtype = torch.float32, skipped: int 
     return tuple(torch.zeros(64, dtype=dtype)[skipped:] for _ in range(count))
 
 
-def launcher() -> KernelLauncher:
-    return KernelLauncher(triton.JITFunction(_scale))
+CONSTANTS = {"WIDTH": 8, "ADD": False, "num_warps": 4}
+
+
+def launcher(**different: Any) -> KernelLauncher:
+    return KernelLauncher(triton.JITFunction(_scale), **CONSTANTS | different)
 
 
 def test_a_second_launch_goes_to_the_kernel_that_the_first_compiled(device: Device):
-    launch = launcher()
+    launch = KernelLauncher(triton.JITFunction(_scale), ADD=True, WIDTH=8, num_warps=2, launch_pdl=True)
     x, y = tensors()
-    launch(5, (x, y), (7, 0.5), ADD=True, WIDTH=8, num_warps=2, launch_pdl=True)
-    assert device.slow == [((5,), (x, y, 7, 0.5), {"ADD": True, "WIDTH": 8, "num_warps": 2, "launch_pdl": True})]
+    launch(5, (x, y), (7, 0.5))
+    assert device.slow == [((5, 1), (x, y, 7, 0.5), {"ADD": True, "WIDTH": 8, "num_warps": 2, "launch_pdl": True})]
     others = tensors()
-    launch(6, others, (7, 0.5), ADD=True, WIDTH=8, num_warps=2, launch_pdl=True)
+    launch(6, others, (7, 0.5), across=3)
     addresses = [tensor.data_ptr() for tensor in others]
     # The arguments of `CompiledKernel.run`: grid, stream, function, metadata, hooks, then every parameter in its order.
-    assert device.fast == [(6, 1, 1, "-1", "function 1", 1, None, None, None, *addresses, 7, 0.5, 8, True)]
+    assert device.fast == [(6, 3, 1, "-1", "function 1", 1, None, None, None, *addresses, 7, 0.5, 8, True)]
     assert len(device.slow) == 1
 
 
 DIFFERENT = {
-    "a constant": {"WIDTH": 16},
-    "another constant": {"ADD": True},
-    "warps": {"num_warps": 8},
-    "an option": {"launch_pdl": True},
     "a number": {"numbers": (8, 0.5)},
     "the type of a number": {"numbers": (7.0, 0.5)},
     "a float": {"numbers": (7, 0.25)},
@@ -82,7 +81,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_whatever_is_different_is_compiled_for_itself(device: Device, what: str):
     launch = launcher()
-    usual = {"tensors": tensors(), "numbers": (7, 0.5), "WIDTH": 8, "ADD": False, "num_warps": 4}
+    usual = {"tensors": tensors(), "numbers": (7, 0.5)}
     for arguments in (usual, usual | DIFFERENT[what]):
         for _ in range(2):
             launch(3, **arguments)
@@ -90,24 +89,50 @@ def test_whatever_is_different_is_compiled_for_itself(device: Device, what: str)
     assert [launched[4] for launched in device.fast] == ["function 1", "function 2"]
 
 
+def test_constants_and_options_are_those_of_the_launcher(device: Device):
+    for different in ({}, {"WIDTH": 16}, {"ADD": True}, {"num_warps": 8}, {"launch_pdl": True}):
+        launch = launcher(**different)
+        for _ in range(2):
+            launch(3, tensors(), (7, 0.5))
+        assert device.slow[-1][2] == CONSTANTS | different
+        constants = [device.slow[-1][2][name] for name in ("WIDTH", "ADD")]
+        assert device.fast[-1][4] == f"function {len(device.slow)}" and list(device.fast[-1][-2:]) == constants
+    assert len(device.slow) == len(device.fast) == 5
+
+
+def test_the_launcher_of_a_kernel_is_found_again(device: Device):
+    kernel = triton.JITFunction(_scale)
+    launch = kernel_launcher(kernel, **CONSTANTS)
+    assert kernel_launcher(kernel, **CONSTANTS) is launch
+    assert kernel_launcher(kernel, **CONSTANTS | {"WIDTH": 16}) is not launch
+    assert kernel_launcher(triton.JITFunction(_scale), **CONSTANTS) is not launch
+
+
+def test_an_option_of_the_compiler_is_no_argument_of_the_kernel(device: Device):
+    launch = launcher(maxnreg=80)
+    for _ in range(2):
+        launch(3, tensors(), (7, 0.5))
+    assert device.slow[0][2] == CONSTANTS | {"maxnreg": 80} and device.fast[0][-4:] == (7, 0.5, 8, False)
+
+
 def test_unaligned_tensors_and_watched_launches_are_left_to_triton(device: Device):
-    launch, options = launcher(), {"WIDTH": 8, "ADD": False, "num_warps": 4}
-    launch(1, tensors(), (7, 0.5), **options)
+    launch = launcher()
+    launch(1, tensors(), (7, 0.5))
     for skipped in (1, 1):
-        launch(1, tensors(skipped=skipped), (7, 0.5), **options)
+        launch(1, tensors(skipped=skipped), (7, 0.5))
     device.hooks.calls.append("somebody")
-    launch(1, tensors(), (7, 0.5), **options)
+    launch(1, tensors(), (7, 0.5))
     assert len(device.slow) == 4 and not device.fast
     device.hooks.calls.clear()
-    launch(1, tensors(), (7, 0.5), **options)
+    launch(1, tensors(), (7, 0.5))
     assert len(device.slow) == 4 and len(device.fast) == 1
 
 
 def test_not_more_than_some_are_remembered(device: Device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernel_launch, "_MAX_REMEMBERED", 3)
-    launch, options = launcher(), {"WIDTH": 8, "ADD": False, "num_warps": 4}
+    launch = launcher()
     for rows in (1, 2, 3, 4, 1):
-        launch(1, tensors(), (rows, 0.5), **options)
+        launch(1, tensors(), (rows, 0.5))
     assert len(device.slow) == 5 and len(launch._remembered) == 2
 
 
@@ -115,7 +140,7 @@ def test_another_device_than_the_current_one_is_not_remembered(device: Device, m
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     launch = launcher()
     for _ in range(2):
-        launch(1, tensors(), (7, 0.5), WIDTH=8, ADD=False, num_warps=4)
+        launch(1, tensors(), (7, 0.5))
     assert len(device.slow) == 2 and not device.fast
 
 

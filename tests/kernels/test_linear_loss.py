@@ -140,7 +140,7 @@ class KeptJob:
     x_RD: Tensor
     needs_input: bool = False
 
-    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         assert x_RD is None
         product = self.grad_RO.t() @ self.x_RD
         out.copy_(out + product if accumulate else product)

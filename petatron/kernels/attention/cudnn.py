@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_aten = torch.ops.aten
+_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 _HOPPER = (9, 0)
 _MIN_VERSION = 91500
 """cuDNN 9.15: from here on PyTorch itself prefers it on Hopper."""
@@ -80,9 +80,7 @@ def backward(
     grad = _with_strides_of(out, grad)
     unread = _unread_random_state(q.device)
     # Bias and lengths are None for a dense batch without a mask.
-    return _aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse, unread, unread, None, None, None, q.shape[2], k.shape[2], 0.0, causal
-    )
+    return _backward(grad, q, k, v, out, lse, unread, unread, None, None, None, q.shape[2], k.shape[2], 0.0, causal)
 
 
 @cache

@@ -100,7 +100,7 @@ class GroupedWeightGrad:
     looped: bool = False
     needs_input: bool = True
 
-    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         assert x_RD is not None
         if isinstance(self.counts, int) or (not self.looped and _supports_grouped_mm(x_RD, self.grad_RO)):
             self.write_grad(out, grouped_weight_grad(x_RD, self.grad_RO, self.counts), accumulate)

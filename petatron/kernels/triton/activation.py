@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -39,8 +40,8 @@ from torch import Tensor
 
 from petatron.kernels import activation as reference
 from petatron.kernels.activation import GluVariant
-from petatron.kernels.strides import contiguous_rows
-from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.strides import rows_and_stride
+from petatron.kernels.triton.dependent_launch import dependent_options, launches_early, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
 
 NAMES = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
@@ -149,29 +150,36 @@ class _ActivationTile:
 
 
 _activation_tile = cache(_ActivationTile.of)
-_launch_forward = KernelLauncher(_gated_activation_forward)
-_launch_backward = KernelLauncher(_gated_activation_backward)
+
+
+@cache
+def _forward_launcher(name: str, width: int, early: bool) -> KernelLauncher:
+    return KernelLauncher(
+        _gated_activation_forward, **_activation_constants(name, width), num_warps=_WARPS, **dependent_options(early)
+    )
+
+
+@cache
+def _backward_launcher(name: str, width: int, recompute_output: bool) -> KernelLauncher:
+    constants = _activation_constants(name, width)
+    return KernelLauncher(_gated_activation_backward, **constants, RECOMPUTE_OUTPUT=recompute_output, num_warps=_WARPS)
+
+
+def _activation_constants(name: str, width: int) -> dict[str, Any]:
+    assert name in NAMES, name
+    tile = _activation_tile(width)
+    return {"NAME": name, "WIDTH": width, "ROWS": tile.rows, "COLUMNS": tile.columns}
 
 
 def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None) -> Tensor:
     """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half. One with bounds uses the reference."""
     if bounds is not None:
         return reference.gated_activation(gate_up_RG, name, bounds)
-    assert name in NAMES, name
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
-    tile, source = _activation_tile(width), contiguous_rows(gate_up_RG)
+    source, stride = rows_and_stride(gate_up_RG)
     act = source.new_empty((rows, width))
-    _launch_forward(
-        tile.programs(rows),
-        (source, act),
-        (rows, source.stride(0)),
-        NAME=name,
-        WIDTH=width,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=_WARPS,
-        **launch_options(rows, source),
-    )
+    launch = _forward_launcher(name, width, launches_early(rows, source))
+    launch(_activation_tile(width).programs(rows), (source, act), (rows, stride))
     return act
 
 
@@ -181,20 +189,10 @@ def gated_activation_backward(
     """Returns the gradient of gate and up concatenated, and the output if `recompute_output`."""
     if bounds is not None:
         return reference.gated_activation_backward(grad_RF, gate_up_RG, name, bounds, recompute_output=recompute_output)
-    assert name in NAMES, name
     rows, width = grad_RF.shape
-    tile, grad, source = _activation_tile(width), contiguous_rows(grad_RF), contiguous_rows(gate_up_RG)
+    (grad, grad_stride), (source, stride) = rows_and_stride(grad_RF), rows_and_stride(gate_up_RG)
     grad_gate_up = torch.empty_like(source, memory_format=torch.contiguous_format)
     act = source.new_empty((rows, width)) if recompute_output else grad_gate_up
-    _launch_backward(
-        tile.programs(rows),
-        (grad, source, grad_gate_up, act),
-        (rows, grad.stride(0), source.stride(0)),
-        NAME=name,
-        WIDTH=width,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        RECOMPUTE_OUTPUT=recompute_output,
-        num_warps=_WARPS,
-    )
+    launch = _backward_launcher(name, width, recompute_output)
+    launch(_activation_tile(width).programs(rows), (grad, source, grad_gate_up, act), (rows, grad_stride, stride))
     return grad_gate_up, act if recompute_output else None

@@ -24,8 +24,16 @@ _HOPPER = (9, 0)
 
 def launch_options(rows: int, x: Tensor) -> dict[str, bool]:
     """Returns the `DEPENDENT` argument of a kernel over so many rows, and the launch option that goes with it."""
-    overlap = rows <= FEW_ROWS and x.is_cuda and device_capability(x.get_device()) >= _HOPPER
-    return {"DEPENDENT": True, "launch_pdl": True} if overlap else {"DEPENDENT": False}
+    return dependent_options(launches_early(rows, x))
+
+
+def launches_early(rows: int, x: Tensor) -> bool:
+    """Whether a kernel over so many rows is launched before the one before it has ended."""
+    return rows <= FEW_ROWS and x.is_cuda and device_capability(x.get_device()) >= _HOPPER
+
+
+def dependent_options(early: bool) -> dict[str, bool]:
+    return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
 
 
 @cache

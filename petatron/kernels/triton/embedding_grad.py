@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from petatron.kernels.triton.kernel_launch import kernel_launcher
+
 _WINDOW = 32
 _RUN = 16
 
@@ -128,34 +130,14 @@ def embedding_grad(ids_T: Tensor, grad_TD: Tensor, out_VD: Tensor, *, accumulate
     if not accumulate:
         out_VD.zero_()
     rows, block = out_VD.shape[0], min(triton.next_power_of_2(size), 1024)
-    _embedding_grad_pieces[(tokens, triton.cdiv(size, block))](
-        sorted_ids,
-        order,
-        grad_TD,
-        out_VD,
-        heads,
-        tails,
+    constants = {"WINDOW": _WINDOW, "ACCUMULATE": accumulate, "num_warps": 4}
+    kernel_launcher(_embedding_grad_pieces, BLOCK=block, **constants)(
         tokens,
-        rows,
-        size,
-        grad_TD.stride(0),
-        WINDOW=_WINDOW,
-        BLOCK=block,
-        ACCUMULATE=accumulate,
-        num_warps=4,
+        (sorted_ids, order, grad_TD, out_VD, heads, tails),
+        (tokens, rows, size, grad_TD.stride(0)),
+        across=triton.cdiv(size, block),
     )
     block = min(block, 256)
-    _embedding_grad_segments[(windows, triton.cdiv(size, block))](
-        sorted_ids,
-        heads,
-        tails,
-        out_VD,
-        tokens,
-        rows,
-        size,
-        WINDOW=_WINDOW,
-        RUN=_RUN,
-        BLOCK=block,
-        ACCUMULATE=accumulate,
-        num_warps=4,
+    kernel_launcher(_embedding_grad_segments, RUN=_RUN, BLOCK=block, **constants)(
+        windows, (sorted_ids, heads, tails, out_VD), (tokens, rows, size), across=triton.cdiv(size, block)
     )

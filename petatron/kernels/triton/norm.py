@@ -32,7 +32,7 @@ R rows, D width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -40,8 +40,9 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels import norm as reference
-from petatron.kernels.strides import contiguous_rows
-from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.norm import WeightGradSink
+from petatron.kernels.strides import rows_and_stride
+from petatron.kernels.triton.dependent_launch import dependent_options, launches_early, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
 
 MAX_ROW_WIDTH = 16384
@@ -202,7 +203,37 @@ class _NormTile:
 
 
 _norm_tile = cache(_NormTile.of)
-_launch_forward, _launch_backward = KernelLauncher(_rms_norm_forward), KernelLauncher(_rms_norm_backward)
+
+
+@cache
+def _forward_launcher(width: int, zero_centered_gamma: bool, add: bool, early: bool) -> KernelLauncher:
+    tile = _norm_tile(width)
+    return KernelLauncher(
+        _rms_norm_forward,
+        WIDTH=width,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        ZERO_CENTERED_GAMMA=zero_centered_gamma,
+        ADD=add,
+        num_warps=tile.warps,
+        **dependent_options(early),
+    )
+
+
+@cache
+def _backward_launcher(width: int, zero_centered_gamma: bool, add: bool, recompute_output: bool) -> KernelLauncher:
+    tile = _norm_tile(width)
+    return KernelLauncher(
+        _rms_norm_backward,
+        WIDTH=width,
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        ZERO_CENTERED_GAMMA=zero_centered_gamma,
+        ADD=add,
+        RECOMPUTE_OUTPUT=recompute_output,
+        PREFETCH=tile.prefetches,
+        num_warps=tile.warps,
+    )
 
 
 def rms_norm(
@@ -212,25 +243,19 @@ def rms_norm(
     rows, width = x_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm(x_RD, weight_D, eps=eps, zero_centered_gamma=zero_centered_gamma, branch=branch)
-    tile = _norm_tile(width)
-    x = contiguous_rows(x_RD)
-    added = x if branch is None else contiguous_rows(branch)
+    add = branch is not None
+    x, x_stride = rows_and_stride(x_RD)
+    added, added_stride = rows_and_stride(branch) if add else (x, x_stride)
     normal = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = normal if branch is None else torch.empty_like(normal)
+    total = torch.empty_like(normal) if add else normal
     rstd = x.new_empty(rows, dtype=torch.float32)
-    _launch_forward(
-        -(-rows // tile.rows),
+    launch = _forward_launcher(width, zero_centered_gamma, add, launches_early(rows, x))
+    launch(
+        -(-rows // _norm_tile(width).rows),
         (x, added, weight_D.contiguous(), total, normal, rstd),
-        (rows, x.stride(0), added.stride(0), eps),
-        WIDTH=width,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        ZERO_CENTERED_GAMMA=zero_centered_gamma,
-        ADD=branch is not None,
-        num_warps=tile.warps,
-        **launch_options(rows, x),
+        (rows, x_stride, added_stride, eps),
     )
-    return (x_RD if branch is None else total), normal, rstd
+    return (total if add else x_RD), normal, rstd
 
 
 def rms_norm_backward(
@@ -242,8 +267,12 @@ def rms_norm_backward(
     zero_centered_gamma: bool,
     grad_total: Tensor | None = None,
     recompute_output: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of the sum (with `grad_total` added) and, in float32, of the weight; and the norm if `recompute_output`."""
+    weight_grad_sink: WeightGradSink | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients of the sum (with `grad_total` added) and, in float32, of the weight; and the norm if `recompute_output`.
+
+    `weight_grad_sink` gets the weight's gradient instead of the caller: the last sum over programs goes to its buffer.
+    """
     rows, width = total_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm_backward(
@@ -254,32 +283,40 @@ def rms_norm_backward(
             zero_centered_gamma=zero_centered_gamma,
             grad_total=grad_total,
             recompute_output=recompute_output,
+            weight_grad_sink=weight_grad_sink,
         )
-    tile = _norm_tile(width)
-    grad, total = contiguous_rows(grad_RD), contiguous_rows(total_RD)
-    joining = grad if grad_total is None else contiguous_rows(grad_total)
+    add = grad_total is not None
+    (grad, grad_stride), (total, total_stride) = rows_and_stride(grad_RD), rows_and_stride(total_RD)
+    joining, joining_stride = rows_and_stride(grad_total) if add else (grad, grad_stride)
     grad_x = torch.empty_like(total, memory_format=torch.contiguous_format)
     normal = torch.empty_like(grad_x) if recompute_output else grad_x
-    programs = min(-(-rows // tile.rows), _resident_programs(total.device, width))
+    programs = min(-(-rows // _norm_tile(width).rows), _resident_programs(total.device, width))
     sums_PD = total.new_empty((programs, width), dtype=torch.float32)
-    _launch_backward(
+    launch = _backward_launcher(width, zero_centered_gamma, add, recompute_output)
+    launch(
         programs,
         (grad, total, rstd_R, weight_D.contiguous(), joining, grad_x, normal, sums_PD),
-        (rows, grad.stride(0), total.stride(0), joining.stride(0)),
-        WIDTH=width,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        ZERO_CENTERED_GAMMA=zero_centered_gamma,
-        ADD=grad_total is not None,
-        RECOMPUTE_OUTPUT=recompute_output,
-        PREFETCH=tile.prefetches,
-        num_warps=tile.warps,
+        (rows, grad_stride, total_stride, joining_stride),
     )
-    return grad_x, _sum_columns(sums_PD), normal if recompute_output else None
+    weight_grad = None
+    if weight_grad_sink is None:
+        weight_grad = sums_PD.new_empty(width)
+        _sum_columns(sums_PD, weight_grad, False)
+    else:
+        weight_grad_sink(partial(_sum_columns, sums_PD))
+    return grad_x, weight_grad, normal if recompute_output else None
 
 
 @triton.jit
-def _column_sums(sums_PD, total_D, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _column_sums(
+    sums_PD,
+    total_D,
+    programs,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     row = tl.arange(0, ROWS)
@@ -289,18 +326,21 @@ def _column_sums(sums_PD, total_D, programs, WIDTH: tl.constexpr, ROWS: tl.const
         total += tl.load(sums_PD + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
         row += ROWS
         first += ROWS
-    tl.store(total_D + column, tl.sum(total, axis=0), mask=column < WIDTH)
+    total_B = tl.sum(total, axis=0)
+    if ACCUMULATE:
+        total_B += tl.load(total_D + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(total_D + column, total_B.to(total_D.dtype.element_ty), mask=column < WIDTH)
 
 
-_launch_column_sums = KernelLauncher(_column_sums)
+@cache
+def _column_sums_launcher(width: int, accumulate: bool) -> KernelLauncher:
+    return KernelLauncher(_column_sums, WIDTH=width, ROWS=64, BLOCK=32, ACCUMULATE=accumulate, num_warps=4)
 
 
-def _sum_columns(sums_PD: Tensor) -> Tensor:
-    """Adds the programs' sums; torch's own sum takes three times as long for so few, so wide rows."""
+def _sum_columns(sums_PD: Tensor, out_D: Tensor, accumulate: bool) -> None:
+    """Writes the sum of the programs' sums, or adds it; torch's own sum takes three times as long for so few, so wide rows."""
     programs, width = sums_PD.shape
-    total_D = sums_PD.new_empty(width)
-    _launch_column_sums(-(-width // 32), (sums_PD, total_D), (programs,), WIDTH=width, ROWS=64, BLOCK=32, num_warps=4)
-    return total_D
+    _column_sums_launcher(width, accumulate)(-(-width // 32), (sums_PD, out_D), (programs,))
 
 
 @cache

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
 from petatron.kernels.strides import align_cos_sin, contiguous_rows
-from petatron.kernels.triton.kernel_launch import KernelLauncher
+from petatron.kernels.triton.kernel_launch import kernel_launcher
 
 _WARPS = 4
 _ELEMENTS = 512 * _WARPS
@@ -342,9 +342,6 @@ class _LaunchPlan:
         }
 
 
-_launch_forward, _launch_backward = KernelLauncher(_qk_norm_rope_forward), KernelLauncher(_qk_norm_rope_backward)
-
-
 def split_qkv_norm_rope(
     qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, batch_first: bool
 ) -> TensorTriple:
@@ -358,7 +355,7 @@ def split_qkv_norm_rope(
     programs = plan.tiles(norm.num_heads) + plan.tiles(norm.num_kv_heads)
     tensors = q_from, k_from, q, k, *(weight.contiguous() for weight in weights), cos, sin
     numbers = norm.eps, plan.length, plan.batch, *rows.stride()[:2], cos_s, cos_b
-    _launch_forward(programs, tensors, numbers, **plan.constants(batch_first=batch_first))
+    kernel_launcher(_qk_norm_rope_forward, **plan.constants(batch_first=batch_first))(programs, tensors, numbers)
     return (q.transpose(0, 1), k.transpose(0, 1), v) if batch_first else (q, k, v)
 
 
@@ -380,5 +377,5 @@ def split_qkv_norm_rope_backward(
     strides = *(stride for grad in sources for stride in grad.stride()[:3]), *qkv.stride()[:2], cos_s, cos_b
     numbers = norm.eps, plan.length, plan.batch, *strides
     constants = plan.constants(batch_first=sources[0].stride(1) > sources[0].stride(0))
-    _launch_backward(queries + 2 * keys, tensors, numbers, STEPS=steps, **constants)
+    kernel_launcher(_qk_norm_rope_backward, STEPS=steps, **constants)(queries + 2 * keys, tensors, numbers)
     return sums_PE[:queries].sum(0), sums_PE[queries:].sum(0)

@@ -26,48 +26,38 @@ S sequence, B batch, H query heads, K kv heads, E head dim.
 # pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.rope import split_qkv
-from petatron.kernels.strides import align_cos_sin, contiguous_rows, empty_heads
-from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.strides import align_cos_sin, contiguous_rows, empty_heads, token_strides
+from petatron.kernels.triton.dependent_launch import dependent_options, launches_early, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
 
 
 @triton.jit
 def _split_qkv_rope(
-    q_from,
-    k_from,
-    v_from,
-    q_to,
-    k_to,
-    v_to,
+    qkv,
+    q,
+    k,
+    v,
     cos,
     sin,
     length,
     batch,
-    q_from_s,
-    q_from_b,
-    q_from_h,
-    k_from_s,
-    k_from_b,
-    k_from_h,
-    v_from_s,
-    v_from_b,
-    v_from_h,
-    q_to_s,
-    q_to_b,
-    q_to_h,
-    k_to_s,
-    k_to_b,
-    k_to_h,
-    v_to_s,
-    v_to_b,
-    v_to_h,
+    qkv_s,
+    qkv_b,
+    q_s,
+    q_b,
+    q_h,
+    k_s,
+    k_b,
+    k_h,
+    v_s,
+    v_b,
+    v_h,
     cos_s,
     cos_b,
     NUM_HEADS: tl.constexpr,
@@ -85,18 +75,25 @@ def _split_qkv_rope(
     b = (token // length if BATCH_FIRST else token % batch).to(tl.int64)
     cos += s * cos_s + b * cos_b
     sin += s * cos_s + b * cos_b
-    q_from += s * q_from_s + b * q_from_b
-    k_from += s * k_from_s + b * k_from_b
-    v_from += s * v_from_s + b * v_from_b
-    q_to += s * q_to_s + b * q_to_b
-    k_to += s * k_to_s + b * k_to_b
-    v_to += s * v_to_s + b * v_to_b
-    _rope_heads(q_from, q_from_h, q_to, q_to_h, cos, sin, NUM_HEADS, ROTARY_DIM, TILE, BACKWARD)
-    _rope_heads(k_from, k_from_h, k_to, k_to_h, cos, sin, NUM_KV_HEADS, ROTARY_DIM, TILE, BACKWARD)
-    if ROTARY_DIM < WIDTH:
-        _copy_heads(q_from, q_from_h, q_to, q_to_h, NUM_HEADS, ROTARY_DIM, WIDTH, TILE)
-        _copy_heads(k_from, k_from_h, k_to, k_to_h, NUM_KV_HEADS, ROTARY_DIM, WIDTH, TILE)
-    _copy_heads(v_from, v_from_h, v_to, v_to_h, NUM_KV_HEADS, 0, WIDTH, TILE)
+    qkv += s * qkv_s + b * qkv_b
+    q += s * q_s + b * q_b
+    k += s * k_s + b * k_b
+    v += s * v_s + b * v_b
+    fused_k, fused_v = qkv + NUM_HEADS * WIDTH, qkv + (NUM_HEADS + NUM_KV_HEADS) * WIDTH
+    if BACKWARD:
+        _rope_heads(q, q_h, qkv, WIDTH, cos, sin, NUM_HEADS, ROTARY_DIM, TILE, True)
+        _rope_heads(k, k_h, fused_k, WIDTH, cos, sin, NUM_KV_HEADS, ROTARY_DIM, TILE, True)
+        if ROTARY_DIM < WIDTH:
+            _copy_heads(q, q_h, qkv, WIDTH, NUM_HEADS, ROTARY_DIM, WIDTH, TILE)
+            _copy_heads(k, k_h, fused_k, WIDTH, NUM_KV_HEADS, ROTARY_DIM, WIDTH, TILE)
+        _copy_heads(v, v_h, fused_v, WIDTH, NUM_KV_HEADS, 0, WIDTH, TILE)
+    else:
+        _rope_heads(qkv, WIDTH, q, q_h, cos, sin, NUM_HEADS, ROTARY_DIM, TILE, False)
+        _rope_heads(fused_k, WIDTH, k, k_h, cos, sin, NUM_KV_HEADS, ROTARY_DIM, TILE, False)
+        if ROTARY_DIM < WIDTH:
+            _copy_heads(qkv, WIDTH, q, q_h, NUM_HEADS, ROTARY_DIM, WIDTH, TILE)
+            _copy_heads(fused_k, WIDTH, k, k_h, NUM_KV_HEADS, ROTARY_DIM, WIDTH, TILE)
+        _copy_heads(fused_v, WIDTH, v, v_h, NUM_KV_HEADS, 0, WIDTH, TILE)
 
 
 @triton.jit
@@ -158,48 +155,87 @@ def _copy_heads(
         tl.store(target + this * target_stride + element[None, :], values, mask=mask)
 
 
-_launch_kernel = KernelLauncher(_split_qkv_rope)
-
-
-def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor, sin: Tensor, *, backward: bool) -> None:
-    """Launches for q, k and v, each of shape [S, B, heads, E]; programs are in memory order of the heads, not of the slices."""
-    length, batch, heads, width = sources[0].shape
-    cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
-    heads_tensor = sources[0] if backward else targets[0]
+@cache
+def _launcher(
+    heads: int, kv_heads: int, width: int, rotary_dim: int, batch_first: bool, backward: bool, early: bool
+) -> KernelLauncher:
     warps = 4 if heads * width <= 4096 else 8
-    strides: list[int] = []
-    for tensor in (*sources, *targets):
-        strides += tensor.stride()[:3]
-    _launch_kernel(
-        length * batch,
-        (*sources, *targets, cos, sin),
-        (length, batch, *strides, cos_s, cos_b),
+    return KernelLauncher(
+        _split_qkv_rope,
         NUM_HEADS=heads,
-        NUM_KV_HEADS=sources[1].shape[2],
+        NUM_KV_HEADS=kv_heads,
         WIDTH=width,
-        ROTARY_DIM=cos.shape[-1],
+        ROTARY_DIM=rotary_dim,
         TILE=512 * warps,
-        BATCH_FIRST=heads_tensor.stride(1) > heads_tensor.stride(0),
+        BATCH_FIRST=batch_first,
         BACKWARD=backward,
         num_warps=warps,
-        **launch_options(length * batch, heads_tensor),
+        **dependent_options(early),
+    )
+
+
+def _launch(
+    qkv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    batch_first: bool,
+    rows_batch_first: bool,
+    backward: bool,
+) -> None:
+    """Launches for qkv [S, B, (H + 2K) E] or its rows, and q, k and v, [S, B, heads, E].
+
+    `batch_first`: the order of the programs, which should be that of q, k and v in memory; `rows_batch_first`: that of rows.
+    """
+    length, batch, heads, width = q.shape
+    cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
+    strides = token_strides(qkv, length=length, batch=batch, batch_first=rows_batch_first)
+    tokens = length * batch
+    launch = _launcher(heads, k.shape[2], width, cos.shape[-1], batch_first, backward, launches_early(tokens, q))
+    launch(
+        tokens,
+        (qkv, q, k, v, cos, sin),
+        (length, batch, *strides, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], cos_s, cos_b),
     )
 
 
 def split_qkv_rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, batch_first: bool
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    batch_first: bool,
+    batch: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rotated q [S, B, H, E] and k [S, B, K, E], and v, from [S, B, (H + 2K) E]; in memory [B, S, ...] if `batch_first`."""
-    sources = split_qkv(contiguous_rows(qkv), num_heads=num_heads, num_kv_heads=num_kv_heads)
-    targets = [empty_heads(part, part.shape[-1], batch_first=batch_first) for part in sources]
-    _launch(sources, targets, cos, sin, backward=False)
-    q, k, v = targets
+    """Returns rotated q [S, B, H, E] and k [S, B, K, E], and v, in memory [B, S, ...] if `batch_first`.
+
+    `qkv` is [S, B, (H + 2K) E], or, with `batch`, the rows of so many sequences in that memory order.
+    """
+    source = contiguous_rows(qkv)
+    length, batch = qkv.shape[:2] if batch is None else (qkv.shape[0] // batch, batch)
+    width = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
+    q, k, v = (
+        empty_heads(source, length, batch, heads, width, batch_first=batch_first)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    _launch(source, q, k, v, cos, sin, batch_first=batch_first, rows_batch_first=batch_first, backward=False)
     return q, k, v
 
 
-def split_qkv_rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> Tensor:
-    """Writes the gradient of qkv to `out`, which has qkv's memory layout, and returns it."""
+def split_qkv_rope_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, batch_first: bool = False
+) -> Tensor:
+    """Writes the gradient of qkv to `out`, and returns it.
+
+    `out` has qkv's memory layout: [S, B, (H + 2K) E], or rows of it, in the order of `batch_first`.
+    """
     assert out.stride(-1) == 1, "the heads of a token must be adjacent"
-    sources = [contiguous_rows(grad) for grad in (dq, dk, dv)]
-    _launch(sources, split_qkv(out, num_heads=dq.shape[2], num_kv_heads=dk.shape[2]), cos, sin, backward=True)
+    dq, dk, dv = contiguous_rows(dq), contiguous_rows(dk), contiguous_rows(dv)
+    in_memory = dq.stride(1) > dq.stride(0)
+    _launch(out, dq, dk, dv, cos, sin, batch_first=in_memory, rows_batch_first=batch_first, backward=True)
     return out

@@ -22,11 +22,15 @@ All arithmetic is in float32; float64 is for the reference in `kernels/vocab_par
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from petatron.kernels.triton.kernel_launch import kernel_launcher
 from petatron.kernels.vocab_parallel_cross_entropy import CrossEntropyKernels
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -162,10 +166,16 @@ def _losses_and_gradient_kernel(
     _gradient_of_row(row, target, weight, peak + log, NUM_COLUMNS, PADDED, GROUPS, WIDTH)
 
 
-def _launch_options(logits_CV: Tensor, num_columns: int) -> dict[str, int]:
-    """Columns of a row and of a tile, as groups x width, and warps: eight groups per thread."""
+def _launch(kernel: Any, num_columns: int, logits_CV: Tensor, *tensors: Tensor) -> None:
+    """Launches a program per row."""
     assert logits_CV.stride(1) == 1 and logits_CV.dtype != torch.float64
-    padded = logits_CV.shape[1]
+    launch = kernel_launcher(kernel, **_launch_options(logits_CV.shape[1], num_columns))
+    launch(logits_CV.shape[0], (logits_CV, *tensors), (logits_CV.stride(0),))
+
+
+@cache
+def _launch_options(padded: int, num_columns: int) -> dict[str, int]:
+    """Columns of a row and of a tile, as groups x width, and warps: eight groups per thread."""
     groups = min(max(triton.next_power_of_2(triton.cdiv(padded, _WIDTH)), 32), _MAX_GROUPS)
     warps = max(groups // _GROUPS_PER_WARP, 1)
     return {"NUM_COLUMNS": num_columns, "PADDED": padded, "GROUPS": groups, "WIDTH": _WIDTH, "num_warps": warps}
@@ -173,22 +183,19 @@ def _launch_options(logits_CV: Tensor, num_columns: int) -> dict[str, int]:
 
 def statistics(logits_CV: Tensor, targets_C: Tensor, num_columns: int) -> Tensor:
     out = torch.empty(3, logits_CV.shape[0], dtype=torch.float32, device=logits_CV.device)
-    grid, shape = (logits_CV.shape[0],), _launch_options(logits_CV, num_columns)
-    _statistics_kernel[grid](logits_CV, targets_C, *out, logits_CV.stride(0), **shape)
+    _launch(_statistics_kernel, num_columns, logits_CV, targets_C, *out)
     return out
 
 
 def gradient_(
     logits_CV: Tensor, targets_C: Tensor, loss_weights_C: Tensor, log_total_C: Tensor, num_columns: int
 ) -> None:
-    grid, shape = (logits_CV.shape[0],), _launch_options(logits_CV, num_columns)
-    _gradient_kernel[grid](logits_CV, targets_C, loss_weights_C, log_total_C, logits_CV.stride(0), **shape)
+    _launch(_gradient_kernel, num_columns, logits_CV, targets_C, loss_weights_C, log_total_C)
 
 
 def losses_and_gradient_(logits_CV: Tensor, targets_C: Tensor, loss_weights_C: Tensor, num_columns: int) -> Tensor:
     losses_C = torch.empty(logits_CV.shape[0], dtype=torch.float32, device=logits_CV.device)
-    grid, shape = (logits_CV.shape[0],), _launch_options(logits_CV, num_columns)
-    _losses_and_gradient_kernel[grid](logits_CV, targets_C, loss_weights_C, losses_C, logits_CV.stride(0), **shape)
+    _launch(_losses_and_gradient_kernel, num_columns, logits_CV, targets_C, loss_weights_C, losses_C)
     return losses_C
 
 

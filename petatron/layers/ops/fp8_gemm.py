@@ -122,7 +122,7 @@ class Fp8WeightGrad:
     kernels: Fp8Kernels
     needs_input: bool = False
 
-    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         if accumulate:
             out.add_(self.kernels.gemm(self.grad, self.x, dtype=out.dtype, fast=False))
         else:
@@ -138,9 +138,9 @@ class _Fp8RecastWeightGrad:
     kernels: Fp8Kernels
     needs_input: bool = True
 
-    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         assert x_RD is not None
-        Fp8WeightGrad(self.grad, self.cast(x_RD), self.kernels).write(None, out, accumulate=accumulate)
+        Fp8WeightGrad(self.grad, self.cast(x_RD), self.kernels).write(None, out, accumulate)
 
 
 class Fp8Gemm:

@@ -36,7 +36,13 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
-from petatron.layers.ops.recompute_output import Recomputable, RecomputeHandle, as_recomputable
+from petatron.layers.ops.recompute_output import (
+    PendingOutput,
+    Recomputable,
+    RecomputableFunction,
+    RecomputeHandle,
+    as_recomputable,
+)
 from petatron.layers.token_layout import from_rows, rows_in_memory_order, to_rows
 
 WriteWeightGrad = Callable[[Tensor, bool], None]
@@ -116,6 +122,10 @@ class GatherThenGemm:
 
     def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
         x = x if self.input_comm is None else self.input_comm.gather_input(x)
+        if x.dim() == 2:
+            rows = x.contiguous()
+            y, saved = gemm.forward(rows, weight)
+            return GemmResult(y, (rows,), saved)
         rows, batch_first = rows_in_memory_order(x)
         y, saved = gemm.forward(rows, weight)
         return GemmResult(from_rows(y, x, batch_first=batch_first), (rows,), saved, batch_first)
@@ -151,6 +161,8 @@ class GemmOp:
         gemm_forward: GemmForward | None = None,
     ) -> Tensor:
         """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
+        if isinstance(x, PendingOutput) and input_comm is None and gemm_forward is None and self._fuses(x):
+            return self._apply_with_function(x, weight)
         if gemm_forward is None:
             gemm_forward = LOCAL_GEMM if input_comm is None else GatherThenGemm(input_comm)
         value, handle = x.value, x.handle
@@ -165,6 +177,22 @@ class GemmOp:
         node_weight = weight if sink is None or not value.requires_grad else None
         return _GemmFunction.apply(value, node_weight, _GemmCall(weight, gemm, sink, handle, input_comm, gemm_forward))
 
+    def _fuses(self, x: PendingOutput) -> bool:
+        """Whether a function and the GEMM of its output are one node: it has no weight for autograd, and there is a node."""
+        return (
+            self.weight_grad_sink is not None
+            and x.others is None
+            and x.inputs[0].requires_grad
+            and torch.is_grad_enabled()
+        )
+
+    def _apply_with_function(self, x: PendingOutput, weight: Tensor) -> Tensor:
+        recasts = self.recasting_gemm is not None and x.function.recast_in_fp8
+        gemm = self.recasting_gemm if recasts else self.gemm
+        *others, y = _FunctionGemm.apply((x.function, weight, gemm, self.weight_grad_sink), *x.inputs)
+        x.set_applied(tuple(others))
+        return y
+
 
 class _GemmCall(NamedTuple):
     """One GEMM of a forward pass, as its backward needs it."""
@@ -175,6 +203,9 @@ class _GemmCall(NamedTuple):
     handle: RecomputeHandle | None
     input_comm: InputComm | None
     gemm_forward: GemmForward
+
+
+_FunctionGemmCall = tuple[RecomputableFunction, Tensor, Gemm, WeightGradSink]
 
 
 class _GemmFunction(AutogradOp):
@@ -196,13 +227,48 @@ class _GemmFunction(AutogradOp):
         gemm_input = _GemmInput(rows, handle, input_comm, batch_first)
         if input_comm is not None and weight.requires_grad and not saved:
             gemm_input.start_gather(sink)
-        x_grad, job = gemm.backward(to_rows(grad, batch_first=batch_first), weight, saved)
-        x_grad = from_rows(x_grad, grad, batch_first=batch_first)
+        if grad.dim() == 2:
+            x_grad, job = gemm.backward(grad.contiguous(), weight, saved)
+        else:
+            x_grad, job = gemm.backward(to_rows(grad, batch_first=batch_first), weight, saved)
+            x_grad = from_rows(x_grad, grad, batch_first=batch_first)
         pending_grad = None
         if input_comm is not None and ctx.needs_input_grad[0]:
             pending_grad = input_comm.start_reduce_input_grad(x_grad)
         weight_grad = _submit_weight_grad(job, weight, sink, gemm_input) if weight.requires_grad else None
         return x_grad if pending_grad is None else pending_grad(), weight_grad, None
+
+
+class _FunctionGemm(AutogradOp):
+    """A recomputable function and the GEMM of its output in one node: the gradient of the one goes straight to the other."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _FunctionGemmCall, *inputs: Tensor) -> Tensors:
+        function, weight, gemm, _ = call
+        (*others, value), saved = function.forward(*inputs)
+        y, _, gemm_saved, ctx.batch_first = LOCAL_GEMM.forward(value, weight, gemm)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved, *gemm_saved)
+        ctx.call, ctx.num_saved, ctx.num_inputs = call, len(saved), len(inputs)
+        return *others, y
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        function, weight, gemm, sink = ctx.call
+        *other_grads, grad = grads
+        saved, count, batch_first = ctx.saved_tensors, ctx.num_saved, ctx.batch_first
+        weight_grad, output = None, None
+        if grad is not None:
+            grad_rows = grad.contiguous() if grad.dim() == 2 else to_rows(grad, batch_first=batch_first)
+            x_grad, weight_grad = gemm.backward(grad_rows, weight, saved[count:])
+            grad = x_grad if grad.dim() == 2 else from_rows(x_grad, grad, batch_first=batch_first)
+        recompute = weight_grad is not None and weight.requires_grad and weight_grad.needs_input
+        input_grads, output = function.backward(saved[:count], (*other_grads, grad), recompute_output=recompute)
+        if weight_grad is not None and weight.requires_grad:
+            rows = output if output is None or output.dim() == 2 else to_rows(output, batch_first=batch_first)
+            _submit_rows(weight_grad, weight, sink, rows)
+        return None, *input_grads[: ctx.num_inputs]
 
 
 class _InputGather:
@@ -258,7 +324,7 @@ def _submit_weight_grad(
     """Submits a weight's gradient to its sink, once the input is available; without a sink, returns it to autograd."""
     if sink is None:
         out = torch.empty_like(weight)
-        weight_grad.write(gemm_input.rows() if weight_grad.needs_input else None, out, accumulate=False)
+        weight_grad.write(gemm_input.rows() if weight_grad.needs_input else None, out, False)
         return out
     if gemm_input.gather is not None:
         _submit_gathered(weight_grad, weight, sink, gemm_input.gather)
@@ -282,12 +348,12 @@ def _submit_recomputed(
 
 
 def _submit_rows(weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSink, rows: Tensor | None) -> None:
-    sink.submit(weight, lambda out, accumulate: weight_grad.write(rows, out, accumulate=accumulate))
+    sink.submit(weight, partial(weight_grad.write, rows))
 
 
 def _submit_gathered(weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSink, gather: _InputGather) -> None:
     def write(out: Tensor, accumulate: bool) -> None:
-        weight_grad.write(gather.rows(), out, accumulate=accumulate)
+        weight_grad.write(gather.rows(), out, accumulate)
 
     sink.submit(weight, write, start_comm=gather.start)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
 from petatron.layers.forward_context import RopeCosSin
 from petatron.layers.norm import RMSNorm, submit_norm_grad
+from petatron.layers.ops.recompute_output import MaybeTensors, PendingOutput, Tensors
 from petatron.layers.token_layout import TokenRows, is_batch_first
 
 QKNorms = tuple[RMSNorm, RMSNorm]
@@ -21,11 +22,19 @@ class RopeKernels(Protocol):
     """The interface of `kernels/rope.py` and its faster implementations."""
 
     def split_qkv_rope(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, batch_first: bool
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        batch_first: bool,
+        batch: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def split_qkv_rope_backward(
-        self, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor
+        self, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, batch_first: bool = False
     ) -> Tensor: ...
 
 
@@ -48,33 +57,47 @@ class QKNormRopeKernels(Protocol):
     ) -> TensorPair: ...
 
 
+class _RopeSplit(NamedTuple):
+    """The facts of one split. batch: the number of sequences whose rows qkv is; None: it is [S, B, ...]."""
+
+    kernels: RopeKernels
+    num_heads: int
+    num_kv_heads: int
+    batch: int | None
+    batch_first: bool
+
+    def __call__(self, qkv: Tensor, rope_cos_sin: RopeCosSin) -> tuple[Tensor, Tensor, Tensor]:
+        cos, sin = rope_cos_sin
+        return self.kernels.split_qkv_rope(
+            qkv,
+            cos,
+            sin,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            batch_first=self.batch_first,
+            batch=self.batch,
+        )
+
+
 class _SplitQKVRope(AutogradOp):
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        kernels: RopeKernels,
-        rows: TokenRows | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        qkv_SBF = qkv if rows is None else rows.unflatten(qkv)
-        batch_first = is_batch_first(qkv_SBF) if rows is None else rows.batch_first
-        ctx.save_for_backward(cos, sin)
-        ctx.kernels, ctx.rows, ctx.shape, ctx.stride = kernels, rows, qkv_SBF.shape, qkv_SBF.stride()
-        return kernels.split_qkv_rope(
-            qkv_SBF, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, batch_first=batch_first
-        )
+    def forward(ctx: Any, qkv: Tensor, split: _RopeSplit, rope_cos_sin: RopeCosSin) -> tuple[Tensor, Tensor, Tensor]:
+        # All layers share cos and sin, which no hook need offload or recompute.
+        ctx.split, ctx.rope_cos_sin = split, rope_cos_sin
+        ctx.shape, ctx.stride = qkv.shape, qkv.stride()
+        return split(qkv, rope_cos_sin)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        out = torch.empty_strided(ctx.shape, ctx.stride, dtype=grads[0].dtype, device=grads[0].device)
-        grad = ctx.kernels.split_qkv_rope_backward(*grads, cos, sin, out=out)
-        return grad if ctx.rows is None else ctx.rows.flatten(grad), None, None, None, None, None, None
+        out = grads[0].new_empty_strided(ctx.shape, ctx.stride)
+        return (
+            ctx.split.kernels.split_qkv_rope_backward(
+                *grads, *ctx.rope_cos_sin, out=out, batch_first=ctx.split.batch_first
+            ),
+            None,
+            None,
+        )
 
 
 def split_qkv_rope(
@@ -90,13 +113,41 @@ def split_qkv_rope(
 
     `rows` says how `qkv` is flattened, if it is.
     """
-    if not torch.is_grad_enabled():
-        cos, sin = rope_cos_sin
-        qkv = qkv if rows is None else rows.unflatten(qkv)
-        return kernels.split_qkv_rope(
-            qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, batch_first=is_batch_first(qkv)
-        )
-    return _SplitQKVRope.apply(qkv, *rope_cos_sin, num_heads, num_kv_heads, kernels, rows)
+    batch, batch_first = (None, is_batch_first(qkv)) if rows is None else rows
+    split = _RopeSplit(kernels, num_heads, num_kv_heads, batch, batch_first)
+    return _SplitQKVRope.apply(qkv, split, rope_cos_sin) if torch.is_grad_enabled() else split(qkv, rope_cos_sin)
+
+
+class _MergedHeads:
+    """Heads [S, B, H, E] as rows [R, H E]; a view, which the GEMM that takes it saves."""
+
+    recast_in_fp8 = True
+
+    __slots__ = ("_num_heads", "_rows")
+
+    def __init__(self, rows: TokenRows, num_heads: int) -> None:
+        self._rows, self._num_heads = rows, num_heads
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
+        merged = self._rows.flatten_heads(inputs[0])
+        return (merged,), (merged,)
+
+    def backward(
+        self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
+    ) -> tuple[MaybeTensors, Tensor | None]:
+        (grad,), merged = grads, saved[0]
+        assert grad is not None
+        return (
+            self._rows.unflatten(grad.view(grad.shape[0], self._num_heads, -1)),
+        ), merged if recompute_output else None
+
+    def recompute(self, saved: Tensors) -> Tensor:
+        return saved[0]
+
+
+def merge_heads(y_SBHE: Tensor, rows: TokenRows) -> PendingOutput:
+    """Flattens attention's output to rows within the autograd node of the GEMM that takes them."""
+    return PendingOutput(_MergedHeads(rows, y_SBHE.shape[2]), y_SBHE)
 
 
 class _SplitQKVNormRope(AutogradOp):

@@ -8,15 +8,15 @@ weight-gradient computation with it:
     backward    GEMM: gradient of the output from that of y; the weight gradient is deferred to the function's backward
                 function: one pass over x gives the gradient of x and the output; then the weight gradient; both are freed
 
-So recompute costs no read and one write. An output that is needed earlier (by a recomputed region, to be gathered over ranks,
-by a gradient that autograd wants at once) is recomputed by itself.
+So recompute costs no read and one write. Where that GEMM is the output's only consumer, function and GEMM are one autograd node
+(`PendingOutput`). An output that is needed earlier (by a recomputed region, to be gathered over ranks, by a gradient that autograd
+wants at once) is recomputed by itself.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -120,12 +120,13 @@ def _no_node() -> None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
 class Recomputable:
     """An output with the handle that recomputes it; `handle` None means that a consumer must save it."""
 
-    value: Tensor
-    handle: RecomputeHandle | None
+    __slots__ = ("handle", "value")
+
+    def __init__(self, value: Tensor, handle: RecomputeHandle | None) -> None:
+        self.value, self.handle = value, handle
 
 
 class _RecomputableOp(AutogradOp):
@@ -154,6 +155,42 @@ def apply_recomputable(function: RecomputableFunction, *inputs: Tensor) -> tuple
     handle = RecomputeHandle(function)
     outputs: Tensors = _RecomputableOp.apply(handle, *inputs)
     return outputs, handle if outputs[-1].requires_grad else None
+
+
+class PendingOutput(Recomputable):
+    """The output of a function that is not applied yet, so that the one GEMM which takes it can apply both in one autograd node.
+
+    Whoever asks for the value or the handle has the function applied by itself. `others`: its outputs before the recomputable one.
+    """
+
+    __slots__ = ("_applied", "function", "inputs", "others")
+
+    def __init__(self, function: RecomputableFunction, *inputs: Tensor) -> None:
+        self.function = function
+        self.inputs: Tensors = inputs
+        self.others: Tensors | None = None
+        self._applied: Recomputable | None = None
+
+    @property
+    def value(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.apply().value
+
+    @property
+    def handle(self) -> RecomputeHandle | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.apply().handle
+
+    def apply(self) -> Recomputable:
+        """Applies the function by itself, once."""
+        if self._applied is None:
+            assert self.others is None, "a GEMM has applied the function, and its output is gone"
+            (*others, value), handle = apply_recomputable(self.function, *self.inputs)
+            self._applied = Recomputable(value, handle)
+            self.set_applied(tuple(others))
+        return self._applied
+
+    def set_applied(self, others: Tensors) -> None:
+        """Notes that the function was applied."""
+        self.others, self.inputs = others, ()
 
 
 class _Identity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,28 @@ def test_there_and_back(case: Heads, dtype: torch.dtype, from_batch_first: bool,
     assert (
         far(back, plain.split_qkv_rope_backward(*wide, out=torch.empty_like(qkv, dtype=torch.float64))) <= BOUNDS[dtype]
     )
+
+
+@pytest.mark.parametrize("kernels", [rope, plain], ids=["triton", "reference"])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_rows_are_tokens_in_memory_order(kernels: Any, batch_first: bool):
+    """Rows of a wider product, too; gradients need not be in the order of the rows."""
+    case = Heads(4, 2, 8, 6)
+    cos, sin = angles(case, torch.float32, each=True)
+    qkv = product(case, torch.float32, batch_first=batch_first)
+    flat = (qkv.transpose(0, 1) if batch_first else qkv).flatten(0, 1)
+    options = {"num_heads": case.heads, "num_kv_heads": case.groups, "batch_first": batch_first}
+    want = kernels.split_qkv_rope(qkv, cos, sin, **options)
+    grads = [ordered(torch.randn_like(part), batch_first=not batch_first) for part in want]
+    want += (kernels.split_qkv_rope_backward(*grads, cos, sin, out=torch.empty_like(qkv)),)
+    for rows in (flat, torch.cat((flat, flat), dim=-1)[:, : flat.shape[1]]):
+        found = kernels.split_qkv_rope(rows, cos, sin, **options, batch=case.batch)
+        out = torch.full_like(rows, float("nan"))
+        back = kernels.split_qkv_rope_backward(*grads, cos, sin, out=out, batch_first=batch_first)
+        assert back is out
+        back = back.unflatten(0, (case.batch, -1) if batch_first else (-1, case.batch))
+        for ours, theirs in zip((*found, back.transpose(0, 1) if batch_first else back), want, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_gradient_is_that_of_the_forward():

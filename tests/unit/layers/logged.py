@@ -35,6 +35,6 @@ class LoggedGrad:
     def needs_input(self) -> bool:
         return self.kept is None
 
-    def write(self, x_RD: Tensor | None, out: Tensor, *, accumulate: bool) -> None:
+    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         self.log.append("g^T x")
         self.job.write(x_RD if self.kept is None else self.kept, out, accumulate=accumulate)

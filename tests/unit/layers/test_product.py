@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -198,8 +199,8 @@ class _Watched(WeightGradQueue):
         self.operands: list[int] = []
 
     def submit(self, weight: Tensor, write: WriteWeightGrad, *, now: bool = False, **options: Any) -> None:
-        held = [cell.cell_contents for cell in write.__closure__ or ()]
-        self.operands += [x.untyped_storage()._weak_ref() for x in held if isinstance(x, Tensor)]
+        assert isinstance(write, partial)
+        self.operands += [x.untyped_storage()._weak_ref() for x in write.args if isinstance(x, Tensor)]
         super().submit(weight, write, now=now, **options)
 
     @property

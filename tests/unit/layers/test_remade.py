@@ -16,6 +16,7 @@ from petatron.layers.norm import LayerNorm, RMSNorm
 from petatron.layers.ops.linear_op import GemmOp, WriteWeightGrad
 from petatron.layers.ops.recompute_output import (
     MaybeTensors,
+    PendingOutput,
     Recomputable,
     RecomputeHandle,
     Tensors,
@@ -28,6 +29,8 @@ S, B, D, OUT = 6, 3, 8, 5
 
 class Sine:
     """A maker that counts: (x, y) to (x + y, sin(x + y))."""
+
+    recast_in_fp8 = True
 
     def __init__(self) -> None:
         self.made = 0
@@ -139,6 +142,70 @@ def test_a_value_that_others_use_too(takes: bool):
         torch.cat([p, 2 * v, 3 * t], -1) for p, v, t in ((product, value, total), (wanted, (x + y).sin(), x + y))
     )
     check(ours, theirs, [x, y, weight], taker and taker.grads)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_pending_output_is_made_with_its_product(takes: bool, batch_first: bool):
+    """One node instead of two, where a taker has the weight's gradient; the same numbers to the bit."""
+    weight, found, inputs = leaf(OUT, D), [], [leaf(S, B, D, batch_first=batch_first) for _ in range(2)]
+    for pending in (False, True):
+        taker, maker = Taker() if takes else None, Sine()
+        x, y = (each.detach().requires_grad_() for each in inputs)
+        if pending:
+            value = PendingOutput(maker, x, y)
+            product = GemmOp(weight_grad_sink=taker)(value, weight)
+            assert value.others is not None
+            (total,) = value.others
+            nodes = (product.grad_fn, total.grad_fn)
+            assert (nodes[0] is nodes[1]) == takes
+        else:
+            (total, made), source = apply_recomputable(maker, x, y)
+            product = GemmOp(weight_grad_sink=taker)(Recomputable(made, source), weight)
+        grads = torch.autograd.grad(product.square().sum() + total.pow(3).sum(), [x, y] if takes else [x, y, weight])
+        assert (maker.made, maker.made_in_passing) == ((0, 1) if takes else (1, 0))
+        found.append([product.detach(), total.detach(), *grads, *([] if taker is None else taker.grads.values())])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+def test_a_pending_output_that_somebody_asks_for_is_made_by_itself():
+    x, y, weight, taker = leaf(S, D), leaf(S, D), leaf(OUT, D), Taker()
+    value = PendingOutput(Sine(), x, y)
+    assert isinstance(value.handle, RecomputeHandle) and value.value is value.value
+    product = GemmOp(weight_grad_sink=taker)(value, weight) + value.value.sum()
+    check(product, F.linear((x + y).sin(), weight) + (x + y).sin().sum(), [x, y, weight], taker.grads)
+
+
+def test_a_pending_output_is_gone_with_its_product():
+    value = PendingOutput(Sine(), leaf(S, D), leaf(S, D))
+    GemmOp(weight_grad_sink=Taker())(value, leaf(OUT, D))
+    assert value.inputs == ()
+    with pytest.raises(AssertionError, match="its output is gone"):
+        value.apply()
+
+
+def test_a_pending_output_without_gradients():
+    x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
+    with torch.no_grad():
+        product = GemmOp(weight_grad_sink=Taker())(PendingOutput(Sine(), x, y), weight)
+    assert product.grad_fn is None
+    torch.testing.assert_close(product, F.linear((x + y).sin(), weight).detach())
+
+
+def test_a_frozen_weight_of_a_pending_output_makes_nothing_again():
+    x, y, weight, maker, taker = leaf(S, D), leaf(S, D), leaf(OUT, D).detach(), Sine(), Taker()
+    check(GemmOp(weight_grad_sink=taker)(PendingOutput(maker, x, y), weight), F.linear((x + y).sin(), weight), [x, y])
+    assert (maker.made, maker.made_in_passing) == (0, 0) and not taker.grads
+
+
+def test_a_product_that_nobody_uses_leaves_the_others_of_a_pending_output():
+    x, y, weight, taker = leaf(S, D), leaf(S, D), leaf(OUT, D), Taker()
+    value = PendingOutput(Sine(), x, y)
+    GemmOp(weight_grad_sink=taker)(value, weight)
+    assert value.others is not None
+    check(value.others[0], x + y, [x, y])
+    assert not taker.grads
 
 
 def test_a_value_is_let_go_after_the_forward_pass():

@@ -270,7 +270,7 @@ def interleaved_rope_backward(grad_SBHE: Tensor, cos: Tensor, sin: Tensor, *, sc
 
 def _rotate(x_SBHE: Tensor, cos: Tensor, sin: Tensor, scale: float, *, backward: bool) -> Tensor:
     source = contiguous_rows(x_SBHE)
-    target = empty_heads(source, source.shape[-1], batch_first=_is_batch_first(source))
+    target = empty_heads(source, *source.shape, batch_first=_is_batch_first(source))
     length, batch, heads, width = source.shape
     cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
     _interleaved_rope[(length * batch,)](
@@ -303,7 +303,8 @@ def join_rope_key(
     length, batch, heads, width = kv.shape
     cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
     k, v = (
-        empty_heads(kv, each, batch_first=_is_batch_first(kv)) for each in (nope_dim + cos.shape[-1], width - nope_dim)
+        empty_heads(kv, *kv.shape[:3], each, batch_first=_is_batch_first(kv))
+        for each in (nope_dim + cos.shape[-1], width - nope_dim)
     )
     _join_rope_key[(length * batch,)](
         kv,
@@ -335,7 +336,7 @@ def join_rope_key_backward(grad_k_SBHE: Tensor, grad_v_SBHV: Tensor, cos: Tensor
     length, batch, heads, width = grad_k.shape
     cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
     nope_dim, v_dim = width - cos.shape[-1], grad_v.shape[-1]
-    grad_kv = empty_heads(grad_k, nope_dim + v_dim, batch_first=_is_batch_first(grad_k))
+    grad_kv = empty_heads(grad_k, *grad_k.shape[:3], nope_dim + v_dim, batch_first=_is_batch_first(grad_k))
     grad_rotary = grad_k.new_empty((length, batch, cos.shape[-1]))
     _join_rope_key_backward[(length * batch,)](
         grad_k,

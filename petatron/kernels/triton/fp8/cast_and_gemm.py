@@ -50,6 +50,7 @@ from petatron.kernels.triton.fp8.cast_tiles import (
     row_and_column_amax_of_tile,
     update_scale_from_history,
 )
+from petatron.kernels.triton.kernel_launch import kernel_launcher
 
 _TILE = BLOCK
 _WARPS = 8
@@ -62,20 +63,15 @@ _RUN = 16384
 
 def update_amax(x_RC: Tensor, amax: Tensor) -> None:
     x_RC = x_RC.contiguous()
-    amax_of_run[(triton.cdiv(x_RC.numel(), _RUN),)](x_RC, _bits(amax), x_RC.numel(), RUN=_RUN, num_warps=_WARPS)
+    count = x_RC.numel()
+    kernel_launcher(amax_of_run, RUN=_RUN, num_warps=_WARPS)(triton.cdiv(count, _RUN), (x_RC, _bits(amax)), (count,))
 
 
 def update_scale(history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_recent: bool) -> None:
     length = history_L.numel()
-    update_scale_from_history[(1,)](
-        _bits(history_L),
-        _bits(scale),
-        LENGTH=length,
-        RECENT=most_recent,
-        TOP=max_exponent(dtype),
-        BLOCK=triton.next_power_of_2(length),
-        num_warps=1,
-    )
+    constants = {"TOP": max_exponent(dtype), "BLOCK": triton.next_power_of_2(length)}
+    launch = kernel_launcher(update_scale_from_history, LENGTH=length, RECENT=most_recent, **constants, num_warps=1)
+    launch(1, (_bits(history_L), _bits(scale)))
 
 
 def cast_tensor(
@@ -104,7 +100,8 @@ def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     rows, scale_R = torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty((R, 1), dtype=torch.float32)
     width = max(triton.next_power_of_2(C), 16)
     warps = min(max(width // _ELEMENTS_OF_WARP, 1), _WARPS)
-    cast_whole_row[(R,)](x_RC, rows, _bits(scale_R), C, TOP=max_exponent(dtype), WIDTH=width, num_warps=warps)
+    launch = kernel_launcher(cast_whole_row, TOP=max_exponent(dtype), WIDTH=width, num_warps=warps)
+    launch(R, (x_RC, rows, _bits(scale_R)), (C,))
     return Fp8Operand(rows, scale_R, "rows")
 
 
@@ -121,8 +118,8 @@ def _cast_each(x_ERC: Tensor, dtype: torch.dtype, orientation: Orientation) -> _
     out = _Outputs.allocate(x_ERC, dtype, orientation, *scales)
     options = {**out.flags, "TOP": max_exponent(dtype), "maxnreg": _REGISTERS_LINES}
     for x, to_rows, to_columns, peaks, *bits in zip(x_ERC, *out.values, amax, *out.scale_bits, strict=True):
-        _launch(row_and_column_amax_of_tile, x, peaks[:R], peaks[R:], R, C)
-        _launch(cast_rows_and_columns_tile, x, to_rows, to_columns, peaks[:R], peaks[R:], *bits, R, C, **options)
+        _launch(row_and_column_amax_of_tile, (x, peaks[:R], peaks[R:]))
+        _launch(cast_rows_and_columns_tile, (x, to_rows, to_columns, peaks[:R], peaks[R:], *bits), **options)
     return out
 
 
@@ -133,7 +130,7 @@ def cast_blocks(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = 
     scale_C = x_RC.new_empty((triton.cdiv(R, BLOCK), C), dtype=torch.float32)
     out = _Outputs.allocate(x_RC, dtype, orientation, scale_R, scale_C)
     options = {**out.flags, "TOP": max_exponent(dtype), "maxnreg": _REGISTERS_BLOCKS}
-    _launch(cast_blocks_tile, x_RC, *out.values, *out.scale_bits, R, C, **options)
+    _launch(cast_blocks_tile, (x_RC, *out.values, *out.scale_bits), **options)
     return replace(out, scale_rows=scale_R.t(), scale_columns=scale_C.t()).matrix("blocks")
 
 
@@ -144,17 +141,16 @@ def cast_blocks_2d(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation
     out = _Outputs.allocate(x_RC, dtype, orientation, *scales)
     strides = (scale.stride(0) for scale in scales)
     options = {**out.flags, "TOP": max_exponent(dtype)}
-    _launch(cast_square_blocks_tile, x_RC, *out.values, *out.scale_bits, R, C, *strides, **options)
+    _launch(cast_square_blocks_tile, (x_RC, *out.values, *out.scale_bits), *strides, **options)
     return out.matrix("squares")
 
 
 def _cast_with_scale(
     x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, delayed: bool, orientation: Orientation
 ) -> Fp8Matrix:
-    R, C = x_RC.shape
     out = _Outputs.allocate(x_RC, dtype, orientation, scale, scale)
     options = {**out.flags, "DELAYED": delayed, "TOP": max_exponent(dtype)}
-    _launch(cast_tensor_tile, x_RC, *out.values, _bits(scale), _bits(amax), R, C, **options)
+    _launch(cast_tensor_tile, (x_RC, *out.values, _bits(scale), _bits(amax)), **options)
     return out.matrix("tensor")
 
 
@@ -210,10 +206,11 @@ def _empty_block_scales(x: Tensor, rows: int, length: int) -> Tensor:
     return torch.ones((triton.cdiv(rows, BLOCK), across), dtype=torch.float32, device=x.device)
 
 
-def _launch(kernel: triton.JITFunction, x_RC: Tensor, *arguments: Tensor | int, **options: int) -> None:
-    """Launches a program per tile of the matrix."""
-    tiles = triton.cdiv(x_RC.shape[0], _TILE) * triton.cdiv(x_RC.shape[1], _TILE)
-    kernel[(tiles,)](x_RC, *arguments, TILE=_TILE, num_warps=_WARPS, **options)
+def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], *strides: int, **constants: int) -> None:
+    """Launches a program per tile of the first matrix [R, C], with R, C and strides."""
+    R, C = tensors[0].shape
+    tiles = triton.cdiv(R, _TILE) * triton.cdiv(C, _TILE)
+    kernel_launcher(kernel, TILE=_TILE, num_warps=_WARPS, **constants)(tiles, tensors, (R, C, *strides))
 
 
 def _bits(x: Tensor) -> Tensor:

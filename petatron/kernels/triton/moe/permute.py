@@ -37,6 +37,7 @@ from petatron.kernels.activation import GATE_ACTIVATIONS, GluVariant
 from petatron.kernels.moe import permute as reference
 from petatron.kernels.moe.permute import MoEKernels, Permutation
 from petatron.kernels.triton.activation import activation_and_slope
+from petatron.kernels.triton.kernel_launch import kernel_launcher
 
 MAX_ROW_WIDTH = 2**15
 """The widest row that fits in registers; wider ones use the reference."""
@@ -193,16 +194,9 @@ def permute_rows(x_TD: Tensor, permutation: Permutation) -> Tensor:
         return reference.permute_rows(x_TD, permutation)
     out = _empty_rows(x_TD, permutation)
     if out.shape[0] and tokens:
-        _permute[(tokens,)](
-            x_TD.contiguous(),
-            out,
-            permutation.row_TK.contiguous(),
-            permutation.choice_R.contiguous(),
-            out.shape[0],
-            K=permutation.row_TK.shape[1],
-            ALL=permutation.kept_TK is None,
-            **_row_options(width),
-        )
+        row_TK, choice_R = permutation.row_TK.contiguous(), permutation.choice_R.contiguous()
+        constants = {"K": row_TK.shape[1], "ALL": permutation.kept_TK is None, **_row_options(width)}
+        kernel_launcher(_permute, **constants)(tokens, (x_TD.contiguous(), out, row_TK, choice_R), (out.shape[0],))
     return out
 
 
@@ -214,17 +208,10 @@ def unpermute_rows(rows_RD: Tensor, permutation: Permutation, *, weights_TK: Ten
     if not rows_RD.shape[0] or not row_TK.shape[0]:
         return rows_RD.new_zeros(row_TK.shape[0], width)
     out = rows_RD.new_empty(row_TK.shape[0], width)
-    _unpermute[(row_TK.shape[0],)](
-        rows_RD.contiguous(),
-        row_TK if weights_TK is None else weights_TK.contiguous(),
-        out,
-        row_TK,
-        _kept_mask(permutation),
-        K=row_TK.shape[1],
-        WEIGHTED=weights_TK is not None,
-        ALL=permutation.kept_TK is None,
-        **_row_options(width),
-    )
+    constants = {"K": row_TK.shape[1], "ALL": permutation.kept_TK is None, **_row_options(width)}
+    weights = row_TK if weights_TK is None else weights_TK.contiguous()
+    tensors = (rows_RD.contiguous(), weights, out, row_TK, _kept_mask(permutation))
+    kernel_launcher(_unpermute, WEIGHTED=weights_TK is not None, **constants)(row_TK.shape[0], tensors)
     return out
 
 
@@ -239,20 +226,10 @@ def unpermute_backward(
         return torch.zeros_like(rows_RD), torch.zeros_like(weights_TK)
     weights_TK, grad_RD = weights_TK.contiguous(), _empty_rows(rows_RD, permutation)
     grad_weights = torch.empty_like(weights_TK)
-    _unpermute_backward[(row_TK.shape[0],)](
-        grad_TD.contiguous(),
-        rows_RD.contiguous(),
-        weights_TK,
-        grad_RD,
-        grad_weights,
-        row_TK,
-        _kept_mask(permutation),
-        permutation.choice_R.contiguous(),
-        grad_RD.shape[0],
-        K=row_TK.shape[1],
-        ALL=permutation.kept_TK is None,
-        **_row_options(rows_RD.shape[1]),
-    )
+    constants = {"K": row_TK.shape[1], "ALL": permutation.kept_TK is None, **_row_options(rows_RD.shape[1])}
+    places = row_TK, _kept_mask(permutation), permutation.choice_R.contiguous()
+    tensors = (grad_TD.contiguous(), rows_RD.contiguous(), weights_TK, grad_RD, grad_weights, *places)
+    kernel_launcher(_unpermute_backward, **constants)(row_TK.shape[0], tensors, (grad_RD.shape[0],))
     return grad_RD, grad_weights
 
 
@@ -264,10 +241,9 @@ def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str, bounds: G
     out = inner_RG.new_empty(rows, width)
     if rows:
         shape = _tile_options(width)
-        grid = (triton.cdiv(rows, shape["ROWS"]), triton.cdiv(width, shape["BLOCK"]))
-        _weighted_activation[grid](
-            inner_RG.contiguous(), weight_R.contiguous(), out, rows, NAME=name, num_warps=4, **shape
-        )
+        programs, across = triton.cdiv(rows, shape["ROWS"]), triton.cdiv(width, shape["BLOCK"])
+        launch = kernel_launcher(_weighted_activation, NAME=name, num_warps=4, **shape)
+        launch(programs, (inner_RG.contiguous(), weight_R.contiguous(), out), (rows,), across)
     return out
 
 
@@ -291,19 +267,11 @@ def weighted_activation_backward(
     output = inner_RG.new_empty(rows, width) if recompute_output else None
     if rows:
         shape = _tile_options(width)
-        _weighted_activation_backward[(triton.cdiv(rows, shape["ROWS"]),)](
-            grad_RF.contiguous(),
-            inner_RG,
-            weight_R,
-            grad_inner,
-            grad_weight,
-            grad_inner if output is None else output,
-            rows,
-            NAME=name,
-            RECOMPUTE_OUTPUT=recompute_output,
-            num_warps=4,
-            **shape,
-        )
+        constants = {"NAME": name, "RECOMPUTE_OUTPUT": recompute_output, **shape}
+        made = grad_inner if output is None else output
+        tensors = (grad_RF.contiguous(), inner_RG, weight_R, grad_inner, grad_weight, made)
+        launch = kernel_launcher(_weighted_activation_backward, num_warps=4, **constants)
+        launch(triton.cdiv(rows, shape["ROWS"]), tensors, (rows,))
     return grad_inner, grad_weight, output
 
 
@@ -322,7 +290,8 @@ def write_grad(out: Tensor, grad: Tensor, accumulate: bool) -> None:
         reference.write_grad(out, grad, accumulate)
         return
     count = out.numel()
-    _write_grad[(triton.cdiv(count, _TILE),)](out, grad, count, ACCUMULATE=accumulate, BLOCK=_TILE, num_warps=4)
+    launch = kernel_launcher(_write_grad, ACCUMULATE=accumulate, BLOCK=_TILE, num_warps=4)
+    launch(triton.cdiv(count, _TILE), (out, grad), (count,))
 
 
 def _row_options(width: int) -> dict[str, int]:

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from petatron.kernels.optimizer.adam import HASH_FACTORS, AdamRates, AdamState
 from petatron.kernels.optimizer.adam import sum_of_squares as plain_sum_of_squares
+from petatron.kernels.triton.kernel_launch import kernel_launcher
 
 _BLOCK = 1024
 _SQUARES_BLOCK = 8192
@@ -166,5 +167,6 @@ def sum_of_squares(views: Sequence[Tensor]) -> Tensor:
     starts = [0, *accumulate(triton.cdiv(count, 4) * 4 for count in counts)]
     sums = torch.zeros(starts[-1], dtype=torch.float32, device=views[0].device)
     for view, count, at in zip(large, counts, starts):
-        _sum_of_squares[(count,)](view, sums[at:], view.numel() // 16 * 16, BLOCK=_SQUARES_BLOCK, num_warps=8)
+        launch = kernel_launcher(_sum_of_squares, BLOCK=_SQUARES_BLOCK, num_warps=8)
+        launch(count, (view, sums[at:]), (view.numel() // 16 * 16,))
     return total + sums.sum(dtype=torch.float64).float()
