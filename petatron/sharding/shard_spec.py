@@ -15,7 +15,10 @@ shared by several ranks, per-head norms), or from both ends of the model (a tied
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from petatron.mesh.mesh import ParallelMesh
 
 Shape = tuple[int, ...]
 
@@ -94,6 +97,11 @@ class ModelParallelCoordinate:
     ep_rank: int = 0
     etp_size: int = 1
     etp_rank: int = 0
+
+    @classmethod
+    def from_mesh(cls, mesh: ParallelMesh, *, sequence_parallel: bool) -> ModelParallelCoordinate:
+        tp, ep, etp = mesh.tp, mesh.ep, mesh["etp"]
+        return cls(tp.size, tp.rank, sequence_parallel, ep.size, ep.rank, etp.size, etp.rank)
 
 
 @dataclass(frozen=True, slots=True)
