@@ -16,6 +16,7 @@ import torch
 
 from tests.dist import RankPool
 from tests.forked_python import ForkedPython
+from tests.quick_disk import skip_flushes
 from tests.triton_interpreter import remap_once
 
 if not torch.cuda.is_available():
@@ -61,6 +62,19 @@ def _quick_interpreter() -> None:
     """Where some test module has imported Triton."""
     if "TRITON_INTERPRET" in os.environ and "triton" in sys.modules:
         remap_once(importlib.import_module("triton.runtime.interpreter"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_the_disk() -> None:
+    skip_flushes()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _torch_logs_to_the_root() -> None:
+    """Pytest adds its handlers to every logger that does not propagate, six times a test: torch has forty of them."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True)

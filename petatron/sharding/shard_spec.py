@@ -15,6 +15,7 @@ shared by several ranks, per-head norms), or from both ends of the model (a tied
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -140,8 +141,9 @@ def section_name(parameter: str, section: str) -> str:
     return ".".join(parts)
 
 
+@lru_cache(maxsize=4096)
 def compute_placement(name: str, shape: Shape, spec: Shard, coordinate: ModelParallelCoordinate) -> Placement:
-    """Returns the placement on this rank of a parameter of this logical (fused) shape."""
+    """Returns the placement on this rank of a parameter of this logical (fused) shape; forecasts ask for the same ones again and again."""
     if spec.ep is not None:
         return _expert_placement(name, shape, spec, coordinate)
     ranks, rank = coordinate.tp_size, coordinate.tp_rank

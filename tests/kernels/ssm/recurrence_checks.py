@@ -88,16 +88,17 @@ class Recurrence:
         assert torch.autograd.gradcheck(run, tensors)
 
     def check_gradients_by_token(self, inputs: NamedTuple, chunk_size: int, *, starts: Tensor | None) -> None:
-        grads = []
+        """Those of the inputs and of the state before them."""
+        given, grads = (*inputs, self.initial(inputs)), []
         for chunked in (True, False):
-            leaves = type(inputs)(*(tensor.detach().clone().requires_grad_() for tensor in inputs))
-            options = {"starts_SB": starts}
-            y, state = (
-                self.operation(leaves, chunk_size=chunk_size, **options)
+            *leaves, state = (tensor.detach().clone().requires_grad_() for tensor in given)
+            options = {"starts_SB": starts, "initial_state": state}
+            y, last = (
+                self.operation(type(inputs)(*leaves), chunk_size=chunk_size, **options)
                 if chunked
                 else self.by_token(*leaves, **options)
             )
-            grads.append(torch.autograd.grad((y * y.detach().cos()).sum() + state.square().sum(), leaves))
+            grads.append(torch.autograd.grad((y * y.detach().cos()).sum() + last.square().sum(), (*leaves, state)))
         assert_exact(*grads)
 
     def check_gradients_of_the_state(self, *names: str) -> None:

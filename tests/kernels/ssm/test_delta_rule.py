@@ -17,6 +17,7 @@ from petatron.kernels.ssm.delta_recurrence import L2_EPS, delta_rule_by_token, d
 from petatron.layers.ssm import delta_ops as ops
 from petatron.layers.ssm.delta_ops import DeltaInputs, DeltaKernels
 from tests.kernels.ssm.recurrence_checks import EXACT, Recurrence, assert_exact, document_starts
+from tests.longform import later
 
 N, P = 5, 3
 
@@ -91,8 +92,9 @@ def test_decoding_step_by_step_is_the_rule():
     RULE.check_decoding()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("length", "chunk_size"), [(5, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("length", "chunk_size", "packed"), [(5, 2, True), later(5, 2, False), later(4, 4, True), later(4, 4, False)]
+)
 def test_the_gradients_of_the_rule(length: int, chunk_size: int, packed: bool):
     inputs = delta_inputs(length, batch=1, heads=2, key_heads=1)
     RULE.check_gradients_by_differences(inputs, chunk_size, packed=packed)
