@@ -20,18 +20,18 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[Any, int]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks this of a mode; the wrapper for its compiler would take longer than most operations."""
+        return False
 
-def _remember(self: _Watch, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    out = func(*args, **(kwargs or {}))
-    for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-        if isinstance(leaf, Tensor):
-            memory = leaf.untyped_storage()
-            self.seen.append((memory._weak_ref(), memory.nbytes()))
-    return out
-
-
-# Torch wraps one that it finds in the class for its compiler, and the wrapper takes longer than most operations.
-_Watch.__torch_dispatch__ = _remember
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                memory = leaf.untyped_storage()
+                self.seen.append((memory._weak_ref(), memory.nbytes()))
+        return out
 
 
 def kept_bytes(forward: Callable[[], Tensor], *, without: Iterable[Tensor]) -> tuple[int, Any]:
