@@ -16,6 +16,7 @@ import torch
 
 from tests.dist import RankPool
 from tests.forked_python import ForkedPython
+from tests.quick_disk import skip_flushes
 from tests.triton_interpreter import remap_once
 
 if not torch.cuda.is_available():
@@ -63,9 +64,23 @@ def _quick_interpreter() -> None:
         remap_once(importlib.import_module("triton.runtime.interpreter"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_the_disk() -> None:
+    skip_flushes()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _torch_logs_to_the_root() -> None:
+    """Pytest adds its handlers to every logger that does not propagate, six times a test: torch has forty of them."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers_every_time() -> None:
-    torch.manual_seed(0)
+    """Without a GPU `torch.manual_seed` has other devices wait for seeds, each with the stack of its caller: a millisecond a test."""
+    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

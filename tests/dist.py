@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.launch.nccl_options import env_variables
+from tests.quick_disk import skip_flushes
 
 _GRACE_S = 4.0
 PRELOADED = [
@@ -51,6 +52,7 @@ class RankFailure(AssertionError):
 def _serve(rank: int, connection: Connection, port: int, stack_file: str, nccl: int) -> None:
     """A rank's life: take a task, run it in its own process group, answer."""
     torch.set_num_threads(1)
+    skip_flushes()
     if nccl:
         _use_a_gpu(rank, nccl)
     threading.Thread(target=_tell_last_operations, args=(Path(stack_file),), daemon=True).start()

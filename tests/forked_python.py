@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.dist import PRELOADED
+from tests.quick_disk import skip_flushes
 
 
 class _Stream:
@@ -126,6 +127,7 @@ def _descriptor(own: int, wanted: IO[Any] | int | None, nowhere: IO[bytes]) -> i
 
 def _run_command(words: list[str], env: dict[str, str], cwd: str, stdout: int, stderr: int, new_session: bool) -> None:
     """In the forked process: what the interpreter does with its command line."""
+    skip_flushes()
     if new_session:
         os.setsid()
     for own, stream in ((1, stdout), (2, stderr)):

@@ -304,7 +304,7 @@ WRITES_BY_NAME = {
     FILES: "the rule itself",
     "petatron/checkpoint/convert/formats.py": "in a temporary folder of its own",
     "petatron/verify/trace.py": "in a folder that `petatron verify` made for it",
-    "petatron/data/tokenizer.py": "a file that the user names",
+    "petatron/data/bpe/train_bpe.py": "a file that the user names",
     "petatron/schedule/measured_timeline.py": "a file that the user names",
 }
 

@@ -113,8 +113,8 @@ def standard_library_texts(size_bytes: int) -> list[str]:
 
 def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) -> dict[str, list[float]]:
     from petatron.config.schema.training import TokenizerConfig
+    from petatron.data.bpe.train_bpe import train_bpe
     from petatron.data.preprocess import PreprocessOptions, preprocess
-    from petatron.data.tokenizer import train_bpe
 
     _log.info("training a tokenizer")
     tokenizer = folder / "tokenizer.json"

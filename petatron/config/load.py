@@ -98,8 +98,8 @@ def resolve_config(
     problems = [problem for source in (*documents, flags) for problem in source.problems]
     suspects = {flag for source in (*documents, flags) for flag in source.doubtful_flags}
 
-    values = {info.path: info.default for info in all_fields()}
-    origins = {info.path: ValueOrigin("default") for info in all_fields()}
+    values = {path: info.default for path, info in fields_by_path().items()}
+    origins = dict.fromkeys(values, ValueOrigin("default"))
     for setting in _settings_in_order(documents, flags):
         values[setting.path], origins[setting.path] = setting.value, setting.origin
     stored = _settings_of_model(flags, values, origins, read_checkpoint)

@@ -30,8 +30,9 @@ def preset_summary(name: str) -> str:
     return preset_text(name).splitlines()[0].lstrip("# ")
 
 
+@functools.cache
 def read_preset(name: str) -> ParsedYaml:
-    """Returns the preset's settings, or the problem that there is none of that name."""
+    """Returns the preset's settings, or the problem that there is none of that name; nobody changes them."""
     if name in preset_names():
         return read_yaml_text(preset_text(name), source=name, kind="preset")
     close = closest_matches(name, preset_names(), count=3)

@@ -8,6 +8,7 @@ through the same parser as a flag's value. `yaml` is imported where it is used s
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -107,28 +108,31 @@ def dump_yaml(
     With `origins`, derived values are written as comments, so that the file pins only what was chosen and can be
     started again on another number of ranks. `commented_out` are paths that become comments too, each with the reason.
     """
-    import yaml
-
     values = flatten_config(config)
     lines: list[str] = []
     for section in sections():
         lines.append(f"{section}:")
         for info in (info for info in all_fields() if info.section == section):
             value = values[info.path]
-            plain: Any = list(value) if isinstance(value, tuple) else value
-            # Dumped as the only item of a list, a value of any type is one line between brackets.
-            text = yaml.safe_dump([plain], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
-            if (
-                printable(text) != text
-            ):  # line breaks and other controls: JSON's form is one line, valid YAML, and can be printed
-                text = printable(json.dumps(plain, ensure_ascii=False))
-            text = f"{info.name}: {text}"
+            text = f"{info.name}: {_dump_value(value, repr(value))}"
             origin = origins.get(info.path) if origins else None
             reason = str(origin) if origin is not None and origin.kind == "derived" else None
             reason = (commented_out or {}).get(info.path, reason)
             lines.append(f"  {text}" if reason is None else f"  # {text}  ({reason})")
         lines.append("")
     return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=1024)
+def _dump_value(value: FieldValue, written: str) -> str:
+    """Returns a value as one line of YAML. Most are defaults, the same in every config; `written` tells 1 from True and 1.0."""
+    import yaml
+
+    plain: Any = list(value) if isinstance(value, tuple) else value
+    # Dumped as the only item of a list, a value of any type is one line between brackets.
+    text = yaml.safe_dump([plain], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
+    # Line breaks and other controls: JSON's form is one line, valid YAML, and can be printed.
+    return text if printable(text) == text else printable(json.dumps(plain, ensure_ascii=False))
 
 
 class _TooManyProblems(Exception):

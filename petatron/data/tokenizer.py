@@ -12,19 +12,20 @@ inside `reading_untrusted`, so that a user sees one error; and ids are checked a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
 from petatron.base.errors import DataError
 from petatron.base.model_companion_files import find_companion_files, read_companion_file
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, read_limited_json, reading_untrusted
 from petatron.config.schema.training import TokenizerConfig
+from petatron.data.bpe.byte_level_decoder import IdDecoder, byte_characters
 from petatron.data.data_file_error import data_file_error
 
 END_OF_TEXT = "<|endoftext|>"
@@ -79,7 +80,7 @@ class HuggingFaceTokenizer:
         with reading_untrusted(file, _tokenizer_file_error):
             content = read_limited_bytes(file, MAX_FILE_BYTES)
             self._fast = _load_fast(content)
-            self._decoder = _IdDecoder(self._fast, given)
+            self._decoder = IdDecoder(self._fast, given)
             self.vocab_size = _vocab_size(file, self._fast)
         self.name = str(given)
         self.eod = self._find_eod(file.parent / "tokenizer_config.json")
@@ -125,7 +126,7 @@ class GPT2BPETokenizer:
             self._fast = FastTokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
             self._fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             self._fast.decoder = decoders.ByteLevel()
-            self._decoder = _IdDecoder(self._fast, Path(vocab_file))
+            self._decoder = IdDecoder(self._fast, Path(vocab_file))
             self.vocab_size = _vocab_size(vocab_file, self._fast)
             self.eod = self._fast.token_to_id(END_OF_TEXT)
         self.name = f"GPT2BPETokenizer({vocab_file}, {merge_file})"
@@ -265,64 +266,6 @@ def _token_text(token: str | None) -> str:
     return "nothing" if token is None else f"'{printable(token, max_chars=20)}'"
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, out_path: str | Path) -> HuggingFaceTokenizer:
-    """Trains a byte-level BPE on the texts, writes it as a tokenizer.json and returns it. Id 0 is <|endoftext|>."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size <= len(alphabet):
-        raise DataError(
-            f"A byte-level BPE needs more than {len(alphabet)} ids (all bytes and the end of text), not {vocab_size}."
-        )
-    fast = FastTokenizer(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
-    )
-    fast.train_from_iterator(texts, trainer)
-    try:
-        Path(out_path).parent.mkdir(parents=True, exist_ok=True)
-        Path(out_path).write_text(fast.to_str(pretty=True), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"Cannot write the tokenizer to {out_path}: {error}. Choose a writable folder.") from error
-    return HuggingFaceTokenizer(out_path)
-
-
-def byte_characters() -> list[str]:
-    """Returns the character that stands for each byte in a byte-level BPE: its own if it can be printed, else one from 256 on."""
-    own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [byte for byte in range(256) if byte not in own]
-    return [chr(byte) if byte in own else chr(256 + others.index(byte)) for byte in range(256)]
-
-
-class _IdDecoder:
-    """Decodes ids with the library, or from a table of bytes if the decoder is byte-level: generation decodes a few ids per token."""
-
-    def __init__(self, fast: FastTokenizer, file: Path) -> None:
-        self._fast, self._file = fast, file
-        self._table = _TokenBytes(fast, file) if isinstance(fast.decoder, decoders.ByteLevel) else None
-
-    def decode(self, ids: Sequence[int]) -> str:
-        if self._table is not None:
-            return b"".join([self._table[number] for number in ids]).decode(errors="replace")
-        with reading_untrusted(self._file, _decode_error):
-            return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
-
-
-class _TokenBytes(dict[int, bytes]):
-    """The bytes of the ids of a byte-level vocabulary, found when they are first asked for."""
-
-    def __init__(self, fast: FastTokenizer, file: Path) -> None:
-        self._fast, self._file = fast, file
-        self._byte_of = {char: byte for byte, char in enumerate(byte_characters())}
-
-    def __missing__(self, number: int) -> bytes:
-        with reading_untrusted(self._file, _decode_error):
-            name = self._fast.id_to_token(int(number)) or ""
-        known = all(char in self._byte_of for char in name)  # an added token may have other characters: it is text
-        self[number] = found = bytes(map(self._byte_of.__getitem__, name)) if known else name.encode()
-        return found
-
-
 def _default_tokenizer_config(fast: FastTokenizer, eod: int | None) -> dict[str, bytes]:
     """Returns what AutoTokenizer needs to open a tokenizer.json without a config of its own."""
     named = {} if eod is None else {"eos_token": fast.id_to_token(eod)}
@@ -367,10 +310,6 @@ def _gpt2_files_error(merge_file: str | Path, vocab_file: Path, why: str) -> Dat
 
 def _encode_error(name: Path, why: str) -> DataError:
     return DataError(f"A text for the tokenizer {name} {why}. Check the text and the tokenizer's files.")
-
-
-def _decode_error(name: Path, why: str) -> DataError:
-    return DataError(f"Token ids for the tokenizer {name} {why}. Check its files.")
 
 
 def _eos_in_config(config: Path) -> str | None:

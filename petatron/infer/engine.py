@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -30,21 +29,20 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.infer.cache_size import choose_cache_size
 from petatron.infer.check_model import check_model
 from petatron.infer.check_request import check_request
-from petatron.infer.completion import Completion, EngineStats, FinishReason, TokenEvent, TokenLogprob
+from petatron.infer.completion import Completion, EngineStats, TokenEvent
 from petatron.infer.constraint import ConstraintCompiler
 from petatron.infer.draft.drafter import Drafter
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.running_requests import RunningRequests
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import Scheduler
-from petatron.infer.sequence import Sequence as RunningSequence
 from petatron.infer.step.exchange_results import exchange_results
 from petatron.infer.step.generation_weights import GenerationWeights
 from petatron.infer.step.layer_states import any_layer_has
 from petatron.infer.step.model_steps import ModelSteps, shares_experts
 from petatron.infer.step.new_ids import PendingIds, draw_ids, needs_host
 from petatron.infer.step.packed_step import CacheLocations, PackedStep, StepOutputs, pack_step
-from petatron.infer.step.step_result import NO_TOKEN, SequenceResult, StepLayout, compute_result
-from petatron.infer.text_stream import TextStream
+from petatron.infer.step.step_result import StepLayout, compute_result
 from petatron.layers.spec.generation_state import PagedState, RecurrentState
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
@@ -96,10 +94,10 @@ class Engine:
         self._shares_experts = shares_experts(model)
         self._constraints = ConstraintCompiler(tokenizer, vocab_size=self.vocab_size)
         self._inbox: list[dict[str, Any]] = []
-        self._sequences: dict[int, RunningSequence] = {}
+        self._requests = RunningRequests(
+            self._schedulers, self._constraints, tokenizer=tokenizer, max_length=self.max_length
+        )
         self._next_request = 0
-        self._counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
-        self._counts |= {"drafted_tokens": 0, "accepted_tokens": 0, "speculative_decodes": 0}
         self._closed = False
         self._in_flight: _InFlightStep | None = None
 
@@ -125,7 +123,7 @@ class Engine:
             pages_used=sum(scheduler.pool.num_used for scheduler in schedulers),
             pages_total=sum(scheduler.pool.num_pages for scheduler in schedulers),
             preemptions=sum(scheduler.num_preemptions for scheduler in schedulers),
-            **self._counts,
+            **self._requests.counts,
         )
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
@@ -144,9 +142,7 @@ class Engine:
 
     def take(self, request: int) -> Completion:
         """Returns the answer of a request that has ended, and forgets it."""
-        sequence = self._sequences.pop(request)
-        assert sequence.completion.finish_reason is not None, f"request {request} has not ended"
-        return sequence.completion
+        return self._requests.take(request)
 
     def complete(
         self,
@@ -184,7 +180,7 @@ class Engine:
         while not self._closed:
             for event in self.step():
                 if event.finish_reason is not None:
-                    self._sequences.pop(event.request)
+                    self._requests.take(event.request)
 
     def capture_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures every CUDA graph of steps beforehand, so that no request waits for it; at every rank.
@@ -275,14 +271,14 @@ class Engine:
             for work, token in zip(own.scheduled, step.ids.wait()):
                 if work.sequence.completion.finish_reason is None:  # else it ended while this step ran
                     scheduler.advance(work)
-                    events.append(self._add_token(scheduler, work.sequence, token, None))
+                    events.append(self._requests.add_token(scheduler, work.sequence, token, None))
             return events
         result = None if step.outputs is None else compute_result(own, *step.outputs)
         for scheduler, results in zip(self._schedulers, exchange_results(self._mesh, step.layouts, result)):
             for result in results:
                 if result.work.sequence.completion.finish_reason is None:
                     scheduler.advance(result.work, result.num_accepted)
-                    events += self._apply(scheduler, result)
+                    events += self._requests.add_result(scheduler, result, speculative=self._drafter is not None)
         if self._drafter is not None:
             with self._weights.host_gemms.step():
                 self._drafter.draft(step.layouts, self._schedulers, step.outputs)
@@ -303,98 +299,10 @@ class Engine:
         events: list[TokenEvent] = []
         for message in messages:
             if message["kind"] == "submit":
-                self._start(message["request"], message["prompt"], SamplingParams.from_json(message["params"]))
+                params = SamplingParams.from_json(message["params"])
+                self._requests.start(message["request"], message["prompt"], params)
             elif message["kind"] == "cancel":
-                events += self._cancel(message["request"])
+                events += self._requests.cancel(message["request"])
             else:
                 self.release()
         return events
-
-    def _start(self, request: int, prompt: list[int], params: SamplingParams) -> None:
-        constraint = params.constraint
-        sequence = RunningSequence(
-            request,
-            list(prompt),
-            params,
-            max_length=min(self.max_length, len(prompt) + params.max_new_tokens),
-            stream=TextStream(self.tokenizer, stop_strings=params.stop_strings),
-            completion=Completion(list(prompt)),
-            constraint=None if constraint is None else self._constraints.start(constraint, stop_ids=params.stop_ids),
-        )
-        self._sequences[request] = sequence
-        self._counts["prompt_tokens"] += len(prompt)
-        self._schedulers[request % len(self._schedulers)].add(sequence)
-
-    def _cancel(self, request: int) -> list[TokenEvent]:
-        sequence = self._sequences.get(request)
-        if sequence is None or sequence.completion.finish_reason is not None:
-            return []
-        self._schedulers[request % len(self._schedulers)].remove(sequence)
-        return [self._finish(sequence, None, "", None, "cancelled")]
-
-    def _apply(self, scheduler: Scheduler, result: SequenceResult) -> list[TokenEvent]:
-        """Adds what a step found of a sequence; an event if it has a new token or ends."""
-        sequence = result.work.sequence
-        sequence.completion.prompt_logprobs += result.prompt_logprobs
-        if result.pooled is not None:
-            sequence.add_pooled(result.pooled)
-        if not result.work.reaches_end:
-            return []
-        if not result.tokens or result.tokens[0] == NO_TOKEN:
-            scheduler.remove(sequence)
-            return [self._finish(sequence, None, sequence.stream.finish(), None, "length")]
-        events: list[TokenEvent] = []
-        for token, logprob in zip(result.tokens, result.logprobs or repeat(None)):
-            events.append(self._add_token(scheduler, sequence, token, logprob))
-            if events[-1].finish_reason is not None:
-                break  # what was accepted after the end is not in the answer
-        if self._drafter is not None and result.work.decodes:
-            self._counts["drafted_tokens"] += len(result.work.drafts)
-            self._counts["accepted_tokens"] += len(events) - 1
-            self._counts["speculative_decodes"] += 1
-        return events
-
-    def _add_token(
-        self, scheduler: Scheduler, sequence: RunningSequence, token: int, logprob: TokenLogprob | None
-    ) -> TokenEvent:
-        sequence.tokens.append(token)
-        sequence.completion.ids.append(token)
-        self._counts["generated_tokens"] += 1
-        if logprob is not None:
-            sequence.completion.logprobs.append(logprob)
-        reason, text = self._find_end(sequence, token)
-        if reason is None:
-            return TokenEvent(sequence.request, token, text, logprob)
-        scheduler.remove(sequence)
-        return self._finish(sequence, token, text, logprob, reason)
-
-    def _find_end(self, sequence: RunningSequence, token: int) -> tuple[FinishReason | None, str]:
-        """Returns whether a sequence ends with a token, and the text that became certain."""
-        stream, completion, constraint = sequence.stream, sequence.completion, sequence.constraint
-        if token in sequence.params.stop_ids or (constraint is not None and token in constraint.end_ids):
-            completion.stop = token
-            return "stop", stream.finish()
-        text = stream.add(token)
-        if stream.stop is not None:
-            completion.stop = stream.stop
-            return "stop", text
-        if constraint is not None:
-            constraint.advance(token)
-            if constraint.is_over:
-                return "stop" if constraint.is_matched else "length", text + stream.finish()
-        if len(sequence.tokens) >= sequence.max_length:
-            return "length", text + stream.finish()
-        return None, text
-
-    def _finish(
-        self,
-        sequence: RunningSequence,
-        token: int | None,
-        text: str,
-        logprob: TokenLogprob | None,
-        reason: FinishReason,
-    ) -> TokenEvent:
-        sequence.completion.text = sequence.stream.text
-        sequence.completion.finish_reason = reason
-        self._counts["cached_prompt_tokens"] += sequence.completion.cached_tokens
-        return TokenEvent(sequence.request, token, text, logprob, reason)

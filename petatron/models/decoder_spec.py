@@ -45,6 +45,10 @@ class DecoderSpec(ModelSpec):
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec
 
+    def __hash__(self) -> int:
+        """Hashes a few sizes: estimates look a spec up thousands of times, and equality compares every field."""
+        return hash((self.config.hidden_size, self.config.seq_length, len(self.layers), self.final_norm))
+
     @property
     def embedding_norm(self) -> NormSpec | None:
         """The norm of embeddings before the first layer."""
@@ -53,14 +57,14 @@ class DecoderSpec(ModelSpec):
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct rotary embeddings of all layers."""
-        branches = (branch for layer in dict.fromkeys(self.layers) for branch in layer.branches)
+        branches = (branch for layer in self.count_layers() for branch in layer.branches)
         ropes = (branch.rope for branch in branches if isinstance(branch, AttentionSpec | MlaSpec))
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     @property
     def layers_need_positions(self) -> bool:
         """Whether attention needs the positions of tokens besides rope's cos and sin."""
-        branches = (branch for layer in dict.fromkeys(self.layers) for branch in layer.branches)
+        branches = (branch for layer in self.count_layers() for branch in layer.branches)
         return any(isinstance(branch, AttentionSpec) and branch.needs_positions for branch in branches)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from petatron.config.pipeline_stages import PipelineStage
@@ -124,7 +125,7 @@ class ModelSpec(ABC):
 
     def count_layers(self, stage: PipelineStage | None = None) -> Counter[LayerSpec]:
         """Returns the distinct layers of a stage, or of the model, and how many there are of each."""
-        return Counter(self.layers if stage is None else self.stage_layers(stage))
+        return _count_layers(self, stage)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -139,7 +140,7 @@ class ModelSpec(ABC):
     @property
     def sequence_sharding(self) -> SequenceSharding:
         """How context parallelism may shard sequences so that every layer can work with it; `whole`: not at all."""
-        branches = (branch for layer in set(self.layers) for branch in layer.branches)
+        branches = (branch for layer in self.count_layers() for branch in layer.branches)
         orders: set[SequenceSharding] = {
             branch.sequence_sharding for branch in branches if branch.sequence_sharding != "any"
         }
@@ -148,3 +149,8 @@ class ModelSpec(ABC):
         if len(orders) > 1:
             return "whole"
         return orders.pop() if orders else "zigzag"
+
+
+@lru_cache(maxsize=256)
+def _count_layers(spec: ModelSpec, stage: PipelineStage | None) -> Counter[LayerSpec]:
+    return Counter(spec.layers if stage is None else spec.stage_layers(stage))

@@ -166,15 +166,7 @@ def _shard_stage(
     rng_streams: RandomStreams,
 ) -> dict[str, Placement]:
     sequence = run.parallel.sequence_parallel and mesh.tp.size > 1
-    coordinate = ModelParallelCoordinate(
-        tp_size=mesh.tp.size,
-        tp_rank=mesh.tp.rank,
-        sequence_parallel=sequence,
-        ep_size=mesh.ep.size,
-        ep_rank=mesh.ep.rank,
-        etp_size=mesh["etp"].size,
-        etp_rank=mesh["etp"].rank,
-    )
+    coordinate = ModelParallelCoordinate.from_mesh(mesh, sequence_parallel=sequence)
     placements = shard_params(stage, params, coordinate)
     overlap = run.parallel.tp_comm_overlap_chunks if sequence and run.parallel.tp_comm_overlap else None
     apply_tensor_parallel(

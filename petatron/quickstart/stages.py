@@ -21,9 +21,10 @@ import yaml
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.safe_files import remove_tree, write_atomic
 from petatron.config.schema.training import TokenizerConfig
+from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.preprocess import PreprocessOptions, preprocess
-from petatron.data.tokenizer import HuggingFaceTokenizer, train_bpe
+from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.quickstart.corpus import Corpus, read_corpus, standard_library, write_jsonl
 from petatron.quickstart.options import QuickstartOptions
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from petatron.data.tokenizer import Tokenizer, byte_characters
+from petatron.data.bpe.byte_level_decoder import byte_characters
+from petatron.data.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

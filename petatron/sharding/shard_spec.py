@@ -15,7 +15,11 @@ shared by several ranks, per-head norms), or from both ends of the model (a tied
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from petatron.mesh.mesh import ParallelMesh
 
 Shape = tuple[int, ...]
 
@@ -95,6 +99,11 @@ class ModelParallelCoordinate:
     etp_size: int = 1
     etp_rank: int = 0
 
+    @classmethod
+    def from_mesh(cls, mesh: ParallelMesh, *, sequence_parallel: bool) -> ModelParallelCoordinate:
+        tp, ep, etp = mesh.tp, mesh.ep, mesh["etp"]
+        return cls(tp.size, tp.rank, sequence_parallel, ep.size, ep.rank, etp.size, etp.rank)
+
 
 @dataclass(frozen=True, slots=True)
 class _DimShard:
@@ -132,8 +141,9 @@ def section_name(parameter: str, section: str) -> str:
     return ".".join(parts)
 
 
+@lru_cache(maxsize=4096)
 def compute_placement(name: str, shape: Shape, spec: Shard, coordinate: ModelParallelCoordinate) -> Placement:
-    """Returns the placement on this rank of a parameter of this logical (fused) shape."""
+    """Returns the placement on this rank of a parameter of this logical (fused) shape; forecasts ask for the same ones again and again."""
     if spec.ep is not None:
         return _expert_placement(name, shape, spec, coordinate)
     ranks, rank = coordinate.tp_size, coordinate.tp_rank

@@ -17,7 +17,8 @@ from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.cli.main import main
 from petatron.cli.train import read_checkpoint
 from petatron.config import CheckpointConfig, LoadedConfig, load_config, resolve_config
-from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, train_bpe
+from petatron.data.bpe.train_bpe import train_bpe
+from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build_run import open_tokenizer
 from petatron.train.state.run_dirs import check_run_dirs

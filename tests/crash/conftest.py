@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.crash.nursery import Nursery
+from tests.quick_disk import flush_again, skip_flushes
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +15,10 @@ def nursery() -> Iterator[Nursery]:
     found = Nursery()
     yield found
     found.close()
+
+
+@pytest.fixture(autouse=True)
+def _flush_to_the_disk() -> Iterator[None]:
+    flush_again()
+    yield
+    skip_flushes()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from petatron.config import load_config
-from petatron.data.tokenizer import train_bpe
+from petatron.data.bpe.train_bpe import train_bpe
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, quantise
 from petatron.layers.ops.fp8_gemm import CurrentScaling, Fp8Recipe, Quantiser
 from petatron.mesh.mesh import ParallelMesh

@@ -12,20 +12,20 @@ from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loader, build_model
-from petatron.verify.compare_traces import Tolerances, compare_traces
+from petatron.verify.compare_traces import Tolerances
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import later
 from tests.outside import encoder_decoder  # noqa: F401  registers the model
-from tests.parity.harness import check_order, tiny_run, train, train_recorded
-from tests.parity.state.resharding import END, STOP, Life, live, whole
+from tests.parity.harness import check_traces, tiny_run, train, train_recorded
+from tests.parity.state.resharding import Life, check_resume, live
 
+MODEL = "--model-type encoder-decoder --num-layers 4 --position-embedding-type none"
 BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
 
 
 def two_stream_run(flags: str = "", *, world_size: int = 1) -> RunConfig:
-    model = "--model-type encoder-decoder --num-layers 4 --position-embedding-type none"
-    return tiny_run(f"{model} {flags}", world_size=world_size, dtype="float64")
+    return tiny_run(f"{MODEL} {flags}", world_size=world_size, dtype="float64")
 
 
 def train_two_streams(run: RunConfig) -> tuple[list[StepTrace], list[CommEvent]]:
@@ -68,15 +68,7 @@ def alone() -> list[StepTrace]:
     ],
 )
 def test_every_layout_trains_the_same_model(ranks: RankPool, alone: list[StepTrace], layout: str, world_size: int):
-    run = two_stream_run(layout, world_size=world_size)
-    if world_size == 1:
-        traces = [train(run)]
-    else:
-        traces, records = map(list, zip(*ranks.run(train_two_streams, world_size, run)))
-        check_order(records)
-    verdict = compare_traces([alone], traces, BOUNDS)
-    assert len(verdict.steps) == run.train.train_iters
-    assert verdict.agrees, verdict.first_departure
+    check_traces(ranks, two_stream_run(layout, world_size=world_size), alone, BOUNDS, train_rank=train_two_streams)
 
 
 def test_the_objective_is_the_weighted_sum_of_both_losses():
@@ -114,14 +106,6 @@ def test_logits_are_collected_from_the_last_stage(ranks: RankPool, layout: str, 
 
 
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
-    common = f"--train-iters {END} --log-interval 1"
-    first = two_stream_run(f"{common} --save {tmp_path} --save-interval {STOP} --pp 4", world_size=4)
-    lives = ranks.run(live_two_streams, 4, first)
-    again = two_stream_run(f"{common} --load {tmp_path} --ckpt-step {STOP} --tp 2", world_size=2)
-    resumed = ranks.run(live_two_streams, 2, again)
-    at_stop, began = whole([one.at_stop for one in lives]), whole([one.began for one in resumed])
-    assert at_stop.keys() == began.keys()
-    for key, values in at_stop.items():
-        assert torch.equal(began[key], values), key
-    for step in range(STOP + 1, END + 1):
-        assert resumed[0].losses[step] == pytest.approx(lives[0].losses[step], rel=1e-12)
+    check_resume(
+        ranks, tmp_path, MODEL, "--tp 2", world_size=2, saved_in="--pp 4", saving_ranks=4, live_rank=live_two_streams
+    )

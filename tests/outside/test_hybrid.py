@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,9 @@ from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import later
 from tests.outside.gated_linear_attention import GatedLinearAttentionSpec, decoder_spec
-from tests.parity.harness import check_order, tiny_run, train, train_recorded
-from tests.parity.state.resharding import END, STOP, Life, live, whole
+from tests.parity.harness import check_traces, tiny_run, train, train_recorded
+from tests.parity.models.fp8_linears import check_fp8_linears
+from tests.parity.state.resharding import Life, check_resume, live
 
 HYBRID = "--model-type hybrid --num-layers 4"
 BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
@@ -31,6 +31,10 @@ BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
 def train_hybrid(run: RunConfig) -> tuple[list[StepTrace], list[CommEvent]]:
     """On one rank, which imports this module and with it the hybrid."""
     return train_recorded(run)
+
+
+def train_hybrid_steps(run: RunConfig) -> list[StepTrace]:
+    return train(run)
 
 
 def live_hybrid(run: RunConfig) -> Life:
@@ -64,15 +68,7 @@ def alone():
     ],
 )
 def test_every_layout_trains_the_same_hybrid(ranks: RankPool, alone, layout: str, world_size: int):
-    run = hybrid_run(layout, world_size=world_size)
-    if world_size == 1:
-        traces = [train(run)]
-    else:
-        traces, records = map(list, zip(*ranks.run(train_hybrid, world_size, run)))
-        check_order(records)
-    verdict = compare_traces([alone], traces, BOUNDS)
-    assert len(verdict.steps) == run.train.train_iters
-    assert verdict.agrees, verdict.first_departure
+    check_traces(ranks, hybrid_run(layout, world_size=world_size), alone, BOUNDS, train_rank=train_hybrid)
 
 
 def test_it_is_another_model_than_attention_alone(alone):
@@ -80,40 +76,16 @@ def test_it_is_another_model_than_attention_alone(alone):
     assert not verdict.agrees
 
 
-def fp8_run(flags: str = "", *, world_size: int = 1) -> RunConfig:
-    """FP8 operands, multiplied and added in float64; a config asks for at most float32."""
-    sizes = "--hidden-size 64 --ffn-hidden-size 64 --train-iters 2 --lr-warmup-iters 0"
-    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise"
-    run = hybrid_run(f"{sizes} {fp8} {flags}", world_size=world_size, dtype="float32")
-    return replace(run, precision=replace(run.precision, fp64=True))
-
-
 @pytest.mark.parametrize("layout", ["--pp 2", later("--dp 2 --data-parallel-sharding-strategy optim_grads_params")])
 def test_its_linears_run_in_fp8(ranks: RankPool, layout: str):
-    run = fp8_run()
-    gemms = build_model(run, ParallelMesh.single(torch.device("cpu"))).fp8_gemms.linears
-    assert {"layers.1.gla.inputs.weight", "layers.1.gla.out.weight"} <= set(gemms)
-    alone = train(run)
-    traces, _ = map(list, zip(*ranks.run(train_hybrid, 2, fp8_run(layout, world_size=2))))
-    verdict = compare_traces([alone], traces, BOUNDS)
-    assert verdict.agrees, verdict.first_departure
-    wide = replace(run, precision=replace(run.precision, fp8_format=None))
-    assert not compare_traces([alone], [train(wide)], BOUNDS).agrees
+    weights = ("layers.1.gla.inputs.weight", "layers.1.gla.out.weight")
+    check_fp8_linears(ranks, HYBRID, weights, layout=layout, train_rank=train_hybrid_steps)
 
 
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
-    flags = f"--train-iters {END} --log-interval 1 --save {tmp_path / 'run'} --save-interval {STOP}"
-    lives = ranks.run(live_hybrid, 2, hybrid_run(f"{flags} --tp 2 --sequence-parallel", world_size=2))
-    again = f"--train-iters {END} --log-interval 1 --load {tmp_path / 'run'} --ckpt-step {STOP}"
-    resumed = ranks.run(live_hybrid, 4, hybrid_run(f"{again} --pp 2 --dp 2 --use-distributed-optimizer", world_size=4))
-    at_stop, began = whole([one.at_stop for one in lives]), whole([one.began for one in resumed])
-    assert at_stop.keys() == began.keys()
-    assert any(name == "layers.1.gla.decay_bias" for _, name in began)
-    for key, values in at_stop.items():
-        torch.testing.assert_close(began[key], values, rtol=0, atol=0)
-    losses = [one.losses for one in (lives[0], resumed[-1])]
-    for step in range(STOP + 1, END + 1):
-        assert losses[1][step] == pytest.approx(losses[0][step], rel=1e-12)
+    layout = "--pp 2 --dp 2 --use-distributed-optimizer"
+    tensors = ("layers.1.gla.decay_bias",)
+    check_resume(ranks, tmp_path, HYBRID, layout, world_size=4, tensors=tensors, live_rank=live_hybrid)
 
 
 def test_estimates_add_it_up():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -86,9 +87,36 @@ def with_batch(model: str, layout: str, *, world_size: int, dtype: str) -> str:
     return f"{model} --global-batch-size 4" if alone else model
 
 
+def check_traces(
+    ranks: RankPool,
+    run: RunConfig,
+    alone: list[StepTrace],
+    bounds: Tolerances,
+    *,
+    train_rank: Callable[[RunConfig], tuple[list[StepTrace], list[CommEvent]]] = train_recorded,
+) -> TraceComparison:
+    """Assert that ranks train a run like one process did; `train_rank` is of a module that ranks have to import."""
+    world_size = run.parallel.world_size
+    found = [train_rank(run)] if world_size == 1 else ranks.run(train_rank, world_size, run)
+    traces, records = map(list, zip(*found))
+    check_order(records)
+    verdict = compare_traces([alone], traces, bounds)
+    assert len(verdict.steps) == run.train.train_iters
+    assert verdict.agrees, verdict.first_departure
+    return verdict
+
+
+def check_part_of_model(model: str, other: str) -> None:
+    """Assert that what two models differ in is trained."""
+    bounds = Tolerances(loss=1e-6, gradient=1e-6, parameter=1e-6)
+    assert not compare_traces([reference(model, "float64")], [reference(other, "float64")], bounds).agrees
+
+
 @cache
 def reference(flags: str, dtype: str) -> list[StepTrace]:
-    return train(tiny_run(flags, dtype=dtype))
+    """One process; in float64 with all sequences in one micro-batch, where no loss is per micro-batch: layouts accumulate."""
+    free = dtype == "float64" and "--num-experts" not in flags and "batch-size" not in flags
+    return train(tiny_run(f"{flags} --micro-batch-size 8" if free else flags, dtype=dtype))
 
 
 def check_layout(
@@ -97,9 +125,4 @@ def check_layout(
     """Assert that a layout trains the same model as one process with one micro-batch size for all."""
     model = with_batch(model, layout, world_size=world_size, dtype=dtype)
     run = layout_run(layout, model, world_size=world_size, dtype=dtype)
-    traces, records = map(list, zip(*ranks.run(train_recorded, world_size, run)))
-    check_order(records)
-    verdict = compare_traces([reference(model, dtype)], traces, BOUNDS[dtype])
-    assert len(verdict.steps) == run.train.train_iters
-    assert verdict.agrees, verdict.first_departure
-    return verdict
+    return check_traces(ranks, run, reference(model, dtype), BOUNDS[dtype])

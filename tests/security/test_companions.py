@@ -14,7 +14,8 @@ from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.formats import COMPANION_FILES
 from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.cli.main import main
-from petatron.data.tokenizer import HuggingFaceTokenizer, train_bpe
+from petatron.data.bpe.train_bpe import train_bpe
+from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.mesh.mesh import ParallelMesh
 
 SECRET = "-----BEGIN PRIVATE KEY-----"

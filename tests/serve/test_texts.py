@@ -11,8 +11,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from petatron.base.errors import DataError
+from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.prompt.chat_template import ChatTemplate, tokenizer_chat_template
-from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, train_bpe
+from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
 from petatron.serve.http.sampling import encode_prompts
 from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeLimits

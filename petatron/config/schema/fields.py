@@ -186,7 +186,7 @@ def fields_by_path() -> dict[str, FieldInfo]:
 
 def flatten_config(config: RawRunConfig) -> dict[str, FieldValue]:
     """Maps paths to the values of all fields."""
-    return {info.path: getattr(getattr(config, info.section), info.name) for info in all_fields()}
+    return {path: getattr(getattr(config, info.section), info.name) for path, info in fields_by_path().items()}
 
 
 def unflatten_config(values: Mapping[str, FieldValue]) -> RawRunConfig:
@@ -198,8 +198,9 @@ def replace_fields(config: ConfigT, values: Mapping[str, FieldValue]) -> ConfigT
     """Returns the config with other values at some paths."""
     grouped: dict[str, dict[str, FieldValue]] = {}
     for path, value in values.items():
-        section, name = path.split(".")
-        grouped.setdefault(section, {})[name] = value
+        info = fields_by_path()[path]
+        if getattr(getattr(config, info.section), info.name) is not value:
+            grouped.setdefault(info.section, {})[info.name] = value
     changed: dict[str, Any] = {name: replace(getattr(config, name), **own) for name, own in grouped.items()}
     return replace(config, **changed)
 

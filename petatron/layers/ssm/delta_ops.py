@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.ssm.norm_then_gate import NormGate
+from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
 
 
 class DeltaKernels(Protocol):
@@ -57,30 +57,15 @@ def delta_rule(
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the outputs [S, B, H, P] and the final state [B, H, N, P]."""
-    return _DeltaRule.apply(kernels, chunk_size, starts_SB, initial_state, *inputs)  # pyright: ignore[reportReturnType]
-
-
-class _DeltaRule(AutogradOp):
-    @staticmethod
-    def forward(
-        ctx: Any, kernels: DeltaKernels, chunk_size: int, starts: Tensor | None, initial: Tensor | None, *inputs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.kernels, ctx.chunk_size = kernels, chunk_size
-        ctx.save_for_backward(starts, initial, *inputs)
-        return kernels.chunk_delta_rule(*inputs, chunk_size=chunk_size, starts_SB=starts, initial_state=initial)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        starts, initial, *inputs = ctx.saved_tensors
-        grad_o, grad_state = grads
-        if grad_o is None:
-            grad_o = torch.zeros_like(DeltaInputs(*inputs).v_SBHP)
-        *input_grads, initial_grad = ctx.kernels.chunk_delta_rule_backward(
-            grad_o, grad_state, *inputs, chunk_size=ctx.chunk_size, starts_SB=starts, initial_state=initial
-        )
-        return None, None, None, initial_grad, *input_grads
+    return chunked_recurrence(
+        inputs,
+        forward=kernels.chunk_delta_rule,
+        backward=kernels.chunk_delta_rule_backward,
+        values=DeltaInputs._fields.index("v_SBHP"),
+        chunk_size=chunk_size,
+        starts_SB=starts_SB,
+        initial_state=initial_state,
+    )
 
 
 def norm_then_gate(

@@ -38,8 +38,8 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import Recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
-from petatron.layers.spec.generation_state import GenerationStep, RecurrentState, StateSlots, StateTensor
+from petatron.layers.spec.branch import BranchModule
+from petatron.layers.spec.generation_state import GenerationStep, StateSlots, StateTensor
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
 from petatron.layers.ssm.delta_ops import (
@@ -52,6 +52,7 @@ from petatron.layers.ssm.delta_ops import (
 )
 from petatron.layers.ssm.initial_values import LogDecayValues
 from petatron.layers.ssm.mamba2 import CausalConv, document_starts
+from petatron.layers.ssm.recurrent_branch import RecurrentBranchSpec
 from petatron.sharding.initial_values import ONES, NormalValues
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -60,7 +61,7 @@ LOWEST_DECAY = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaNetSpec(BranchSpec):
+class GatedDeltaNetSpec(RecurrentBranchSpec):
     """A gated delta net.
 
     num_key_heads: how many queries and keys there are; each is for num_value_heads / num_key_heads value heads.
@@ -84,30 +85,12 @@ class GatedDeltaNetSpec(BranchSpec):
     std: float
     out_std: float
 
-    @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "contiguous"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
-    def can_generate(self) -> bool:
-        return True
-
-    @property
-    def prompt_is_capturable(self) -> bool:
-        """The host cuts prompts into sequences."""
-        return False
-
-    def generation_state(self, tp: int) -> RecurrentState | None:
-        window = StateTensor("conv", (self.conv_width - 1, self.conv_channels(tp)))
+    def recurrence_state(self, tp: int) -> StateTensor:
         sizes = (self.num_value_heads // tp, self.key_head_dim, self.value_head_dim)
-        return RecurrentState((window, StateTensor("delta", sizes, wide=True)))
+        return StateTensor("delta", sizes, wide=True)
 
     @property
-    def value_size(self) -> int:
+    def inner_size(self) -> int:
         """The width of all value heads."""
         return self.num_value_heads * self.value_head_dim
 
@@ -122,7 +105,7 @@ class GatedDeltaNetSpec(BranchSpec):
     def sections(self) -> dict[str, tuple[int, int]]:
         """Returns the rows of each part of the first GEMM, and between how many units they may be cut."""
         keys = self.num_key_heads * self.key_head_dim, self.num_key_heads
-        values, heads = (self.value_size, self.num_value_heads), (self.num_value_heads, self.num_value_heads)
+        values, heads = (self.inner_size, self.num_value_heads), (self.num_value_heads, self.num_value_heads)
         return {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
 
     def params(self) -> Mapping[str, ParamSpec]:
@@ -137,7 +120,7 @@ class GatedDeltaNetSpec(BranchSpec):
         rows = {section.name: section.rows for section in inputs}
         by_head, one_for_all_heads = Shard(tp=0), Shard(partial_grad="always")
         in_proj = linear_params(self.hidden_size, rows, Shard(tp=0, sections=inputs), bias=False, std=self.std)
-        out_proj = linear_params(self.value_size, self.hidden_size, Shard(tp=1), bias=False, std=self.out_std)
+        out_proj = linear_params(self.inner_size, self.hidden_size, Shard(tp=1), bias=False, std=self.out_std)
         decay = LogDecayValues(low=LOWEST_DECAY)
         return (
             {
@@ -154,7 +137,7 @@ class GatedDeltaNetSpec(BranchSpec):
 
     def conv_channels(self, tp: int) -> int:
         """The channels of one rank's convolution; ranks beyond the number of key heads have replicas of q and k."""
-        return self.value_size // tp + 2 * max(self.num_key_heads // tp, 1) * self.key_head_dim
+        return self.inner_size // tp + 2 * max(self.num_key_heads // tp, 1) * self.key_head_dim
 
     def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
         """Counts the convolution and the chunked delta rule: inside chunks, the triangular solve, into the states and out of them.
@@ -164,8 +147,8 @@ class GatedDeltaNetSpec(BranchSpec):
         """
         tokens_seen = min(self.chunk_size, seq_length) * (0.5 if causal else 1.0)
         states = self.num_value_heads * self.key_head_dim
-        inside = 2 * tokens_seen * (2 * self.product_size + self.value_size)
-        solve = 2 * tokens_seen * (self.value_size + states)
+        inside = 2 * tokens_seen * (2 * self.product_size + self.inner_size)
+        solve = 2 * tokens_seen * (self.inner_size + states)
         through_states = 6 * states * self.value_head_dim
         conv = 2 * self.conv_width * self.conv_channels(1)
         return 3.0 * seq_length * (inside + solve + through_states + conv)
@@ -173,7 +156,7 @@ class GatedDeltaNetSpec(BranchSpec):
     def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
         if self.region in recomputed:
             return 0
-        rows, values, heads = shape.gathered_tokens, self.value_size // shape.tp, self.num_value_heads // shape.tp
+        rows, values, heads = shape.gathered_tokens, self.inner_size // shape.tp, self.num_value_heads // shape.tp
         channels = self.conv_channels(shape.tp)
         # The first GEMM's output, the convolution's, the delta rule's, and the input of the last GEMM.
         saved = shape.activation_bytes(rows, channels + values + 2 * heads + channels + 2 * values)
@@ -184,13 +167,7 @@ class GatedDeltaNetSpec(BranchSpec):
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         """The halo of the convolution, and a state with the matrix that a part multiplies a state with."""
         heads, keys = self.num_value_heads // shape.tp, self.key_head_dim
-        halo = shape.activation_bytes((self.conv_width - 1) * shape.batch, self.conv_channels(shape.tp))
-        return halo + shape.batch * heads * keys * (self.value_head_dim + keys) * shape.compute_bytes
-
-    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
-        out = 2.0 * shape.gathered_tokens * self.value_size * self.hidden_size / shape.tp
-        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else out)
+        return self.halo_bytes(shape) + shape.batch * heads * keys * (self.value_head_dim + keys) * shape.compute_bytes
 
 
 class DeltaRule(nn.Module):
@@ -249,7 +226,7 @@ class GatedDeltaNet(BranchModule):
         self.delta = DeltaRule(spec.chunk_size)
         self.step_kernels: DeltaStepKernels = step_reference
         self.norm = HeadNormThenGate(spec.value_head_dim, eps=spec.norm_eps)
-        self.out_proj = Linear(spec.value_size, (spec.hidden_size,), bias=False)
+        self.out_proj = Linear(spec.inner_size, (spec.hidden_size,), bias=False)
         self.local_part: CommSlot = identity
 
     def kernel_slots(self) -> Mapping[str, str]:

@@ -67,7 +67,7 @@ class KimiDeltaSpec(GatedDeltaNetSpec):
         }
         for name, latent, rows in (
             ("decay", self.key_head_dim, self.decay_size),
-            ("gate", self.value_head_dim, self.value_size),
+            ("gate", self.value_head_dim, self.inner_size),
         ):
             down = linear_params(self.hidden_size, latent, REPLICATED, bias=False, std=self.std)
             up = linear_params(latent, rows, by_head, bias=False, std=self.std)
@@ -77,7 +77,7 @@ class KimiDeltaSpec(GatedDeltaNetSpec):
     def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
         if self.region in recomputed:
             return 0
-        rows, values, heads = shape.gathered_tokens, self.value_size // shape.tp, self.num_value_heads // shape.tp
+        rows, values, heads = shape.gathered_tokens, self.inner_size // shape.tp, self.num_value_heads // shape.tp
         channels, decays = self.conv_channels(shape.tp), self.decay_size // shape.tp
         # The first GEMM's output, the convolution's, the gate, the delta rule's, and the input of the last GEMM.
         saved = shape.activation_bytes(rows, channels + heads + channels + 3 * values)
@@ -111,7 +111,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.decay_down = Linear(hidden, (keys,), bias=False)
         self.decay_up = Linear(keys, (spec.decay_size,), bias=False)
         self.gate_down = Linear(hidden, (values,), bias=False)
-        self.gate_up = Linear(values, (spec.value_size,), bias=False)
+        self.gate_up = Linear(values, (spec.inner_size,), bias=False)
         self.delta = DeltaRule(spec.chunk_size, operation=OPERATION, kernels=channel_reference)
         self.norm = HeadNormThenGate(values, eps=spec.norm_eps, gate="sigmoid")
 

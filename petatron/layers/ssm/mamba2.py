@@ -43,8 +43,8 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import Recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
-from petatron.layers.spec.generation_state import GenerationStep, RecurrentState, StateSlots, StateTensor
+from petatron.layers.spec.branch import BranchModule
+from petatron.layers.spec.generation_state import GenerationStep, StateSlots, StateTensor
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
 from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
@@ -58,12 +58,13 @@ from petatron.layers.ssm.ops import (
     selective_scan,
 )
 from petatron.layers.ssm.output_gate import OutputGate, build_output_gate
+from petatron.layers.ssm.recurrent_branch import RecurrentBranchSpec
 from petatron.sharding.initial_values import ONES, UniformValues
 from petatron.sharding.shard_spec import Section, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Spec(BranchSpec):
+class Mamba2Spec(RecurrentBranchSpec):
     """A Mamba-2 mixer.
 
     num_groups: how many B and C there are; each is for num_heads / num_groups heads.
@@ -94,28 +95,8 @@ class Mamba2Spec(BranchSpec):
     multipliers: tuple[float, ...] | None = None
     output_multiplier: float = 1.0
 
-    @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "contiguous"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
-    def can_generate(self) -> bool:
-        return True
-
-    @property
-    def prompt_is_capturable(self) -> bool:
-        """The host cuts prompts into sequences."""
-        return False
-
-    def generation_state(self, tp: int) -> RecurrentState | None:
-        window = StateTensor("conv", (self.conv_width - 1, self.conv_channels(tp)))
-        return RecurrentState(
-            (window, StateTensor("ssm", (self.num_heads // tp, self.head_dim, self.state_dim), wide=True))
-        )
+    def recurrence_state(self, tp: int) -> StateTensor:
+        return StateTensor("ssm", (self.num_heads // tp, self.head_dim, self.state_dim), wide=True)
 
     @property
     def inner_size(self) -> int:
@@ -190,13 +171,7 @@ class Mamba2Spec(BranchSpec):
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         """The halo of the convolution, and a state with its decay."""
         heads = self.num_heads // shape.tp
-        halo = shape.activation_bytes((self.conv_width - 1) * shape.batch, self.conv_channels(shape.tp))
-        return halo + shape.batch * heads * (self.head_dim * self.state_dim + 1) * shape.compute_bytes
-
-    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
-        out = 2.0 * shape.gathered_tokens * self.inner_size * self.hidden_size / shape.tp
-        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else out)
+        return self.halo_bytes(shape) + shape.batch * heads * (self.head_dim * self.state_dim + 1) * shape.compute_bytes
 
 
 class CausalConv(nn.Module):

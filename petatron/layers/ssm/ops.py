@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.layers.comm_slot import CommSlot
+from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
 from petatron.layers.token_layout import from_rows
 
 
@@ -78,30 +78,15 @@ def selective_scan(
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the outputs [S, B, H, P] and the final state [B, H, P, N]."""
-    return _SelectiveScan.apply(kernels, chunk_size, starts_SB, initial_state, *inputs)  # pyright: ignore[reportReturnType]
-
-
-class _SelectiveScan(AutogradOp):
-    @staticmethod
-    def forward(
-        ctx: Any, kernels: ScanKernels, chunk_size: int, starts: Tensor | None, initial: Tensor | None, *inputs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.kernels, ctx.chunk_size = kernels, chunk_size
-        ctx.save_for_backward(starts, initial, *inputs)
-        return kernels.chunk_scan(*inputs, chunk_size=chunk_size, starts_SB=starts, initial_state=initial)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        starts, initial, *inputs = ctx.saved_tensors
-        grad_y, grad_state = grads
-        if grad_y is None:
-            grad_y = torch.zeros_like(inputs[0])
-        *input_grads, initial_grad = ctx.kernels.chunk_scan_backward(
-            grad_y, grad_state, *inputs, chunk_size=ctx.chunk_size, starts_SB=starts, initial_state=initial
-        )
-        return None, None, None, initial_grad, *input_grads
+    return chunked_recurrence(
+        inputs,
+        forward=kernels.chunk_scan,
+        backward=kernels.chunk_scan_backward,
+        values=ScanInputs._fields.index("x_SBHP"),
+        chunk_size=chunk_size,
+        starts_SB=starts_SB,
+        initial_state=initial_state,
+    )
 
 
 def causal_conv(

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
-from petatron.data.tokenizer import HuggingFaceTokenizer, train_bpe
+from petatron.data.bpe.train_bpe import train_bpe
+from petatron.data.tokenizer import HuggingFaceTokenizer
 from tests.fuzz.kind import Kind
 from tests.fuzz.kinds import models
 from tests.fuzz.kinds.files import files_of

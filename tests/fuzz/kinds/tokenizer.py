@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from petatron.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer, train_bpe
+from petatron.data.bpe.train_bpe import train_bpe
+from petatron.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer
 from tests.fuzz.kind import Kind
 
 _TEXT = "some text, sömetimes more\n"

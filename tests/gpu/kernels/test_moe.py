@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.bench.ops.moe import ROUTINGS, BenchMoELayer, MoEShape, build_layer, ours
+from petatron.bench.ops.moe import ROUTINGS, MoEShape, build_layer, ours
 from petatron.kernels.activation import GATE_ACTIVATIONS
 from petatron.kernels.moe import permute
 from petatron.kernels.moe.grouped_gemm import GroupedGemm, looped_linear
 from petatron.kernels.moe.permute import MoEKernels, Permutation, build_permutation
 from petatron.kernels.registry import KernelContext, choose_kernel
+from tests.kernels.gemm.experts_by_loop import experts_by_loop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -105,17 +105,6 @@ def test_weighted_activation(rows: int, width: int, name: str):
     assert found[2] is not None and torch.equal(found[2], made)
 
 
-def in_float64(layer: BenchMoELayer) -> list[Tensor]:
-    leaves = [t.double().requires_grad_() for t in (layer.x_TD, layer.weights_TK, layer.gate_up, layer.down)]
-    x, weights, gate_up, down = leaves
-    y = torch.zeros_like(x)
-    for expert in range(layer.shape.num_experts):
-        token, place = torch.where(layer.experts_TK == expert)
-        gate, up = (x[token] @ gate_up[expert].t()).chunk(2, dim=-1)
-        y = y.index_add(0, token, (F.silu(gate) * up) @ down[expert].t() * weights[token, place, None])
-    return [y, *torch.autograd.grad(y, leaves, layer.grad_TD.double())]
-
-
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     "shape", [MoEShape("mixtral", 8, 2, 256, 512, 1000), MoEShape("qwen3_moe", 64, 4, 128, 96, 333)]
@@ -125,7 +114,7 @@ def test_layer(shape: MoEShape, routing: str):
     first, second = ours(layer), ours(layer)
     assert torch.equal(first.y_TD, second.y_TD) and torch.equal(first.grad_x_TD, second.grad_x_TD)
     found = [first.y_TD, first.grad_x_TD, first.grad_weights_TK, layer.gate_up_grad, layer.down_grad]
-    for mine, true in zip(found, in_float64(layer), strict=True):
+    for mine, true in zip(found, experts_by_loop(layer), strict=True):
         assert apart(mine, true) < 1e-2
 
 

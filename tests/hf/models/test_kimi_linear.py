@@ -15,16 +15,10 @@ from petatron.base.errors import ConfigError
 from petatron.config import load_config
 from petatron.config.schema.layer_patterns import linear_layers
 from petatron.estimate.flops import parameter_count
-from petatron.mesh.mesh import ParallelMesh
-from petatron.models.batch import Batch
-from petatron.models.decoder import Decoder
-from petatron.models.hf import fill_model, matching_family, parse_config_json, to_hf_config, to_logical
+from petatron.models.hf import matching_family, parse_config_json, to_hf_config, to_logical
 from petatron.models.registry import model_spec
-from petatron.sharding.flat_shard import group_tensor_shards
-from petatron.train.build_run import build_model
-from tests.hf.models.test_qwen3_next import _Float64Torch
+from tests.hf.models.float64_model import LENGTH, check_float64, random_float64_model
 from tests.hf.ours import run_config
-from tests.hf.variant_zoo import VOCABULARY
 from tests.hf.zoo import truth
 
 KIMI = "kimi-linear-moe"
@@ -46,37 +40,10 @@ def four_layers() -> Any:
 
 
 def test_it_is_transformers_model_in_float64(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(modeling, "torch", _Float64Torch())
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.manual_seed(5)
-    theirs = four_layers().double().eval()
-    theirs.set_experts_implementation("eager")
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    tokens = torch.randint(VOCABULARY, (2, 70))  # more than the 64 tokens of a chunk there
-    found = theirs(tokens, labels=tokens)
-    found.loss.backward()
+    theirs = random_float64_model(four_layers, modeling, monkeypatch)
     config = {**theirs.config.to_dict(), "model_max_length": 128}
-    run = run_config(config, tmp_path, layout="--fp64 --linear-chunk-size 16 --moe-router-dtype fp64", length=70)
-    model = build_model(run, ParallelMesh.single(torch.device("cpu")))
-    assert isinstance(model.module, Decoder)
-    fill_model(model.module, model.placements, logical(theirs.state_dict(), run))
-    with torch.no_grad():
-        torch.testing.assert_close(model.module.logits(tokens), found.logits, rtol=0, atol=1e-9)
-    counted = torch.ones(2, 70, dtype=torch.float64)
-    counted[:, -1] = 0.0
-    loss = model.train_step([Batch(tokens, tokens.roll(-1, dims=1), counted)])
-    assert loss.item() == pytest.approx(found.loss.item(), rel=1e-10)
-    named = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    named |= {name: buffer for name, buffer in theirs.named_buffers() if name.endswith("e_score_correction_bias")}
-    wanted = {name: grad for name, grad in logical(named, run).items() if not name.endswith(".expert_bias")}
-    grads = {
-        piece.name: view for group in model.param_groups for piece, view in group_tensor_shards(group, group.grads())
-    }
-    assert grads.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        torch.testing.assert_close(grads[name], grad, rtol=1e-9, atol=1e-9 * grad.abs().max().item(), msg=name)
+    run = run_config(config, tmp_path, layout="--fp64 --linear-chunk-size 16 --moe-router-dtype fp64", length=LENGTH)
+    check_float64(theirs, run, lambda tensors: logical(tensors, run))
 
 
 def test_dense_layers_are_read_under_both_names(tmp_path: Path):

@@ -16,16 +16,12 @@ from petatron.config import load_config
 from petatron.config.schema.layer_patterns import linear_layers
 from petatron.estimate.flops import parameter_count
 from petatron.layers.rope import inverse_frequencies
-from petatron.mesh.mesh import ParallelMesh
-from petatron.models.batch import Batch
-from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import decoder_spec
-from petatron.models.hf import fill_model, parse_config_json, to_hf, to_hf_config, to_logical
+from petatron.models.hf import parse_config_json, to_hf, to_hf_config, to_logical
 from petatron.models.registry import model_spec
-from petatron.sharding.flat_shard import group_tensor_shards
-from petatron.train.build_run import build_model
+from tests.hf.models.float64_model import LENGTH, check_float64, random_float64_model
 from tests.hf.ours import run_config
-from tests.hf.variant_zoo import SHAPE, VOCABULARY
+from tests.hf.variant_zoo import SHAPE
 from tests.hf.zoo import truth
 
 FOUR_LAYERS = {
@@ -35,46 +31,14 @@ FOUR_LAYERS = {
 }  # fmt: skip
 
 
-class _Float64Torch:
-    """`torch`, where float32 is float64: transformers computes the delta rule and norms in float32, whatever the model is in."""
-
-    def __getattr__(self, name: str) -> Any:
-        return torch.float64 if name in ("float", "float32") else getattr(torch, name)
-
-
 def test_it_is_transformers_model_in_float64(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(modeling, "torch", _Float64Torch())
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.manual_seed(5)
-    theirs = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**FOUR_LAYERS)).double().eval()
-    theirs.set_experts_implementation("eager")
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    run = run_config(theirs.config.to_dict(), tmp_path, layout="--fp64 --linear-chunk-size 16", length=70)
+    config = transformers.Qwen3NextConfig(**FOUR_LAYERS)
+    theirs = random_float64_model(lambda: transformers.Qwen3NextForCausalLM(config), modeling, monkeypatch)
+    run = run_config(theirs.config.to_dict(), tmp_path, layout="--fp64 --linear-chunk-size 16", length=LENGTH)
     [rope] = decoder_spec(run.model, run.moe).ropes
-    theirs.model.rotary_emb.inv_freq = inverse_frequencies(
-        rope
-    ).double()  # float32 on both sides, rounded in another way
-    tokens = torch.randint(VOCABULARY, (2, 70))  # more than the 64 tokens of a chunk there
-    found = theirs(tokens, labels=tokens)
-    found.loss.backward()
-    model = build_model(run, ParallelMesh.single(torch.device("cpu")))
-    assert isinstance(model.module, Decoder)
-    fill_model(model.module, model.placements, logical(theirs.state_dict(), run))
-    with torch.no_grad():
-        torch.testing.assert_close(model.module.logits(tokens), found.logits, rtol=0, atol=1e-9)
-    counted = torch.ones(2, 70, dtype=torch.float64)
-    counted[:, -1] = 0.0
-    loss = model.train_step([Batch(tokens, tokens.roll(-1, dims=1), counted)])
-    assert loss.item() == pytest.approx(found.loss.item(), rel=1e-10)
-    wanted = logical({name: parameter.grad for name, parameter in theirs.named_parameters()}, run)
-    grads = {
-        piece.name: view for group in model.param_groups for piece, view in group_tensor_shards(group, group.grads())
-    }
-    assert grads.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        torch.testing.assert_close(grads[name], grad, rtol=1e-9, atol=1e-9 * grad.abs().max().item(), msg=name)
+    # float32 on both sides, rounded in another way
+    theirs.model.rotary_emb.inv_freq = inverse_frequencies(rope).double()
+    check_float64(theirs, run, lambda tensors: logical(tensors, run))
 
 
 def logical(tensors: dict[str, Tensor], run: Any) -> dict[str, Tensor]:

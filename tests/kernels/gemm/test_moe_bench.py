@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from petatron.bench.ops import moe as bench_moe
-from petatron.bench.ops.moe import ROUTINGS, SMALL_SHAPES, BenchMoELayer, MoEShape, build_layer, measure, ours, peer
+from petatron.bench.ops.moe import ROUTINGS, SMALL_SHAPES, MoEShape, build_layer, measure, ours, peer
+from tests.kernels.gemm.experts_by_loop import experts_by_loop
 
 CPU = torch.device("cpu")
-
-
-def by_loop(layer: BenchMoELayer) -> list[Tensor]:
-    """Output and gradients of x, the router's weights and the experts', one expert after the other."""
-    leaves = [t.double().requires_grad_() for t in (layer.x_TD, layer.weights_TK, layer.gate_up, layer.down)]
-    x, weights, gate_up, down = leaves
-    y = torch.zeros_like(x)
-    for expert in range(layer.shape.num_experts):
-        token, place = torch.where(layer.experts_TK == expert)
-        gate, up = (x[token] @ gate_up[expert].t()).chunk(2, dim=-1)
-        y = y.index_add(0, token, (F.silu(gate) * up) @ down[expert].t() * weights[token, place, None])
-    return [y, *torch.autograd.grad(y, leaves, layer.grad_TD.double())]
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -31,7 +18,7 @@ def test_the_measured_layer(shape: MoEShape, routing: str):
     layer = build_layer(shape, routing, CPU, dtype=torch.float64)
     found = ours(layer)
     mine = [found.y_TD, found.grad_x_TD, found.grad_weights_TK, layer.gate_up_grad, layer.down_grad]
-    for own, true in zip(mine, by_loop(layer), strict=True):
+    for own, true in zip(mine, experts_by_loop(layer), strict=True):
         torch.testing.assert_close(own, true)
 
 

@@ -66,7 +66,7 @@ class StepEvents:
         return Counter((event.axis, event.op, event.elements, event.bytes) for event in self.forward_and_backward)
 
 
-def _second_step(run: RunConfig) -> StepEvents:
+def second_step(run: RunConfig) -> StepEvents:
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
     model = build_model(run, mesh)
     optimizer = build_optimizer(run, model)
@@ -88,7 +88,7 @@ def _second_step(run: RunConfig) -> StepEvents:
 
 def all_step_events(ranks: RankPool, layout: str, *, world_size: int, model: str = "") -> list[StepEvents]:
     run = tiny_run(f"--train-iters 2 --lr-warmup-iters 0 {model} {layout}", world_size=world_size)
-    return ranks.run(_second_step, world_size, run)
+    return ranks.run(second_step, world_size, run)
 
 
 @cache

@@ -19,17 +19,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import torch.distributed as dist
 
 from petatron.config import RunConfig
-from petatron.mesh.comm_record import CommEvent
-from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.rank_layout import Layout
 from petatron.schedule.actions import COMPUTE_KINDS, ActionKind
 from petatron.schedule.pipeline_plan import pipeline_plan
-from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
 from tests.longform import later
+from tests.parity.communication.test_communication import second_step
 from tests.parity.harness import tiny_run
 
 H, FFN, ROWS = 32, 48, 136  # hidden, feed-forward, vocabulary rows of 131 in multiples of 8
@@ -42,24 +38,11 @@ ZERO3 = "--data-parallel-sharding-strategy optim_grads_params"
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24"
 
 
-def _second_step(run: RunConfig) -> list[CommEvent]:
-    mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
-    model = build_model(run, mesh)
-    optimizer = build_optimizer(run, model)
-    batches = iter(build_loader(run, mesh))
-    model.train_step(next(batches))
-    optimizer.step()
-    before = mesh.record.count
-    model.train_step(next(batches))
-    optimizer.step()
-    return [event for event in mesh.record.events(since=before) if event.axis in AXES]
-
-
 def step(ranks: RankPool, flags: str, *, world_size: int, batch: int) -> tuple[RunConfig, list[Counter[Key]]]:
     """The events of a step on every rank."""
     always = "--train-iters 2 --lr-warmup-iters 0 --moe-router-load-balancing-type none"
     run = tiny_run(f"{always} --global-batch-size {batch} {flags}", world_size=world_size)
-    found = ranks.run(_second_step, world_size, run)
+    found = [[event for event in one.all if event.axis in AXES] for one in ranks.run(second_step, world_size, run)]
     return run, [Counter((e.axis, e.op, e.elements, e.bytes) for e in events) for events in found]
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from petatron.verify.compare_traces import Tolerances, compare_traces
 from tests.dist import RankPool
 from tests.longform import later
-from tests.parity.harness import check_layout, reference, tiny_run
+from tests.parity.harness import check_layout, check_part_of_model
 from tests.parity.models.fp8_linears import check_fp8_linears
-from tests.parity.state.resharding import END, STOP, live, whole
+from tests.parity.state.resharding import check_resume
 
 SIZES = (
     "--linear-key-head-dim 6 --linear-value-head-dim 5 --linear-num-key-heads 2 --linear-num-value-heads 4 "
@@ -100,23 +98,12 @@ def test_its_linears_run_in_fp8(ranks: RankPool):
 
 
 def test_gates_and_documents_are_part_of_the_model():
-    bounds = Tolerances(loss=1e-6, gradient=1e-6, parameter=1e-6)
-    ungated = NEXT.replace("--attention-output-gate ", "")
-    for model, other in ((NEXT, ungated), (HYBRID, f"{HYBRID} {PACKED}")):
-        assert not compare_traces([reference(model, "float64")], [reference(other, "float64")], bounds).agrees
+    check_part_of_model(NEXT, NEXT.replace("--attention-output-gate ", ""))
+    check_part_of_model(HYBRID, f"{HYBRID} {PACKED}")
 
 
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
-    steps = f"{HYBRID} --attention-output-gate --train-iters {END} --log-interval 1"
-    saving = f"{steps} --save {tmp_path / 'run'} --save-interval {STOP} --tp 2 --sequence-parallel"
-    lives = ranks.run(live, 2, tiny_run(saving, world_size=2, dtype="float64"))
-    loading = f"{steps} --load {tmp_path / 'run'} --ckpt-step {STOP} --cp 2 --dp 2 --use-distributed-optimizer"
-    resumed = ranks.run(live, 4, tiny_run(loading, world_size=4, dtype="float64"))
-    at_stop, began = whole([one.at_stop for one in lives]), whole([one.began for one in resumed])
-    assert at_stop.keys() == began.keys()
-    assert {"layers.2.delta.conv_k.weight", "layers.3.attention.gate.weight"} <= {name for _, name in began}
-    for key, values in at_stop.items():
-        torch.testing.assert_close(began[key], values, rtol=0, atol=0)
-    losses = [one.losses for one in (lives[0], resumed[-1])]
-    for step in range(STOP + 1, END + 1):
-        assert losses[1][step] == pytest.approx(losses[0][step], rel=1e-12)
+    model = f"{HYBRID} --attention-output-gate"
+    tensors = ("layers.2.delta.conv_k.weight", "layers.3.attention.gate.weight")
+    layout = "--cp 2 --dp 2 --use-distributed-optimizer"
+    check_resume(ranks, tmp_path, model, layout, world_size=4, tensors=tensors)

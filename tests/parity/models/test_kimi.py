@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from petatron.verify.compare_traces import Tolerances, compare_traces
 from tests.dist import RankPool
 from tests.longform import later, over_nccl
-from tests.parity.harness import check_layout, reference, tiny_run
-from tests.parity.state.resharding import END, STOP, live, whole
+from tests.parity.harness import check_layout, check_part_of_model
+from tests.parity.state.resharding import check_resume
 
 SIZES = (
     "--linear-key-head-dim 5 --linear-value-head-dim 5 --linear-num-key-heads 4 --linear-num-value-heads 4 "
@@ -64,23 +62,11 @@ def test_every_layout_trains_the_same_model(ranks: RankPool, layout: str, world_
 
 
 def test_decays_of_channels_are_part_of_the_model():
-    bounds = Tolerances(loss=1e-6, gradient=1e-6, parameter=1e-6)
-    scalar = DENSE.replace("kimi_delta_attention", "gated_delta_net")
-    for other in (scalar, f"{DENSE} {PACKED}"):
-        assert not compare_traces([reference(DENSE, "float64")], [reference(other, "float64")], bounds).agrees
+    check_part_of_model(DENSE, DENSE.replace("kimi_delta_attention", "gated_delta_net"))
+    check_part_of_model(DENSE, f"{DENSE} {PACKED}")
 
 
 @pytest.mark.matrix
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
-    steps = f"{DENSE} --train-iters {END} --log-interval 1"
-    saving = f"{steps} --save {tmp_path / 'run'} --save-interval {STOP} --tp 2 --sequence-parallel"
-    lives = ranks.run(live, 2, tiny_run(saving, world_size=2, dtype="float64"))
-    loading = f"{steps} --load {tmp_path / 'run'} --ckpt-step {STOP} --cp 2"
-    resumed = ranks.run(live, 2, tiny_run(loading, world_size=2, dtype="float64"))
-    at_stop, began = whole([one.at_stop for one in lives]), whole([one.began for one in resumed])
-    assert at_stop.keys() == began.keys()
-    assert {"layers.0.delta.dt_bias", "layers.2.delta.decay_up.weight"} <= {name for _, name in began}
-    for key, values in at_stop.items():
-        torch.testing.assert_close(began[key], values, rtol=0, atol=0)
-    for step in range(STOP + 1, END + 1):
-        assert resumed[-1].losses[step] == pytest.approx(lives[0].losses[step], rel=1e-12)
+    tensors = ("layers.0.delta.dt_bias", "layers.2.delta.decay_up.weight")
+    check_resume(ranks, tmp_path, DENSE, "--cp 2", world_size=2, tensors=tensors)

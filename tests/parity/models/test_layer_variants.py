@@ -11,10 +11,9 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.decoder import Decoder
 from petatron.train.build_run import build_model
-from petatron.verify.compare_traces import Tolerances, compare_traces
 from tests.dist import RankPool
 from tests.longform import later
-from tests.parity.harness import check_layout, reference, tiny_run
+from tests.parity.harness import check_layout, check_part_of_model, tiny_run
 
 MODELS = {
     "windows and positions by layer": (
@@ -96,9 +95,7 @@ def test_every_layout_trains_the_same_model(ranks: RankPool, model: str, layout:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_variant_is_part_of_the_model(model: str):
-    bounds = Tolerances(loss=1e-6, gradient=1e-6, parameter=1e-6)
-    plain = reference(PLAIN[model], "float64")
-    assert not compare_traces([reference(MODELS[model], "float64")], [plain], bounds).agrees
+    check_part_of_model(MODELS[model], PLAIN[model])
 
 
 @pytest.mark.parametrize("model", MODELS)

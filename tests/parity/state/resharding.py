@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import assume
@@ -24,6 +26,8 @@ from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState
 from petatron.verify.matrix import MatrixEntry, parse_entry
 from petatron.verify.trace import TracedShard, assemble_tensors
+from tests.dist import RankPool
+from tests.parity.harness import tiny_run
 
 STOP, END = 2, 3
 SMALL_BATCH = "--global-batch-size 8"
@@ -108,6 +112,37 @@ def whole(parts: Sequence[list[TracedShard]]) -> dict[tuple[str, str], Tensor]:
     gaps = [key for key, x in tensors.items() if x.isnan().any()]
     assert not gaps, f"no rank has all of {gaps}"
     return tensors
+
+
+def check_resume(
+    ranks: RankPool,
+    folder: Path,
+    model: str,
+    layout: str,
+    *,
+    world_size: int,
+    tensors: Collection[str] = (),
+    saved_in: str = "--tp 2 --sequence-parallel",
+    saving_ranks: int = 2,
+    live_rank: Callable[[RunConfig], Life] = live,
+) -> None:
+    """Assert that a layout begins with what another one saved, to the bit, and that its losses are those of going on.
+
+    `tensors`: some that the checkpoint has to have. `live_rank` is of a module that ranks have to import.
+    """
+    steps = f"{model} --train-iters {END} --log-interval 1"
+    saving, loading = f"--save {folder} --save-interval {STOP}", f"--load {folder} --ckpt-step {STOP}"
+    first = tiny_run(f"{steps} {saving} {saved_in}", world_size=saving_ranks, dtype="float64")
+    lives = ranks.run(live_rank, saving_ranks, first)
+    then = tiny_run(f"{steps} {loading} {layout}", world_size=world_size, dtype="float64")
+    resumed = ranks.run(live_rank, world_size, then)
+    at_stop, began = whole([one.at_stop for one in lives]), whole([one.began for one in resumed])
+    assert at_stop.keys() == began.keys()
+    assert set(tensors) <= {name for _, name in began}
+    for key, values in at_stop.items():
+        assert torch.equal(began[key], values), key
+    for step in range(STOP + 1, END + 1):
+        assert resumed[-1].losses[step] == pytest.approx(lives[0].losses[step], rel=1e-12)
 
 
 def configured(found: MatrixEntry, flags: str) -> RunConfig:

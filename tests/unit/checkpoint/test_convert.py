@@ -33,7 +33,7 @@ from petatron.checkpoint.save import file_plan as file_plans
 from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig, load_config
-from petatron.data.tokenizer import train_bpe
+from petatron.data.bpe.train_bpe import train_bpe
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import folder_entries, parse_config_json
 from petatron.train.state.run_dirs import check_run_dirs

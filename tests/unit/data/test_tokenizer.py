@@ -10,13 +10,13 @@ from tokenizers import decoders
 
 from petatron.base.errors import DataError
 from petatron.config.schema.training import TokenizerConfig
+from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import (
     ByteTokenizer,
     GPT2BPETokenizer,
     HuggingFaceTokenizer,
     NullTokenizer,
     build_tokenizer,
-    train_bpe,
 )
 
 TEXTS = [

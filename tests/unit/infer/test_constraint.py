@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError, DataError
-from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, train_bpe
+from petatron.data.bpe.train_bpe import train_bpe
+from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from petatron.infer.completion import Completion
 from petatron.infer.constraint import ConstraintCompiler
 from petatron.infer.engine import Engine

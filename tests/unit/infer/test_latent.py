@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from petatron.config import load_config
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.step.layer_states import layer_states
 from petatron.kernels.attention.paged_latent import LatentUpProjection
 from petatron.layers.mla import MlaSpec
@@ -21,11 +19,17 @@ from petatron.models.decoder import Decoder
 from petatron.models.registry import model_spec
 from tests.dist import RankPool
 from tests.longform import later, over_nccl
-from tests.unit.infer.test_engine import GREEDY, check_by_hand, exact_model
+from tests.unit.infer.layer_kind_checks import (
+    PROMPTS,
+    check_asked_twice,
+    check_half_precision,
+    check_layout_answers,
+    check_recorded,
+)
+from tests.unit.infer.test_engine import GREEDY, exact_model
 from tests.unit.infer.test_fp8_weights import weights_of
 from tests.unit.infer.test_sample import LATENT, LATENT_YARN, model_in
 
-PROMPTS = [[5, 17, 90, 3, 3], [1], [2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4, 5, 6, 50]]
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 KINDS = [LATENT, LATENT_YARN, f"--window-size 5 {LATENT}"]
 
@@ -62,47 +66,19 @@ def test_the_up_projections_are_absorbed_exactly():
     ],
 )
 def test_chunks_pages_and_preemption_change_no_token(kind: str, options: EngineOptions):
-    flags = f"--fp64 {kind}"
-    engine = Engine(exact_model(flags), options=options)
-    first = [answer for [answer] in engine.complete(PROMPTS, GREEDY)]
-    for answer in first:
-        check_by_hand(answer, flags)
-    again = [answer for [answer] in engine.complete(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))]
-    assert [answer.ids for answer in again] == [answer.ids for answer in first]
+    engine, again = check_asked_twice(kind, options)
     assert any(answer.cached_tokens for answer in again) == options.prefix_caching
-    assert engine.stats.pages_used == 0
     assert (engine.stats.preemptions > 0) == (options.num_pages is not None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decode_steps_are_recorded(kind: str):
-    """A recording refuses whatever gives a value to Python, as a CUDA graph would."""
-    flags = f"--fp64 {kind}"
-    engine = Engine(exact_model(flags), options=EngineOptions(page_size=4))
-    params = SamplingParams(max_new_tokens=14, temperature=0.0, logprobs=2, prompt_logprobs=1)
-    for [answer] in engine.complete(PROMPTS, params):
-        check_by_hand(answer, flags)
-    recorded = engine._steps._recorded
-    assert recorded is not None and recorded._recorded and recorded._recordable
+    check_recorded(kind)
 
 
 def test_half_precision_follows_float32():
-    """In bf16 on a CPU the absorbed GEMMs are widened; the first tokens' probabilities stay close."""
-    narrow, wide = (Engine(model_in(f"{precision} {LATENT} --init-method-std 0.1")) for precision in ("--bf16", ""))
-    params = SamplingParams(max_new_tokens=1, temperature=0.0, prompt_logprobs=0)
-    for one, other in zip(narrow.complete(PROMPTS, params), wide.complete(PROMPTS, params), strict=True):
-        found, wanted = ([each.logprob for each in row[0].prompt_logprobs] for row in (one, other))
-        assert found == pytest.approx(wanted, abs=0.05)
-
-
-def answers(flags: str, world_size: int) -> list[tuple[list[int], list[float]]]:
-    """Runs on every rank."""
-    torch.set_num_threads(1)
-    assert world_size == 1 or dist.get_world_size() >= world_size
-    engine = Engine(model_in(flags, world_size=world_size), options=EngineOptions(page_size=4, max_step_tokens=7))
-    found = engine.complete_on_all_ranks(PROMPTS, GREEDY)
-    engine.release()
-    return [(answer.ids, [each.logprob for each in answer.logprobs]) for [answer] in found]
+    """In bf16 on a CPU the absorbed GEMMs are widened."""
+    check_half_precision(LATENT, new_tokens=1)
 
 
 LAYOUTS = [
@@ -117,11 +93,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_continues_alike(ranks: RankPool, layout: str, world_size: int, model: str):
-    alone = answers(f"--fp64 {model}", 1)
-    flags = f"--fp64 --micro-batch-size 1 {model} {layout}"
-    for found in ranks.run(answers, world_size, flags, world_size):
-        for (ids, logprobs), (wanted_ids, wanted) in zip(found, alone, strict=True):
-            assert ids == wanted_ids and logprobs == pytest.approx(wanted, abs=1e-10)
+    check_layout_answers(ranks, layout, world_size, model)
 
 
 def test_fp8_weights_leave_the_absorbed_ones_as_they_are():

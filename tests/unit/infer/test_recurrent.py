@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,10 +15,16 @@ from petatron.infer.step.layer_states import layer_states, page_bytes, slot_byte
 from petatron.layers.spec.generation_state import PagedState, RecurrentState, StateTensor
 from tests.dist import RankPool
 from tests.longform import later, over_nccl
+from tests.unit.infer.layer_kind_checks import (
+    PROMPTS,
+    check_asked_twice,
+    check_half_precision,
+    check_layout_answers,
+    check_recorded,
+)
 from tests.unit.infer.test_engine import GREEDY, check_by_hand, exact_model
 from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
 
-PROMPTS = [[5, 17, 90, 3, 3], [1], [2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4, 5, 6, 50]]
 MAMBA = (
     "--hybrid-layer-pattern MM --num-layers 2 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 6 "
     "--mamba-chunk-size 4"
@@ -59,15 +63,9 @@ ONE_NORM = f"{HYBRID} --mamba-norm-groups 1"
     ],
 )
 def test_chunks_slots_and_preemption_change_no_token(kind: str, options: EngineOptions):
-    flags = f"--fp64 {kind}"
-    engine = Engine(exact_model(flags), options=options)
-    first = [answer for [answer] in engine.complete(PROMPTS, GREEDY)]
-    for answer in first:
-        check_by_hand(answer, flags)
-    again = [answer for [answer] in engine.complete(PROMPTS, SamplingParams(max_new_tokens=6, temperature=0.0))]
-    assert [answer.ids for answer in again] == [answer.ids for answer in first], "slots are used a second time"
+    engine, again = check_asked_twice(kind, options)
     assert not any(answer.cached_tokens for answer in again), "a page says nothing of a state"
-    assert engine.stats.pages_used == 0 and free_slots(engine) == options.max_sequences
+    assert free_slots(engine) == options.max_sequences
     assert (engine.stats.preemptions > 0) == (options.num_pages is not None and kind in (HYBRID, NEXT, KIMI, PARALLEL))
 
 
@@ -105,13 +103,7 @@ def test_nothing_but_the_request_decides_its_tokens(
 
 @pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, GATED, KIMI, PARALLEL])
 def test_decode_steps_are_recorded(kind: str):
-    flags = f"--fp64 {kind}"
-    engine = Engine(exact_model(flags), options=EngineOptions(page_size=4))
-    params = SamplingParams(max_new_tokens=14, temperature=0.0, logprobs=2, prompt_logprobs=1)
-    for [answer] in engine.complete(PROMPTS, params):
-        check_by_hand(answer, flags)
-    recorded = engine._steps._recorded
-    assert recorded is not None and recorded._recorded and recorded._recordable
+    check_recorded(kind)
 
 
 def test_a_cancelled_sequence_gives_its_slot_back():
@@ -130,21 +122,7 @@ def test_a_cancelled_sequence_gives_its_slot_back():
 
 
 def test_half_precision_follows_float32():
-    narrow, wide = (Engine(model_in(f"{precision} {HYBRID} --init-method-std 0.1")) for precision in ("--bf16", ""))
-    params = SamplingParams(max_new_tokens=3, temperature=0.0, prompt_logprobs=0)
-    for one, other in zip(narrow.complete(PROMPTS, params), wide.complete(PROMPTS, params), strict=True):
-        found, wanted = ([each.logprob for each in row[0].prompt_logprobs] for row in (one, other))
-        assert found == pytest.approx(wanted, abs=0.05)
-
-
-def answers(flags: str, world_size: int) -> list[tuple[list[int], list[float]]]:
-    """Runs on every rank."""
-    torch.set_num_threads(1)
-    assert world_size == 1 or dist.get_world_size() >= world_size
-    engine = Engine(model_in(flags, world_size=world_size), options=EngineOptions(page_size=4, max_step_tokens=7))
-    found = engine.complete_on_all_ranks(PROMPTS, GREEDY)
-    engine.release()
-    return [(answer.ids, [each.logprob for each in answer.logprobs]) for [answer] in found]
+    check_half_precision(HYBRID, new_tokens=3)
 
 
 LAYOUTS = [
@@ -167,11 +145,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_continues_alike(ranks: RankPool, layout: str, world_size: int, model: str):
-    alone = answers(f"--fp64 {model}", 1)
-    flags = f"--fp64 --micro-batch-size 1 {model} {layout}"
-    for found in ranks.run(answers, world_size, flags, world_size):
-        for (ids, logprobs), (wanted_ids, wanted) in zip(found, alone, strict=True):
-            assert ids == wanted_ids and logprobs == pytest.approx(wanted, abs=1e-10)
+    check_layout_answers(ranks, layout, world_size, model)
 
 
 def test_slots_hold_the_window_and_the_state():

@@ -196,7 +196,7 @@ def test_drafts_are_those_of_the_whole_sequence(kind: str, trained: bool):
     compared = 0
     while engine.has_work:
         engine.step()
-        sequence = engine._sequences[request]
+        sequence = engine._requests.sequences[request]
         if len(sequence.drafts) == depths:
             assert sequence.drafts == drafts_by_hand(model, sequence.tokens, depths)
             compared += 1

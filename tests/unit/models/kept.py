@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,9 +20,14 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[Any, int]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks this of a mode; the wrapper for its compiler would take longer than most operations."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 memory = leaf.untyped_storage()
                 self.seen.append((memory._weak_ref(), memory.nbytes()))
@@ -45,7 +51,8 @@ def alive_bytes(run: Callable[[], object], *, without: Iterable[Tensor]) -> int:
     watch = _Watch()
     with watch:
         run()
-    return min(_alive(watch, known, pause_s) for pause_s in (0.0, 0.02))
+    pauses_s = (0.0, 0.02) if dist.is_initialized() else (0.0,)
+    return min(_alive(watch, known, pause_s) for pause_s in pauses_s)
 
 
 def _alive(watch: _Watch, known: set[Any], pause_s: float) -> int:

@@ -332,11 +332,7 @@ def _measure_on_rank(flags: str, names: list[str]) -> dict[str, tuple[int, int]]
     for name in names:
         streams = RandomStreams.seeded(run.train.seed, mesh)
         model, table = built(run), model_spec(run).params()
-        shard_params(
-            model,
-            table,
-            ModelParallelCoordinate(tp_size=mesh.tp.size, tp_rank=mesh.tp.rank, sequence_parallel=sequence),
-        )
+        shard_params(model, table, ModelParallelCoordinate.from_mesh(mesh, sequence_parallel=sequence))
         apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=sequence, shared_generator=streams.tp_shared)
         shard_vocabulary(model, table, mesh.tp)
         plan = recompute(run, filled(model), RECOMPUTE[name], streams)
@@ -381,7 +377,7 @@ def _measure_both_ways(flags: str) -> tuple[int, int]:
     found: list[int] = []
     for regather in (True, False):
         model, table = built(run), model_spec(run).params()
-        shard_params(model, table, ModelParallelCoordinate(mesh.tp.size, mesh.tp.rank, sequence_parallel=True))
+        shard_params(model, table, ModelParallelCoordinate.from_mesh(mesh, sequence_parallel=True))
         apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=True, shared_generator=None)
         shard_vocabulary(model, table, mesh.tp)
         for module in filled(model).modules():
@@ -404,15 +400,7 @@ def _measure_experts_on_rank(flags: str, asked: list[str]) -> list[int]:
     run = run_of(flags, world_size=dist.get_world_size())
     mesh, sequence = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank()), run.parallel.sequence_parallel
     batch, table = batch_of(run), model_spec(run).params()
-    split = ModelParallelCoordinate(
-        tp_size=mesh.tp.size,
-        tp_rank=mesh.tp.rank,
-        sequence_parallel=sequence,
-        ep_size=mesh.ep.size,
-        ep_rank=mesh.ep.rank,
-        etp_size=mesh["etp"].size,
-        etp_rank=mesh["etp"].rank,
-    )
+    split = ModelParallelCoordinate.from_mesh(mesh, sequence_parallel=sequence)
     more: list[int] = []
     for modules in asked:
         memory = replace(SELECTIVE, recompute_modules=tuple(modules.split()))

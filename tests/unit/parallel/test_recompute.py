@@ -382,9 +382,7 @@ def _train_on_rank(flags: str, name: str) -> tuple[Bits, Counter[tuple[str, int]
     streams = RandomStreams.seeded(run.train.seed, mesh)
     sequence = run.parallel.sequence_parallel
     model, table = built(run), model_spec(run).params()
-    shard_params(
-        model, table, ModelParallelCoordinate(tp_size=mesh.tp.size, tp_rank=mesh.tp.rank, sequence_parallel=sequence)
-    )
+    shard_params(model, table, ModelParallelCoordinate.from_mesh(mesh, sequence_parallel=sequence))
     apply_tensor_parallel(model, table, mesh.tp, sequence_parallel=sequence, shared_generator=streams.tp_shared)
     shard_vocabulary(model, table, mesh.tp)
     recompute(run, filled(model), RECOMPUTE[name], streams)

@@ -9,49 +9,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.config import load_config
-from petatron.config.schema.fields import fields_by_name
 from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
-from petatron.kernels.attention.documents import Documents
-from petatron.layers.forward_context import ForwardContext
-from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
-from petatron.layers.ssm.mamba2 import Mamba2, Mamba2Spec
-from petatron.layers.ssm.output_gate import GateThenRMSNorm, GroupedRMSNorm, RMSNormThenGate
+from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.models.registry import model_spec
 from petatron.sharding.initial_values import UniformValues
-from petatron.sharding.shard_spec import TensorShard
-
-S, B, D, H, P, G, N, W = 11, 2, 16, 4, 8, 2, 6, 4
-INNER = H * P
-BASE = (
-    f"--hybrid-layer-pattern MM --hidden-size {D} --seq-length {S} --vocab-size 90 --normalization RMSNorm "
-    f"--position-embedding-type none --hidden-dropout 0 --make-vocab-size-divisible-by 2 --mamba-state-dim {N} "
-    f"--mamba-head-dim {P} --mamba-num-groups {G} --mamba-chunk-size 4 --untie-embeddings-and-output-weights"
+from tests.unit.layers.ssm.mixer_checks import (
+    B,
+    D,
+    S,
+    check_forward_flops,
+    check_outputs_and_gradients,
+    check_packed_documents,
+    check_transformers_module,
+    mixer_of,
+    plain_conv,
+    run_of,
+    shard,
 )
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
-
-def run_of(flags: str = ""):
-    return load_config([*BASE.split(), *flags.split()], require_training=False).config
-
-
-def mixer_of(flags: str = "") -> Mamba2Spec:
-    mixer = model_spec(run_of(flags)).layers[0].mixer
-    assert isinstance(mixer, Mamba2Spec)
-    return mixer
-
-
-def module_of(spec: Mamba2Spec) -> Mamba2:
-    module = spec.build(0).double()
-    generator = torch.Generator().manual_seed(5)
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.4, generator=generator)
-    return module
-
-
-def inputs() -> Tensor:
-    return torch.randn(S, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+H, P, G, N, W = 4, 8, 2, 6, 4
+INNER = H * P
+MAMBA = (
+    f"--hybrid-layer-pattern MM --mamba-state-dim {N} --mamba-head-dim {P} --mamba-num-groups {G} --mamba-chunk-size 4"
+)
 
 
 def plain_mamba2(x_SBD: Tensor, weights: dict[str, Tensor], spec: Mamba2Spec) -> Tensor:
@@ -60,9 +41,8 @@ def plain_mamba2(x_SBD: Tensor, weights: dict[str, Tensor], spec: Mamba2Spec) ->
     factors = zip(rows.split((INNER, INNER, G * N, G * N, H), dim=-1), spec.multipliers or (1.0,) * 5)
     z, *of_channels, dt = (part * factor for part, factor in factors)
     channels = torch.cat(of_channels, dim=-1)
-    padded = F.pad(channels.permute(1, 2, 0), (W - 1, 0))
-    conv = F.conv1d(padded, weights["conv.weight"], weights["conv.bias"], groups=channels.shape[-1])
-    x, B_states, C_states = F.silu(conv).permute(2, 0, 1).split((INNER, G * N, G * N), dim=-1)
+    conv = plain_conv(channels, weights["conv.weight"], weights["conv.bias"])
+    x, B_states, C_states = conv.split((INNER, G * N, G * N), dim=-1)
     steps = F.softplus(dt + weights["dt_bias"])
     outputs = []
     for head in range(H):
@@ -104,38 +84,12 @@ FACTORS = "--ssm-in-multiplier 1.2 --ssm-multipliers 0.7 0.8 1.3 0.6 1.1"
     ],
 )
 def test_outputs_and_gradients_are_those_of_plain_pytorch(flags: str):
-    spec = mixer_of(flags)
-    module, x = module_of(spec), inputs()
-    target = torch.randn(S, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    y = module(x, ForwardContext())
-    names, parameters = zip(*module.named_parameters())
-    theirs = plain_mamba2(x, dict(zip(names, parameters)), spec)
-    torch.testing.assert_close(y, theirs, **EXACT)
-    found = torch.autograd.grad((y * target).sum(), [x, *parameters])
-    expected = torch.autograd.grad((theirs * target).sum(), [x, *parameters])
-    for name, ours, right in zip(["x", *names], found, expected):
-        torch.testing.assert_close(ours, right, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_the_two_orders_share_a_norm_and_neither_is_the_other():
-    assert issubclass(GateThenRMSNorm, GroupedRMSNorm) and issubclass(RMSNormThenGate, GroupedRMSNorm)
-    assert not issubclass(RMSNormThenGate, GateThenRMSNorm)
-    assert "with none y silu(z), gated without a norm" in fields_by_name()["mamba_gated_norm"].doc
+    spec = mixer_of(Mamba2Spec, f"{MAMBA} {flags}")
+    check_outputs_and_gradients(spec, lambda x, weights: plain_mamba2(x, weights, spec))
 
 
 def test_packed_documents_are_documents_by_themselves():
-    spec = mixer_of()
-    module, x = module_of(spec), inputs().detach()
-    begins = ((0, 2, 7), (0, 5))
-    starts = torch.zeros(B, S, dtype=torch.int64)
-    for row, first in enumerate(begins):
-        for begin in first:
-            starts[row, begin:] = begin
-    packed = module(x, ForwardContext(documents=Documents.of(starts)))
-    for row, first in enumerate(begins):
-        for begin, end in zip(first, (*first[1:], S)):
-            alone = module(x[begin:end, row : row + 1], ForwardContext())
-            torch.testing.assert_close(packed[begin:end, row : row + 1], alone, **EXACT)
+    check_packed_documents(mixer_of(Mamba2Spec, MAMBA))
 
 
 def test_it_is_the_mixer_of_transformers():
@@ -146,19 +100,14 @@ def test_it_is_the_mixer_of_transformers():
         hidden_size=D, num_heads=H, head_dim=P, expand=2, state_size=N, n_groups=G, conv_kernel=W, chunk_size=4,
         layer_norm_epsilon=1e-5, num_hidden_layers=1, use_bias=False, use_conv_bias=True,
     )  # fmt: skip
-    theirs = Mamba2Mixer(config, 0).eval()
-    ours = module_of(mixer_of("--mamba-norm-groups 1")).float()
-    weights = dict(ours.named_parameters())
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            parameter.copy_(weights[name.replace("conv1d", "conv")].reshape(parameter.shape))
-        x = inputs().detach().float()
-        y = theirs(x.transpose(0, 1))
-        torch.testing.assert_close(ours(x, ForwardContext()), y.transpose(0, 1), rtol=1e-4, atol=1e-5)
+    spec = mixer_of(Mamba2Spec, f"{MAMBA} --mamba-norm-groups 1")
+    check_transformers_module(
+        Mamba2Mixer(config, 0), spec, lambda ours: {name.replace("conv", "conv1d"): x for name, x in ours.items()}
+    )
 
 
 def test_parameters_and_flops_by_hand():
-    spec = model_spec(run_of())
+    spec = model_spec(run_of(MAMBA))
     gemms = D * (2 * INNER + 2 * G * N + H) + INNER * D
     channels = INNER + 2 * G * N
     others = channels * (W + 1) + 3 * H + INNER + D
@@ -167,7 +116,9 @@ def test_parameters_and_flops_by_hand():
     assert "12 A q" in flops_formula(hybrid=True) and "F g h f + MoE" in flops_formula(hybrid=True, experts=True)
     assert model_flops_per_token(spec) == pytest.approx(6 * (2 * gemms + 90 * D) + 2 * 3 * (scan + 2 * W * channels))
     beside = model_spec(
-        run_of("--hybrid-layer-pattern PM --num-attention-heads 2 --disable-bias-linear --mamba-gated-norm none")
+        run_of(
+            f"{MAMBA} --hybrid-layer-pattern PM --num-attention-heads 2 --disable-bias-linear --mamba-gated-norm none"
+        )
     )
     assert parameter_count(beside) == parameter_count(spec) + 4 * D * D - 2 * INNER
     attention = 6 * 4 * D * D + 12 * D * S / 2
@@ -175,16 +126,7 @@ def test_parameters_and_flops_by_hand():
 
 
 def test_forward_flops_on_one_rank_are_a_third_of_the_layer_s():
-    run, spec = run_of(), mixer_of()
-    shape = ActivationShape.from_config(run, device="cpu")
-    gemms = sum(param.num_elements for param in spec.params().values() if param.is_gemm)
-    mixing = spec.mixing_flops(S, causal=True) / 3
-    assert spec.forward_flops(shape) - spec.norm_flops(shape) == pytest.approx(2 * gemms * S + mixing)
-    assert spec.recompute_flops(shape, "mamba") == pytest.approx(spec.forward_flops(shape) - 2 * S * INNER * D)
-
-
-def shard(start: int, size: int, *, name: str = "layers.0.mamba.A_log", whole: int = 64) -> TensorShard:
-    return TensorShard(name, (whole,), (start,), (size,), (0,), True)
+    check_forward_flops(mixer_of(Mamba2Spec, MAMBA), run_of(MAMBA), inner_size=INNER)
 
 
 @pytest.mark.parametrize(

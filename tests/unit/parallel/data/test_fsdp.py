@@ -101,15 +101,7 @@ def build_stages(case: Case, mesh: ParallelMesh, device: str) -> tuple[list[Deco
             PipelineStage((1,), has_embedding=False, has_loss=True),
         ]
     sequence = mesh.tp.size > 1
-    split = ModelParallelCoordinate(
-        tp_size=mesh.tp.size,
-        tp_rank=mesh.tp.rank,
-        sequence_parallel=sequence,
-        ep_size=mesh.ep.size,
-        ep_rank=mesh.ep.rank,
-        etp_size=mesh["etp"].size,
-        etp_rank=mesh["etp"].rank,
-    )
+    split = ModelParallelCoordinate.from_mesh(mesh, sequence_parallel=sequence)
     stages, placements = [], {}
     for stage in ends:
         with torch.device(device):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,8 +19,8 @@ from petatron.kernels.ssm.recurrence import scan_by_token, state_update
 from petatron.layers.comm_slot import identity
 from petatron.layers.ssm import ops
 from petatron.layers.ssm.ops import NormGroups, ScanInputs
-
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
+from tests.kernels.ssm.recurrence_checks import EXACT, Recurrence, assert_exact, document_starts
+from tests.longform import later
 
 
 def scan_inputs(length: int, *, batch: int = 2, heads: int = 4, groups: int = 2, seed: int = 0) -> ScanInputs:
@@ -39,31 +41,23 @@ def initial(inputs: ScanInputs) -> Tensor:
     return torch.randn(batch, heads, head_dim, inputs.B_SBGN.shape[-1], dtype=torch.float64)
 
 
-def document_starts(length: int, *positions: tuple[int, ...]) -> Tensor:
-    starts = torch.zeros(length, len(positions), dtype=torch.bool)
-    for row, begins in enumerate(positions):
-        starts[list(begins), row] = True
-    return starts
-
-
-def part(inputs: ScanInputs, tokens: slice) -> ScanInputs:
-    x, dt, A, B, C, D = inputs
-    return ScanInputs(x[tokens], dt[tokens], A, B[tokens], C[tokens], D)
+SCAN = Recurrence(
+    by_token=scan_by_token,
+    chunked=chunk_scan,
+    operation=partial(ops.selective_scan, kernels=scan_kernels),
+    update=state_update,
+    draw=scan_inputs,
+    initial=initial,
+    of_every_token=("x_SBHP", "dt_SBH", "B_SBGN", "C_SBGN"),
+    decay="dt_SBH",
+)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize(("length", "chunk_size"), [(1, 4), (7, 1), (12, 4), (13, 4), (13, 64), (16, 5)])
 def test_no_chunk_size_changes_the_scan(length: int, chunk_size: int, with_state: bool, packed: bool):
-    inputs = scan_inputs(length)
-    options = {
-        "starts_SB": document_starts(length, (0, length // 3, length // 2), (length - 1,)) if packed else None,
-        "initial_state": initial(inputs) if with_state else None,
-    }
-    expected, expected_state = scan_by_token(*inputs, **options)
-    y, state = chunk_scan(*inputs, chunk_size=chunk_size, **options)
-    torch.testing.assert_close(y, expected, **EXACT)
-    torch.testing.assert_close(state, expected_state, **EXACT)
+    SCAN.check_chunk_size(length, chunk_size, with_state=with_state, packed=packed)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -72,92 +66,40 @@ def test_heads_of_a_group_share_inputs_and_outputs_of_the_state(groups: int):
     wide = inputs._replace(
         B_SBGN=inputs.B_SBGN.repeat_interleave(4 // groups, 2), C_SBGN=inputs.C_SBGN.repeat_interleave(4 // groups, 2)
     )
-    for one, other in zip(chunk_scan(*inputs, chunk_size=4), scan_by_token(*wide)):
-        torch.testing.assert_close(one, other, **EXACT)
+    assert_exact(chunk_scan(*inputs, chunk_size=4), scan_by_token(*wide))
 
 
 @pytest.mark.parametrize("cut", [1, 5, 8])
 def test_a_sequence_in_parts_passes_its_state_on(cut: int):
-    inputs = scan_inputs(13)
-    whole, last = scan_by_token(*inputs)
-    first_y, state = chunk_scan(*part(inputs, slice(0, cut)), chunk_size=4)
-    second_y, state = chunk_scan(*part(inputs, slice(cut, 13)), chunk_size=4, initial_state=state)
-    torch.testing.assert_close(torch.cat((first_y, second_y)), whole, **EXACT)
-    torch.testing.assert_close(state, last, **EXACT)
+    SCAN.check_parts(cut)
 
 
 def test_packed_documents_are_documents_by_themselves():
-    inputs = scan_inputs(14, batch=1)
-    begins = (0, 3, 4, 9)
-    packed, state = chunk_scan(*inputs, chunk_size=4, starts_SB=document_starts(14, begins))
-    last = torch.empty(0)
-    for begin, end in zip(begins, (*begins[1:], 14)):
-        alone, last = chunk_scan(*part(inputs, slice(begin, end)), chunk_size=4)
-        torch.testing.assert_close(packed[begin:end], alone, **EXACT)
-    torch.testing.assert_close(state, last, **EXACT)
+    SCAN.check_packed_documents()
 
 
 def test_decoding_step_by_step_is_the_scan():
-    inputs = scan_inputs(9)
-    whole, last = chunk_scan(*inputs, chunk_size=4)
-    state = torch.zeros_like(last)
-    for token in range(9):
-        x, dt, A, B, C, D = inputs
-        y, state = state_update(state, x[token], dt[token], A, B[token], C[token], D)
-        torch.testing.assert_close(y, whole[token], **EXACT)
-    torch.testing.assert_close(state, last, **EXACT)
+    SCAN.check_decoding()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("length", "chunk_size"), [(5, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("length", "chunk_size", "packed"), [(5, 2, True), later(5, 2, False), later(4, 4, True), later(4, 4, False)]
+)
 def test_the_gradients_of_the_scan(length: int, chunk_size: int, packed: bool):
     inputs = scan_inputs(length, batch=1, heads=2, groups=1)
-    starts = document_starts(length, (2,)) if packed else None
-    tensors = [tensor.requires_grad_() for tensor in (*inputs, initial(inputs))]
-
-    def scan(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        *given, state = tensors
-        return ops.selective_scan(
-            ScanInputs(*given), kernels=scan_kernels, chunk_size=chunk_size, starts_SB=starts, initial_state=state
-        )
-
-    assert torch.autograd.gradcheck(scan, tensors)
+    SCAN.check_gradients_by_differences(inputs, chunk_size, packed=packed)
 
 
 def test_the_gradients_of_the_scan_are_those_of_the_recurrence():
-    inputs, starts = scan_inputs(11), document_starts(11, (0, 4), (7,))
-    grads = []
-    for chunked in (True, False):
-        leaves = ScanInputs(*(tensor.detach().clone().requires_grad_() for tensor in inputs))
-        options = {"kernels": scan_kernels, "chunk_size": 4}
-        y, _ = (
-            ops.selective_scan(leaves, starts_SB=starts, **options)
-            if chunked
-            else scan_by_token(*leaves, starts_SB=starts)
-        )
-        grads.append(torch.autograd.grad((y * y.detach().cos()).sum(), leaves))
-    for one, other in zip(*grads):
-        torch.testing.assert_close(one, other, **EXACT)
+    SCAN.check_gradients_by_token(scan_inputs(11), 4, starts=document_starts(11, (0, 4), (7,)))
 
 
 def test_a_state_that_alone_is_used_has_its_gradient():
-    inputs = ScanInputs(*(tensor.requires_grad_() for tensor in scan_inputs(5)))
-    _, state = ops.selective_scan(inputs, kernels=scan_kernels, chunk_size=2)
-    _, expected = scan_by_token(*inputs)
-    wanted = inputs.x_SBHP, inputs.B_SBGN
-    for one, other in zip(
-        torch.autograd.grad(state.square().sum(), wanted), torch.autograd.grad(expected.square().sum(), wanted)
-    ):
-        torch.testing.assert_close(one, other, **EXACT)
+    SCAN.check_gradients_of_the_state("x_SBHP", "B_SBGN")
 
 
 def test_half_precision_is_computed_in_float32():
-    inputs = scan_inputs(12)
-    exact, state = chunk_scan(*inputs, chunk_size=4)
-    half = ScanInputs(*(tensor.to(torch.bfloat16) for tensor in inputs))._replace(dt_SBH=inputs.dt_SBH.float())
-    y, half_state = chunk_scan(*half, chunk_size=4)
-    assert y.dtype == torch.bfloat16 and half_state.dtype == torch.float32
-    assert (y - exact).norm() / exact.norm() < 0.02 and (half_state - state).norm() / state.norm() < 0.02
+    SCAN.check_half_precision()
 
 
 def conv_inputs(length: int, *, taps: int = 4) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,10 +15,10 @@ from petatron.kernels.ssm import norm_then_gate as norm_kernels
 from petatron.kernels.ssm.chunk_delta_rule import chunk_delta_rule
 from petatron.kernels.ssm.delta_recurrence import L2_EPS, delta_rule_by_token, delta_update
 from petatron.layers.ssm import delta_ops as ops
-from petatron.layers.ssm.delta_ops import DeltaInputs
-from tests.kernels.test_ssm import document_starts
+from petatron.layers.ssm.delta_ops import DeltaInputs, DeltaKernels
+from tests.kernels.ssm.recurrence_checks import EXACT, Recurrence, assert_exact, document_starts
+from tests.longform import later
 
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
 N, P = 5, 3
 
 
@@ -35,8 +38,20 @@ def initial(inputs: DeltaInputs) -> Tensor:
     return torch.randn(*inputs.v_SBHP.shape[1:3], N, P, dtype=torch.float64)
 
 
-def part(inputs: DeltaInputs, tokens: slice) -> DeltaInputs:
-    return DeltaInputs(*(tensor[tokens] for tensor in inputs))
+def delta_recurrence(kernels: DeltaKernels, draw: Callable[..., DeltaInputs]) -> Recurrence:
+    return Recurrence(
+        by_token=delta_rule_by_token,
+        chunked=kernels.chunk_delta_rule,
+        operation=partial(ops.delta_rule, kernels=kernels),
+        update=delta_update,
+        draw=draw,
+        initial=initial,
+        of_every_token=DeltaInputs._fields,
+        decay="g",
+    )
+
+
+RULE = delta_recurrence(delta_kernels, delta_inputs)
 
 
 def test_a_state_returns_the_value_under_its_key():
@@ -54,106 +69,47 @@ def test_a_state_returns_the_value_under_its_key():
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize(("length", "chunk_size"), [(1, 4), (7, 1), (12, 4), (13, 4), (13, 64), (16, 5)])
 def test_no_chunk_size_changes_the_rule(length: int, chunk_size: int, with_state: bool, packed: bool):
-    inputs = delta_inputs(length)
-    options = {
-        "starts_SB": document_starts(length, (0, length // 3, length // 2), (length - 1,)) if packed else None,
-        "initial_state": initial(inputs) if with_state else None,
-    }
-    for one, other in zip(
-        chunk_delta_rule(*inputs, chunk_size=chunk_size, **options), delta_rule_by_token(*inputs, **options)
-    ):
-        torch.testing.assert_close(one, other, **EXACT)
+    RULE.check_chunk_size(length, chunk_size, with_state=with_state, packed=packed)
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 def test_value_heads_of_a_group_share_queries_and_keys(key_heads: int):
     inputs = delta_inputs(6, key_heads=key_heads)
     q, k = (part.repeat_interleave(4 // key_heads, dim=2) for part in inputs[:2])
-    for one, other in zip(chunk_delta_rule(*inputs, chunk_size=4), delta_rule_by_token(q, k, *inputs[2:])):
-        torch.testing.assert_close(one, other, **EXACT)
+    assert_exact(chunk_delta_rule(*inputs, chunk_size=4), delta_rule_by_token(q, k, *inputs[2:]))
 
 
 @pytest.mark.parametrize("cut", [1, 5, 8])
 def test_a_sequence_in_parts_passes_its_state_on(cut: int):
-    inputs = delta_inputs(13)
-    whole, last = delta_rule_by_token(*inputs)
-    first, state = chunk_delta_rule(*part(inputs, slice(0, cut)), chunk_size=4)
-    second, state = chunk_delta_rule(*part(inputs, slice(cut, 13)), chunk_size=4, initial_state=state)
-    torch.testing.assert_close(torch.cat((first, second)), whole, **EXACT)
-    torch.testing.assert_close(state, last, **EXACT)
+    RULE.check_parts(cut)
 
 
 def test_packed_documents_are_documents_by_themselves():
-    inputs = delta_inputs(14, batch=1)
-    begins = (0, 3, 4, 9)
-    packed, state = chunk_delta_rule(*inputs, chunk_size=4, starts_SB=document_starts(14, begins))
-    last = torch.empty(0)
-    for begin, end in zip(begins, (*begins[1:], 14)):
-        alone, last = chunk_delta_rule(*part(inputs, slice(begin, end)), chunk_size=4)
-        torch.testing.assert_close(packed[begin:end], alone, **EXACT)
-    torch.testing.assert_close(state, last, **EXACT)
+    RULE.check_packed_documents()
 
 
 def test_decoding_step_by_step_is_the_rule():
-    inputs = delta_inputs(9)
-    whole, last = chunk_delta_rule(*inputs, chunk_size=4)
-    state = torch.zeros_like(last)
-    for token in range(9):
-        o, state = delta_update(state, *(tensor[token] for tensor in inputs))
-        torch.testing.assert_close(o, whole[token], **EXACT)
-    torch.testing.assert_close(state, last, **EXACT)
+    RULE.check_decoding()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("length", "chunk_size"), [(5, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("length", "chunk_size", "packed"), [(5, 2, True), later(5, 2, False), later(4, 4, True), later(4, 4, False)]
+)
 def test_the_gradients_of_the_rule(length: int, chunk_size: int, packed: bool):
     inputs = delta_inputs(length, batch=1, heads=2, key_heads=1)
-    starts = document_starts(length, (2,)) if packed else None
-    tensors = [tensor.requires_grad_() for tensor in (*inputs, initial(inputs))]
-
-    def rule(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        *given, state = tensors
-        return ops.delta_rule(
-            DeltaInputs(*given), kernels=delta_kernels, chunk_size=chunk_size, starts_SB=starts, initial_state=state
-        )
-
-    assert torch.autograd.gradcheck(rule, tensors)
+    RULE.check_gradients_by_differences(inputs, chunk_size, packed=packed)
 
 
 def test_the_gradients_of_the_rule_are_those_of_the_recurrence():
-    inputs, starts = delta_inputs(11), document_starts(11, (0, 4), (7,))
-    grads = []
-    for chunked in (True, False):
-        leaves = DeltaInputs(*(tensor.detach().clone().requires_grad_() for tensor in inputs))
-        options = {"kernels": delta_kernels, "chunk_size": 4}
-        o, state = (
-            ops.delta_rule(leaves, starts_SB=starts, **options)
-            if chunked
-            else delta_rule_by_token(*leaves, starts_SB=starts)
-        )
-        grads.append(torch.autograd.grad((o * o.detach().cos()).sum() + state.square().sum(), leaves))
-    for one, other in zip(*grads):
-        torch.testing.assert_close(one, other, **EXACT)
+    RULE.check_gradients_by_token(delta_inputs(11), 4, starts=document_starts(11, (0, 4), (7,)))
 
 
 def test_a_state_that_alone_is_used_has_its_gradient():
-    inputs = DeltaInputs(*(tensor.requires_grad_() for tensor in delta_inputs(5)))
-    _, state = ops.delta_rule(inputs, kernels=delta_kernels, chunk_size=2)
-    _, expected = delta_rule_by_token(*inputs)
-    wanted = inputs.k_SBGN, inputs.v_SBHP
-    for one, other in zip(
-        torch.autograd.grad(state.square().sum(), wanted), torch.autograd.grad(expected.square().sum(), wanted)
-    ):
-        torch.testing.assert_close(one, other, **EXACT)
+    RULE.check_gradients_of_the_state("k_SBGN", "v_SBHP")
 
 
 def test_half_precision_is_computed_in_float32():
-    inputs = delta_inputs(12)
-    exact, state = chunk_delta_rule(*inputs, chunk_size=4)
-    half = DeltaInputs(*(tensor.to(torch.bfloat16) for tensor in inputs))._replace(g=inputs.g.float())
-    o, half_state = chunk_delta_rule(*half, chunk_size=4)
-    assert o.dtype == torch.bfloat16 and half_state.dtype == torch.float32
-    assert (o - exact).norm() / exact.norm() < 0.02 and (half_state - state).norm() / state.norm() < 0.02
+    RULE.check_half_precision()
 
 
 def test_long_sequences_stay_finite_without_decay():
