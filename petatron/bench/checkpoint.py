@@ -24,11 +24,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.base.safe_files import remove_tree
-from petatron.bench.loading.busy_processes import busy_processes
-from petatron.bench.loading.load_process import LOADERS, SAME_LAYOUT_KEY, LoadFiles, LoadMeasurement, measure_load
+from petatron.bench.loading.busy_processes import BusyProcesses
+from petatron.bench.loading.load_process import (
+    COMPARED_LOADERS,
+    LOADERS,
+    SAME_LAYOUT_KEY,
+    LoadFiles,
+    LoadMeasurement,
+    measure_load,
+)
 from petatron.bench.measure.arguments import minimum_problems, positive_problems
 
 if TYPE_CHECKING:
@@ -59,13 +66,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="busy processes that run meanwhile, besides others (default: 0)",
+        help="busy processes of the bench that run during what is timed (default: 0)",
+    )
+    parser.add_argument(
+        "--load-own-sessions",
+        action="store_true",
+        help="give each of these a session of its own, like a job of somebody else: where the kernel shares the CPU between "
+        "sessions, more threads do not get more of it",
     )
 
 
 def run(args: argparse.Namespace) -> BenchResult:
     """All rounds, and what they say."""
     at_least = minimum_problems({"--repeat": (args.repeat, 1), "--load": (args.load, 0)})
+    if args.load_own_sessions and args.load == 0:
+        at_least.append(
+            Problem("--load-own-sessions", "", "has no effect without --load", "Give --load a number of processes.")
+        )
     if wrong := [*positive_problems({"--gigabytes": args.gigabytes}), *at_least]:
         raise ConfigError(wrong)
     folder = Path(args.folder or ".")
@@ -82,12 +99,10 @@ def run(args: argparse.Namespace) -> BenchResult:
                 "another --folder."
             )
         _log.info("making %g GB of state", args.gigabytes)
-        bench = _Bench.build(Path(path).resolve(), args.gigabytes)
-        with busy_processes(args.load) as check_running:
+        with BusyProcesses(args.load, own_sessions=args.load_own_sessions) as busy:
+            bench = _Bench.build(Path(path).resolve(), args.gigabytes, busy)
             bench.measure(args.only, rounds=max(_MIN_ROUNDS, args.repeat))
-            check_running()
-            bench.machine_load = args.load, os.getloadavg()[1]
-    return _result(bench)
+    return _result(bench, args)
 
 
 @dataclass(slots=True)
@@ -98,13 +113,12 @@ class _Bench:
     manager: CheckpointManager
     chunks: list[Chunk]
     model: ModelFolder
+    busy: BusyProcesses
     times: Times = field(default_factory=dict)
     loads: dict[str, list[LoadMeasurement]] = field(default_factory=dict)
-    machine_load: tuple[int, float] = (0, 0.0)
-    """Busy processes of ours, and the load average over five minutes when all was measured."""
 
     @classmethod
-    def build(cls, folder: Path, gigabytes: float) -> _Bench:
+    def build(cls, folder: Path, gigabytes: float, busy: BusyProcesses) -> _Bench:
         from petatron.checkpoint.manager import CheckpointManager
         from petatron.checkpoint.state import ModelFolder
         from petatron.mesh.mesh import ParallelMesh
@@ -117,7 +131,7 @@ class _Bench:
         )
         manager = CheckpointManager(folder / "ours", ParallelMesh.single().world)
         chunks = list(_chunks(shapes))
-        return cls(folder, manager, chunks, ModelFolder(entries, {"config.json": b"{}\n"}))
+        return cls(folder, manager, chunks, ModelFolder(entries, {"config.json": b"{}\n"}), busy)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -137,7 +151,7 @@ class _Bench:
             if files is None:
                 files = self._save_both(number)
             if only != "save":
-                self._load_all(files, loaders)
+                self._load_all(files, [one for one in loaders if number < _MIN_ROUNDS or one in COMPARED_LOADERS])
             if only != "load":
                 self._save_in_background(files)
                 files.theirs.unlink()
@@ -150,12 +164,13 @@ class _Bench:
         theirs, step = self.folder / f"theirs-{number}.pt", 2 * number + 1
         saves = [partial(self._save_theirs, theirs), partial(self._save, step)]
         for save in saves if number % 2 == 0 else saves[::-1]:
-            save()
+            with self.busy.running():
+                save()
         tensors = [(chunk.key, chunk.logical_shape, chunk.tensor.dtype) for chunk in self.chunks]
         return LoadFiles(self.folder / "ours", step, theirs, tensors)
 
     def _save_in_background(self, files: LoadFiles) -> None:
-        with self._timed("background"):
+        with self.busy.running(), self._timed("background"):
             with self._timed("stall"):
                 self.manager.save(
                     files.step + 1, self.chunks, facts={}, same_layout_key=SAME_LAYOUT_KEY, model=self.model, wait=False
@@ -178,7 +193,7 @@ class _Bench:
     def _load_all(self, files: LoadFiles, loaders: Sequence[str]) -> None:
         for state in _STATES:
             for loader in loaders:
-                found = measure_load(files, loader, cold=state == "cold")
+                found = measure_load(files, loader, cold=state == "cold", meanwhile=self.busy.running)
                 self.loads.setdefault(f"{loader} {state}", []).append(found)
 
     @contextmanager
@@ -221,15 +236,16 @@ def _chunks(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Chunk]:
             yield Chunk(f"{kind}/{name}", shape, (0,) * len(shape), values)
 
 
-def _result(bench: _Bench) -> BenchResult:
+def _result(bench: _Bench, args: argparse.Namespace) -> BenchResult:
     from petatron.bench.result import BenchResult
 
     size, largest = sum(bench.sizes()), max(bench.sizes())
-    busy, average = bench.machine_load
     rows = [("state", f"{size / 1e9:.2f} GB in {len(bench.chunks)} tensors, the largest {largest / 1e6:.0f} MB")]
-    if busy:
-        rows.append(("busy processes", f"{busy} on {os.cpu_count()} cores; load average {average:.1f}"))
-    values = {"bytes": size, "largest_tensor_bytes": largest, "busy_processes": busy, "load_average": average}
+    if args.load:
+        sessions = "in sessions of their own" if args.load_own_sessions else "in the session of the bench"
+        average = os.getloadavg()[1]  # of five minutes, others included
+        rows.append(("busy processes", f"{args.load} {sessions}, {os.cpu_count()} cores, load average {average:.1f}"))
+    values = {"bytes": size, "largest_tensor_bytes": largest, "busy_processes": args.load}
     ratios: dict[str, list[float]] = {}
     if bench.times:
         rows += _save_rows(bench.times, size, ratios)
@@ -286,7 +302,7 @@ def _load_rows(
             rows.append((f"{loader} {state}", f"{text} ({kernel:.2f} in the kernel)"))
             if loader != "load":
                 name = f"load {state}, against {loader}"
-                ratios[name] = [theirs.seconds / own.seconds for theirs, own in zip(found, ours, strict=True)]
+                ratios[name] = [theirs.seconds / own.seconds for theirs, own in zip(found, ours)]
     for name, extra in _extra_bytes(loads).items():
         rows.append((f"extra memory of {name}", f"{statistics.median(extra) / 1e6:.0f} MB"))
     return rows

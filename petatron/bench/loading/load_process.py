@@ -13,6 +13,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -32,6 +33,8 @@ _PRELOADED = ["torch", "petatron.bench.loading.load_process", "petatron.checkpoi
 SAME_LAYOUT_KEY = "one rank"
 LOADERS = ("torch.load + copy", "torch.load", "load", "torch.load + digest")
 """Ours and torch.load are neighbours, in both orders."""
+COMPARED_LOADERS = LOADERS[1:3]
+"""The two that every round has; the others are there for information."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +65,28 @@ class LoadMeasurement:
         return self.user_s + self.kernel_s
 
 
-def measure_load(files: LoadFiles, loader: str, *, cold: bool) -> LoadMeasurement:
-    """Times one of `LOADERS` in a new process."""
+def measure_load(
+    files: LoadFiles, loader: str, *, cold: bool, meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> LoadMeasurement:
+    """Times one of `LOADERS` in a new process; `meanwhile` is entered for the load itself, and not for its preparation."""
     context = get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_load_and_send, args=(sender, files, loader, cold), daemon=True)
+    pipe, other = context.Pipe()
+    process = context.Process(target=_load_when_told, args=(other, files, loader, cold), daemon=True)
     process.start()
-    sender.close()
+    other.close()
     try:
-        found = receiver.recv()
-    except EOFError:
+        pipe.recv()
+        with meanwhile():
+            pipe.send("load")
+            found = pipe.recv()
+    except (EOFError, ConnectionError):
         process.join()
         raise CheckpointError(
             f"The process that measures {loader} ended with exit code {process.exitcode}. Out of memory (-9)? Give a smaller --gigabytes."
         ) from None
     finally:
-        receiver.close()
+        pipe.close()
         process.kill()
         process.join()
     if isinstance(found, str):
@@ -86,14 +94,7 @@ def measure_load(files: LoadFiles, loader: str, *, cold: bool) -> LoadMeasuremen
     return found
 
 
-def _load_and_send(sender: Connection, files: LoadFiles, loader: str, cold: bool) -> None:
-    try:
-        sender.send(_load(files, loader, cold=cold))
-    except CheckpointError as error:
-        sender.send(str(error))
-
-
-def _load(files: LoadFiles, loader: str, *, cold: bool) -> LoadMeasurement:
+def _load_when_told(pipe: Connection, files: LoadFiles, loader: str, cold: bool) -> None:
     import torch
 
     from petatron.checkpoint.state import Chunk
@@ -109,9 +110,18 @@ def _load(files: LoadFiles, loader: str, *, cold: bool) -> LoadMeasurement:
     else:
         read_into_page_cache(files.paths())
         share = cached_share(files.paths())
+    pipe.send("ready")
+    pipe.recv()
+    try:
+        pipe.send(_timed(lambda: load(chunks), share))
+    except CheckpointError as error:
+        pipe.send(str(error))
+
+
+def _timed(load: Callable[[], object], share: float | None) -> LoadMeasurement:
     memory_before = _reset_peak_memory()
     before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    loaded = load(chunks)
+    loaded = load()
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
     extra = None if memory_before is None else _status_bytes("VmHWM") - memory_before
     del loaded  # freeing is not timed
