@@ -246,7 +246,7 @@ def test_help_imports_no_torch():
 
 PICKLES = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 UNPICKLING = {
-    "petatron/bench/checkpoint.py": "measures torch.load on a file that it wrote itself",
+    "petatron/bench/loading/load_process.py": "measures torch.load on a file that it wrote itself",
 }
 
 

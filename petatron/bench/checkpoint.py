@@ -2,10 +2,11 @@
 
 The state is that of a model trained in bf16 with Adam: bf16 weights, fp32 master weights and two fp32 moments, in the shapes
 of a decoder, on one rank. Ours is durable, checked and atomic when a save returns, so its counterpart is torch.save followed by
-fsync; torch.save alone is shown too. Loads are timed twice: with the files dropped from the page cache (where the system allows
-it), and with all of them in it. Ours fills existing tensors; torch.load allocates new ones, which would still have to be copied.
-Every round runs everything once, in rotating order (a disk that has just been written to is slower), and the median of the
-rounds' ratios counts. Extra memory is the growth of the process's peak.
+fsync; torch.save alone is shown too. Loads are timed with the files dropped from the page cache (where the system allows it) and
+with all of them in it, each in a process of its own (`loading/load_process.py`). Ours checks digests and fills existing tensors;
+torch.load checks nothing and allocates new ones. What it takes with a copy into existing ones, and with equal digests, is shown too.
+Every round runs everything once, in both orders by turns, and the median of the rounds' ratios counts, with their spread and the CPU
+time of both sides. `--load` keeps the machine busy meanwhile. Extra memory is the growth of the process's peak.
 """
 
 from __future__ import annotations
@@ -16,16 +17,25 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.base.safe_files import remove_tree
+from petatron.bench.loading.busy_processes import BusyProcesses
+from petatron.bench.loading.load_process import (
+    COMPARED_LOADERS,
+    LOADERS,
+    SAME_LAYOUT_KEY,
+    LoadFiles,
+    LoadMeasurement,
+    measure_load,
+)
 from petatron.bench.measure.arguments import minimum_problems, positive_problems
 
 if TYPE_CHECKING:
@@ -36,7 +46,10 @@ if TYPE_CHECKING:
     from petatron.checkpoint.state import Chunk, ModelFolder
 
 _BYTES_PER_WEIGHT = 14  # bf16, and three times fp32
-_LAYOUT = "one rank"
+_STATES = ("cold", "warm")
+_MIN_ROUNDS = 4
+_MAX_CACHED_SHARE = 0.01  # of files that count as dropped
+_ACTIVITIES = {None: "saving and loading", "save": "saving", "load": "loading"}
 _log = get_logger(__name__)
 Times = dict[str, list[float]]
 
@@ -44,13 +57,33 @@ Times = dict[str, list[float]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0, metavar="G", help="size of the checkpoint (default: 2)")
     parser.add_argument("--folder", metavar="F", help="where to write, and so which disk is measured (default: here)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="rounds, at least 3 (default: 3)")
+    parser.add_argument(
+        "--repeat", type=int, default=_MIN_ROUNDS, metavar="N", help="rounds, an even number of at least 4 (default: 4)"
+    )
+    parser.add_argument("--only", choices=("save", "load"), help="measure only saving, or only loading (default: both)")
+    parser.add_argument(
+        "--load",
+        type=int,
+        default=0,
+        metavar="N",
+        help="busy processes of the bench that run during what is timed (default: 0)",
+    )
+    parser.add_argument(
+        "--load-own-sessions",
+        action="store_true",
+        help="give each of these a session of its own, like a job of somebody else: where the kernel shares the CPU between "
+        "sessions, more threads do not get more of it",
+    )
 
 
 def run(args: argparse.Namespace) -> BenchResult:
     """All rounds, and what they say."""
-    wrong = [*positive_problems({"--gigabytes": args.gigabytes}), *minimum_problems({"--repeat": (args.repeat, 1)})]
-    if wrong:
+    at_least = minimum_problems({"--repeat": (args.repeat, 1), "--load": (args.load, 0)})
+    if args.load_own_sessions and args.load == 0:
+        at_least.append(
+            Problem("--load-own-sessions", "", "has no effect without --load", "Give --load a number of processes.")
+        )
+    if wrong := [*positive_problems({"--gigabytes": args.gigabytes}), *at_least]:
         raise ConfigError(wrong)
     folder = Path(args.folder or ".")
     needed = 4 * args.gigabytes * 1e9  # ours and torch's, and as much again in the page cache before write-back
@@ -66,27 +99,26 @@ def run(args: argparse.Namespace) -> BenchResult:
                 "another --folder."
             )
         _log.info("making %g GB of state", args.gigabytes)
-        bench, rounds = _Bench.build(Path(path), args.gigabytes), max(3, args.repeat)
-        for round_number in range(rounds):
-            _log.info("saving and loading, round %d of %d", round_number + 1, rounds)
-            bench.round(round_number)
-    return _result(bench)
+        with BusyProcesses(args.load, own_sessions=args.load_own_sessions) as busy:
+            bench = _Bench.build(Path(path).resolve(), args.gigabytes, busy)
+            bench.measure(args.only, rounds=max(_MIN_ROUNDS, args.repeat))
+    return _result(bench, args)
 
 
 @dataclass(slots=True)
 class _Bench:
-    """The state to save, its folder, and the seconds of everything measured so far."""
+    """The state to save, its folder, and what was measured so far: seconds by name, and loads by name and state of the page cache."""
 
     folder: Path
     manager: CheckpointManager
     chunks: list[Chunk]
     model: ModelFolder
-    times: Times
-    extra_bytes: dict[str, list[int]]
-    page_cache_dropped: bool = False
+    busy: BusyProcesses
+    times: Times = field(default_factory=dict)
+    loads: dict[str, list[LoadMeasurement]] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, folder: Path, gigabytes: float) -> _Bench:
+    def build(cls, folder: Path, gigabytes: float, busy: BusyProcesses) -> _Bench:
         from petatron.checkpoint.manager import CheckpointManager
         from petatron.checkpoint.state import ModelFolder
         from petatron.mesh.mesh import ParallelMesh
@@ -99,7 +131,7 @@ class _Bench:
         )
         manager = CheckpointManager(folder / "ours", ParallelMesh.single().world)
         chunks = list(_chunks(shapes))
-        return cls(folder, manager, chunks, ModelFolder(entries, {"config.json": b"{}\n"}), {}, {})
+        return cls(folder, manager, chunks, ModelFolder(entries, {"config.json": b"{}\n"}), busy)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -108,23 +140,46 @@ class _Bench:
     def sizes(self) -> list[int]:
         return [tensor.numel() * tensor.dtype.itemsize for tensor in self.tensors.values()]
 
-    def round(self, number: int) -> None:
-        """Runs everything once. Removing files and waiting for the disk are not timed."""
+    def measure(self, only: Literal["save", "load"] | None, *, rounds: int) -> None:
+        """Runs everything once a round. Removing files and waiting for the disk are not timed."""
+        from petatron.bench.measure.timing import alternating_orders
+
+        orders = list(alternating_orders(LOADERS, rounds=rounds))
+        files: LoadFiles | None = None
+        for number, loaders in enumerate(orders):
+            _log.info("%s, round %d of %d", _ACTIVITIES[only], number + 1, len(orders))
+            if files is None:
+                files = self._save_both(number)
+            if only != "save":
+                self._load_all(files, [one for one in loaders if number < _MIN_ROUNDS or one in COMPARED_LOADERS])
+            if only != "load":
+                self._save_in_background(files)
+                files.theirs.unlink()
+                remove_tree(files.checkpoints)
+                files = None
+        if only == "load":
+            self.times.clear()
+
+    def _save_both(self, number: int) -> LoadFiles:
         theirs, step = self.folder / f"theirs-{number}.pt", 2 * number + 1
-        _run_rotated([partial(self._save_theirs, theirs), partial(self._save, step)], number)
-        self._loads(step, theirs, number)
-        theirs.unlink()
-        with self._timed("background"):
+        saves = [partial(self._save_theirs, theirs), partial(self._save, step)]
+        for save in saves if number % 2 == 0 else saves[::-1]:
+            with self.busy.running():
+                save()
+        tensors = [(chunk.key, chunk.logical_shape, chunk.tensor.dtype) for chunk in self.chunks]
+        return LoadFiles(self.folder / "ours", step, theirs, tensors)
+
+    def _save_in_background(self, files: LoadFiles) -> None:
+        with self.busy.running(), self._timed("background"):
             with self._timed("stall"):
                 self.manager.save(
-                    step + 1, self.chunks, facts={}, same_layout_key=_LAYOUT, model=self.model, wait=False
+                    files.step + 1, self.chunks, facts={}, same_layout_key=SAME_LAYOUT_KEY, model=self.model, wait=False
                 )
             self.manager.drain()
-        remove_tree(self.folder / "ours")
 
     def _save(self, step: int) -> None:
         with self._timed("save"):
-            self.manager.save(step, self.chunks, facts={}, same_layout_key=_LAYOUT, model=self.model)
+            self.manager.save(step, self.chunks, facts={}, same_layout_key=SAME_LAYOUT_KEY, model=self.model)
 
     def _save_theirs(self, path: Path) -> None:
         import torch
@@ -135,47 +190,17 @@ class _Bench:
                 file.flush()
             os.fsync(file.fileno())
 
-    def _loads(self, step: int, theirs: Path, number: int) -> None:
-        import torch
-
-        def ours() -> None:
-            self.manager.load(step, self.chunks, same_layout_key=_LAYOUT)
-
-        def torch_load() -> None:
-            torch.load(theirs, weights_only=True)
-
-        def torch_load_and_copy() -> None:
-            loaded = torch.load(theirs, weights_only=True)
-            for chunk in self.chunks:
-                chunk.tensor.copy_(loaded[chunk.key])
-
-        def cold(name: str, load: Callable[[], None]) -> None:
-            self.page_cache_dropped = _drop_from_page_cache(self.folder)
-            with self._timed(f"{name} cold"):
-                load()
-
-        def warm(name: str, load: Callable[[], None]) -> None:
-            with self._timed(f"{name} warm"), self._memory_growth(name):
-                load()
-
-        loads = {"torch.load": torch_load, "torch.load + copy": torch_load_and_copy, "load": ours}
-        _run_rotated([partial(cold, name, load) for name, load in loads.items()], number)
-        for path in _files(self.folder):
-            _read_into_page_cache(path)
-        _run_rotated([partial(warm, name, load) for name, load in loads.items()], number)
+    def _load_all(self, files: LoadFiles, loaders: Sequence[str]) -> None:
+        for state in _STATES:
+            for loader in loaders:
+                found = measure_load(files, loader, cold=state == "cold", meanwhile=self.busy.running)
+                self.loads.setdefault(f"{loader} {state}", []).append(found)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self.times.setdefault(name, []).append(time.perf_counter() - started)
-
-    @contextmanager
-    def _memory_growth(self, name: str) -> Iterator[None]:
-        before = _reset_peak_memory()
-        yield
-        if before is not None:
-            self.extra_bytes.setdefault(name, []).append(_status_bytes("VmHWM") - before)
 
 
 def model_shapes(num_weights: int) -> dict[str, tuple[int, ...]]:
@@ -211,91 +236,122 @@ def _chunks(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Chunk]:
             yield Chunk(f"{kind}/{name}", shape, (0,) * len(shape), values)
 
 
-def _run_rotated(actions: Sequence[Callable[[], None]], number: int) -> None:
-    """Runs all of them, each round beginning with another one."""
-    first = number % len(actions)
-    for action in [*actions[first:], *actions[:first]]:
-        action()
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
-
-
-def _drop_from_page_cache(folder: Path) -> bool:
-    """Drops the files' content, already on disk, from the page cache; returns whether the system supports it."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    for path in _files(folder):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return True
-
-
-def _read_into_page_cache(path: Path) -> None:
-    with path.open("rb", buffering=0) as file:
-        while file.read(8 << 20):
-            pass
-
-
-def _reset_peak_memory() -> int | None:
-    """Resets the peak memory; returns the current memory, or None where the system cannot."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return _status_bytes("VmRSS")
-    except OSError:
-        return None
-
-
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"no {name} in /proc/self/status")
-
-
-def _result(bench: _Bench) -> BenchResult:
+def _result(bench: _Bench, args: argparse.Namespace) -> BenchResult:
     from petatron.bench.result import BenchResult
 
-    times, size, largest = bench.times, sum(bench.sizes()), max(bench.sizes())
-
-    def speed(name: str) -> str:
-        return f"{size / statistics.median(times[name]) / 1e9:.2f} GB/s"
-
-    def faster(name: str, yardstick: str) -> float:
-        return statistics.median(theirs / ours for theirs, ours in zip(times[yardstick], times[name]))
-
-    ratios = {
-        "save": faster("save", "torch.save + fsync"),
-        "save, against torch.save without fsync": faster("save", "torch.save"),
-        **{
-            f"load {state}, against {name}": faster(f"load {state}", f"{name} {state}")
-            for state in ("cold", "warm")
-            for name in ("torch.load", "torch.load + copy")
+    size, largest = sum(bench.sizes()), max(bench.sizes())
+    rows = [("state", f"{size / 1e9:.2f} GB in {len(bench.chunks)} tensors, the largest {largest / 1e6:.0f} MB")]
+    if args.load:
+        sessions = "in sessions of their own" if args.load_own_sessions else "in the session of the bench"
+        average = os.getloadavg()[1]  # of five minutes, others included
+        rows.append(("busy processes", f"{args.load} {sessions}, {os.cpu_count()} cores, load average {average:.1f}"))
+    values = {"bytes": size, "largest_tensor_bytes": largest, "busy_processes": args.load}
+    ratios: dict[str, list[float]] = {}
+    if bench.times:
+        rows += _save_rows(bench.times, size, ratios)
+        values["stall_ratio"] = _stall_ratio(bench.times)
+    if bench.loads:
+        rows += _load_rows(bench.loads, size, ratios)
+        values |= _load_values(bench.loads)
+    rows += [(f"speed: {name}", _describe_ratios(found)) for name, found in ratios.items()]
+    rows.append(("medians of", f"{len(next(iter(ratios.values())))} rounds"))
+    seconds = {name: [found.seconds for found in loads] for name, loads in bench.loads.items()}
+    return BenchResult(
+        tuple(rows),
+        {
+            **values,
+            "seconds": bench.times | seconds,
+            "speed_ratio": {name: statistics.median(found) for name, found in ratios.items()},
+            "faster_rounds": {name: sum(one >= 1 for one in found) for name, found in ratios.items()},
         },
-    }
-    stall = statistics.median(ours / theirs for ours, theirs in zip(times["stall"], times["torch.save"]))
-    extra = {name: statistics.median(values) for name, values in bench.extra_bytes.items()}
-    state = "files dropped from the page cache" if bench.page_cache_dropped else "page cache cannot be dropped here"
-    rows = [
-        ("state", f"{size / 1e9:.2f} GB in {len(bench.chunks)} tensors, the largest {largest / 1e6:.0f} MB; {state}"),
-        *((name, speed(name)) for name in sorted(times) if name not in ("stall", "background")),
-        *((f"speed: {name}", f"{ratio:.2f}x") for name, ratio in ratios.items()),
-        ("asynchronous save", f"{stall:.1%} of torch.save's time stalls the run ({_seconds(times['stall'])})"),
+    )
+
+
+def _save_rows(times: Times, size: int, ratios: dict[str, list[float]]) -> list[tuple[str, str]]:
+    ours = times["save"]
+    for name, peer in (("save", "torch.save + fsync"), ("save, against torch.save without fsync", "torch.save")):
+        ratios[name] = [theirs / own for theirs, own in zip(times[peer], ours, strict=True)]
+    return [
+        *(
+            (name, f"{size / statistics.median(times[name]) / 1e9:.2f} GB/s")
+            for name in ("save", "torch.save", "torch.save + fsync")
+        ),
+        (
+            "asynchronous save",
+            f"{_stall_ratio(times):.1%} of torch.save's time stalls the run ({_seconds(times['stall'])})",
+        ),
         ("  until it is on disk", _seconds(times["background"])),
-        *((f"extra memory of {name}", f"{value / 1e6:.0f} MB") for name, value in extra.items()),
-        ("medians of", f"{len(times['save'])} rounds"),
     ]
-    values = {
-        "bytes": size,
-        "largest_tensor_bytes": largest,
-        "page_cache_dropped": bench.page_cache_dropped,
-        "seconds": times,
-        "speed_ratio": ratios,
-        "stall_ratio": stall,
-        "extra_bytes": bench.extra_bytes,
+
+
+def _stall_ratio(times: Times) -> float:
+    return statistics.median(ours / theirs for ours, theirs in zip(times["stall"], times["torch.save"], strict=True))
+
+
+def _load_rows(
+    loads: Mapping[str, Sequence[LoadMeasurement]], size: int, ratios: dict[str, list[float]]
+) -> list[tuple[str, str]]:
+    rows = [("cold", _describe_cold(_largest_share(loads, "cold")))]
+    for state in _STATES:
+        ours = loads[f"load {state}"]
+        for loader in sorted(LOADERS):
+            found = loads[f"{loader} {state}"]
+            seconds = [one.seconds for one in found]
+            user, kernel = (statistics.median(values) for values in zip(*((one.user_s, one.kernel_s) for one in found)))
+            text = f"{size / statistics.median(seconds) / 1e9:.2f} GB/s: {_with_spread(seconds, ' s')}, CPU {user + kernel:.2f} s"
+            rows.append((f"{loader} {state}", f"{text} ({kernel:.2f} in the kernel)"))
+            if loader != "load":
+                name = f"load {state}, against {loader}"
+                ratios[name] = [theirs.seconds / own.seconds for theirs, own in zip(found, ours)]
+    for name, extra in _extra_bytes(loads).items():
+        rows.append((f"extra memory of {name}", f"{statistics.median(extra) / 1e6:.0f} MB"))
+    return rows
+
+
+def _load_values(loads: Mapping[str, Sequence[LoadMeasurement]]) -> dict[str, object]:
+    share = _largest_share(loads, "cold")
+    return {
+        "cpu_seconds": {name: [one.cpu_s for one in found] for name, found in loads.items()},
+        "kernel_seconds": {name: [one.kernel_s for one in found] for name, found in loads.items()},
+        "extra_bytes": _extra_bytes(loads),
+        "page_cache_dropped": share is not None and share < _MAX_CACHED_SHARE,
+        "largest_cached_share_when_cold": share,
     }
-    return BenchResult(tuple(rows), values)
+
+
+def _largest_share(loads: Mapping[str, Sequence[LoadMeasurement]], state: str) -> float | None:
+    """Returns the largest share of the files that was in the page cache when a load began; None if that is unknown."""
+    shares = [one.cached_share for loader in LOADERS for one in loads[f"{loader} {state}"]]
+    known = [share for share in shares if share is not None]
+    return max(known) if len(known) == len(shares) else None
+
+
+def _describe_cold(share: float | None) -> str:
+    if share is None:
+        return "unknown whether files are in the page cache: this system cannot drop them, or does not tell"
+    if share < _MAX_CACHED_SHARE:
+        return f"files dropped from the page cache (mincore: at most {share:.2%} of them was there)"
+    return (
+        f"not cold: {share:.0%} of the files stayed in the page cache, as another process reads them or has them mapped"
+    )
+
+
+def _extra_bytes(loads: Mapping[str, Sequence[LoadMeasurement]]) -> dict[str, list[int]]:
+    """Returns the growth of the peak by loader, where it is known; warm, where nothing waits for the disk."""
+    found = {loader: [one.extra_bytes for one in loads[f"{loader} warm"]] for loader in LOADERS}
+    return {
+        loader: [value for value in values if value is not None]
+        for loader, values in found.items()
+        if None not in values
+    }
+
+
+def _describe_ratios(ratios: Sequence[float]) -> str:
+    return f"{_with_spread(ratios, 'x')}, at least 1x in {sum(one >= 1 for one in ratios)} of {len(ratios)} rounds"
+
+
+def _with_spread(values: Sequence[float], unit: str) -> str:
+    return f"{statistics.median(values):.2f}{unit} ({min(values):.2f} to {max(values):.2f})"
 
 
 def _seconds(values: list[float]) -> str:

@@ -1,4 +1,4 @@
-"""`petatron checkpoint` and `petatron bench checkpoint`: everything that can be wrong with a checkpoint is one error that
+"""`petatron checkpoint`: everything that can be wrong with a checkpoint is one error that
 names the file and what to do, here and when a run loads it."""
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.bench.checkpoint import model_shapes
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import BLOCK_BYTES, Disk, digest_file
 from petatron.checkpoint.files.manifest import VERSION
@@ -448,30 +447,3 @@ sys.exit("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_bench_measures_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    output = tmp_path / "numbers.json"
-    assert main(["bench", "checkpoint", "--gigabytes", "0.02", "--folder", str(tmp_path), "--json", str(output)]) == 0
-    found = json.loads(output.read_text())
-    assert {"save", "torch.save", "torch.save + fsync", "stall", "load cold", "torch.load warm"} <= found[
-        "seconds"
-    ].keys()
-    assert all(len(times) == 3 and min(times) > 0 for times in found["seconds"].values())
-    assert found["stall_ratio"] > 0 and found["speed_ratio"]["save"] > 0
-    assert list(tmp_path.iterdir()) == [output], "nothing is left behind"
-    assert "speed: save" in capsys.readouterr().out
-
-
-def test_bench_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["bench", "checkpoint", "--gigabytes", "0"]) == 2
-    assert main(["bench", "checkpoint", "--folder", str(tmp_path / "none")]) == 1
-    assert "writable folder" in capsys.readouterr().err
-    assert main(["bench", "checkpoint", "--gigabytes", "1e6", "--folder", str(tmp_path)]) == 1
-    assert "smaller --gigabytes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("weights", [10_000, 70_000_000, 2_000_000_000])
-def test_the_model_of_the_bench_has_the_size_asked_for(weights: int):
-    total = sum(rows * columns for rows, columns in model_shapes(weights).values())
-    assert total < 2_500_000 if weights == 10_000 else 0.7 * weights < total <= weights

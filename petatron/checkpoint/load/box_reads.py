@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -121,15 +122,15 @@ def _mismatch_error(source: Path, problems: Sequence[str]) -> CheckpointError:
     return CheckpointError("\n".join([f"{source} does not fit this run:", *lines, fix]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _BoxCopy:
-    """A box of an entry and its target tensor, both in the entry's layout."""
+    """A box of an entry and its target tensor, both in the entry's layout. What blocks need of it is computed once for all of them."""
 
     info: TensorInfo
     box: Box
     target: Tensor
 
-    @property
+    @cached_property
     def byte_range(self) -> tuple[int, int]:
         """Returns the bytes of the file from the first to the last element."""
         first = last = 0
@@ -138,6 +139,7 @@ class _BoxCopy:
         itemsize = DTYPES[self.info.dtype].itemsize
         return self.info.begin + first * itemsize, self.info.begin + (last + 1) * itemsize
 
+    @cached_property
     def target_bytes(self) -> memoryview | None:
         """Returns the target's bytes if they map one to one to the byte range."""
         target = self.target
@@ -308,7 +310,7 @@ def _direct_buffers(block: _ReadBlock, scratch: memoryview) -> list[memoryview] 
     parts: list[memoryview] = []
     at = block.begin
     for fill in sorted(block.copies, key=lambda fill: fill.byte_range):
-        memory = fill.target_bytes()
+        memory = fill.target_bytes
         begin, end = fill.byte_range
         low, high = max(begin, block.begin), min(end, block.end)
         if memory is None or low < at or len(parts) > _MAX_IOVECS:

@@ -268,7 +268,7 @@ OTHERS = {
         "building petatron",
         "timing 1 rounds of 2 tokens of each: petatron",
     ),
-    "checkpoint --gigabytes 0.001": ("making 0.001 GB of state", "saving and loading, round 3 of 3"),
+    "checkpoint --gigabytes 0.001 --only save": ("making 0.001 GB of state", "saving, round 4 of 4"),
     "data --size-mb 0.02 --workers 1 --vocab 300 --documents 1000": (
         "training a tokenizer",
         "tokenizing, round 3 of 3",

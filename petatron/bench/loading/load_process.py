@@ -1,0 +1,187 @@
+"""One load, timed in a process of its own, as a run loads once after it has started.
+
+In a process that has loaded before, an allocator may give `torch.load` the memory of that load again, and whether it does depends on
+what ran in between: its CPU time then varies five-fold. A new process has none. It is forked from one that has imported
+everything and started no threads, so that it costs little and inherits no memory either.
+
+The process allocates and fills the tensors that ours is loaded into, which a run has by then, drops or reads the files,
+and loads. `torch.load` allocates its own; to be used they would have to be copied, which is another contender.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from petatron.base.errors import CheckpointError
+from petatron.bench.loading.page_cache import cached_share, drop_from_page_cache, read_into_page_cache
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from petatron.checkpoint.state import Chunk
+
+_PRELOADED = ["torch", "petatron.bench.loading.load_process", "petatron.checkpoint.manager"]
+SAME_LAYOUT_KEY = "one rank"
+LOADERS = ("torch.load + copy", "torch.load", "load", "torch.load + digest")
+"""Ours and torch.load are neighbours, in both orders."""
+COMPARED_LOADERS = LOADERS[1:3]
+"""The two that every round has; the others are there for information."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFiles:
+    """The same tensors as a checkpoint of ours and as a file of torch.save, and what they are: key, shape and dtype."""
+
+    checkpoints: Path
+    step: int
+    theirs: Path
+    tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]
+
+    def paths(self) -> list[Path]:
+        return [self.theirs, *(path for path in self.checkpoints.rglob("*") if path.is_file())]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMeasurement:
+    """What a load took. `cached_share`: of the files, when it began; `extra_bytes`: growth of the peak. Both None where unknown."""
+
+    seconds: float
+    user_s: float
+    kernel_s: float
+    cached_share: float | None
+    extra_bytes: int | None
+
+    @property
+    def cpu_s(self) -> float:
+        return self.user_s + self.kernel_s
+
+
+def measure_load(
+    files: LoadFiles, loader: str, *, cold: bool, meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> LoadMeasurement:
+    """Times one of `LOADERS` in a new process; `meanwhile` is entered for the load itself, and not for its preparation."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    pipe, other = context.Pipe()
+    process = context.Process(target=_load_when_told, args=(other, files, loader, cold), daemon=True)
+    process.start()
+    other.close()
+    try:
+        pipe.recv()
+        with meanwhile():
+            pipe.send("load")
+            found = pipe.recv()
+    except (EOFError, ConnectionError):
+        process.join()
+        raise CheckpointError(
+            f"The process that measures {loader} ended with exit code {process.exitcode}. Out of memory (-9)? Give a smaller --gigabytes."
+        ) from None
+    finally:
+        pipe.close()
+        process.kill()
+        process.join()
+    if isinstance(found, str):
+        raise CheckpointError(f"{loader} failed: {found}")
+    return found
+
+
+def _load_when_told(pipe: Connection, files: LoadFiles, loader: str, cold: bool) -> None:
+    import torch
+
+    from petatron.checkpoint.state import Chunk
+
+    load = _loaders(files)[loader]
+    chunks = []
+    if loader in ("load", "torch.load + copy"):
+        chunks = [
+            Chunk(key, shape, (0,) * len(shape), torch.ones(shape, dtype=dtype)) for key, shape, dtype in files.tensors
+        ]
+    if cold:
+        share = drop_from_page_cache(files.paths())
+    else:
+        read_into_page_cache(files.paths())
+        share = cached_share(files.paths())
+    pipe.send("ready")
+    pipe.recv()
+    try:
+        pipe.send(_timed(lambda: load(chunks), share))
+    except CheckpointError as error:
+        pipe.send(str(error))
+
+
+def _timed(load: Callable[[], object], share: float | None) -> LoadMeasurement:
+    memory_before = _reset_peak_memory()
+    before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    loaded = load()
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
+    extra = None if memory_before is None else _status_bytes("VmHWM") - memory_before
+    del loaded  # freeing is not timed
+    return LoadMeasurement(seconds, after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, share, extra)
+
+
+def _loaders(files: LoadFiles) -> dict[str, Callable[[Sequence[Chunk]], object]]:
+    import torch
+
+    from petatron.checkpoint.manager import CheckpointManager
+    from petatron.mesh.mesh import ParallelMesh
+
+    manager = CheckpointManager(files.checkpoints, ParallelMesh.single().world)
+
+    def theirs(_: Sequence[Chunk] = ()) -> dict[str, Tensor]:
+        return torch.load(files.theirs, weights_only=True)
+
+    def theirs_and_copy(chunks: Sequence[Chunk]) -> None:
+        loaded = theirs()
+        for chunk in chunks:
+            chunk.tensor.copy_(loaded[chunk.key])
+
+    def theirs_and_digest(_: Sequence[Chunk]) -> tuple[Mapping[str, Tensor], list[str]]:
+        loaded = theirs()
+        return loaded, [digest for tensor in loaded.values() for digest in _block_digests(tensor)]
+
+    def ours(chunks: Sequence[Chunk]) -> object:
+        return manager.load(files.step, chunks, same_layout_key=SAME_LAYOUT_KEY)
+
+    found = (theirs_and_copy, theirs, ours, theirs_and_digest)
+    return dict(zip(LOADERS, found, strict=True))
+
+
+def _block_digests(tensor: Tensor) -> list[str]:
+    """Returns what a reader of our files computes of as many bytes."""
+    import torch
+
+    from petatron.checkpoint.files.block_digest import block_digest
+    from petatron.checkpoint.files.disk import BLOCK_BYTES
+
+    content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    digests = []
+    for begin in range(0, len(content), BLOCK_BYTES):
+        digest = block_digest("folded")
+        digest.update(content[begin : begin + BLOCK_BYTES])
+        digests.append(digest.hexdigest())
+    return digests
+
+
+def _reset_peak_memory() -> int | None:
+    """Resets the peak memory; returns the current memory, or None where the system cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return _status_bytes("VmRSS")
+    except OSError:
+        return None
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {name} in /proc/self/status")
