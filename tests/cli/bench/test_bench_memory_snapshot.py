@@ -43,7 +43,7 @@ def test_parts_are_those_of_the_formulas(flags: list[str]):
     }  # the second layer: the first also saves what all of them share
     shape = ActivationShape.from_config(spec.run, device="cpu")
     assert sum(of_layer.values()) == layer_bytes(model_spec(spec.run).layers[1], shape)
-    assert of_layer["saved by mlp.act (bfloat16)"] == 32 * 2 * 64 * 2
+    assert of_layer["saved by mlp.down (bfloat16)"] == 32 * 2 * 64 * 2
     assert of_layer.get("saved by mlp.down (FP8)", 0) == (32 * 64 if flags else 0)
     state = state_bytes(spec.run)
     for purpose, size in (("gradients", state.gradients), ("master weights", state.master_weights)):
@@ -59,7 +59,7 @@ def test_the_table_names_purposes(tmp_path: Path, capsys: pytest.CaptureFixture[
     found = json.loads(path.read_text())["contenders"]
     assert found["petatron"]["memory"]["total"] > 0
     shown = capsys.readouterr().out
-    assert "memory at the peak" in shown and "saved by mlp.act (bfloat16)" in shown and ", 2 layers" in shown
+    assert "memory at the peak" in shown and "saved by mlp.down (bfloat16)" in shown and ", 2 layers" in shown
 
 
 def event(action: str, address: int, size: int, *functions: str) -> dict[str, Any]:
