@@ -21,7 +21,8 @@ class _DirectBackward(FunctionMeta):
 
     def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:  # pyright: ignore[reportSelfClsParameterName]
         super().__init__(name, bases, attributes)
-        cls._backward_cls.apply = cls.backward  # pyright: ignore[reportAttributeAccessIssue]
+        if hasattr(cls, "_backward_cls"):  # an internal of PyTorch; without it nodes are slower, and the same
+            cls._backward_cls.apply = cls.backward  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class AutogradOp(torch.autograd.Function, metaclass=_DirectBackward):

@@ -239,7 +239,7 @@ class Attention(BranchModule):
     """out(core(q, k, v)); q, k and v are one GEMM, stored as three logical tensors."""
 
     fp8_linears = ("qkv", "out")
-    takes_rows = multiplies_input_once = True
+    takes_rows = input_feeds_one_gemm = True
 
     def __init__(self, spec: AttentionSpec, layer_index: int) -> None:
         super().__init__()

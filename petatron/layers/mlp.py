@@ -171,7 +171,7 @@ class MLP(BranchModule):
     """down(act(up(x)))."""
 
     fp8_linears = ("up", "down")
-    takes_rows = multiplies_input_once = True
+    takes_rows = input_feeds_one_gemm = True
 
     def __init__(self, spec: MLPSpec) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class MLP(BranchModule):
         return self.down(self.intermediate(x_SBD))
 
     def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
-        """Returns the input of the last GEMM."""
+        """Returns the input of the last GEMM, whose activation that GEMM may apply."""
         return self.act(self.up(x_SBD))
 
 

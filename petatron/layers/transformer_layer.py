@@ -119,7 +119,7 @@ class _BranchParts(NamedTuple):
     def of(cls, branch: BranchSpec, layer: LayerSpec, module: nn.Module | None) -> _BranchParts:
         name, factor = branch.name, layer.residual_multiplier * branch.output_multiplier
         dropout = None if layer.dropout == 0.0 else f"{name}_dropout"
-        once = isinstance(module, BranchModule) and module.multiplies_input_once
+        once = isinstance(module, BranchModule) and module.input_feeds_one_gemm
         return cls(name, f"{name}_norm", f"{name}_post_norm", dropout, None if factor == 1.0 else factor, once)
 
 

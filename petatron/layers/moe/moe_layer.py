@@ -280,7 +280,10 @@ class SharedExpertRun:
 
     def first_half(self) -> None:
         assert self._intermediate is None
-        self._intermediate = (self._expert.intermediate if self._layer.shared_runs_in_halves else self._expert)(self._x)
+        if self._layer.shared_runs_in_halves:
+            self._intermediate = self._expert.intermediate(self._x).apply()  # now, beside communication
+        else:
+            self._intermediate = self._expert(self._x)
 
     def second_half(self) -> None:
         assert self._intermediate is not None and self._output is None

@@ -178,18 +178,20 @@ class GemmOp:
         return _GemmFunction.apply(value, node_weight, _GemmCall(weight, gemm, sink, handle, input_comm, gemm_forward))
 
     def _fuses(self, x: PendingOutput) -> bool:
-        """Whether a function and the GEMM of its output are one node: it has no weight for autograd, and there is a node."""
+        """Whether a function and the GEMM of its output are one node: it has no weight for autograd, and there is a node.
+
+        Not in FP8, where the GEMM may cast its input a second time: the input is saved, or recomputed, by a node of its own.
+        """
         return (
             self.weight_grad_sink is not None
+            and self.recasting_gemm is None
             and x.others is None
             and x.inputs[0].requires_grad
             and torch.is_grad_enabled()
         )
 
     def _apply_with_function(self, x: PendingOutput, weight: Tensor) -> Tensor:
-        recasts = self.recasting_gemm is not None and x.function.recast_in_fp8
-        gemm = self.recasting_gemm if recasts else self.gemm
-        *others, y = _FunctionGemm.apply((x.function, weight, gemm, self.weight_grad_sink), *x.inputs)
+        *others, y = _FusedFunctionGemm.apply((x.function, weight, self.gemm, self.weight_grad_sink), *x.inputs)
         x.set_applied(tuple(others))
         return y
 
@@ -205,7 +207,7 @@ class _GemmCall(NamedTuple):
     gemm_forward: GemmForward
 
 
-_FunctionGemmCall = tuple[RecomputableFunction, Tensor, Gemm, WeightGradSink]
+_FusedCall = tuple[RecomputableFunction, Tensor, Gemm, WeightGradSink]
 
 
 class _GemmFunction(AutogradOp):
@@ -239,11 +241,11 @@ class _GemmFunction(AutogradOp):
         return x_grad if pending_grad is None else pending_grad(), weight_grad, None
 
 
-class _FunctionGemm(AutogradOp):
+class _FusedFunctionGemm(AutogradOp):
     """A recomputable function and the GEMM of its output in one node: the gradient of the one goes straight to the other."""
 
     @staticmethod
-    def forward(ctx: Any, call: _FunctionGemmCall, *inputs: Tensor) -> Tensors:
+    def forward(ctx: Any, call: _FusedCall, *inputs: Tensor) -> Tensors:
         function, weight, gemm, _ = call
         (*others, value), saved = function.forward(*inputs)
         y, _, gemm_saved, ctx.batch_first = LOCAL_GEMM.forward(value, weight, gemm)
@@ -255,6 +257,8 @@ class _FunctionGemm(AutogradOp):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(grad is None for grad in grads):  # what comes after has no gradient either
+            return (None,) * (1 + ctx.num_inputs)
         function, weight, gemm, sink = ctx.call
         *other_grads, grad = grads
         saved, count, batch_first = ctx.saved_tensors, ctx.num_saved, ctx.batch_first

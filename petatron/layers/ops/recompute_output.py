@@ -128,6 +128,10 @@ class Recomputable:
     def __init__(self, value: Tensor, handle: RecomputeHandle | None) -> None:
         self.value, self.handle = value, handle
 
+    def apply(self) -> Recomputable:
+        """Returns the output, applied."""
+        return self
+
 
 class _RecomputableOp(AutogradOp):
     @staticmethod

@@ -57,8 +57,8 @@ class BranchModule(nn.Module):
     saves_input: bool = False
     """Whether the branch saves its input for backward, besides the linears, which have it recomputed."""
 
-    multiplies_input_once: bool = False
-    """Whether one GEMM is all that takes its input. Then that GEMM and the norm before it are one autograd node."""
+    input_feeds_one_gemm: bool = False
+    """Whether one GEMM is all that takes its input. Then that GEMM and the norm before it can be one autograd node."""
 
     takes_rows: bool = False
     """Whether it also takes, and then returns, rows [R, D], with `ForwardContext.token_rows` to tell their tokens apart. Rows need not be

@@ -59,3 +59,19 @@ def test_a_second_derivative_is_refused():
     assert Cube.grad_modes == [False]  # nothing of backward is recorded, although a graph of it was asked for
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+
+
+def test_the_engine_calls_backward_without_looking_it_up(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch's own way, which would call what is put in its place here, is not taken."""
+    node = Cube._backward_cls  # pyright: ignore[reportAttributeAccessIssue]
+    assert "apply" in vars(node)
+    called: list[Any] = []
+
+    def recorded(*args: Any) -> Any:
+        called.append(args)
+        return Cube.backward(*args)
+
+    monkeypatch.setattr(node, "apply", recorded)
+    x = leaf()
+    (grad,) = torch.autograd.grad(Cube.apply(x, 2.0).sum(), [x])
+    assert len(called) == 1 and torch.equal(grad, 6 * x.detach() ** 2)

@@ -208,6 +208,24 @@ def test_a_product_that_nobody_uses_leaves_the_others_of_a_pending_output():
     assert not taker.grads
 
 
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
+
+
+def test_a_gemm_whose_consumer_returns_no_gradient_passes_none_on():
+    """Neither is a weight's gradient submitted; what else the inputs feed has its own."""
+    x, y, weight, sink = leaf(S, D), leaf(S, D), leaf(OUT, D), Taker()
+    product = GemmOp(weight_grad_sink=sink)(PendingOutput(Sine(), x, y), weight)
+    (_NoGradient.apply(product).sum() + 2 * x.sum()).backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2.0)) and y.grad is None and not sink.grads
+
+
 def test_a_value_is_let_go_after_the_forward_pass():
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
     (_, value), source = apply_recomputable(Sine(), x, y)
