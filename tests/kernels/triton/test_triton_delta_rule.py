@@ -14,8 +14,8 @@ from tests.longform import later
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.ssm import chunk_delta_rule as ours
-from petatron.kernels.triton.ssm.delta_inverses import chunk_inverses
-from petatron.kernels.triton.ssm.delta_tiles import delta_chunks
+from petatron.kernels.triton.ssm.delta.inverses import chunk_inverses
+from petatron.kernels.triton.ssm.delta.tiles import delta_chunks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]

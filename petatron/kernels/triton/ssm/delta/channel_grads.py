@@ -1,0 +1,268 @@
+"""Gradients of the delta rule with decays of channels, from states, what chunks write, and the gradients of both: all chunks at once.
+
+With S the state before a chunk, dS' the gradient of the state after it, w what it writes and dy the gradient of its system's right-hand
+side (`states.py`), the gradients of a chunk's scores and of its system (`channel_scores.py`) are dA = do w^T and dL = -dy w^T. From there
+on channels do not mix, and a program goes through blocks of them. For a level of the tree, with f = exp(-|s - s_m|) and dA, dL of the
+pairs that cross m,
+
+    dq += f (dA (f k))       dk += f (dA^T (f q)) + f ((beta dL + (beta dL)^T) (f k))
+
+and through the states, dq += exp(s) (do S^T), dk += -beta exp(s) (dy S^T) + exp(s_Q - s) (w dS'^T).
+
+The gradient of g at a token is that of every decay over it, times the decay. With x = q dq + k dk of one level, which is 0 but for its
+pairs, a token of a second half gets x of all from it to the end of that half, a token of a first half x of all before it in the half;
+likewise of decays from the start of the chunk and to its end. All are sums of few terms, as GEMMs with a matrix of ones and zeros:
+q dq - k dk of all levels together, summed up from the end, would be the same with terms that cancel, where strong decays leave little.
+
+S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; c chunks.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from petatron.kernels.ssm.delta_recurrence import query_factor
+from petatron.kernels.triton.ssm.delta.channel_scores import crossing, load_sums, node_decays, tree_levels
+from petatron.kernels.triton.ssm.delta.grads import DeltaIntermediates, row_grads
+from petatron.kernels.triton.ssm.delta.tiles import DeltaChunks, chunk_row, load_columns, row_tile, state_base
+from petatron.kernels.triton.ssm.scan_tiles import document_before, document_of, load_rows
+
+_CHANNELS = 64
+_COLUMNS = 64
+_WARPS = 8
+
+
+def channel_grads(
+    grad_o_SBHP: Tensor,
+    q_SBGN: Tensor,
+    k_SBGN: Tensor,
+    v_SBHP: Tensor,
+    g_SBHN: Tensor,
+    beta_SBH: Tensor,
+    made: DeltaIntermediates,
+    chunks: DeltaChunks,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k, v, g and beta in their dtypes."""
+
+    def new(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
+
+    grad_v, grad_g, grad_beta = new(v_SBHP), new(g_SBHN), new(beta_SBH)
+    of_heads = new(g_SBHN, torch.float32), new(g_SBHN, torch.float32)
+    constants = chunks.constants(v_SBHP, columns=_COLUMNS)
+    rows = (q_SBGN, k_SBGN, v_SBHP, grad_o_SBHP, made.written, made.grad_sides)
+    _channel_grads[(chunks.num_chunks, chunks.heads, chunks.batch)](
+        rows,
+        tuple(tensor.stride()[:3] for tensor in (*rows, grad_g)),
+        chunks.gates,
+        (made.states, made.grad_states),
+        (*of_heads, grad_v, grad_g, grad_beta),
+        chunks.sizes,
+        LEVELS=tree_levels(chunks),
+        CHANNELS=min(_CHANNELS, constants.pop("KEY_DIM")),
+        **constants,
+        num_warps=_WARPS,
+        num_stages=1,
+    )
+    grads = new(q_SBGN), new(k_SBGN)
+    scales = query_factor(chunks.key_dim), 1.0
+    for x, factors, of_head, grad, scale in zip(
+        (q_SBGN, k_SBGN), (chunks.q_factors, chunks.k_factors), of_heads, grads, scales, strict=True
+    ):
+        _row_grads[(chunks.num_chunks, chunks.groups, chunks.batch)](
+            (x, factors, of_head, grad),
+            tuple(tensor.stride()[:3] for tensor in (x, of_head, grad)),
+            chunks.sizes,
+            scale,
+            CHUNK=chunks.chunk,
+            KEY_DIM=triton.next_power_of_2(chunks.key_dim),
+            num_warps=4,
+        )
+    return *grads, grad_v, grad_g, grad_beta
+
+
+@triton.jit
+def _row_grads(tensors, strides, sizes, scale, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr):
+    """Adds up the gradients of normalised rows over the value heads that share them, and turns the sum into that of the rows."""
+    chunk, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    x, factors, of_heads, grad = tensors
+    length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    factor = tl.load(factors + chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK))
+    total = tl.zeros((CHUNK, KEY_DIM), dtype=tl.float32)
+    for head in range(group * heads_per_group, (group + 1) * heads_per_group):
+        total += load_rows(of_heads, strides[1], token, b, head, key_dim, length, KEY_DIM)
+    row = load_rows(x, strides[0], token, b, group, key_dim, length, KEY_DIM)
+    to, there = row_tile(strides[2], token, b, group, 0, key_dim, length, KEY_DIM)
+    tl.store(grad + to, row_grads(total, row, factor, scale).to(grad.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _channel_grads(
+    tensors,
+    strides,
+    gates,
+    states,
+    grads,
+    sizes,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    chunk, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    q, k = tensors[0], tensors[1]
+    length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
+    sums, betas, q_factors, k_factors, documents = gates
+    grad_q, grad_k, grad_v, grad_g, grad_beta = grads
+    token, group = chunk * CHUNK + tl.arange(0, CHUNK), head // heads_per_group
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    beta = tl.load(betas + chunk_row(head, chunk, b, heads, num_chunks, CHUNK))
+    of_group = chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK)
+    q_factor, k_factor = tl.load(q_factors + of_group)[:, None], tl.load(k_factors + of_group)[:, None]
+    by_scores, by_system, strength = _square_grads(
+        tensors, strides, grad_v, beta, head, chunk, b, sizes, CHUNK, COLUMNS, PRECISION
+    )
+    if documents is not None:
+        own = document_of(documents, token, b, length)
+        together = own[:, None] == own[None, :]
+        by_scores, by_system = tl.where(together, by_scores, 0.0), tl.where(together, by_system, 0.0)
+        from_before = own[:, None] == document_before(documents, chunk, b, length, CHUNK)
+        to_after = own[:, None] == document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
+    same = tl.sum(tl.where(row == column, by_scores, 0.0), axis=1)[:, None]
+    dtype = tensors[0].dtype.element_ty
+    by_keys = by_scores.to(dtype)
+    by_queries = tl.trans(by_keys)
+    both = (by_system + tl.trans(by_system * beta[:, None])).to(dtype)
+    for begin in range(0, key_dim, CHANNELS):
+        rows, inside = row_tile(strides[0], token, b, group, begin, key_dim, length, CHANNELS)
+        query = tl.load(q + rows, mask=inside, other=0.0) * q_factor
+        rows, inside = row_tile(strides[1], token, b, group, begin, key_dim, length, CHANNELS)
+        key = tl.load(k + rows, mask=inside, other=0.0) * k_factor
+        total = load_sums(sums, tl.arange(0, CHUNK), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
+        end = load_sums(sums, tl.full((1,), CHUNK - 1, tl.int32), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
+
+        of_query, of_key, of_end, kept = _through_states(
+            tensors, strides, states, begin, head, chunk, b, sizes, CHUNK, CHANNELS, COLUMNS, PRECISION
+        )
+        to_token, to_end = tl.exp(total), tl.exp(end - total)
+        if documents is not None:
+            to_token, to_end = tl.where(from_before, to_token, 0.0), tl.where(to_after, to_end, 0.0)
+        whole = tl.sum(tl.where(row == CHUNK - 1, to_token, 0.0), axis=0)
+        of_query, of_key, of_end = of_query * to_token, of_key * -to_token, of_end * to_end
+        strength += tl.sum(of_key * key, axis=1)
+        of_key *= beta[:, None]
+        decays = _sums_of(column >= row, query * of_query + key * of_key, PRECISION)
+        decays += _sums_of(column < row, key * of_end, PRECISION) + (whole * kept)[None, :]
+        of_query += same * key
+        of_key += of_end + same * query
+
+        for level in tl.static_range(LEVELS):
+            half = 1 << level
+            decay = node_decays(total, half, sums, begin, head, chunk, b, sizes, CHUNK, CHANNELS)
+            pairs, second = crossing(half, CHUNK), row // half % 2 == 1
+            late, early = (query * decay).to(dtype), (key * decay).to(dtype)
+            by_pairs = tl.where(pairs | tl.trans(pairs), both, 0.0)
+            of_early = tl.dot(by_pairs.to(dtype), early, input_precision=PRECISION)
+            strength += tl.sum(tl.where(second, of_early * decay * key, 0.0), axis=1)
+            of_early *= tl.where(second, beta[:, None], 1.0)
+            by_pairs = tl.where(tl.trans(pairs), by_queries, 0.0)
+            of_early = tl.dot(by_pairs.to(dtype), late, of_early, input_precision=PRECISION) * decay
+            of_late = tl.dot(tl.where(pairs, by_keys, 0.0).to(dtype), early, input_precision=PRECISION) * decay
+            near = (row // half == column // half) & tl.where(second, column >= row, column < row)
+            decays += _sums_of(near, query * of_late + key * of_early, PRECISION)
+            of_query += of_late
+            of_key += of_early
+        to, there = row_tile(strides[6], token, b, head, begin, key_dim, length, CHANNELS)
+        tl.store(grad_q + to, of_query, mask=there)
+        tl.store(grad_k + to, of_key, mask=there)
+        tl.store(grad_g + to, decays.to(grad_g.dtype.element_ty), mask=there)
+    of_head = (token.to(tl.int64) * tl.num_programs(2) + b) * heads + head
+    tl.store(grad_beta + of_head, strength.to(grad_beta.dtype.element_ty), mask=token < length)
+
+
+@triton.jit
+def _square_grads(
+    tensors,
+    strides,
+    grad_v,
+    beta,
+    head,
+    chunk,
+    b,
+    sizes,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Returns dA for j <= i and dL for j < i [i, j], and dy . v of each token; writes the gradients of values, beta dy."""
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    by_scores = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    by_system = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    strength = tl.zeros((CHUNK,), dtype=tl.float32)
+    for begin in range(0, sizes[5], COLUMNS):
+        value = load_columns(tensors[2], strides[2], token, b, head, begin, sizes, COLUMNS)
+        out = load_columns(tensors[3], strides[3], token, b, head, begin, sizes, COLUMNS)
+        new = load_columns(tensors[4], strides[4], token, b, head, begin, sizes, COLUMNS)
+        rows, inside = row_tile(strides[5], token, b, head, begin, sizes[5], sizes[0], COLUMNS)
+        side = tl.load(tensors[5] + rows, mask=inside, other=0.0)
+        by_scores = tl.dot(out, tl.trans(new), by_scores, input_precision=PRECISION)
+        by_system = tl.dot(side, tl.trans(new), by_system, input_precision=PRECISION)
+        strength += tl.sum(side.to(tl.float32) * value.to(tl.float32), axis=1)
+        tl.store(grad_v + rows, (side * beta[:, None]).to(grad_v.dtype.element_ty), mask=inside)
+    return tl.where(column <= row, by_scores, 0.0), tl.where(column < row, -by_system, 0.0), strength
+
+
+@triton.jit
+def _through_states(
+    tensors,
+    strides,
+    states,
+    begin,
+    head,
+    chunk,
+    b,
+    sizes,
+    CHUNK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Returns do S^T, dy S^T and w dS'^T [CHUNK, CHANNELS], and the sums of S dS' over the columns of the state [CHANNELS]."""
+    key_dim, value_dim = sizes[4], sizes[5]
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    of_query = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
+    of_key = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
+    of_end = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)
+    kept = tl.zeros((CHANNELS,), dtype=tl.float32)
+    n = begin + tl.arange(0, CHANNELS)[:, None]
+    for first in range(0, value_dim, COLUMNS):
+        p = first + tl.arange(0, COLUMNS)[None, :]
+        at, there = state_base(b, chunk, head, sizes) + n * value_dim + p, (n < key_dim) & (p < value_dim)
+        state = tl.load(states[0] + at, mask=there, other=0.0)
+        out = load_columns(tensors[3], strides[3], token, b, head, first, sizes, COLUMNS)
+        of_query = tl.dot(out, tl.trans(state), of_query, input_precision=PRECISION)
+        side = load_columns(tensors[5], strides[5], token, b, head, first, sizes, COLUMNS)
+        of_key = tl.dot(side, tl.trans(state), of_key, input_precision=PRECISION)
+        grad = tl.load(states[1] + at, mask=there, other=0.0)
+        new = load_columns(tensors[4], strides[4], token, b, head, first, sizes, COLUMNS)
+        of_end = tl.dot(new, tl.trans(grad), of_end, input_precision=PRECISION)
+        kept += tl.sum(state.to(tl.float32) * grad.to(tl.float32), axis=1)
+    return of_query, of_key, of_end, kept
+
+
+@triton.jit
+def _sums_of(wanted, x, PRECISION: tl.constexpr):
+    """Returns the sums [tokens, CHANNELS] of the wanted rows of x, for half precision rounded to bfloat16, which no gradient leaves."""
+    if PRECISION == "tf32x3":
+        result = tl.dot(wanted.to(tl.float32), x, input_precision=PRECISION)
+    else:
+        result = tl.dot(wanted.to(tl.bfloat16), x.to(tl.bfloat16))
+    return result
