@@ -33,6 +33,7 @@ OPERATION_NAMES = (
     "fp8",
     "scan",
     "delta",
+    "channel-delta",
     "latent-decode",
     "recurrent-decode",
     "attention",

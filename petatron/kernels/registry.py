@@ -184,9 +184,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "embedding gradient": _triton_and_reference("embedding_grad"),
     "selective scan": _triton_and_reference("ssm.chunk_scan"),
     "gated delta rule": _triton_and_reference("ssm.chunk_delta_rule"),
-    "gated delta rule by channel": (
-        KernelImplementation("reference", _module("ssm.chunk_channel_delta_rule"), _always_supported),
-    ),
+    "gated delta rule by channel": _triton_and_reference("ssm.chunk_channel_delta_rule"),
     "norm, then gate": (
         _compiled("ssm.norm_then_gate", "norm_then_gate", "norm_then_gate_backward"),
         KernelImplementation("reference", _module("ssm.norm_then_gate"), _always_supported),

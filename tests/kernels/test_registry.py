@@ -38,8 +38,6 @@ COMPILED = (
     "norm, then gate",
     "silu gate",
 )
-PLAIN_ONLY = ("gated delta rule by channel",)
-"""No faster kernels take its arguments."""
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -59,7 +57,7 @@ def chosen(
 
 def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(HOPPER, monkeypatch).items():
-        best = "compiled" if operation in COMPILED else "reference" if operation in PLAIN_ONLY else "triton"
+        best = "compiled" if operation in COMPILED else "triton"
         assert name == best == OPERATIONS[operation][0].name
         assert passed_over == ()
 
@@ -76,14 +74,13 @@ def test_what_runs_everywhere(situation: KernelContext, reasons: dict[str, str],
     for operation, (name, passed_over) in chosen(situation, monkeypatch).items():
         assert name == PLAIN_NAMES.get(operation, "reference") == OPERATIONS[operation][-1].name
         better = [kernel.name for kernel in OPERATIONS[operation][:-1]]
-        assert len(better) == (operation not in PLAIN_ONLY)
+        assert len(better) == 1
         assert passed_over == tuple((one, reasons.get(operation, NO_GPU)) for one in better)
 
 
 def test_no_compile_leaves_the_handwritten_ones(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(dataclasses.replace(HOPPER, allow_compile=False), monkeypatch).items():
-        wanted = ("reference" if operation in PLAIN_ONLY else "triton", ())
-        wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else wanted
+        wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else ("triton", ())
         assert (name, passed_over) == wanted
 
 
@@ -211,7 +208,7 @@ def test_twins_are_called_alike(operation: str):
 @pytest.mark.parametrize("context_parallel", [False, True])
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(GatedDeltaNetSpec, "triton.ssm.chunk_delta_rule"), (KimiDeltaSpec, "ssm.chunk_channel_delta_rule")],
+    [(GatedDeltaNetSpec, "triton.ssm.chunk_delta_rule"), (KimiDeltaSpec, "triton.ssm.chunk_channel_delta_rule")],
 )
 def test_decays_of_channels_never_reach_kernels_for_decays_of_heads(
     kind: type[GatedDeltaNetSpec], expected: str, context_parallel: bool
@@ -243,7 +240,8 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
             used.add(f"petatron.kernels.{module}")
     steps = ["sequential_scan", "sequential_scan_grads"]
     steps += [f"scan_{part}" for part in ("tiles", "states", "outputs", "grads")]
-    steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "score_grads", "grads")]
+    steps += [f"delta.{part}" for part in ("tiles", "inverses", "states", "outputs", "score_grads", "grads")]
+    steps += [f"delta.channel_{part}" for part in ("rows", "scores", "grads")]
     steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
     parts |= {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,6 +63,8 @@ def compare(
     state: Tensor | None = None,
     grad_state: Tensor | None = None,
     bound: float,
+    ours: ModuleType = ours,
+    plain: ModuleType = plain,
 ) -> tuple[DeltaGrads, DeltaGrads]:
     """Holds outputs, final state and all gradients against float64; returns the gradients and the true ones."""
     options = {"chunk_size": chunk_size, "starts_SB": starts}

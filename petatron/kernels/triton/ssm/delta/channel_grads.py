@@ -27,14 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.ssm.delta_recurrence import query_factor
-from petatron.kernels.triton.ssm.delta.channel_scores import crossing, load_sums, node_decays, tree_levels
+from petatron.kernels.triton.ssm.delta.channel_scores import load_sums, node_decays, tree_levels, two_halves
 from petatron.kernels.triton.ssm.delta.grads import DeltaIntermediates, row_grads
 from petatron.kernels.triton.ssm.delta.tiles import DeltaChunks, chunk_row, load_columns, row_tile, state_base
 from petatron.kernels.triton.ssm.scan_tiles import document_before, document_of, load_rows
 
-_CHANNELS = 64
-_COLUMNS = 64
-_WARPS = 8
+_CHANNELS = 32
+_COLUMNS = 32
+_WARPS = 4
 
 
 def channel_grads(
@@ -62,6 +62,7 @@ def channel_grads(
         chunks.gates,
         (made.states, made.grad_states),
         (*of_heads, grad_v, grad_g, grad_beta),
+        _tree_masks(k_SBGN, chunks),
         chunks.sizes,
         LEVELS=tree_levels(chunks),
         CHANNELS=min(_CHANNELS, constants.pop("KEY_DIM")),
@@ -84,6 +85,28 @@ def channel_grads(
             num_warps=4,
         )
     return *grads, grad_v, grad_g, grad_beta
+
+
+def _tree_masks(rows: Tensor, chunks: DeltaChunks) -> tuple[Tensor, Tensor]:
+    """Returns for all levels of the tree which tokens are pairs, and which tokens' x a token's g gets, as ones and zeros [levels, Q, Q].
+
+    To read them takes a tenth of the instructions of computing them.
+    """
+    shape = (tree_levels(chunks), chunks.chunk, chunks.chunk)
+    pairs = torch.empty(shape, dtype=rows.dtype, device=rows.device)
+    near = torch.empty(shape, dtype=torch.float32 if rows.dtype == torch.float32 else torch.bfloat16, device=rows.device)
+    _write_tree_masks[shape[:1]](pairs, near, CHUNK=chunks.chunk)
+    return pairs, near
+
+
+@triton.jit
+def _write_tree_masks(pairs, near, CHUNK: tl.constexpr):
+    level = tl.program_id(0)
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    at = (level * CHUNK + row) * CHUNK + column
+    tl.store(pairs + at, two_halves(level, CHUNK).to(pairs.dtype.element_ty))
+    wanted = tl.where(((row >> level) & 1) == 1, column >= row, column < row)
+    tl.store(near + at, (((row >> level) == (column >> level)) & wanted).to(near.dtype.element_ty))
 
 
 @triton.jit
@@ -109,6 +132,7 @@ def _channel_grads(
     gates,
     states,
     grads,
+    masks,
     sizes,
     LEVELS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -137,14 +161,15 @@ def _channel_grads(
         to_after = own[:, None] == document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
     same = tl.sum(tl.where(row == column, by_scores, 0.0), axis=1)[:, None]
     dtype = tensors[0].dtype.element_ty
-    by_keys = by_scores.to(dtype)
-    by_queries = tl.trans(by_keys)
-    both = (by_system + tl.trans(by_system * beta[:, None])).to(dtype)
+    of_keys = (tl.where(column < row, by_scores, 0.0) + tl.trans(by_system * beta[:, None])).to(dtype)
+    of_both = (by_system + tl.trans(tl.where(column < row, by_scores, 0.0))).to(dtype)
+    square = row * CHUNK + column
+    unit = (row == column).to(dtype)
     for begin in range(0, key_dim, CHANNELS):
         rows, inside = row_tile(strides[0], token, b, group, begin, key_dim, length, CHANNELS)
-        query = tl.load(q + rows, mask=inside, other=0.0) * q_factor
+        query = tl.dot(unit, tl.load(q + rows, mask=inside, other=0.0), input_precision=PRECISION) * q_factor
         rows, inside = row_tile(strides[1], token, b, group, begin, key_dim, length, CHANNELS)
-        key = tl.load(k + rows, mask=inside, other=0.0) * k_factor
+        key = tl.dot(unit, tl.load(k + rows, mask=inside, other=0.0), input_precision=PRECISION) * k_factor
         total = load_sums(sums, tl.arange(0, CHUNK), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
         end = load_sums(sums, tl.full((1,), CHUNK - 1, tl.int32), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
 
@@ -163,19 +188,15 @@ def _channel_grads(
         of_query += same * key
         of_key += of_end + same * query
 
-        for level in tl.static_range(LEVELS):
-            half = 1 << level
-            decay = node_decays(total, half, sums, begin, head, chunk, b, sizes, CHUNK, CHANNELS)
-            pairs, second = crossing(half, CHUNK), row // half % 2 == 1
-            late, early = (query * decay).to(dtype), (key * decay).to(dtype)
-            by_pairs = tl.where(pairs | tl.trans(pairs), both, 0.0)
-            of_early = tl.dot(by_pairs.to(dtype), early, input_precision=PRECISION)
-            strength += tl.sum(tl.where(second, of_early * decay * key, 0.0), axis=1)
-            of_early *= tl.where(second, beta[:, None], 1.0)
-            by_pairs = tl.where(tl.trans(pairs), by_queries, 0.0)
-            of_early = tl.dot(by_pairs.to(dtype), late, of_early, input_precision=PRECISION) * decay
-            of_late = tl.dot(tl.where(pairs, by_keys, 0.0).to(dtype), early, input_precision=PRECISION) * decay
-            near = (row // half == column // half) & tl.where(second, column >= row, column < row)
+        for level in range(LEVELS):
+            decay = node_decays(total, level, sums, begin, head, chunk, b, sizes, CHUNK, CHANNELS)
+            second = ((row >> level) & 1) == 1
+            pairs, near = tl.load(masks[0] + level * CHUNK * CHUNK + square), tl.load(masks[1] + level * CHUNK * CHUNK + square)
+            early, mixed = key * decay, tl.where(second, query, key) * decay
+            one = tl.dot(of_keys * pairs, early.to(dtype), input_precision=PRECISION) * decay
+            other = tl.dot(of_both * pairs, mixed.to(dtype), input_precision=PRECISION) * decay
+            strength += tl.sum(tl.where(second, other * key, 0.0), axis=1)
+            of_early, of_late = tl.where(second, other * beta[:, None], one + other), tl.where(second, one, 0.0)
             decays += _sums_of(near, query * of_late + key * of_early, PRECISION)
             of_query += of_late
             of_key += of_early

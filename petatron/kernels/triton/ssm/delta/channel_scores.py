@@ -25,7 +25,7 @@ from petatron.kernels.triton.ssm.delta.inverses import unit_lower_inverse
 from petatron.kernels.triton.ssm.delta.tiles import DeltaChunks, chunk_row, row_tile, store_square
 from petatron.kernels.triton.ssm.scan_tiles import document_of
 
-_CHANNELS = 64
+_CHANNELS = 32
 _WARPS = 4
 
 
@@ -77,18 +77,18 @@ def _channel_scores(
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     qk, kk = tl.zeros((CHUNK, CHUNK), dtype=tl.float32), tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     same = tl.zeros((CHUNK,), dtype=tl.float32)
+    unit = (row == column).to(k.dtype.element_ty)
     for begin in range(0, key_dim, CHANNELS):
         rows, inside = row_tile(strides[0], token, b, group, begin, key_dim, length, CHANNELS)
-        query = tl.load(q + rows, mask=inside, other=0.0)
+        query = tl.dot(unit, tl.load(q + rows, mask=inside, other=0.0), input_precision=PRECISION)
         rows, inside = row_tile(strides[1], token, b, group, begin, key_dim, length, CHANNELS)
-        key = tl.load(k + rows, mask=inside, other=0.0)
+        key = tl.dot(unit, tl.load(k + rows, mask=inside, other=0.0), input_precision=PRECISION)
         total = load_sums(sums, tl.arange(0, CHUNK), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
-        same += tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)
-        for level in tl.static_range(LEVELS):
-            half = 1 << level
-            decay = node_decays(total, half, sums, begin, head, chunk, b, sizes, CHUNK, CHANNELS)
-            late, early = (query * decay).to(key.dtype), (key * decay).to(key.dtype)
-            pairs = crossing(half, CHUNK)
+        same += tl.sum(query * key, axis=1)
+        for level in range(LEVELS):
+            decay = node_decays(total, level, sums, begin, head, chunk, b, sizes, CHUNK, CHANNELS)
+            late, early = (query * decay).to(unit.dtype), (key * decay).to(unit.dtype)
+            pairs = two_halves(level, CHUNK)
             qk += tl.where(pairs, tl.dot(late, tl.trans(early), input_precision=PRECISION), 0.0)
             kk += tl.where(pairs, tl.dot(early, tl.trans(early), input_precision=PRECISION), 0.0)
     if documents is not None:
@@ -97,25 +97,24 @@ def _channel_scores(
         qk, kk = tl.where(together, qk, 0.0), tl.where(together, kk, 0.0)
     of_group = chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK)
     q_factor, k_factor = tl.load(q_factors + of_group)[:, None], tl.load(k_factors + of_group)
-    qk = tl.where(row == column, same[:, None], qk) * q_factor * k_factor[None, :]
+    qk = tl.where(row == column, same[:, None], tl.where(column < row, qk, 0.0)) * q_factor * k_factor[None, :]
     store_square(scores, qk, head, chunk, b, sizes, CHUNK)
     beta = tl.load(betas + chunk_row(head, chunk, b, heads, num_chunks, CHUNK))
-    kk *= (beta * k_factor)[:, None] * k_factor[None, :]
+    kk = tl.where(column < row, kk, 0.0) * (beta * k_factor)[:, None] * k_factor[None, :]
     store_square(inverses, unit_lower_inverse(kk, CHUNK, PRECISION), head, chunk, b, sizes, CHUNK)
 
 
 @triton.jit
-def node_decays(total, half, sums, begin, head, chunk, b, sizes, CHUNK: tl.constexpr, CHANNELS: tl.constexpr):
-    """Returns exp(-|s - s_m|) [CHUNK, CHANNELS] for nodes of two halves, m being the last token of the first one."""
-    middle = tl.arange(0, CHUNK) // (2 * half) * (2 * half) + half - 1
+def node_decays(total, level, sums, begin, head, chunk, b, sizes, CHUNK: tl.constexpr, CHANNELS: tl.constexpr):
+    """Returns exp(-|s - s_m|) [CHUNK, CHANNELS], m being the last token of the first half of a token's node; halves have 2^level tokens."""
+    middle = (((tl.arange(0, CHUNK) >> level) | 1) << level) - 1
     return tl.exp(-tl.abs(total - load_sums(sums, middle, begin, head, chunk, b, sizes, CHUNK, CHANNELS)))
 
 
 @triton.jit
-def crossing(half, CHUNK: tl.constexpr):
-    """Returns which pairs of tokens [i, j] have i in the second and j in the first half of one node."""
-    row, column = tl.arange(0, CHUNK)[:, None] // half, tl.arange(0, CHUNK)[None, :] // half
-    return (row - column == 1) & (column % 2 == 0)
+def two_halves(level, CHUNK: tl.constexpr):
+    """Returns which pairs of tokens [CHUNK, CHUNK] are in different halves of one node; halves have 2^level tokens."""
+    return ((tl.arange(0, CHUNK)[:, None] >> level) ^ (tl.arange(0, CHUNK)[None, :] >> level)) == 1
 
 
 @triton.jit
