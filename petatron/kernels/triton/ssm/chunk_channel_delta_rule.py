@@ -17,7 +17,6 @@ S sequence, B batch, H value heads, P value head dim, G key heads, N key head di
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads

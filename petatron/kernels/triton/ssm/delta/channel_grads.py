@@ -94,7 +94,9 @@ def _tree_masks(rows: Tensor, chunks: DeltaChunks) -> tuple[Tensor, Tensor]:
     """
     shape = (tree_levels(chunks), chunks.chunk, chunks.chunk)
     pairs = torch.empty(shape, dtype=rows.dtype, device=rows.device)
-    near = torch.empty(shape, dtype=torch.float32 if rows.dtype == torch.float32 else torch.bfloat16, device=rows.device)
+    near = torch.empty(
+        shape, dtype=torch.float32 if rows.dtype == torch.float32 else torch.bfloat16, device=rows.device
+    )
     _write_tree_masks[shape[:1]](pairs, near, CHUNK=chunks.chunk)
     return pairs, near
 
@@ -191,7 +193,10 @@ def _channel_grads(
         for level in range(LEVELS):
             decay = node_decays(total, level, sums, begin, head, chunk, b, sizes, CHUNK, CHANNELS)
             second = ((row >> level) & 1) == 1
-            pairs, near = tl.load(masks[0] + level * CHUNK * CHUNK + square), tl.load(masks[1] + level * CHUNK * CHUNK + square)
+            pairs, near = (
+                tl.load(masks[0] + level * CHUNK * CHUNK + square),
+                tl.load(masks[1] + level * CHUNK * CHUNK + square),
+            )
             early, mixed = key * decay, tl.where(second, query, key) * decay
             one = tl.dot(of_keys * pairs, early.to(dtype), input_precision=PRECISION) * decay
             other = tl.dot(of_both * pairs, mixed.to(dtype), input_precision=PRECISION) * decay
