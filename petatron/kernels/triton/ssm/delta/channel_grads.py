@@ -178,7 +178,7 @@ def _channel_grads(
         of_query, of_key, of_end, kept = _through_states(
             tensors, strides, states, begin, head, chunk, b, sizes, CHUNK, CHANNELS, COLUMNS, PRECISION
         )
-        to_token, to_end = tl.exp(total), tl.exp(end - total)
+        to_token, to_end = tl.exp2(total), tl.exp2(end - total)
         if documents is not None:
             to_token, to_end = tl.where(from_before, to_token, 0.0), tl.where(to_after, to_end, 0.0)
         whole = tl.sum(tl.where(row == CHUNK - 1, to_token, 0.0), axis=0)

@@ -5,7 +5,8 @@ With s the running sum of a channel's g inside a chunk of Q tokens, kernels that
     q_i exp(s_i)        k_i exp(s_i)        k_j exp(s_Q - s_j)        exp(s_Q), of the state
 
 where no exponent is above 0, and what a document begins in between is 0. q and k are normalised here: the decays are rounded to the
-dtype of the rows as it is. Tokens of one chunk meet each other in `channel_scores.py`, which reads the sums.
+dtype of the rows as it is. Tokens of one chunk meet each other in `channel_scores.py`, which reads the sums. These are stored times log2 e:
+a GPU has an instruction for powers of two, and those of e take four more.
 
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; c chunks.
 """
@@ -13,6 +14,8 @@ S sequence, B batch, H value heads, P value head dim, G key heads, N key head di
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -39,13 +42,16 @@ def decayed_rows(q_SBGN: Tensor, k_SBGN: Tensor, g_SBHN: Tensor, chunks: DeltaCh
         chunks.sizes,
         CHUNK=chunks.chunk,
         CHANNELS=channels,
+        LOG2_E=math.log2(math.e),
         num_warps=4,
     )
     return DecayedRows(*rows, wholes)
 
 
 @triton.jit
-def _decayed_rows(tensors, strides, gates, made, sizes, CHUNK: tl.constexpr, CHANNELS: tl.constexpr):
+def _decayed_rows(
+    tensors, strides, gates, made, sizes, CHUNK: tl.constexpr, CHANNELS: tl.constexpr, LOG2_E: tl.constexpr
+):
     q, k, g = tensors
     length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
     sums, _, q_factors, k_factors, documents = gates
@@ -55,13 +61,13 @@ def _decayed_rows(tensors, strides, gates, made, sizes, CHUNK: tl.constexpr, CHA
     token, group = chunk * CHUNK + tl.arange(0, CHUNK), head // heads_per_group
     column = begin + tl.arange(0, CHANNELS)
     rows, inside = row_tile(strides[2], token, b, head, begin, key_dim, length, CHANNELS)
-    total = tl.cumsum(tl.load(g + rows, mask=inside, other=0.0).to(tl.float32), axis=0)
+    total = tl.cumsum(tl.load(g + rows, mask=inside, other=0.0).to(tl.float32) * LOG2_E, axis=0)
     last = tl.arange(0, CHUNK)[:, None] == CHUNK - 1
     end = tl.sum(tl.where(last, total, 0.0), axis=0)
     to = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)[:, None] * key_dim + column[None, :]
     tl.store(sums + to, total, mask=column[None, :] < key_dim)
 
-    to_token, to_end, whole = tl.exp(total), tl.exp(end[None, :] - total), tl.exp(end)
+    to_token, to_end, whole = tl.exp2(total), tl.exp2(end[None, :] - total), tl.exp2(end)
     if documents is not None:
         own = document_of(documents, token, b, length)[:, None]
         before = document_before(documents, chunk, b, length, CHUNK)

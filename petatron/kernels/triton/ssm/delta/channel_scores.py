@@ -108,7 +108,7 @@ def _channel_scores(
 def node_decays(total, level, sums, begin, head, chunk, b, sizes, CHUNK: tl.constexpr, CHANNELS: tl.constexpr):
     """Returns exp(-|s - s_m|) [CHUNK, CHANNELS], m being the last token of the first half of a token's node; halves have 2^level tokens."""
     middle = (((tl.arange(0, CHUNK) >> level) | 1) << level) - 1
-    return tl.exp(-tl.abs(total - load_sums(sums, middle, begin, head, chunk, b, sizes, CHUNK, CHANNELS)))
+    return tl.exp2(-tl.abs(total - load_sums(sums, middle, begin, head, chunk, b, sizes, CHUNK, CHANNELS)))
 
 
 @triton.jit

@@ -40,8 +40,9 @@ def chunk_tokens(most: int, k_SBGN: Tensor) -> int:
 class DeltaChunks(NamedTuple):
     """What every kernel reads besides rows: gates, factors of rows, documents; and the sizes.
 
-    sums, betas: running sums of g inside a chunk, and beta [B, H, padded length], in float32; sums [B, H, padded length, N] where
-    channels have decays. q_factors, k_factors: what normalises a row [B, G, padded length]. documents: the document of each token [B, S].
+    sums, betas: running sums of g inside a chunk, and beta [B, H, padded length], in float32. q_factors, k_factors: what normalises a
+    row [B, G, padded length]. documents: the document of each token [B, S]. Where channels have decays, sums are [B, H, padded length, N],
+    times log2 e.
     """
 
     sums: Tensor
