@@ -2,17 +2,20 @@
 
 With S the state before a chunk, dS' the gradient of the state after it, w what it writes and dy the gradient of its system's right-hand
 side (`states.py`), the gradients of a chunk's scores and of its system (`channel_scores.py`) are dA = do w^T and dL = -dy w^T. From there
-on channels do not mix, and a program goes through blocks of them. For a level of the tree, with f = exp(-|s - s_m|) and dA, dL of the
-pairs that cross m,
+on channels do not mix, and a program goes through blocks of them. Through the states,
 
-    dq += f (dA (f k))       dk += f (dA^T (f q)) + f ((beta dL + (beta dL)^T) (f k))
+    dq += exp(s) (do S^T)       dk += -beta exp(s) (dy S^T) + exp(s_Q - s) (w dS'^T)
 
-and through the states, dq += exp(s) (do S^T), dk += -beta exp(s) (dy S^T) + exp(s_Q - s) (w dS'^T).
+A level of the tree has f = exp(-|s - s_m|), and dA and dL of the pairs that cross m: rows are in second halves of nodes, columns in first
+ones. Their transposes have the other rows and columns, so two GEMMs are enough for all four,
 
-The gradient of g at a token is that of every decay over it, times the decay. With x = q dq + k dk of one level, which is 0 but for its
-pairs, a token of a second half gets x of all from it to the end of that half, a token of a first half x of all before it in the half;
-likewise of decays from the start of the chunk and to its end. All are sums of few terms, as GEMMs with a matrix of ones and zeros:
-q dq - k dk of all levels together, summed up from the end, would be the same with terms that cancel, where strong decays leave little.
+    X = (dA + (beta dL)^T) (f k)                       Y = (dL + dA^T) z,  z = f q in second halves, f k in first
+    dq += f X, dk += beta f Y in second halves         dk += f (X + Y) in first halves
+
+The gradient of g at a token is that of every decay over it, times the decay. With x = q dq + k dk of one level, a token of a second half
+gets x of all from it to the end of that half, a token of a first half x of all before it in the half; likewise of decays from the start
+of the chunk and to its end. All are sums of few terms, as GEMMs with a matrix of ones and zeros: q dq - k dk of all levels together,
+summed up from the end, would be the same with terms that cancel, where strong decays leave little.
 
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; c chunks.
 """
@@ -94,9 +97,8 @@ def _tree_masks(rows: Tensor, chunks: DeltaChunks) -> tuple[Tensor, Tensor]:
     """
     shape = (tree_levels(chunks), chunks.chunk, chunks.chunk)
     pairs = torch.empty(shape, dtype=rows.dtype, device=rows.device)
-    near = torch.empty(
-        shape, dtype=torch.float32 if rows.dtype == torch.float32 else torch.bfloat16, device=rows.device
-    )
+    sums_dtype = torch.float32 if rows.dtype == torch.float32 else torch.bfloat16
+    near = torch.empty(shape, dtype=sums_dtype, device=rows.device)
     _write_tree_masks[shape[:1]](pairs, near, CHUNK=chunks.chunk)
     return pairs, near
 
@@ -162,12 +164,13 @@ def _channel_grads(
         from_before = own[:, None] == document_before(documents, chunk, b, length, CHUNK)
         to_after = own[:, None] == document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
     same = tl.sum(tl.where(row == column, by_scores, 0.0), axis=1)[:, None]
-    dtype = tensors[0].dtype.element_ty
-    of_keys = (tl.where(column < row, by_scores, 0.0) + tl.trans(by_system * beta[:, None])).to(dtype)
-    of_both = (by_system + tl.trans(tl.where(column < row, by_scores, 0.0))).to(dtype)
-    square = row * CHUNK + column
+    by_scores = tl.where(column < row, by_scores, 0.0)
+    dtype = q.dtype.element_ty
+    of_keys = (by_scores + tl.trans(by_system * beta[:, None])).to(dtype)
+    of_mixed = (by_system + tl.trans(by_scores)).to(dtype)
     unit = (row == column).to(dtype)
     for begin in range(0, key_dim, CHANNELS):
+        # GEMMs with the identity have the rows in the registers where those of the tree have their results.
         rows, inside = row_tile(strides[0], token, b, group, begin, key_dim, length, CHANNELS)
         query = tl.dot(unit, tl.load(q + rows, mask=inside, other=0.0), input_precision=PRECISION) * q_factor
         rows, inside = row_tile(strides[1], token, b, group, begin, key_dim, length, CHANNELS)
@@ -193,18 +196,17 @@ def _channel_grads(
         for level in range(LEVELS):
             decay = node_decays(total, level, sums, begin, head, chunk, b, sizes, CHUNK, CHANNELS)
             second = ((row >> level) & 1) == 1
-            pairs, near = (
-                tl.load(masks[0] + level * CHUNK * CHUNK + square),
-                tl.load(masks[1] + level * CHUNK * CHUNK + square),
-            )
-            early, mixed = key * decay, tl.where(second, query, key) * decay
-            one = tl.dot(of_keys * pairs, early.to(dtype), input_precision=PRECISION) * decay
-            other = tl.dot(of_both * pairs, mixed.to(dtype), input_precision=PRECISION) * decay
-            strength += tl.sum(tl.where(second, other * key, 0.0), axis=1)
-            of_early, of_late = tl.where(second, other * beta[:, None], one + other), tl.where(second, one, 0.0)
-            decays += _sums_of(near, query * of_late + key * of_early, PRECISION)
-            of_query += of_late
-            of_key += of_early
+            at = (level * CHUNK + row) * CHUNK + column
+            pairs, near = tl.load(masks[0] + at), tl.load(masks[1] + at)
+            early, mixed = (key * decay).to(dtype), (tl.where(second, query, key) * decay).to(dtype)
+            of_early = tl.dot(of_keys * pairs, early, input_precision=PRECISION) * decay
+            of_both = tl.dot(of_mixed * pairs, mixed, input_precision=PRECISION) * decay
+            strength += tl.sum(tl.where(second, of_both * key, 0.0), axis=1)
+            by_query = tl.where(second, of_early, 0.0)
+            by_key = tl.where(second, of_both * beta[:, None], of_early + of_both)
+            decays += _sums_of(near, query * by_query + key * by_key, PRECISION)
+            of_query += by_query
+            of_key += by_key
         to, there = row_tile(strides[6], token, b, head, begin, key_dim, length, CHANNELS)
         tl.store(grad_q + to, of_query, mask=there)
         tl.store(grad_k + to, of_key, mask=there)

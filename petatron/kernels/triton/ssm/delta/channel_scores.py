@@ -79,6 +79,7 @@ def _channel_scores(
     same = tl.zeros((CHUNK,), dtype=tl.float32)
     unit = (row == column).to(k.dtype.element_ty)
     for begin in range(0, key_dim, CHANNELS):
+        # GEMMs with the identity have the rows in registers as operands of the next GEMMs, and exponentials are computed there only.
         rows, inside = row_tile(strides[0], token, b, group, begin, key_dim, length, CHANNELS)
         query = tl.dot(unit, tl.load(q + rows, mask=inside, other=0.0), input_precision=PRECISION)
         rows, inside = row_tile(strides[1], token, b, group, begin, key_dim, length, CHANNELS)
