@@ -17,7 +17,14 @@ import pytest
 
 from tests.kernels.test_decode_resources import HOPPER, SHARED_BYTES
 
-KERNELS = {"_decayed_rows", "_channel_scores", "_chunk_states", "_chunk_outputs", "_written_grads", "_chunk_state_grads"}
+KERNELS = {
+    "_decayed_rows",
+    "_channel_scores",
+    "_chunk_states",
+    "_chunk_outputs",
+    "_written_grads",
+    "_chunk_state_grads",
+}
 KERNELS |= {"_gate_rows", "_row_factors", "_channel_grads", "_row_grads", "_write_tree_masks"}
 
 
@@ -39,9 +46,9 @@ def test_programs_fit_on_a_multiprocessor(dtype: str, tmp_path: Path):
 def measure(dtype_name: str) -> dict[str, int]:
     """Returns the shared memory of a program of each kernel, of a forward and a backward pass."""
     import torch
-    import triton
+    from torch import Tensor
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.compiler import ASTSource, compile
     from triton.runtime.jit import JITFunction
 
     from petatron.kernels.triton.ssm import chunk_channel_delta_rule as kernels
@@ -56,13 +63,14 @@ def measure(dtype_name: str) -> dict[str, int]:
         def type_of(value: Any, path: tuple[int, ...]) -> Any:
             if isinstance(value, tuple):
                 return tuple(type_of(each, (*path, number)) for number, each in enumerate(value))
-            if value is None or (isinstance(value, int) and value == 1):
+            if isinstance(value, Tensor):
+                aligned[path] = [["tt.divisibility", 16]]
+                return names[value.dtype]
+            if value is None or value == 1:
                 constants[path] = value
                 return "constexpr"
-            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            if value % 16 == 0:
                 aligned[path] = [["tt.divisibility", 16]]
-            if isinstance(value, torch.Tensor):
-                return names[value.dtype]
             return "fp32" if isinstance(value, float) else "i32"
 
         given = dict(zip(kernel.arg_names, args)) | options
@@ -74,7 +82,7 @@ def measure(dtype_name: str) -> dict[str, int]:
                 signature[name] = type_of(given[name], (number,))
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
         launch = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
-        made = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=launch)
+        made = compile(source, target=GPUTarget("cuda", HOPPER, 32), options=launch)
         found[kernel.fn.__name__] = made.metadata.shared
 
     JITFunction.run = compile_only  # pyright: ignore[reportAttributeAccessIssue]
