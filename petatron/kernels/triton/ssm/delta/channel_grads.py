@@ -56,27 +56,31 @@ def channel_grads(
         return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
     grad_v, grad_g, grad_beta = new(v_SBHP), new(g_SBHN), new(beta_SBH)
-    of_heads = new(g_SBHN, torch.float32), new(g_SBHN, torch.float32)
+    sums = tuple(new(g_SBHN, torch.float32) for _ in range(3))
+    grid = (chunks.num_chunks, chunks.heads, chunks.batch)
     constants = chunks.constants(v_SBHP, columns=_COLUMNS)
+    constants |= {"CHANNELS": min(_CHANNELS, constants.pop("KEY_DIM")), "num_warps": _WARPS, "num_stages": 1}
     rows = (q_SBGN, k_SBGN, v_SBHP, grad_o_SBHP, made.written, made.grad_sides)
-    _channel_grads[(chunks.num_chunks, chunks.heads, chunks.batch)](
+    strides = tuple(tensor.stride()[:3] for tensor in (*rows, sums[0]))
+    partial_beta = torch.empty_like(chunks.betas)
+    _state_grads[grid](
+        rows, strides, chunks.gates, (made.states, made.grad_states), (*sums, partial_beta), chunks.sizes, **constants
+    )
+    _tree_grads[grid](
         rows,
-        tuple(tensor.stride()[:3] for tensor in (*rows, grad_g)),
+        strides,
         chunks.gates,
-        (made.states, made.grad_states),
-        (*of_heads, grad_v, grad_g, grad_beta),
         _tree_masks(k_SBGN, chunks),
+        (*sums, partial_beta),
+        (grad_v, grad_g, grad_beta),
         chunks.sizes,
         LEVELS=tree_levels(chunks),
-        CHANNELS=min(_CHANNELS, constants.pop("KEY_DIM")),
         **constants,
-        num_warps=_WARPS,
-        num_stages=1,
     )
     grads = new(q_SBGN), new(k_SBGN)
     scales = query_factor(chunks.key_dim), 1.0
     for x, factors, of_head, grad, scale in zip(
-        (q_SBGN, k_SBGN), (chunks.q_factors, chunks.k_factors), of_heads, grads, scales, strict=True
+        (q_SBGN, k_SBGN), (chunks.q_factors, chunks.k_factors), sums[:2], grads, scales, strict=True
     ):
         _row_grads[(chunks.num_chunks, chunks.groups, chunks.batch)](
             (x, factors, of_head, grad),
@@ -130,54 +134,34 @@ def _row_grads(tensors, strides, sizes, scale, CHUNK: tl.constexpr, KEY_DIM: tl.
 
 
 @triton.jit
-def _channel_grads(
+def _state_grads(
     tensors,
     strides,
     gates,
     states,
-    grads,
-    masks,
+    sums,
     sizes,
-    LEVELS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHANNELS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Writes what comes through the states: parts of the gradients of normalised rows, of g and of beta."""
     chunk, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    q, k = tensors[0], tensors[1]
-    length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
-    sums, betas, q_factors, k_factors, documents = gates
-    grad_q, grad_k, grad_v, grad_g, grad_beta = grads
-    token, group = chunk * CHUNK + tl.arange(0, CHUNK), head // heads_per_group
+    length, num_chunks, heads, _, key_dim, _ = sizes
+    token, documents = chunk * CHUNK + tl.arange(0, CHUNK), gates[4]
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    beta = tl.load(betas + chunk_row(head, chunk, b, heads, num_chunks, CHUNK))
-    of_group = chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK)
-    q_factor, k_factor = tl.load(q_factors + of_group)[:, None], tl.load(k_factors + of_group)[:, None]
-    by_scores, by_system, strength = _square_grads(
-        tensors, strides, grad_v, beta, head, chunk, b, sizes, CHUNK, COLUMNS, PRECISION
-    )
+    at = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)
+    beta = tl.load(gates[1] + at)[:, None]
     if documents is not None:
-        own = document_of(documents, token, b, length)
-        together = own[:, None] == own[None, :]
-        by_scores, by_system = tl.where(together, by_scores, 0.0), tl.where(together, by_system, 0.0)
-        from_before = own[:, None] == document_before(documents, chunk, b, length, CHUNK)
-        to_after = own[:, None] == document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
-    same = tl.sum(tl.where(row == column, by_scores, 0.0), axis=1)[:, None]
-    by_scores = tl.where(column < row, by_scores, 0.0)
-    dtype = q.dtype.element_ty
-    of_keys = (by_scores + tl.trans(by_system * beta[:, None])).to(dtype)
-    of_mixed = (by_system + tl.trans(by_scores)).to(dtype)
-    unit = (row == column).to(dtype)
+        own = document_of(documents, token, b, length)[:, None]
+        from_before = own == document_before(documents, chunk, b, length, CHUNK)
+        to_after = own == document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
+    strength = tl.zeros((CHUNK,), dtype=tl.float32)
     for begin in range(0, key_dim, CHANNELS):
-        # GEMMs with the identity have the rows in the registers where those of the tree have their results.
-        rows, inside = row_tile(strides[0], token, b, group, begin, key_dim, length, CHANNELS)
-        query = tl.dot(unit, tl.load(q + rows, mask=inside, other=0.0), input_precision=PRECISION) * q_factor
-        rows, inside = row_tile(strides[1], token, b, group, begin, key_dim, length, CHANNELS)
-        key = tl.dot(unit, tl.load(k + rows, mask=inside, other=0.0), input_precision=PRECISION) * k_factor
-        total = load_sums(sums, tl.arange(0, CHUNK), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
-        end = load_sums(sums, tl.full((1,), CHUNK - 1, tl.int32), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
-
+        query, key = _unit_rows(tensors, strides, gates, begin, head, chunk, b, sizes, CHUNK, CHANNELS, PRECISION)
+        total = load_sums(gates[0], tl.arange(0, CHUNK), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
+        end = load_sums(gates[0], tl.full((1,), CHUNK - 1, tl.int32), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
         of_query, of_key, of_end, kept = _through_states(
             tensors, strides, states, begin, head, chunk, b, sizes, CHUNK, CHANNELS, COLUMNS, PRECISION
         )
@@ -187,32 +171,106 @@ def _channel_grads(
         whole = tl.sum(tl.where(row == CHUNK - 1, to_token, 0.0), axis=0)
         of_query, of_key, of_end = of_query * to_token, of_key * -to_token, of_end * to_end
         strength += tl.sum(of_key * key, axis=1)
-        of_key *= beta[:, None]
+        of_key *= beta
         decays = _sums_of(column >= row, query * of_query + key * of_key, PRECISION)
         decays += _sums_of(column < row, key * of_end, PRECISION) + (whole * kept)[None, :]
-        of_query += same * key
-        of_key += of_end + same * query
+        to, there = row_tile(strides[6], token, b, head, begin, key_dim, length, CHANNELS)
+        tl.store(sums[0] + to, of_query, mask=there)
+        tl.store(sums[1] + to, of_key + of_end, mask=there)
+        tl.store(sums[2] + to, decays, mask=there)
+    tl.store(sums[3] + at, strength)
 
+
+@triton.jit
+def _tree_grads(
+    tensors,
+    strides,
+    gates,
+    masks,
+    sums,
+    grads,
+    sizes,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Adds what tokens of one chunk are to each other; writes the gradients of v, g and beta."""
+    chunk, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length, num_chunks, heads, _, key_dim, _ = sizes
+    grad_v, grad_g, grad_beta = grads
+    token, documents = chunk * CHUNK + tl.arange(0, CHUNK), gates[4]
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    at = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)
+    beta = tl.load(gates[1] + at)[:, None]
+    by_scores, by_system, strength = _square_grads(
+        tensors, strides, grad_v, beta, head, chunk, b, sizes, CHUNK, COLUMNS, PRECISION
+    )
+    if documents is not None:
+        own = document_of(documents, token, b, length)
+        together = own[:, None] == own[None, :]
+        by_scores, by_system = tl.where(together, by_scores, 0.0), tl.where(together, by_system, 0.0)
+    same = tl.sum(tl.where(row == column, by_scores, 0.0), axis=1)[:, None]
+    by_scores = tl.where(column < row, by_scores, 0.0)
+    dtype = tensors[0].dtype.element_ty
+    of_keys = (by_scores + tl.trans(by_system * beta)).to(dtype)
+    of_mixed = (by_system + tl.trans(by_scores)).to(dtype)
+    strength += tl.load(sums[3] + at)
+    for begin in range(0, key_dim, CHANNELS):
+        query, key = _unit_rows(tensors, strides, gates, begin, head, chunk, b, sizes, CHUNK, CHANNELS, PRECISION)
+        total = load_sums(gates[0], tl.arange(0, CHUNK), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
+        to, there = row_tile(strides[6], token, b, head, begin, key_dim, length, CHANNELS)
+        decays = tl.load(sums[2] + to, mask=there, other=0.0)
+        of_query, of_key = same * key, same * query
         for level in range(LEVELS):
-            decay = node_decays(total, level, sums, begin, head, chunk, b, sizes, CHUNK, CHANNELS)
+            decay = node_decays(total, level, gates[0], begin, head, chunk, b, sizes, CHUNK, CHANNELS)
             second = ((row >> level) & 1) == 1
-            at = (level * CHUNK + row) * CHUNK + column
-            pairs, near = tl.load(masks[0] + at), tl.load(masks[1] + at)
+            square = (level * CHUNK + row) * CHUNK + column
+            pairs, near = tl.load(masks[0] + square), tl.load(masks[1] + square)
             early, mixed = (key * decay).to(dtype), (tl.where(second, query, key) * decay).to(dtype)
             of_early = tl.dot(of_keys * pairs, early, input_precision=PRECISION) * decay
             of_both = tl.dot(of_mixed * pairs, mixed, input_precision=PRECISION) * decay
             strength += tl.sum(tl.where(second, of_both * key, 0.0), axis=1)
             by_query = tl.where(second, of_early, 0.0)
-            by_key = tl.where(second, of_both * beta[:, None], of_early + of_both)
+            by_key = tl.where(second, of_both * beta, of_early + of_both)
             decays += _sums_of(near, query * by_query + key * by_key, PRECISION)
             of_query += by_query
             of_key += by_key
-        to, there = row_tile(strides[6], token, b, head, begin, key_dim, length, CHANNELS)
-        tl.store(grad_q + to, of_query, mask=there)
-        tl.store(grad_k + to, of_key, mask=there)
+        tl.store(sums[0] + to, of_query + tl.load(sums[0] + to, mask=there, other=0.0), mask=there)
+        tl.store(sums[1] + to, of_key + tl.load(sums[1] + to, mask=there, other=0.0), mask=there)
         tl.store(grad_g + to, decays.to(grad_g.dtype.element_ty), mask=there)
     of_head = (token.to(tl.int64) * tl.num_programs(2) + b) * heads + head
     tl.store(grad_beta + of_head, strength.to(grad_beta.dtype.element_ty), mask=token < length)
+
+
+@triton.jit
+def _unit_rows(
+    tensors,
+    strides,
+    gates,
+    begin,
+    head,
+    chunk,
+    b,
+    sizes,
+    CHUNK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Returns some channels of normalised queries and keys [CHUNK, CHANNELS].
+
+    They come from GEMMs with the identity, which have them in the registers where other GEMMs have their results.
+    """
+    length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
+    token, group = chunk * CHUNK + tl.arange(0, CHUNK), head // heads_per_group
+    of_group = chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK)
+    unit = (tl.arange(0, CHUNK)[:, None] == tl.arange(0, CHUNK)[None, :]).to(tensors[0].dtype.element_ty)
+    rows, inside = row_tile(strides[0], token, b, group, begin, key_dim, length, CHANNELS)
+    query = tl.dot(unit, tl.load(tensors[0] + rows, mask=inside, other=0.0), input_precision=PRECISION)
+    rows, inside = row_tile(strides[1], token, b, group, begin, key_dim, length, CHANNELS)
+    key = tl.dot(unit, tl.load(tensors[1] + rows, mask=inside, other=0.0), input_precision=PRECISION)
+    return query * tl.load(gates[2] + of_group)[:, None], key * tl.load(gates[3] + of_group)[:, None]
 
 
 @triton.jit
@@ -244,7 +302,7 @@ def _square_grads(
         by_scores = tl.dot(out, tl.trans(new), by_scores, input_precision=PRECISION)
         by_system = tl.dot(side, tl.trans(new), by_system, input_precision=PRECISION)
         strength += tl.sum(side.to(tl.float32) * value.to(tl.float32), axis=1)
-        tl.store(grad_v + rows, (side * beta[:, None]).to(grad_v.dtype.element_ty), mask=inside)
+        tl.store(grad_v + rows, (side * beta).to(grad_v.dtype.element_ty), mask=inside)
     return tl.where(column <= row, by_scores, 0.0), tl.where(column < row, -by_system, 0.0), strength
 
 
