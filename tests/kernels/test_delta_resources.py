@@ -25,7 +25,7 @@ KERNELS = {
     "_written_grads",
     "_chunk_state_grads",
 }
-KERNELS |= {"_gate_rows", "_row_factors", "_channel_grads", "_row_grads", "_write_tree_masks"}
+KERNELS |= {"_gate_rows", "_row_factors", "_state_grads", "_tree_grads", "_row_grads", "_write_tree_masks"}
 
 
 @pytest.mark.slow

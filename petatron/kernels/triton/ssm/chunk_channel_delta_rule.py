@@ -11,6 +11,7 @@
 | `delta/channel_grads.py`                            | all but rows, A and T      | all gradients                   |
 
 Decays of channels are inside the products, so every value head has rows, scores and gradients of queries and keys of its own.
+The registry chooses the forward pass alone: `docs/delta.md` says what kept the backward pass from being right on a GPU.
 
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim.
 """

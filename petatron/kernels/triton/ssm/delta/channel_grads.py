@@ -17,6 +17,8 @@ gets x of all from it to the end of that half, a token of a first half x of all 
 of the chunk and to its end. All are sums of few terms, as GEMMs with a matrix of ones and zeros: q dq - k dk of all levels together,
 summed up from the end, would be the same with terms that cancel, where strong decays leave little.
 
+Two kernels, through the states and through the tree: in one, ptxas 12.8 reads a uniform register that it never wrote.
+
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; c chunks.
 """
 

@@ -197,8 +197,11 @@ def _chunk_state_grads(
     grad = tl.zeros((KEY_DIM, COLUMNS), dtype=tl.float32)
     if first is not None:
         grad += tl.load(first + at, mask=there, other=0.0).to(tl.float32)
-    # Not num_chunks: Triton makes a constant of 1, and ptxas 12.8 reads a register that it never wrote where the loop is gone.
-    for step in range(tl.cdiv(length, CHUNK)):
+    steps = num_chunks
+    if wholes is not None:
+        # The same number. Triton makes a constant of 1, and where the loop is gone ptxas 12.8 reads a register that it never wrote.
+        steps = tl.cdiv(length, CHUNK)
+    for step in range(steps):
         chunk = num_chunks - 1 - step
         rounded = grad.to(grad_states.dtype.element_ty)
         tl.store(grad_states + state_base(b, chunk, head, sizes) + offsets, rounded, mask=there)
