@@ -39,6 +39,7 @@ OPERATION_NAMES = (
     "fp8",
     "scan",
     "delta",
+    "channel-delta",
     "latent-decode",
     "recurrent-decode",
     "attention",

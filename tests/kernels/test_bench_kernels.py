@@ -56,7 +56,7 @@ def test_every_group_has_a_name():
 def test_twins_take_the_same_calls(name: str):
     """In Triton's interpreter, which rounds to eight bits in a way of its own, and multiplies the bits of half-precision numbers in
     GEMMs; the hardware's products are left out."""
-    dtype = torch.float32 if name in ("scan", "delta", "latent-decode") else torch.bfloat16
+    dtype = torch.float32 if name in ("scan", "delta", "channel-delta", "latent-decode") else torch.bfloat16
     place = BenchContext(CPU, dtype, HOPPER, compile_references=False)
     seen = 0
     for case in CASES[name](place, TINY, first=name != "fp8"):
@@ -66,7 +66,7 @@ def test_twins_take_the_same_calls(name: str):
             assert error <= (0.15 if name == "fp8" else 1e-2), case.label
             seen += 1
     counts = {"norm": 2, "activation": 2, "rotary": 4, "loss": 2, "embedding": 1, "fp8": 5, "scan": 4, "delta": 2}
-    assert seen == (counts | {"latent-decode": 1, "recurrent-decode": 3})[name]
+    assert seen == (counts | {"channel-delta": 2, "latent-decode": 1, "recurrent-decode": 3})[name]
 
 
 @needs_triton

@@ -38,8 +38,9 @@ COMPILED = (
     "norm, then gate",
     "silu gate",
 )
-PLAIN_ONLY = ("gated delta rule by channel",)
-"""No faster kernels take its arguments."""
+UNSEEN = "gated delta rule by channel"
+"""Its Triton backward pass is not chosen: it was not yet right on a GPU."""
+PASSED_OVER = {UNSEEN: (("triton", "its backward pass was not yet right on a GPU"),)}
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -59,9 +60,9 @@ def chosen(
 
 def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(HOPPER, monkeypatch).items():
-        best = "compiled" if operation in COMPILED else "reference" if operation in PLAIN_ONLY else "triton"
-        assert name == best == OPERATIONS[operation][0].name
-        assert passed_over == ()
+        best = "compiled" if operation in COMPILED else "triton forward" if operation == UNSEEN else "triton"
+        assert name == best == OPERATIONS[operation][operation == UNSEEN].name
+        assert passed_over == PASSED_OVER.get(operation, ())
 
 
 @pytest.mark.parametrize(
@@ -76,13 +77,13 @@ def test_what_runs_everywhere(situation: KernelContext, reasons: dict[str, str],
     for operation, (name, passed_over) in chosen(situation, monkeypatch).items():
         assert name == PLAIN_NAMES.get(operation, "reference") == OPERATIONS[operation][-1].name
         better = [kernel.name for kernel in OPERATIONS[operation][:-1]]
-        assert len(better) == (operation not in PLAIN_ONLY)
+        assert len(better) == 1 + (operation == UNSEEN)
         assert passed_over == tuple((one, reasons.get(operation, NO_GPU)) for one in better)
 
 
 def test_no_compile_leaves_the_handwritten_ones(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(dataclasses.replace(HOPPER, allow_compile=False), monkeypatch).items():
-        wanted = ("reference" if operation in PLAIN_ONLY else "triton", ())
+        wanted = ("triton forward", PASSED_OVER[UNSEEN]) if operation == UNSEEN else ("triton", ())
         wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else wanted
         assert (name, passed_over) == wanted
 
@@ -90,7 +91,9 @@ def test_no_compile_leaves_the_handwritten_ones(monkeypatch: pytest.MonkeyPatch)
 def test_float64_is_computed_in_float64(monkeypatch: pytest.MonkeyPatch):
     """Proofs run in it: everything is left to the references."""
     found = chosen(dataclasses.replace(HOPPER, dtype=torch.float64), monkeypatch)
-    assert {operation for operation, (name, _) in found.items() if name in ("triton", "compiled")} == set()
+    assert {
+        operation for operation, (name, _) in found.items() if name in ("triton", "triton forward", "compiled")
+    } == set()
     assert found["rms_norm"] == ("reference", (("triton", "it computes in float32"),))
     assert found["FP8 casts and GEMMs"] == ("emulation", (("triton", "its GEMMs return bfloat16"),))
 
@@ -211,7 +214,7 @@ def test_twins_are_called_alike(operation: str):
 @pytest.mark.parametrize("context_parallel", [False, True])
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(GatedDeltaNetSpec, "triton.ssm.chunk_delta_rule"), (KimiDeltaSpec, "ssm.chunk_channel_delta_rule")],
+    [(GatedDeltaNetSpec, "triton.ssm.chunk_delta_rule"), (KimiDeltaSpec, "triton.ssm.chunk_channel_delta_rule")],
 )
 def test_decays_of_channels_never_reach_kernels_for_decays_of_heads(
     kind: type[GatedDeltaNetSpec], expected: str, context_parallel: bool
@@ -223,6 +226,15 @@ def test_decays_of_channels_never_reach_kernels_for_decays_of_heads(
         rule = ContextParallelDeltaRule(rule, ParallelMesh.single(torch.device("cpu")).cp)
     [operation] = rule.kernel_slots().values()
     assert module_of(choose_kernel(operation, HOPPER).functions) == expected
+
+
+@needs_triton
+def test_decays_of_channels_are_triton_s_forward_and_the_reference_s_backward():
+    found = choose_kernel(UNSEEN, HOPPER).functions
+    assert found.chunk_delta_rule.__module__ == "petatron.kernels.triton.ssm.chunk_channel_delta_rule"
+    assert found.chunk_delta_rule_backward.__module__ == "petatron.kernels.ssm.chunk_channel_delta_rule"
+    halves = choose_kernel(UNSEEN, dataclasses.replace(HOPPER, dtype=torch.float16))
+    assert halves.rejected == (*PASSED_OVER[UNSEEN], ("triton forward", "it was not yet seen on a GPU in float16"))
 
 
 def module_of(implementation: Any) -> str:
@@ -243,7 +255,8 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
             used.add(f"petatron.kernels.{module}")
     steps = ["sequential_scan", "sequential_scan_grads"]
     steps += [f"scan_{part}" for part in ("tiles", "states", "outputs", "grads")]
-    steps += [f"delta_{part}" for part in ("tiles", "inverses", "states", "outputs", "score_grads", "grads")]
+    steps += [f"delta.{part}" for part in ("tiles", "inverses", "states", "outputs", "score_grads", "grads")]
+    steps += [f"delta.channel_{part}" for part in ("rows", "scores", "grads")]
     steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
     parts |= {

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, BenchContext, KernelCase, MicroBatchShape, Outputs
-from petatron.bench.ops.delta import delta_cases
+from petatron.bench.ops.delta import channel_delta_cases, delta_cases
 from petatron.bench.ops.latent_decode import latent_decode_cases
 from petatron.bench.ops.qkv_split import qkv_split_cases
 from petatron.bench.ops.recurrent_decode import recurrent_decode_cases
@@ -327,6 +327,7 @@ CASES: Mapping[str, Callable[..., Iterator[KernelCase]]] = {
     "fp8": fp8_cases,
     "scan": scan_cases,
     "delta": delta_cases,
+    "channel-delta": channel_delta_cases,
     "latent-decode": latent_decode_cases,
     "recurrent-decode": recurrent_decode_cases,
 }

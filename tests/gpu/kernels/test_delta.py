@@ -1,4 +1,4 @@
-"""The gated delta rule and its norm on a CUDA device against float64, at the sizes of Qwen3-Next's heads."""
+"""The gated delta rule, with decays of heads and of channels, and its norm on a CUDA device against float64, at published sizes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ WIDTH = 128
 RULE_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 """Norm of the difference over the norm; GEMMs of bfloat16 have operands that were rounded, each to 2e-3."""
 OPTIONS = {"chunk_size": 64}
+OPERATIONS = {3: ("gated delta rule", chunk_delta_rule), 4: ("gated delta rule by channel", chunk_channel_delta_rule)}
+"""By the dimensions of g."""
 
 
 def far(ours: Tensor, true: Tensor) -> float:
@@ -26,9 +28,9 @@ def far(ours: Tensor, true: Tensor) -> float:
     return float((ours.double() - true.double()).norm() / true.double().norm().clamp(min=1e-30))
 
 
-def triton_rule(dtype: torch.dtype) -> Any:
-    choice = choose_kernel("gated delta rule", KernelContext.of(torch.device("cuda"), dtype, allow_compile=True))
-    assert choice.name == "triton", str(choice)
+def triton_rule(dtype: torch.dtype, operation: str = "gated delta rule") -> Any:
+    choice = choose_kernel(operation, KernelContext.of(torch.device("cuda"), dtype, allow_compile=True))
+    assert choice.name == ("triton" if operation == "gated delta rule" else "triton forward"), str(choice)
     return choice.functions
 
 
@@ -49,20 +51,29 @@ def rule_inputs(
     )
 
 
+def with_channels(inputs: DeltaInputs, *, strong: bool = False) -> DeltaInputs:
+    """With a decay of every key channel; strong: of which some are exp(-20), some hardly any."""
+    g = -F.softplus(torch.randn(*inputs.v_SBHP.shape[:3], WIDTH, device="cuda"))
+    if strong:
+        g[..., ::3], g[..., 1::3] = -20.0, -1e-6
+    return inputs._replace(g=g)
+
+
 def compare(
     inputs: DeltaInputs, *, starts: Tensor | None = None, state: Tensor | None = None, grad_state: Tensor | None = None
 ) -> None:
     """Outputs, final state and all gradients against float64."""
     dtype = inputs.v_SBHP.dtype
-    found, bound = triton_rule(dtype), RULE_BOUNDS[dtype]
+    operation, plain = OPERATIONS[inputs.g.dim()]
+    found, bound = triton_rule(dtype, operation), RULE_BOUNDS[dtype]
     exact = DeltaInputs(*(tensor.double() for tensor in inputs))
     wide_state, wide_grad = (None if tensor is None else tensor.double() for tensor in (state, grad_state))
     ours = found.chunk_delta_rule(*inputs, **OPTIONS, starts_SB=starts, initial_state=state)
-    true = chunk_delta_rule.chunk_delta_rule(*exact, **OPTIONS, starts_SB=starts, initial_state=wide_state)
+    true = plain.chunk_delta_rule(*exact, **OPTIONS, starts_SB=starts, initial_state=wide_state)
     assert [far(one, other) <= bound for one, other in zip(ours, true, strict=True)] == [True] * 2
     grad = torch.randn(inputs.v_SBHP.shape, device="cuda", dtype=dtype)
     ours = found.chunk_delta_rule_backward(grad, grad_state, *inputs, **OPTIONS, starts_SB=starts, initial_state=state)
-    true = chunk_delta_rule.chunk_delta_rule_backward(
+    true = plain.chunk_delta_rule_backward(
         grad.double(), wide_grad, *exact, **OPTIONS, starts_SB=starts, initial_state=wide_state
     )
     for name, one, other in zip((*DeltaInputs._fields, "initial state"), ours, true, strict=True):
@@ -167,19 +178,28 @@ def test_the_norm_and_its_gate(dtype: torch.dtype, bound: float):
 @pytest.mark.parametrize("strong", [False, True])
 @pytest.mark.parametrize("dtype", RULE_BOUNDS, ids=str)
 def test_decays_of_channels_and_their_gradients(dtype: torch.dtype, strong: bool):
-    """Plain PyTorch on a GPU too; float32 inside."""
-    inputs = rule_inputs(300, dtype, key_heads=4)
-    g = -F.softplus(torch.randn(300, 2, 4, WIDTH, device="cuda"))
-    if strong:
-        g[..., ::3], g[..., 1::3] = -20.0, -1e-6
-    inputs = inputs._replace(g=g)
-    exact = DeltaInputs(*(tensor.double() for tensor in inputs))
-    rule, backward = chunk_channel_delta_rule.chunk_delta_rule, chunk_channel_delta_rule.chunk_delta_rule_backward
-    found, true = rule(*inputs, **OPTIONS), rule(*exact, **OPTIONS)
-    assert [far(one, other) <= RULE_BOUNDS[dtype] for one, other in zip(found, true)] == [True] * 2
-    grad = torch.randn(inputs.v_SBHP.shape, device="cuda", dtype=dtype)
-    found = backward(grad, None, *inputs, **OPTIONS)[:5]
-    true = backward(grad.double(), None, *exact, **OPTIONS)[:5]
-    for name, one, other in zip(DeltaInputs._fields, found, true):
-        assert one is not None and other is not None
-        assert far(one, other) <= RULE_BOUNDS[dtype], (name, far(one, other))
+    starts = torch.rand(300, 2, device="cuda") < 0.02
+    compare(with_channels(rule_inputs(300, dtype, key_heads=4), strong=strong), starts=None if strong else starts)
+
+
+@pytest.mark.parametrize("dtype", RULE_BOUNDS, ids=str)
+def test_decays_of_channels_after_a_state(dtype: torch.dtype):
+    """With two value heads for a key head, and values as wide as context parallelism makes them."""
+    state = torch.eye(WIDTH, 2 * WIDTH, device="cuda").roll(WIDTH, dims=1).expand(2, 4, -1, -1)
+    inputs = with_channels(rule_inputs(200, dtype, value_dim=2 * WIDTH))
+    compare(inputs, state=state, grad_state=torch.randn(2, 4, WIDTH, 2 * WIDTH, device="cuda"))
+
+
+@pytest.mark.parametrize("length", [1, 15, 64])
+def test_decays_of_channels_of_few_tokens_and_one_head(length: int):
+    compare(with_channels(rule_inputs(length, torch.bfloat16, batch=1, key_heads=1, heads=1)))
+
+
+def test_a_layer_of_kimi_linear_and_the_same_outputs_every_time():
+    """All heads of one sequence, against the reference in float32."""
+    inputs = with_channels(rule_inputs(4096, torch.bfloat16, batch=1, key_heads=32, heads=32))
+    wide, found = DeltaInputs(*(tensor.float() for tensor in inputs)), triton_rule(torch.bfloat16, OPERATIONS[4][0])
+    once, again = (found.chunk_delta_rule(*inputs, **OPTIONS) for _ in range(2))
+    true = chunk_channel_delta_rule.chunk_delta_rule(*wide, **OPTIONS)
+    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
+    assert all(far(one, other) <= RULE_BOUNDS[torch.bfloat16] for one, other in zip(once, true, strict=True))

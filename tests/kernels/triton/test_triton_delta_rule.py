@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,8 @@ from tests.longform import later
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.ssm import chunk_delta_rule as ours
-from petatron.kernels.triton.ssm.delta_inverses import chunk_inverses
-from petatron.kernels.triton.ssm.delta_tiles import delta_chunks
+from petatron.kernels.triton.ssm.delta.inverses import chunk_inverses
+from petatron.kernels.triton.ssm.delta.tiles import delta_chunks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
@@ -61,6 +63,8 @@ def compare(
     state: Tensor | None = None,
     grad_state: Tensor | None = None,
     bound: float,
+    ours: ModuleType = ours,
+    plain: ModuleType = plain,
 ) -> tuple[DeltaGrads, DeltaGrads]:
     """Holds outputs, final state and all gradients against float64; returns the gradients and the true ones."""
     options = {"chunk_size": chunk_size, "starts_SB": starts}

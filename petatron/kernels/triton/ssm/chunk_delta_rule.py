@@ -6,14 +6,14 @@ kernel has a GEMM more for each chunk. How long a chunk is changes no result but
 
 | step                                                | reads, besides gates       | writes                          |
 |-----------------------------------------------------|----------------------------|---------------------------------|
-| `delta_inverses.py`                                 | k                          | T                               |
-| `delta_states.py`, sequential                       | k, v, T                    | states, written values w        |
-| `delta_outputs.py`                                  | q, k, w, states            | o                               |
+| `delta/inverses.py`                                 | k                          | T                               |
+| `delta/states.py`, sequential                       | k, v, T                    | states, written values w        |
+| `delta/outputs.py`                                  | q, k, w, states            | o                               |
 | backward: the first two again; written gradients    | q, k, do                   | dw                              |
-| `delta_states.py`, sequential, in reverse           | q, k, do, dw, T            | gradients of states; dy over dw |
-| `delta_score_grads.py`                              | q, k, v, do, dy, w twice   | dv, sums for dq and dk          |
-| `delta_grads.py`, queries                           | q, do, states              | dq                              |
-| `delta_grads.py`, keys                              | k, dy, w, states and grads | dk, dg, dbeta                   |
+| `delta/states.py`, sequential, in reverse           | q, k, do, dw, T            | gradients of states; dy over dw |
+| `delta/score_grads.py`                              | q, k, v, do, dy, w twice   | dv, sums for dq and dk          |
+| `delta/grads.py`, queries                           | q, do, states              | dq                              |
+| `delta/grads.py`, keys                              | k, dy, w, states and grads | dk, dg, dbeta                   |
 
 States of 64 tokens each, with N = P = 128, have twice the bytes of v in the same dtype; T has half the bytes of v.
 
@@ -22,20 +22,15 @@ S sequence, B batch, H value heads, P value head dim, G key heads, N key head di
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads
 from petatron.kernels.strides import contiguous_rows
-from petatron.kernels.triton.ssm.delta_grads import DeltaIntermediates, chunk_grads
-from petatron.kernels.triton.ssm.delta_inverses import chunk_inverses
-from petatron.kernels.triton.ssm.delta_outputs import chunk_outputs, chunk_written_grads
-from petatron.kernels.triton.ssm.delta_states import chunk_state_grads, chunk_states
-from petatron.kernels.triton.ssm.delta_tiles import delta_chunks
-
-_CHUNK = 64
-_WIDE_KEY = 128
-"""A state of more rows leaves fewer registers for a chunk."""
+from petatron.kernels.triton.ssm.delta.grads import DeltaIntermediates, chunk_grads
+from petatron.kernels.triton.ssm.delta.inverses import chunk_inverses
+from petatron.kernels.triton.ssm.delta.outputs import chunk_outputs, chunk_written_grads
+from petatron.kernels.triton.ssm.delta.states import chunk_state_grads, chunk_states
+from petatron.kernels.triton.ssm.delta.tiles import chunk_tokens, delta_chunks
 
 
 def chunk_delta_rule(
@@ -51,7 +46,7 @@ def chunk_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """See the reference; `chunk_size` is an upper bound."""
     q, k, v = (contiguous_rows(tensor) for tensor in (q_SBGN, k_SBGN, v_SBHP))
-    chunks = delta_chunks(q, k, v, g_SBH, beta_SBH, starts_SB, _chunk(chunk_size, k))
+    chunks = delta_chunks(q, k, v, g_SBH, beta_SBH, starts_SB, chunk_tokens(chunk_size, k))
     states, written, final = chunk_states(k, v, chunk_inverses(k, chunks), chunks, initial_state)
     return chunk_outputs(q, k, written, states, chunks), final
 
@@ -71,7 +66,7 @@ def chunk_delta_rule_backward(
 ) -> DeltaGrads:
     """See the reference; `chunk_size` is an upper bound."""
     grad_o, q, k, v = (contiguous_rows(tensor) for tensor in (grad_o_SBHP, q_SBGN, k_SBGN, v_SBHP))
-    chunks = delta_chunks(q, k, v, g_SBH, beta_SBH, starts_SB, _chunk(chunk_size, k))
+    chunks = delta_chunks(q, k, v, g_SBH, beta_SBH, starts_SB, chunk_tokens(chunk_size, k))
     inverses = chunk_inverses(k, chunks)
     states, written, _ = chunk_states(k, v, inverses, chunks, initial_state)
     grad_written = chunk_written_grads(q, k, grad_o, chunks)
@@ -83,11 +78,3 @@ def chunk_delta_rule_backward(
         *chunk_grads(grad_o, q, k, v, g_SBH, beta_SBH, made, chunks),
         None if initial_state is None else grad_initial.to(initial_state.dtype),
     )
-
-
-def _chunk(most: int, k_SBGN: Tensor) -> int:
-    """Returns the tokens of a chunk: a power of two from 16, the fewest rows of a GEMM, to what registers allow."""
-    tokens = _CHUNK
-    if k_SBGN.shape[3] > _WIDE_KEY or k_SBGN.dtype == torch.float32:
-        tokens //= 2
-    return max(1 << min(tokens, most).bit_length() - 1, 16)

@@ -1,6 +1,6 @@
 """Gradients of the delta rule's scores and systems, and what they add to those of its inputs: all chunks at once.
 
-With w what a chunk writes and dy the gradient of its system's right-hand side (`delta_states.py`), for scores A and the system's L:
+With w what a chunk writes and dy the gradient of its system's right-hand side (`states.py`), for scores A and the system's L:
 
     A_ij = exp(s_i - s_j) (q_i . k_j)            j <= i        dA = do w^T
     L_ij = beta_i exp(s_i - s_j) (k_i . k_j)     j < i         dL = -dy w^T
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.triton.ssm.delta_tiles import DeltaChunks, chunk_row, load_columns, row_tile
+from petatron.kernels.triton.ssm.delta.tiles import DeltaChunks, chunk_row, load_columns, row_tile
 from petatron.kernels.triton.ssm.scan_tiles import decay_matrix, document_of, load_rows
 
 _COLUMNS = 32

@@ -1,9 +1,9 @@
 """Gradients of the delta rule's inputs, from states, what chunks write, and the gradients of both: all chunks at once.
 
 With S the state before a chunk, dS' the gradient of the state after it, w what it writes and dy the gradient of its system's right-hand
-side beta (v - to_token (k S)) (`delta_states.py`):
+side beta (v - to_token (k S)) (`states.py`):
 
-    `delta_score_grads.py`, the parts of scores and systems, and dv; then
+    `score_grads.py`, the parts of scores and systems, and dv; then
     _query_grads    dq_i += to_token_i S do_i
     _key_grads      dk_i += to_end_i dS' w_i - to_token_i beta_i S dy_i;  what is left of dg and dbeta
 
@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.ssm.delta_recurrence import query_factor
-from petatron.kernels.triton.ssm.delta_score_grads import chunk_score_grads
-from petatron.kernels.triton.ssm.delta_tiles import (
+from petatron.kernels.triton.ssm.delta.score_grads import chunk_score_grads
+from petatron.kernels.triton.ssm.delta.tiles import (
     DeltaChunks,
     chunk_row,
     load_columns,
@@ -143,7 +143,7 @@ def _query_grads(
         at = chunk_row(head, chunk, b, heads, num_chunks, CHUNK)
         from_start = _sums_from(products * factor * to_token, CHUNK)
         tl.store(partial_g + at, tl.load(partial_g + at) + from_start)
-    row_grad = _row_grads(query_grad, query, factor, scale)
+    row_grad = row_grads(query_grad, query, factor, scale)
     tl.store(grad_q + to, row_grad.to(grad_q.dtype.element_ty), mask=there)
 
 
@@ -214,7 +214,7 @@ def _key_grads(
         strength = tl.load(partial_beta + at) - found
         tl.store(grad_beta + of_head, strength.to(grad_beta.dtype.element_ty), mask=token < length)
     key = load_rows(k, strides[0], token, b, group, key_dim, length, KEY_DIM)
-    tl.store(grad_k + to, _row_grads(key_grad, key, factor, 1.0).to(grad_k.dtype.element_ty), mask=there)
+    tl.store(grad_k + to, row_grads(key_grad, key, factor, 1.0).to(grad_k.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -273,7 +273,7 @@ def _sums_before(x, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _row_grads(grad, row, factor, scale):
+def row_grads(grad, row, factor, scale):
     """Returns the gradient of rows from that of the normalised ones, row times factor; factor: scale / |row|."""
     unit = row.to(tl.float32) * (factor / scale)[:, None]
     return (grad - unit * tl.sum(unit * grad, axis=1)[:, None]) * factor[:, None]

@@ -21,16 +21,28 @@ from torch import Tensor
 from petatron.kernels.ssm.delta_recurrence import L2_EPS, query_factor
 from petatron.kernels.triton.ssm.scan_tiles import document_before, document_numbers, document_of, dot_precision
 
+_CHUNK = 64
+_WIDE_KEY = 128
+"""A state of more rows leaves fewer registers for a chunk."""
 _HEADS = 16
 _COLUMNS = 64
 """Columns of a state in a tile."""
+
+
+def chunk_tokens(most: int, k_SBGN: Tensor) -> int:
+    """Returns the tokens of a chunk: a power of two from 16, the fewest rows of a GEMM, to what registers allow."""
+    tokens = _CHUNK
+    if k_SBGN.shape[3] > _WIDE_KEY or k_SBGN.dtype == torch.float32:
+        tokens //= 2
+    return max(1 << min(tokens, most).bit_length() - 1, 16)
 
 
 class DeltaChunks(NamedTuple):
     """What every kernel reads besides rows: gates, factors of rows, documents; and the sizes.
 
     sums, betas: running sums of g inside a chunk, and beta [B, H, padded length], in float32. q_factors, k_factors: what normalises a
-    row [B, G, padded length]. documents: the document of each token [B, S].
+    row [B, G, padded length]. documents: the document of each token [B, S]. Where channels have decays, sums are [B, H, padded length, N],
+    times log2 e.
     """
 
     sums: Tensor
@@ -45,11 +57,11 @@ class DeltaChunks(NamedTuple):
 
     @property
     def batch(self) -> int:
-        return self.sums.shape[0]
+        return self.betas.shape[0]
 
     @property
     def heads(self) -> int:
-        return self.sums.shape[1]
+        return self.betas.shape[1]
 
     @property
     def groups(self) -> int:
@@ -57,7 +69,7 @@ class DeltaChunks(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        return self.sums.shape[-1] // self.chunk
+        return self.betas.shape[-1] // self.chunk
 
     @property
     def gates(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
@@ -77,25 +89,43 @@ class DeltaChunks(NamedTuple):
         }
 
 
+class DecayedRows(NamedTuple):
+    """Normalised queries and keys of value heads with decays of channels in them, from the start of their chunk, and keys with those
+    to its end [S, B, H, N]; and the decays over whole chunks [B, H, c, N], in float32."""
+
+    q: Tensor
+    k: Tensor
+    k_ends: Tensor
+    wholes: Tensor
+
+    def sizes(self, chunks: DeltaChunks) -> tuple[int, ...]:
+        """Every value head has its own rows."""
+        length, num_chunks, heads, _, key_dim, value_dim = chunks.sizes
+        return length, num_chunks, heads, 1, key_dim, value_dim
+
+
 def delta_chunks(
     q_SBGN: Tensor,
     k_SBGN: Tensor,
     v_SBHP: Tensor,
-    g_SBH: Tensor,
+    g: Tensor,
     beta_SBH: Tensor,
     starts_SB: Tensor | None,
     chunk: int,
 ) -> DeltaChunks:
-    """Returns what all kernels read of the gates, and of the lengths of queries and keys."""
+    """Returns what all kernels read of the gates, and of the lengths of queries and keys.
+
+    g: [S, B, H], or [S, B, H, N], whose sums are left for `channel_rows.py` to write.
+    """
     length, batch, heads, value_dim = v_SBHP.shape
     groups, key_dim = k_SBGN.shape[2:]
     chunks = triton.cdiv(length, chunk)
 
-    def new(rows: int) -> Tensor:
-        return torch.empty((batch, rows, chunks * chunk), dtype=torch.float32, device=v_SBHP.device)
+    def new(rows: int, *channels: int) -> Tensor:
+        return torch.empty((batch, rows, chunks * chunk, *channels), dtype=torch.float32, device=v_SBHP.device)
 
     made = DeltaChunks(
-        new(heads),
+        new(heads, *g.shape[3:]),
         new(heads),
         new(groups),
         new(groups),
@@ -106,13 +136,13 @@ def delta_chunks(
         chunk,
     )
     _gate_rows[(chunks, triton.cdiv(heads, _HEADS), batch)](
-        g_SBH,
+        g if g.dim() == 3 else None,
         beta_SBH,
         made.sums,
         made.betas,
         length,
         heads,
-        g_SBH.stride(),
+        g.stride()[:3],
         beta_SBH.stride(),
         CHUNK=chunk,
         HEADS=_HEADS,
@@ -136,18 +166,19 @@ def delta_chunks(
 def _gate_rows(
     g, beta, sums, betas, length, heads, g_strides, beta_strides, CHUNK: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
-    """Sums g inside a chunk, for some heads, and turns the sums and beta into rows of tokens."""
+    """Sums g inside a chunk, for some heads, and turns the sums and beta into rows of tokens. g: None: decays of channels."""
     b = tl.program_id(2)
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)[:, None]
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[None, :]
     there, read = head < heads, (head < heads) & (token < length)
     wide = token.to(tl.int64)
-    log_decay = tl.load(g + wide * g_strides[0] + b * g_strides[1] + head * g_strides[2], mask=read, other=0.0)
     strength = tl.load(
         beta + wide * beta_strides[0] + b * beta_strides[1] + head * beta_strides[2], mask=read, other=0.0
     )
     to = (b * heads + head).to(tl.int64) * (tl.num_programs(0) * CHUNK) + token
-    tl.store(sums + to, tl.cumsum(log_decay.to(tl.float32), axis=0), mask=there)
+    if g is not None:
+        log_decay = tl.load(g + wide * g_strides[0] + b * g_strides[1] + head * g_strides[2], mask=read, other=0.0)
+        tl.store(sums + to, tl.cumsum(log_decay.to(tl.float32), axis=0), mask=there)
     tl.store(betas + to, strength.to(tl.float32), mask=there)
 
 
@@ -195,6 +226,43 @@ def token_decays(gates, head, chunk, b, sizes, CHUNK: tl.constexpr):
         to_token, to_end = tl.where(own == before, to_token, 0.0), tl.where(own == after, to_end, 0.0)
         whole = tl.where(before == after, whole, 0.0)
     return to_token, to_end, whole
+
+
+@triton.jit
+def row_decays(
+    gates, wholes, head, group, chunk, b, sizes, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr
+):  # fmt: skip
+    """Returns the factors of a chunk's queries and keys [CHUNK] from its start, of its keys to its end, and of the state over it.
+
+    wholes: decays of channels over chunks [B, H, c, N], for rows with all other factors in them; None: decays of heads.
+    """
+    num_chunks, heads, heads_per_group, key_dim = sizes[1], sizes[2], sizes[3], sizes[4]
+    if wholes is None:
+        to_token, to_end, whole = token_decays(gates, head, chunk, b, sizes, CHUNK)
+        of_group = chunk_row(group, chunk, b, heads // heads_per_group, num_chunks, CHUNK)
+        k_factor = tl.load(gates[3] + of_group)
+        q_start, k_start, k_end = to_token * tl.load(gates[2] + of_group), to_token * k_factor, to_end * k_factor
+    else:
+        q_start = tl.full((CHUNK,), 1.0, tl.float32)
+        k_start, k_end = q_start, q_start
+        at, n = ((b * heads + head).to(tl.int64) * num_chunks + chunk) * key_dim, tl.arange(0, KEY_DIM)[:, None]
+        whole = tl.load(wholes + at + n, mask=n < key_dim, other=0.0)
+    return q_start, k_start, k_end, whole
+
+
+@triton.jit
+def load_square(squares, head, chunk, b, sizes, CHUNK: tl.constexpr):
+    """Loads what tokens of a chunk are to each other [CHUNK, CHUNK], of [B, H, c, Q, Q]."""
+    at = squares + ((b * sizes[2] + head).to(tl.int64) * sizes[1] + chunk) * CHUNK * CHUNK
+    return tl.load(at + tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :])
+
+
+@triton.jit
+def store_square(squares, value, head, chunk, b, sizes, CHUNK: tl.constexpr):
+    """Stores what tokens of a chunk are to each other [CHUNK, CHUNK], in [B, H, c, Q, Q]."""
+    at = squares + ((b * sizes[2] + head).to(tl.int64) * sizes[1] + chunk) * CHUNK * CHUNK
+    to = at + tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    tl.store(to, value.to(squares.dtype.element_ty))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.triton.ssm.delta_tiles import DeltaChunks, chunk_row
+from petatron.kernels.triton.ssm.delta.tiles import DeltaChunks, chunk_row, store_square
 from petatron.kernels.triton.ssm.scan_tiles import decay_matrix, document_of, load_rows
 
 _MOST_TOKENS = 64
@@ -61,8 +61,7 @@ def _chunk_inverses(
     lower *= decay_matrix(tl.load(sums + at), own, CHUNK, documents is not None)
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     inverse = unit_lower_inverse(tl.where(column < row, lower, 0.0), CHUNK, PRECISION)
-    to = inverses + ((b * heads + head).to(tl.int64) * num_chunks + chunk) * CHUNK * CHUNK
-    tl.store(to + row * CHUNK + column, inverse.to(inverses.dtype.element_ty))
+    store_square(inverses, inverse, head, chunk, b, sizes, CHUNK)
 
 
 @triton.jit
