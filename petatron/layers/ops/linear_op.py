@@ -257,7 +257,7 @@ class _FusedFunctionGemm(AutogradOp):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if all(grad is None for grad in grads):  # what comes after has no gradient either
+        if grads[-1] is None and all(grad is None for grad in grads):  # what comes after has no gradient either
             return (None,) * (1 + ctx.num_inputs)
         function, weight, gemm, sink = ctx.call
         *other_grads, grad = grads
