@@ -49,6 +49,7 @@ _BYTES_PER_WEIGHT = 14  # bf16, and three times fp32
 _STATES = ("cold", "warm")
 _MIN_ROUNDS = 4
 _MAX_CACHED_SHARE = 0.01  # of files that count as dropped
+_MAX_BUSY_PROCESSES = 1024
 _ACTIVITIES = {None: "saving and loading", "save": "saving", "load": "loading"}
 _log = get_logger(__name__)
 Times = dict[str, list[float]]
@@ -83,6 +84,9 @@ def run(args: argparse.Namespace) -> BenchResult:
         at_least.append(
             Problem("--load-own-sessions", "", "has no effect without --load", "Give --load a number of processes.")
         )
+    if args.load > _MAX_BUSY_PROCESSES:
+        fix = f"Use at most {_MAX_BUSY_PROCESSES}."
+        at_least.append(Problem("--load", str(args.load), "would take all processes of the machine", fix))
     if wrong := [*positive_problems({"--gigabytes": args.gigabytes}), *at_least]:
         raise ConfigError(wrong)
     folder = Path(args.folder or ".")

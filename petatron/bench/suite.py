@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="measure nothing: take the rows of this suite.json; given again, of both, the later one's where both have them",
+        help="measure nothing: take the rows of this suite.json; given again, of both, the later one's where both measured",
     )
     parser.add_argument("--into", metavar="FILE", help="write the table between its two comments in this file")
     add_device_argument(parser)
@@ -129,8 +129,16 @@ class SuitePlan:
             estimate = entry.estimated_s if self.on_cuda else _CPU_ESTIMATE_S
             left = self.seconds - (time.monotonic() - started)
             if estimate > left:
-                _log.info("%s: left out, %.0f of %.0f s are left", entry.name, max(left, 0.0), self.seconds)
-                rows.append(SuiteRow(label=label, failure=f"left out: {estimate:.0f} s were not left"))
+                _log.info(
+                    "%s: left out, takes about %.0f s, and %.0f of %.0f are left",
+                    entry.name,
+                    estimate,
+                    max(left, 0.0),
+                    self.seconds,
+                )
+                rows.append(
+                    SuiteRow(label=label, failure=f"left out: takes about {estimate:.0f} s, which were not left")
+                )
                 continue
             _log.info("%s, %d of %d: %.0f s so far", entry.name, number, len(entries), self.seconds - left)
             began = time.monotonic()

@@ -11,6 +11,7 @@ from petatron.config.schema.run import RawRunConfig
 
 _FLAG = "--fp8-format"
 _GATHER = "--fp8-param-gather"
+_OUTPUT_ROWS = 16
 
 
 def check_fp8(config: RawRunConfig) -> Iterator[Problem]:
@@ -27,9 +28,19 @@ def check_fp8(config: RawRunConfig) -> Iterator[Problem]:
     yield from _sizes(config)
     if precision.fp8_param_gather:
         yield from _param_gather(config)
-    if precision.fp8_output_grad and config.model.make_vocab_size_divisible_by % 16 != 0:
-        rule = f"takes a vocabulary of multiples of 16, but --make-vocab-size-divisible-by is {config.model.make_vocab_size_divisible_by}"
-        fix = f"Nearest: {multiples_near(config.model.make_vocab_size_divisible_by, 16)}; or leave it out."
+    if precision.fp8_output_grad:
+        yield from _output_grad(config)
+
+
+def _output_grad(config: RawRunConfig) -> Iterator[Problem]:
+    """The rows of the vocabulary that a rank has; before a tokenizer says how many there are, what they are padded to."""
+    model, ranks = config.model, max(config.parallel.tensor_model_parallel_size, 1)
+    divisor = max(model.make_vocab_size_divisible_by, 1)
+    rows = divisor if model.vocab_size is None else -(-model.vocab_size // (divisor * ranks)) * divisor
+    if rows % _OUTPUT_ROWS != 0:
+        has = f"a rank has {rows}" if model.vocab_size is not None else f"it is padded to multiples of {divisor}"
+        rule = f"takes multiples of {_OUTPUT_ROWS} rows of the vocabulary, but {has}"
+        fix = f"Use --make-vocab-size-divisible-by {multiples_near(divisor, _OUTPUT_ROWS)}; or leave it out."
         yield Problem("--fp8-output-grad", "", rule, fix)
 
 

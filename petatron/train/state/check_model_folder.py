@@ -38,8 +38,8 @@ def warn_of_damaged_model_folder(step: Path, control: Axis) -> None:
     found = [problem for of_rank in all_gather_objects(problems, control) for problem in of_rank]
     for problem in found if control.rank == 0 else ():
         _log.warning(
-            "%s. Training goes on from the master weights in %s, which are sound, and the next save writes all files anew. "
-            "Restore this one from a copy before anything reads the model of this step",
+            "%s. Training goes on from the master weights in %s, which are sound; what it saves is whole. "
+            "Restore this file from a copy before anything reads the model of this step",
             problem,
             step / step_folder.STATE_FOLDER,
         )

@@ -194,7 +194,7 @@ def load_state(
             check_facts=check,
             fallback=fallback,
         )
-        if optimizer is not None and optimizer.has_master_weights:
+        if optimizer is not None:
             warn_of_damaged_model_folder(step_list.resolve_step(path, found.step), mesh.control)
         with reading_untrusted(path, step_folder.damaged_error):
             updates, facts = found.facts[_OPTIMIZER_KEY], dict(found.facts["facts"])

@@ -105,6 +105,8 @@ def test_bench_measures_loading_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_bench_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["bench", "checkpoint", "--gigabytes", "0", "--load", "-1"]) == 2
     assert "--load -1 is below 0" in capsys.readouterr().err
+    assert main(["bench", "checkpoint", "--load", "1000000"]) == 2
+    assert "--load 1000000 would take all processes of the machine. Use at most 1024." in capsys.readouterr().err
     assert main(["bench", "checkpoint", "--load-own-sessions"]) == 2
     assert "--load-own-sessions has no effect without --load" in capsys.readouterr().err
     assert main(["bench", "checkpoint", "--folder", str(tmp_path / "none")]) == 1

@@ -154,7 +154,11 @@ def test_models_beyond_the_time_budget_are_left_out(monkeypatch: pytest.MonkeyPa
     entries = select_entries(["llama-1b,llama-8b,llama-125m"])
     rows, details = plan.measure(entries, child)
     assert list(details) == ["llama-1b"] and details["llama-1b"]["seconds"] == 30
-    assert [row.failure for row in rows] == [None, "left out: 68 s were not left", "left out: 43 s were not left"]
+    assert [row.failure for row in rows] == [
+        None,
+        "left out: takes about 68 s, which were not left",
+        "left out: takes about 43 s, which were not left",
+    ]
 
 
 def test_whom_a_model_is_compared_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

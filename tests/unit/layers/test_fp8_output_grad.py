@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import ConfigError
-from petatron.config import RunConfig
+from petatron.config import RunConfig, load_config
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Matrix, power_of_two_scale, quantise
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm
 from petatron.kernels.vocab_parallel_cross_entropy import (
@@ -119,8 +119,15 @@ def test_a_layout_trains_the_model_of_one_process(ranks: RankPool, layout: str):
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="multiples of 16, but --make-vocab-size-divisible-by is 8"):
-        tiny_run(f"{SIZES} --fp8-format hybrid --fp8-output-grad")
+    flags = f"{SIZES} --fp8-format hybrid --fp8-output-grad"
+    with pytest.raises(ConfigError, match="multiples of 16 rows of the vocabulary, but a rank has 136"):
+        tiny_run(flags)
+    with pytest.raises(ConfigError, match=r"but a rank has 72.*--make-vocab-size-divisible-by 16"):
+        tiny_run(f"{flags} --vocab-size 144 --tp 2", world_size=2)
+    assert tiny_run(f"{flags} --vocab-size 144").precision.fp8_output_grad
+    unknown = [*SIZES.split(), *"--fp8-format hybrid --fp8-output-grad --make-vocab-size-divisible-by 8".split()]
+    with pytest.raises(ConfigError, match="but it is padded to multiples of 8"):
+        load_config(unknown, preset="tiny-llama", require_training=False)
 
 
 def test_memory_of_the_casts_is_counted(monkeypatch: pytest.MonkeyPatch):
