@@ -207,6 +207,15 @@ def test_damage_is_one_error_with_file_and_remedy(
     assert advice in str(failure.value) or "Use the version" in str(failure.value)
 
 
+def test_a_run_in_float32_warns_of_the_damaged_copy_too(folder: Path):
+    """It reads the master weights like a run in 16 bits."""
+    _flip(WEIGHTS)(folder / NEWEST)
+    run = load_config(f"{MODEL} {RUN} --no-fp16".split(), preset="tiny-gpt").config
+    with heard("petatron.train.state.check_model_folder") as warnings:
+        assert TrainState.build(run, ParallelMesh.single()).load(str(folder))
+    assert len(warnings) == 1 and "digest differs" in warnings[0] and WEIGHTS in warnings[0]
+
+
 def test_advice_names_the_flag_of_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     _flip(WEIGHTS)(folder / NEWEST)
     code, _, err = _ask(capsys, "convert", folder, tmp_path / "out", "--to", "huggingface")

@@ -11,7 +11,8 @@ from petatron.config.schema.run import RawRunConfig
 
 _FLAG = "--fp8-format"
 _GATHER = "--fp8-param-gather"
-_OUTPUT_ROWS = 16
+FP8_SIZE_MULTIPLE = 16
+"""All sizes of an FP8 GEMM are multiples of this, where no recipe needs more."""
 
 
 def check_fp8(config: RawRunConfig) -> Iterator[Problem]:
@@ -37,10 +38,10 @@ def _output_grad(config: RawRunConfig) -> Iterator[Problem]:
     model, ranks = config.model, max(config.parallel.tensor_model_parallel_size, 1)
     divisor = max(model.make_vocab_size_divisible_by, 1)
     rows = divisor if model.vocab_size is None else -(-model.vocab_size // (divisor * ranks)) * divisor
-    if rows % _OUTPUT_ROWS != 0:
+    if rows % FP8_SIZE_MULTIPLE != 0:
         has = f"a rank has {rows}" if model.vocab_size is not None else f"it is padded to multiples of {divisor}"
-        rule = f"takes multiples of {_OUTPUT_ROWS} rows of the vocabulary, but {has}"
-        fix = f"Use --make-vocab-size-divisible-by {multiples_near(divisor, _OUTPUT_ROWS)}; or leave it out."
+        rule = f"takes multiples of {FP8_SIZE_MULTIPLE} rows of the vocabulary, but {has}"
+        fix = f"Use --make-vocab-size-divisible-by {multiples_near(divisor, FP8_SIZE_MULTIPLE)}; or leave it out."
         yield Problem("--fp8-output-grad", "", rule, fix)
 
 
@@ -68,7 +69,7 @@ def _param_gather(config: RawRunConfig) -> Iterator[Problem]:
 def _sizes(config: RawRunConfig) -> Iterator[Problem]:
     """Sizes that would exclude every GEMM from FP8; single ones are only reported at run time."""
     precision, model = config.precision, config.model
-    multiple = 128 if precision.fp8_recipe == "blockwise" else 16
+    multiple = 128 if precision.fp8_recipe == "blockwise" else FP8_SIZE_MULTIPLE
     how = f"{precision.fp8_format} with --fp8-recipe {precision.fp8_recipe}"
     takes = f"takes sizes that are multiples of {multiple}"
     if model.hidden_size % multiple != 0:

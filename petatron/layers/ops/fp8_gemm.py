@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
+from petatron.config.checks.fp8 import FP8_SIZE_MULTIPLE
 from petatron.config.schema.parallel import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import (
     BLOCK,
@@ -92,7 +93,7 @@ class Fp8Recipe:
     @property
     def size_multiple(self) -> int:
         """All sizes of an FP8 GEMM are multiples of this."""
-        return BLOCK if self.scaling == "blocks" else 16
+        return BLOCK if self.scaling == "blocks" else FP8_SIZE_MULTIPLE
 
     def quantiser(self, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
         """Builds the quantiser of activations or gradients."""
@@ -310,7 +311,7 @@ class _Fp8GroupedGemm:
         return x_grad, GroupedWeightGrad(grad_RO.contiguous(), self.counts, self.write_grad)
 
     def _supports(self, rows: Tensor, weight: Tensor) -> bool:
-        return rows.shape[0] > 0 and sizes_fit(weight.shape[1:], 16)
+        return rows.shape[0] > 0 and sizes_fit(weight.shape[1:], FP8_SIZE_MULTIPLE)
 
 
 class LogOnce:

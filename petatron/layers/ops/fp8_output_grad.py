@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from petatron.config.checks.fp8 import FP8_SIZE_MULTIPLE
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Operand
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.layers.ops.fp8_gemm import LogOnce, fallback_message, sizes_fit
 
-_SIZE_MULTIPLE = 16
 _ADDED_ROWS = 8192
 """Vocabulary rows whose gradient is computed at a time where it is added to another."""
 
@@ -45,8 +45,8 @@ class Fp8OutputHeadGemm:
         return PLAIN_GEMM.forward(x_RD, weight_VD)
 
     def backward(self, grad_RV: Tensor, weight_VD: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
-        if not sizes_fit((grad_RV.shape[0], *weight_VD.shape), _SIZE_MULTIPLE):
-            self._report(fallback_message(grad_RV.shape[0], weight_VD.shape, _SIZE_MULTIPLE))
+        if not sizes_fit((grad_RV.shape[0], *weight_VD.shape), FP8_SIZE_MULTIPLE):
+            self._report(fallback_message(grad_RV.shape[0], weight_VD.shape, FP8_SIZE_MULTIPLE))
             return PLAIN_GEMM.backward(grad_RV, weight_VD, saved)
         if self._weight_columns is None:
             self._weight_columns = self._kernels.cast_tensor(weight_VD.detach(), E4M3, orientation="columns").columns
