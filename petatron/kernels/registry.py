@@ -98,16 +98,6 @@ def _compile_unsupported_reason(context: KernelContext) -> str | None:
     return context.missing_tools if context.allow_compile else "--no-compile"
 
 
-def _unseen_backward_reason(context: KernelContext) -> str | None:
-    """What was not yet seen right on a GPU is for tests to call, not for training."""
-    return _triton_unsupported_reason(context) or "its backward pass was not yet right on a GPU"
-
-
-def _channel_forward_reason(context: KernelContext) -> str | None:
-    reason = _triton_unsupported_reason(context)
-    return reason or ("it was not yet seen on a GPU in float16" if context.dtype == torch.float16 else None)
-
-
 def _fp8_unsupported_reason(context: KernelContext) -> str | None:
     if context.device != "cuda":
         return "the device is no GPU"
@@ -154,15 +144,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _load_channel_forward() -> Any:
-    """Backward recomputes all from the inputs, so it may be another implementation's."""
-    fast = importlib.import_module("petatron.kernels.triton.ssm.chunk_channel_delta_rule")
-    plain = importlib.import_module("petatron.kernels.ssm.chunk_channel_delta_rule")
-    return SimpleNamespace(
-        chunk_delta_rule=fast.chunk_delta_rule, chunk_delta_rule_backward=plain.chunk_delta_rule_backward
-    )
-
-
 def _load_torch_fused_adam() -> Any:
     module = importlib.import_module("petatron.kernels.optimizer.adam")
     return SimpleNamespace(adamw=module.adamw_fused, sum_of_squares=module.sum_of_squares)
@@ -203,11 +184,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "embedding gradient": _triton_and_reference("embedding_grad"),
     "selective scan": _triton_and_reference("ssm.chunk_scan"),
     "gated delta rule": _triton_and_reference("ssm.chunk_delta_rule"),
-    "gated delta rule by channel": (
-        KernelImplementation("triton", _module("triton.ssm.chunk_channel_delta_rule"), _unseen_backward_reason),
-        KernelImplementation("triton forward", _load_channel_forward, _channel_forward_reason),
-        KernelImplementation("reference", _module("ssm.chunk_channel_delta_rule"), _always_supported),
-    ),
+    "gated delta rule by channel": _triton_and_reference("ssm.chunk_channel_delta_rule"),
     "norm, then gate": (
         _compiled("ssm.norm_then_gate", "norm_then_gate", "norm_then_gate_backward"),
         KernelImplementation("reference", _module("ssm.norm_then_gate"), _always_supported),

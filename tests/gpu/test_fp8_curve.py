@@ -23,7 +23,7 @@ from torch import Tensor
 
 from petatron.config import load_config
 from petatron.data.bpe.train_bpe import train_bpe
-from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, quantise
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Orientation, quantise
 from petatron.layers.ops.fp8_gemm import CurrentScaling, Fp8Recipe, Quantiser
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
@@ -129,7 +129,7 @@ def test_the_curve_is_that_of_bfloat16(recipe: str, capsys: pytest.CaptureFixtur
     assert departure(ours, wide) == pytest.approx(0.0, abs=ALLOWED)
 
 
-def without_scale(x_RC: Tensor) -> Fp8Matrix:
+def without_scale(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     """Gradients as they are in e4m3, whose smallest number is 2^-9: nearly all of them are lost."""
     scale = torch.ones(1, device=x_RC.device)
     values = quantise(x_RC, scale, E4M3)
@@ -142,7 +142,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     sound = Fp8Recipe.quantiser
 
     def quantiser(recipe: Fp8Recipe, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
-        return CurrentScaling(without_scale) if dtype == E5M2 else sound(recipe, kernels, dtype)
+        return CurrentScaling(without_scale, dtype) if dtype == E5M2 else sound(recipe, kernels, dtype)
 
     return lambda: monkeypatch.setattr(Fp8Recipe, "quantiser", quantiser)
 

@@ -38,9 +38,6 @@ COMPILED = (
     "norm, then gate",
     "silu gate",
 )
-UNSEEN = "gated delta rule by channel"
-"""Its Triton backward pass is not chosen: it was not yet right on a GPU."""
-PASSED_OVER = {UNSEEN: (("triton", "its backward pass was not yet right on a GPU"),)}
 PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -60,9 +57,8 @@ def chosen(
 
 def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(HOPPER, monkeypatch).items():
-        best = "compiled" if operation in COMPILED else "triton forward" if operation == UNSEEN else "triton"
-        assert name == best == OPERATIONS[operation][operation == UNSEEN].name
-        assert passed_over == PASSED_OVER.get(operation, ())
+        assert name == ("compiled" if operation in COMPILED else "triton") == OPERATIONS[operation][0].name
+        assert passed_over == ()
 
 
 @pytest.mark.parametrize(
@@ -76,24 +72,20 @@ def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatc
 def test_what_runs_everywhere(situation: KernelContext, reasons: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(situation, monkeypatch).items():
         assert name == PLAIN_NAMES.get(operation, "reference") == OPERATIONS[operation][-1].name
-        better = [kernel.name for kernel in OPERATIONS[operation][:-1]]
-        assert len(better) == 1 + (operation == UNSEEN)
-        assert passed_over == tuple((one, reasons.get(operation, NO_GPU)) for one in better)
+        [better] = OPERATIONS[operation][:-1]
+        assert passed_over == ((better.name, reasons.get(operation, NO_GPU)),)
 
 
 def test_no_compile_leaves_the_handwritten_ones(monkeypatch: pytest.MonkeyPatch):
     for operation, (name, passed_over) in chosen(dataclasses.replace(HOPPER, allow_compile=False), monkeypatch).items():
-        wanted = ("triton forward", PASSED_OVER[UNSEEN]) if operation == UNSEEN else ("triton", ())
-        wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else wanted
+        wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else ("triton", ())
         assert (name, passed_over) == wanted
 
 
 def test_float64_is_computed_in_float64(monkeypatch: pytest.MonkeyPatch):
     """Proofs run in it: everything is left to the references."""
     found = chosen(dataclasses.replace(HOPPER, dtype=torch.float64), monkeypatch)
-    assert {
-        operation for operation, (name, _) in found.items() if name in ("triton", "triton forward", "compiled")
-    } == set()
+    assert {operation for operation, (name, _) in found.items() if name in ("triton", "compiled")} == set()
     assert found["rms_norm"] == ("reference", (("triton", "it computes in float32"),))
     assert found["FP8 casts and GEMMs"] == ("emulation", (("triton", "its GEMMs return bfloat16"),))
 
@@ -226,15 +218,6 @@ def test_decays_of_channels_never_reach_kernels_for_decays_of_heads(
         rule = ContextParallelDeltaRule(rule, ParallelMesh.single(torch.device("cpu")).cp)
     [operation] = rule.kernel_slots().values()
     assert module_of(choose_kernel(operation, HOPPER).functions) == expected
-
-
-@needs_triton
-def test_decays_of_channels_are_triton_s_forward_and_the_reference_s_backward():
-    found = choose_kernel(UNSEEN, HOPPER).functions
-    assert found.chunk_delta_rule.__module__ == "petatron.kernels.triton.ssm.chunk_channel_delta_rule"
-    assert found.chunk_delta_rule_backward.__module__ == "petatron.kernels.ssm.chunk_channel_delta_rule"
-    halves = choose_kernel(UNSEEN, dataclasses.replace(HOPPER, dtype=torch.float16))
-    assert halves.rejected == (*PASSED_OVER[UNSEEN], ("triton forward", "it was not yet seen on a GPU in float16"))
 
 
 def module_of(implementation: Any) -> str:

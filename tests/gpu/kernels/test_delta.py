@@ -16,7 +16,7 @@ from petatron.layers.ssm.delta_ops import DeltaInputs
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 WIDTH = 128
-RULE_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+RULE_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Norm of the difference over the norm; GEMMs of bfloat16 have operands that were rounded, each to 2e-3."""
 OPTIONS = {"chunk_size": 64}
 OPERATIONS = {3: ("gated delta rule", chunk_delta_rule), 4: ("gated delta rule by channel", chunk_channel_delta_rule)}
@@ -30,7 +30,7 @@ def far(ours: Tensor, true: Tensor) -> float:
 
 def triton_rule(dtype: torch.dtype, operation: str = "gated delta rule") -> Any:
     choice = choose_kernel(operation, KernelContext.of(torch.device("cuda"), dtype, allow_compile=True))
-    assert choice.name == ("triton" if operation == "gated delta rule" else "triton forward"), str(choice)
+    assert choice.name == "triton", str(choice)
     return choice.functions
 
 
@@ -121,23 +121,23 @@ def test_keys_that_are_much_alike():
     assert all(far(one, other) <= 3e-2 for one, other in zip(ours, true, strict=True))
 
 
-def test_a_layer_of_qwen3_next_and_the_same_result_every_time():
-    """All heads of one sequence, against the reference in float32."""
-    inputs = rule_inputs(4096, torch.bfloat16, batch=1, key_heads=16, heads=32)
-    wide, found = DeltaInputs(*(tensor.float() for tensor in inputs)), triton_rule(torch.bfloat16)
+@pytest.mark.parametrize(
+    "channels", [pytest.param(False, id="one layer of Qwen3-Next"), pytest.param(True, id="one layer of Kimi-Linear")]
+)
+def test_all_heads_of_one_sequence_and_the_same_result_every_time(channels: bool):
+    """Against the reference in float32."""
+    inputs = rule_inputs(4096, torch.bfloat16, batch=1, key_heads=32 if channels else 16, heads=32)
+    inputs = with_channels(inputs) if channels else inputs
+    operation, plain = OPERATIONS[inputs.g.dim()]
+    found = triton_rule(torch.bfloat16, operation)
     grad = torch.randn(inputs.v_SBHP.shape, device="cuda", dtype=torch.bfloat16)
-    once = (
-        *found.chunk_delta_rule(*inputs, **OPTIONS),
-        *found.chunk_delta_rule_backward(grad, None, *inputs, **OPTIONS)[:5],
-    )
-    again = (
-        *found.chunk_delta_rule(*inputs, **OPTIONS),
-        *found.chunk_delta_rule_backward(grad, None, *inputs, **OPTIONS)[:5],
-    )
-    true = (
-        *chunk_delta_rule.chunk_delta_rule(*wide, **OPTIONS),
-        *chunk_delta_rule.chunk_delta_rule_backward(grad.float(), None, *wide, **OPTIONS)[:5],
-    )
+
+    def results(rule: Any, inputs: DeltaInputs, grad: Tensor) -> tuple[Tensor, ...]:
+        gradients = rule.chunk_delta_rule_backward(grad, None, *inputs, **OPTIONS)[:5]
+        return *rule.chunk_delta_rule(*inputs, **OPTIONS), *gradients
+
+    once, again = (results(found, inputs, grad) for _ in range(2))
+    true = results(plain, DeltaInputs(*(tensor.float() for tensor in inputs)), grad.float())
     assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
     assert all(far(one, other) <= RULE_BOUNDS[torch.bfloat16] for one, other in zip(once, true, strict=True))
 
@@ -193,13 +193,3 @@ def test_decays_of_channels_after_a_state(dtype: torch.dtype):
 @pytest.mark.parametrize("length", [1, 15, 64])
 def test_decays_of_channels_of_few_tokens_and_one_head(length: int):
     compare(with_channels(rule_inputs(length, torch.bfloat16, batch=1, key_heads=1, heads=1)))
-
-
-def test_a_layer_of_kimi_linear_and_the_same_outputs_every_time():
-    """All heads of one sequence, against the reference in float32."""
-    inputs = with_channels(rule_inputs(4096, torch.bfloat16, batch=1, key_heads=32, heads=32))
-    wide, found = DeltaInputs(*(tensor.float() for tensor in inputs)), triton_rule(torch.bfloat16, OPERATIONS[4][0])
-    once, again = (found.chunk_delta_rule(*inputs, **OPTIONS) for _ in range(2))
-    true = chunk_channel_delta_rule.chunk_delta_rule(*wide, **OPTIONS)
-    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
-    assert all(far(one, other) <= RULE_BOUNDS[torch.bfloat16] for one, other in zip(once, true, strict=True))
