@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.fp8.cast_and_gemm import update_amax
 
 _QUICK_GELU_SCALE = 1.702
 
@@ -79,17 +80,29 @@ def activation_backward(
     return _ACTIVATION_GRADS[name](grad_RF.to(x.dtype), x).to(x_RF.dtype), output
 
 
-def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None) -> Tensor:
+def gated_activation(
+    gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None, *, amax: Tensor | None = None
+) -> Tensor:
+    """Returns act(gate) x up; `amax` [1] float32 is raised to its amax."""
     gate, up = map(to_compute_dtype, gate_up_RG.chunk(2, dim=-1))
     gate, up = (gate, up) if bounds is None else _bounded(gate, up, bounds)
     output = ACTIVATIONS[GATE_ACTIVATIONS[name]](gate) * up
-    return output if output.dtype == gate_up_RG.dtype else output.to(gate_up_RG.dtype)
+    output = output if output.dtype == gate_up_RG.dtype else output.to(gate_up_RG.dtype)
+    if amax is not None:
+        update_amax(output, amax)
+    return output
 
 
 def gated_activation_backward(
-    grad_RF: Tensor, gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None, *, recompute_output: bool
+    grad_RF: Tensor,
+    gate_up_RG: Tensor,
+    name: str,
+    bounds: GluVariant | None = None,
+    *,
+    recompute_output: bool,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradient of gate and up concatenated, and the activation's output if `recompute_output`."""
+    """Returns the gradient of gate and up concatenated, to whose amax `amax` is raised, and the output if `recompute_output`."""
     gate_in, up_in = (to_compute_dtype(part) for part in gate_up_RG.chunk(2, dim=-1))
     gate, up = (gate_in, up_in) if bounds is None else _bounded(gate_in, up_in, bounds)
     grad, active = grad_RF.to(gate.dtype), ACTIVATIONS[GATE_ACTIVATIONS[name]](gate)
@@ -100,7 +113,10 @@ def gated_activation_backward(
         grad_up = grad_up * (up_in.abs() <= bounds.clamp)
     if bounds is not None:
         grad_gate = grad_gate * bounds.gate_multiplier
-    return torch.cat((grad_gate, grad_up), dim=-1).to(gate_up_RG.dtype), output
+    x_grad = torch.cat((grad_gate, grad_up), dim=-1).to(gate_up_RG.dtype)
+    if amax is not None:
+        update_amax(x_grad, amax)
+    return x_grad, output
 
 
 def _bounded(gate: Tensor, up: Tensor, bounds: GluVariant) -> tuple[Tensor, Tensor]:

@@ -21,20 +21,32 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.fp8.cast_and_gemm import update_amax
 
 WeightGradSink = Callable[[Callable[[Tensor, bool], object]], None]
 """Receives `write(out, accumulate)`, which writes a weight's gradient to `out` or adds it, and calls it before returning."""
 
 
 def rms_norm(
-    x_RD: Tensor, weight_D: Tensor, *, eps: float, zero_centered_gamma: bool, branch: Tensor | None = None
+    x_RD: Tensor,
+    weight_D: Tensor,
+    *,
+    eps: float,
+    zero_centered_gamma: bool,
+    branch: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns total, normalised total and reciprocal RMS; `zero_centered_gamma`: weights are stored as an offset from one."""
+    """Returns total, normalised total and reciprocal RMS; `zero_centered_gamma`: weights are stored as an offset from one.
+
+    `amax` [1] float32 is raised to that of the normalised total.
+    """
     total = x_RD if branch is None else x_RD + branch
     wide = to_compute_dtype(total)
     # The bits of a square, which is a power with an exponent to look at: that takes longer than a few rows' multiplication.
     rstd_R1 = (wide * wide).mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
     normal = _scaled(wide * rstd_R1, weight_D, total.dtype, zero_centered_gamma=zero_centered_gamma)
+    if amax is not None:
+        update_amax(normal, amax)
     return total, normal, rstd_R1.squeeze(-1)
 
 
@@ -48,10 +60,11 @@ def rms_norm_backward(
     grad_total: Tensor | None = None,
     recompute_output: bool = True,
     weight_grad_sink: WeightGradSink | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of the total and of the weight (in at least float32), and the normalised total if `recompute_output`.
 
-    `weight_grad_sink` gets the weight's gradient instead of the caller.
+    `weight_grad_sink` gets the weight's gradient instead of the caller. `amax` is raised to that of the total's gradient.
     """
     normal, grad = to_compute_dtype(total_RD) * rstd_R[:, None], to_compute_dtype(grad_RD)
     inner = grad * _effective_weight(weight_D, grad.dtype, zero_centered_gamma=zero_centered_gamma)
@@ -61,11 +74,13 @@ def rms_norm_backward(
     output = (
         _scaled(normal, weight_D, total_RD.dtype, zero_centered_gamma=zero_centered_gamma) if recompute_output else None
     )
-    weight_grad = (grad * normal).sum(dim=0)
+    x_grad, weight_grad = out.to(total_RD.dtype), (grad * normal).sum(dim=0)
+    if amax is not None:
+        update_amax(x_grad, amax)
     if weight_grad_sink is None:
-        return out.to(total_RD.dtype), weight_grad, output
+        return x_grad, weight_grad, output
     weight_grad_sink(lambda buffer, accumulate: buffer.add_(weight_grad) if accumulate else buffer.copy_(weight_grad))
-    return out.to(total_RD.dtype), None, output
+    return x_grad, None, output
 
 
 def layer_norm(

@@ -13,7 +13,9 @@ from petatron.config.schema.parallel import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import Scaling
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.linear import Linear
+from petatron.layers.mlp import MLP
 from petatron.layers.moe.experts import GroupedLinear
+from petatron.layers.norm import RMSNorm
 from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, Fp8Gemm, Fp8Recipe, fp8_gemm_factory, is_fp8_layer
 from petatron.layers.ops.fp8_output_grad import fp8_output_grad_factory
 from petatron.layers.ops.fp8_scaling import DelayedScaling
@@ -121,6 +123,11 @@ def apply_fp8(
                 else:
                     experts.append(Fp8ExpertGemms(choice.functions, cache_weights=cache_weights))
                     module.grouped_gemm = experts[-1]
+            for module in layer.modules() if recipe.uses_amax_notes else ():
+                if isinstance(module, RMSNorm):
+                    module.notes_amax = True
+                elif isinstance(module, MLP):
+                    module.act.notes_amax = True
         if precision.fp8_output_grad:
             for head in (module for module in stage.modules() if isinstance(module, OutputHead)):
                 head.make_loss_gemm = fp8_output_grad_factory(choice.functions)

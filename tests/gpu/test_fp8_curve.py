@@ -24,7 +24,8 @@ from torch import Tensor
 from petatron.config import load_config
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Orientation, quantise
-from petatron.layers.ops.fp8_gemm import CurrentScaling, Fp8Recipe, Quantiser
+from petatron.layers.ops.fp8_gemm import Fp8Recipe
+from petatron.layers.ops.fp8_scaling import CurrentScaling, Quantiser
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.quickstart.corpus import read_corpus, standard_library

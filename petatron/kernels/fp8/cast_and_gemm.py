@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.alignment import is_aligned
+from petatron.kernels.fp8.amax import amax_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
@@ -163,7 +164,7 @@ def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def update_amax(x_RC: Tensor, amax: Tensor) -> None:
     """Raises `amax` [1] float32 to the tensor's amax."""
-    amax.copy_(torch.maximum(amax, _amax(x_RC)))
+    amax.copy_(torch.maximum(amax, amax_of(x_RC)))
 
 
 def update_scale(history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_recent: bool) -> None:
@@ -177,7 +178,7 @@ def update_scale(history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_r
 def cast_tensor(
     x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None, orientation: Orientation = "both"
 ) -> Fp8Matrix:
-    scale = power_of_two_scale(_amax(x_RC) if amax is None else amax, dtype).reshape(1)
+    scale = power_of_two_scale(amax_of(x_RC) if amax is None else amax, dtype).reshape(1)
     return _cast_with_scale(x_RC, dtype, scale, orientation)
 
 
@@ -304,10 +305,6 @@ def hardware_grouped_gemm(
         use_fast_accum=fast,
     )
     return result.to(dtype)
-
-
-def _amax(x: Tensor) -> Tensor:
-    return x.abs().amax().to(torch.float32).reshape(1)
 
 
 def _cast_with_scale(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, orientation: Orientation) -> Fp8Matrix:

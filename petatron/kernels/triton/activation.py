@@ -41,6 +41,7 @@ from torch import Tensor
 from petatron.kernels import activation as reference
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.strides import rows_and_stride
+from petatron.kernels.triton.amax import amax_bits, magnitude_bits, raise_amax
 from petatron.kernels.triton.dependent_launch import dependent_options, launches_early, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
 
@@ -85,12 +86,14 @@ def _tile_offsets(rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 def _gated_activation_forward(
     gate_up_RG,
     act_RF,
+    amax,
     rows,
     stride,
     NAME: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AMAX: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     row, column, mask = _tile_offsets(rows, WIDTH, ROWS, COLUMNS)
@@ -99,7 +102,10 @@ def _gated_activation_forward(
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
     value, _ = activation_and_slope(gate, NAME)
-    tl.store(act_RF + row * WIDTH + column, (value * up).to(act_RF.dtype.element_ty), mask=mask)
+    act = (value * up).to(act_RF.dtype.element_ty)
+    tl.store(act_RF + row * WIDTH + column, act, mask=mask)
+    if AMAX:
+        raise_amax(amax, magnitude_bits(act))
 
 
 @triton.jit
@@ -108,6 +114,7 @@ def _gated_activation_backward(
     gate_up_RG,
     grad_gate_up_RG,
     act_RF,
+    amax,
     rows,
     grad_stride,
     stride,
@@ -116,6 +123,7 @@ def _gated_activation_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RECOMPUTE_OUTPUT: tl.constexpr,
+    AMAX: tl.constexpr,
 ):
     row, column, mask = _tile_offsets(rows, WIDTH, ROWS, COLUMNS)
     at = gate_up_RG + row * stride + column
@@ -125,10 +133,13 @@ def _gated_activation_backward(
     dtype: tl.constexpr = grad_gate_up_RG.dtype.element_ty
     value, slope = activation_and_slope(gate, NAME)
     into = grad_gate_up_RG + row * (2 * WIDTH) + column
-    tl.store(into, (grad * up * slope).to(dtype), mask=mask)
-    tl.store(into + WIDTH, (grad * value).to(dtype), mask=mask)
+    grad_gate, grad_up = (grad * up * slope).to(dtype), (grad * value).to(dtype)
+    tl.store(into, grad_gate, mask=mask)
+    tl.store(into + WIDTH, grad_up, mask=mask)
     if RECOMPUTE_OUTPUT:
         tl.store(act_RF + row * WIDTH + column, (value * up).to(dtype), mask=mask)
+    if AMAX:
+        raise_amax(amax, tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +164,15 @@ _activation_tile = cache(_ActivationTile.of)
 
 
 @cache
-def _forward_launcher(name: str, width: int, early: bool) -> KernelLauncher:
-    return KernelLauncher(
-        _gated_activation_forward, **_activation_constants(name, width), num_warps=_WARPS, **dependent_options(early)
-    )
+def _forward_launcher(name: str, width: int, with_amax: bool, early: bool) -> KernelLauncher:
+    constants = _activation_constants(name, width) | {"AMAX": with_amax}
+    return KernelLauncher(_gated_activation_forward, **constants, num_warps=_WARPS, **dependent_options(early))
 
 
 @cache
-def _backward_launcher(name: str, width: int, recompute_output: bool) -> KernelLauncher:
-    constants = _activation_constants(name, width)
-    return KernelLauncher(_gated_activation_backward, **constants, RECOMPUTE_OUTPUT=recompute_output, num_warps=_WARPS)
+def _backward_launcher(name: str, width: int, recompute_output: bool, with_amax: bool) -> KernelLauncher:
+    constants = _activation_constants(name, width) | {"RECOMPUTE_OUTPUT": recompute_output, "AMAX": with_amax}
+    return KernelLauncher(_gated_activation_backward, **constants, num_warps=_WARPS)
 
 
 def _activation_constants(name: str, width: int) -> dict[str, Any]:
@@ -171,28 +181,45 @@ def _activation_constants(name: str, width: int) -> dict[str, Any]:
     return {"NAME": name, "WIDTH": width, "ROWS": tile.rows, "COLUMNS": tile.columns}
 
 
-def gated_activation(gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None) -> Tensor:
-    """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half. One with bounds uses the reference."""
+def gated_activation(
+    gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None, *, amax: Tensor | None = None
+) -> Tensor:
+    """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half. One with bounds uses the reference.
+
+    `amax` [1] float32 is raised to the output's.
+    """
     if bounds is not None:
-        return reference.gated_activation(gate_up_RG, name, bounds)
+        return reference.gated_activation(gate_up_RG, name, bounds, amax=amax)
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
     source, stride = rows_and_stride(gate_up_RG)
     act = source.new_empty((rows, width))
-    launch = _forward_launcher(name, width, launches_early(rows, source))
-    launch(_activation_tile(width).programs(rows), (source, act), (rows, stride))
+    launch = _forward_launcher(name, width, amax is not None, launches_early(rows, source))
+    launch(_activation_tile(width).programs(rows), (source, act, amax_bits(amax, act)), (rows, stride))
     return act
 
 
 def gated_activation_backward(
-    grad_RF: Tensor, gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None, *, recompute_output: bool
+    grad_RF: Tensor,
+    gate_up_RG: Tensor,
+    name: str,
+    bounds: GluVariant | None = None,
+    *,
+    recompute_output: bool,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradient of gate and up concatenated, and the output if `recompute_output`."""
+    """Returns the gradient of gate and up concatenated, to whose amax `amax` is raised, and the output if `recompute_output`."""
     if bounds is not None:
-        return reference.gated_activation_backward(grad_RF, gate_up_RG, name, bounds, recompute_output=recompute_output)
+        return reference.gated_activation_backward(
+            grad_RF, gate_up_RG, name, bounds, recompute_output=recompute_output, amax=amax
+        )
     rows, width = grad_RF.shape
     (grad, grad_stride), (source, stride) = rows_and_stride(grad_RF), rows_and_stride(gate_up_RG)
     grad_gate_up = torch.empty_like(source, memory_format=torch.contiguous_format)
     act = source.new_empty((rows, width)) if recompute_output else grad_gate_up
-    launch = _backward_launcher(name, width, recompute_output)
-    launch(_activation_tile(width).programs(rows), (grad, source, grad_gate_up, act), (rows, grad_stride, stride))
+    launch = _backward_launcher(name, width, recompute_output, amax is not None)
+    launch(
+        _activation_tile(width).programs(rows),
+        (grad, source, grad_gate_up, act, amax_bits(amax, act)),
+        (rows, grad_stride, stride),
+    )
     return grad_gate_up, act if recompute_output else None

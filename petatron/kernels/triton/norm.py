@@ -42,6 +42,7 @@ from torch import Tensor
 from petatron.kernels import norm as reference
 from petatron.kernels.norm import WeightGradSink
 from petatron.kernels.strides import rows_and_stride
+from petatron.kernels.triton.amax import amax_bits, magnitude_bits, raise_amax
 from petatron.kernels.triton.dependent_launch import dependent_options, launches_early, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
 
@@ -57,6 +58,7 @@ def _rms_norm_forward(
     total_RD,
     normal_RD,
     rstd_R,
+    amax,
     rows,
     x_stride,
     branch_stride,
@@ -66,6 +68,7 @@ def _rms_norm_forward(
     BLOCK: tl.constexpr,
     ZERO_CENTERED_GAMMA: tl.constexpr,
     ADD: tl.constexpr,
+    AMAX: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -88,6 +91,8 @@ def _rms_norm_forward(
     weight = _load_weight(weight_D, column, WIDTH, ROWS)
     normal = _apply_weight(wide * rstd[:, None], weight, dtype, ZERO_CENTERED_GAMMA)
     tl.store(normal_RD + long_row * WIDTH + column[None, :], normal, mask=mask)
+    if AMAX:
+        raise_amax(amax, tl.where(mask, magnitude_bits(normal), 0))
 
 
 @triton.jit
@@ -117,6 +122,7 @@ def _rms_norm_backward(
     grad_x_RD,
     normal_RD,
     sums_PD,
+    amax,
     rows,
     grad_stride,
     total_stride,
@@ -127,6 +133,7 @@ def _rms_norm_backward(
     ZERO_CENTERED_GAMMA: tl.constexpr,
     ADD: tl.constexpr,
     RECOMPUTE_OUTPUT: tl.constexpr,
+    AMAX: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -134,6 +141,8 @@ def _rms_norm_backward(
     column = tl.arange(0, BLOCK)
     dtype: tl.constexpr = grad_x_RD.dtype.element_ty
     sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    if AMAX:  # of every column's elements, so that rows need not be reduced
+        peaks = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
     row = program * ROWS + tl.arange(0, ROWS)
     grad, total, rstd = _load_rows(grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH)
     first = program * ROWS
@@ -164,6 +173,8 @@ def _rms_norm_backward(
                 joining = tl.load(joining_at, mask=mask, other=0.0)
             grad_x += joining.to(tl.float32)
         tl.store(grad_x_RD + at, grad_x.to(dtype), mask=mask)
+        if AMAX:
+            peaks = tl.maximum(peaks, magnitude_bits(grad_x.to(dtype)))
         if PREFETCH:
             grad, total, rstd = after, total_after, rstd_after
         else:
@@ -171,6 +182,8 @@ def _rms_norm_backward(
                 grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH
             )
     tl.store(sums_PD + program.to(tl.int64) * WIDTH + column, tl.sum(sums, axis=0), mask=column < WIDTH)
+    if AMAX:
+        raise_amax(amax, peaks)
 
 
 @triton.jit
@@ -206,7 +219,7 @@ _norm_tile = cache(_NormTile.of)
 
 
 @cache
-def _forward_launcher(width: int, zero_centered_gamma: bool, add: bool, early: bool) -> KernelLauncher:
+def _forward_launcher(width: int, zero_centered_gamma: bool, add: bool, with_amax: bool, early: bool) -> KernelLauncher:
     tile = _norm_tile(width)
     return KernelLauncher(
         _rms_norm_forward,
@@ -215,13 +228,16 @@ def _forward_launcher(width: int, zero_centered_gamma: bool, add: bool, early: b
         BLOCK=tile.block,
         ZERO_CENTERED_GAMMA=zero_centered_gamma,
         ADD=add,
+        AMAX=with_amax,
         num_warps=tile.warps,
         **dependent_options(early),
     )
 
 
 @cache
-def _backward_launcher(width: int, zero_centered_gamma: bool, add: bool, recompute_output: bool) -> KernelLauncher:
+def _backward_launcher(
+    width: int, zero_centered_gamma: bool, add: bool, recompute_output: bool, with_amax: bool
+) -> KernelLauncher:
     tile = _norm_tile(width)
     return KernelLauncher(
         _rms_norm_backward,
@@ -231,28 +247,40 @@ def _backward_launcher(width: int, zero_centered_gamma: bool, add: bool, recompu
         ZERO_CENTERED_GAMMA=zero_centered_gamma,
         ADD=add,
         RECOMPUTE_OUTPUT=recompute_output,
+        AMAX=with_amax,
         PREFETCH=tile.prefetches,
         num_warps=tile.warps,
     )
 
 
 def rms_norm(
-    x_RD: Tensor, weight_D: Tensor, *, eps: float, zero_centered_gamma: bool, branch: Tensor | None = None
+    x_RD: Tensor,
+    weight_D: Tensor,
+    *,
+    eps: float,
+    zero_centered_gamma: bool,
+    branch: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the sum with `branch` (x itself without one), its norm, and 1 / rms of every row in float32."""
+    """Returns the sum with `branch` (x itself without one), its norm, and 1 / rms of every row in float32.
+
+    `amax` [1] float32 is raised to the norm's.
+    """
     rows, width = x_RD.shape
     if width > MAX_ROW_WIDTH:
-        return reference.rms_norm(x_RD, weight_D, eps=eps, zero_centered_gamma=zero_centered_gamma, branch=branch)
+        return reference.rms_norm(
+            x_RD, weight_D, eps=eps, zero_centered_gamma=zero_centered_gamma, branch=branch, amax=amax
+        )
     add = branch is not None
     x, x_stride = rows_and_stride(x_RD)
     added, added_stride = rows_and_stride(branch) if add else (x, x_stride)
     normal = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = torch.empty_like(normal) if add else normal
     rstd = x.new_empty(rows, dtype=torch.float32)
-    launch = _forward_launcher(width, zero_centered_gamma, add, launches_early(rows, x))
+    launch = _forward_launcher(width, zero_centered_gamma, add, amax is not None, launches_early(rows, x))
     launch(
         -(-rows // _norm_tile(width).rows),
-        (x, added, weight_D.contiguous(), total, normal, rstd),
+        (x, added, weight_D.contiguous(), total, normal, rstd, amax_bits(amax, rstd)),
         (rows, x_stride, added_stride, eps),
     )
     return (total if add else x_RD), normal, rstd
@@ -268,10 +296,12 @@ def rms_norm_backward(
     grad_total: Tensor | None = None,
     recompute_output: bool = True,
     weight_grad_sink: WeightGradSink | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of the sum (with `grad_total` added) and, in float32, of the weight; and the norm if `recompute_output`.
 
-    `weight_grad_sink` gets the weight's gradient instead of the caller: the last sum over programs goes to its buffer.
+    `weight_grad_sink` gets the weight's gradient instead of the caller: the last sum over programs goes to its buffer. `amax` is
+    raised to that of the sum's gradient.
     """
     rows, width = total_RD.shape
     if width > MAX_ROW_WIDTH:
@@ -284,6 +314,7 @@ def rms_norm_backward(
             grad_total=grad_total,
             recompute_output=recompute_output,
             weight_grad_sink=weight_grad_sink,
+            amax=amax,
         )
     add = grad_total is not None
     (grad, grad_stride), (total, total_stride) = rows_and_stride(grad_RD), rows_and_stride(total_RD)
@@ -292,10 +323,10 @@ def rms_norm_backward(
     normal = torch.empty_like(grad_x) if recompute_output else grad_x
     programs = min(-(-rows // _norm_tile(width).rows), _resident_programs(total.device, width))
     sums_PD = total.new_empty((programs, width), dtype=torch.float32)
-    launch = _backward_launcher(width, zero_centered_gamma, add, recompute_output)
+    launch = _backward_launcher(width, zero_centered_gamma, add, recompute_output, amax is not None)
     launch(
         programs,
-        (grad, total, rstd_R, weight_D.contiguous(), joining, grad_x, normal, sums_PD),
+        (grad, total, rstd_R, weight_D.contiguous(), joining, grad_x, normal, sums_PD, amax_bits(amax, sums_PD)),
         (rows, grad_stride, total_stride, joining_stride),
     )
     weight_grad = None

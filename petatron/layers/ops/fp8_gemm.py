@@ -54,7 +54,7 @@ from petatron.kernels.fp8.cast_and_gemm import (
 )
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad, WriteGrad, write_grad
-from petatron.layers.ops.fp8_scaling import CurrentScaling, DelayedScaling, Quantiser
+from petatron.layers.ops.fp8_scaling import CurrentScaling, DelayedScaling, Quantiser, TensorwiseScaling
 from petatron.layers.ops.fp8_weight import Fp8WeightCache, StatelessWeightCast, TensorwiseWeightCast, WeightCast
 
 _log = get_logger(__name__)
@@ -95,12 +95,18 @@ class Fp8Recipe:
         """All sizes of an FP8 GEMM are multiples of this."""
         return BLOCK if self.scaling == "blocks" else FP8_SIZE_MULTIPLE
 
+    @property
+    def uses_amax_notes(self) -> bool:
+        """Whether casts use the amax that the kernel which wrote a tensor has noted."""
+        return self.scaling == "tensor" and not self.delayed
+
     def quantiser(self, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
         """Builds the quantiser of activations or gradients."""
         if self.delayed:
             return DelayedScaling(kernels, dtype, length=self.amax_history_len, most_recent=self.most_recent)
-        casts = {"tensor": kernels.cast_tensor, "rows": kernels.cast_rows, "blocks": kernels.cast_blocks}
-        return CurrentScaling(casts[self.scaling], dtype)
+        if self.uses_amax_notes:
+            return TensorwiseScaling(kernels.cast_tensor, dtype)
+        return CurrentScaling(kernels.cast_rows if self.scaling == "rows" else kernels.cast_blocks, dtype)
 
     def weight_cast(self, kernels: Fp8Kernels) -> WeightCast:
         if self.scaling == "tensor":

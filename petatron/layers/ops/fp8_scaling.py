@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from petatron.kernels.fp8.amax import known_amax
 from petatron.kernels.fp8.cast_and_gemm import CastKernel, CastTensorKernel, Fp8Kernels, Fp8Matrix, Orientation
 
 
@@ -21,10 +22,24 @@ class Quantiser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CurrentScaling:
-    """Scales come from the tensor itself."""
+class TensorwiseScaling:
+    """One scale from the tensor itself, whose amax the kernel that wrote it may have noted."""
 
-    cast: CastKernel | CastTensorKernel
+    cast: CastTensorKernel
+    dtype: torch.dtype
+
+    def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix:
+        return self.cast(x_RC, self.dtype, amax=known_amax(x_RC), orientation=orientation)
+
+    def new_step(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentScaling:
+    """A scale of each row or block, from the tensor itself."""
+
+    cast: CastKernel
     dtype: torch.dtype
 
     def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix:

@@ -46,6 +46,26 @@ def test_equals_plain(shape: tuple[int, int], dtype: torch.dtype, name: str):
     assert far(grad_gate_up, true) <= BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("shape", [(7, 5), (30, 100), (9, 768), (2, 2500), (0, 64)], ids=str)
+def test_amax_of_what_is_written(shape: tuple[int, int]):
+    """To the bit, and without changing the rest; a larger one stays."""
+    gate_up, grad = sample(*shape, torch.bfloat16)
+    for first in (0.0, 1e9):
+        amax, grad_amax = torch.full((2, 1), first, device=DEVICE)
+        out = activation.gated_activation(gate_up, "swiglu", amax=amax)
+        x_grad, _ = activation.gated_activation_backward(grad, gate_up, "swiglu", recompute_output=True, amax=grad_amax)
+        assert torch.equal(out, activation.gated_activation(gate_up, "swiglu"))
+        for found, tensor in ((amax, out), (grad_amax, x_grad)):
+            assert float(found) == max([first, *tensor.abs().flatten().tolist()])
+
+
+def test_amax_keeps_nan():
+    gate_up, _ = sample(3, 300, torch.bfloat16)
+    gate_up[1, 7] = float("nan")
+    activation.gated_activation(gate_up, "swiglu", amax=(amax := torch.zeros(1, device=DEVICE)))
+    assert amax.isnan().all()
+
+
 @pytest.mark.parametrize("name", activation.NAMES)
 def test_gradient_is_that_of_the_forward(name: str):
     """Independent of the plain backward: autograd in float64, element by element, far out too."""

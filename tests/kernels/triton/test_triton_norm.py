@@ -51,6 +51,22 @@ def test_forward(shape: tuple[int, int], dtype: torch.dtype, with_branch: bool, 
     assert far(rstd, true_rstd) <= 1e-6
 
 
+@pytest.mark.parametrize("shape", [(5, 7), (300, 64), (17, 128), (5, 3000)], ids=str)
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+def test_amax_of_what_is_written(shape: tuple[int, int], eps: float):
+    """To the bit, and without changing the rest; a larger one stays. Rows beyond the last have no norm without an epsilon."""
+    (x, branch, grad), weight = sample(shape, torch.bfloat16, 3)
+    for first in (0.0, 1e9):
+        amax, grad_amax = torch.full((2, 1), first, device=DEVICE)
+        total, normal, rstd = norm.rms_norm(x, weight, eps=eps, zero_centered_gamma=False, branch=branch, amax=amax)
+        x_grad, *_ = norm.rms_norm_backward(
+            grad, total, rstd, weight, zero_centered_gamma=False, grad_total=branch, amax=grad_amax
+        )
+        assert torch.equal(normal, norm.rms_norm(x, weight, eps=eps, zero_centered_gamma=False, branch=branch)[1])
+        for found, tensor in ((amax, normal), (grad_amax, x_grad)):
+            assert float(found) == max(first, float(tensor.abs().max()))
+
+
 WAYS = [(False, False, False), (True, True, False), (False, True, True)]
 """A gradient of the total joins, the output is recomputed, weights are an offset from one."""
 

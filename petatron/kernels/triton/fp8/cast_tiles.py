@@ -1,8 +1,6 @@
 """The kernels of FP8 casts: a tile of a matrix is read once, and written in the wanted orientations.
 
-amax is computed in integers: without its sign, a float's bits order as its value does, with infinity above all numbers and NaN above
-infinity, so integer maxima (in registers, or atomic in memory) are exact, lose no NaN and do not depend on their order. Scales come
-from the same bits.
+amax is computed in integers (`triton/amax.py`), and scales come from the same bits.
 
 R rows, C columns.
 """
@@ -13,14 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+from petatron.kernels.triton.amax import magnitude_bits
+
 _NOT_FINITE = tl.constexpr(0x7F800000)
-
-
-@triton.jit
-def magnitude_bits(x):
-    """Returns the bits of |x|."""
-    return x.to(tl.float32).to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
 @triton.jit
