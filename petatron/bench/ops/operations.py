@@ -251,12 +251,13 @@ def fp8_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> 
     if first:
         return
     ways, few = context.implementations("FP8 casts and GEMMs"), CHECKED_ROWS
-    x, one, amax = (
+    x, one, amax, last = (
         context.randn(shape.num_tokens, shape.hidden_size),
-        *(torch.ones(1, device=context.device) for _ in range(2)),
+        *(torch.ones(1, device=context.device) for _ in range(3)),
     )
     casts: dict[str, tuple[int, Callable[[Fp8Kernels], Fp8Matrix]]] = {
         "by tensor": (6, lambda k: k.cast_tensor(x, E4M3)),
+        "by tensor, guessed": (4, lambda k: k.cast_guessed(x, E4M3, last_scale=last)),
         "by tensor, delayed": (4, lambda k: k.cast_delayed(x, E4M3, scale=one, amax=amax)),
         "by rows": (6, lambda k: k.cast_rows(x, E4M3)),
         "by blocks": (4, lambda k: k.cast_blocks(x, E4M3)),

@@ -100,6 +100,18 @@ class CastTensorKernel(Protocol):
         ...
 
 
+class CastGuessedKernel(Protocol):
+    def __call__(
+        self, x_RC: Tensor, dtype: torch.dtype, *, last_scale: Tensor, orientation: Orientation = "both"
+    ) -> Fp8Matrix:
+        """Casts as `cast_tensor` does, to the bit; `last_scale` [1] float32 is set to the scale.
+
+        It is a guess at the scale: if right, the tensor is read once in place of twice. Scales are powers of two and amax changes
+        little from step to step, so that of the cast before is right most of the time.
+        """
+        ...
+
+
 class CastDelayedKernel(Protocol):
     def __call__(
         self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
@@ -131,6 +143,7 @@ class Fp8Kernels:
     update_amax: Callable[[Tensor, Tensor], None]
     update_scale: UpdateScaleKernel
     cast_tensor: CastTensorKernel
+    cast_guessed: CastGuessedKernel
     cast_delayed: CastDelayedKernel
     cast_rows: CastKernel
     cast_blocks: CastKernel
@@ -179,6 +192,13 @@ def cast_tensor(
     x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None, orientation: Orientation = "both"
 ) -> Fp8Matrix:
     scale = power_of_two_scale(amax_of(x_RC) if amax is None else amax, dtype).reshape(1)
+    return _cast_with_scale(x_RC, dtype, scale, orientation)
+
+
+def cast_guessed(
+    x_RC: Tensor, dtype: torch.dtype, *, last_scale: Tensor, orientation: Orientation = "both"
+) -> Fp8Matrix:
+    last_scale.copy_(scale := power_of_two_scale(amax_of(x_RC), dtype))
     return _cast_with_scale(x_RC, dtype, scale, orientation)
 
 
@@ -342,6 +362,7 @@ REFERENCE = Fp8Kernels(
     update_amax=update_amax,
     update_scale=update_scale,
     cast_tensor=cast_tensor,
+    cast_guessed=cast_guessed,
     cast_delayed=cast_delayed,
     cast_rows=cast_rows,
     cast_blocks=cast_blocks,

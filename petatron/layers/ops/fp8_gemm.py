@@ -55,7 +55,13 @@ from petatron.kernels.fp8.cast_and_gemm import (
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad, WriteGrad, write_grad
 from petatron.layers.ops.fp8_scaling import CurrentScaling, DelayedScaling, Quantiser, TensorwiseScaling
-from petatron.layers.ops.fp8_weight import Fp8WeightCache, StatelessWeightCast, TensorwiseWeightCast, WeightCast
+from petatron.layers.ops.fp8_weight import (
+    Fp8WeightCache,
+    StatelessWeightCast,
+    TensorwiseWeightCast,
+    WeightCast,
+    cast_with_scale,
+)
 
 _log = get_logger(__name__)
 
@@ -105,12 +111,12 @@ class Fp8Recipe:
         if self.delayed:
             return DelayedScaling(kernels, dtype, length=self.amax_history_len, most_recent=self.most_recent)
         if self.uses_amax_notes:
-            return TensorwiseScaling(kernels.cast_tensor, dtype)
+            return TensorwiseScaling(kernels, dtype)
         return CurrentScaling(kernels.cast_rows if self.scaling == "rows" else kernels.cast_blocks, dtype)
 
     def weight_cast(self, kernels: Fp8Kernels) -> WeightCast:
         if self.scaling == "tensor":
-            return TensorwiseWeightCast(kernels)
+            return TensorwiseWeightCast(TensorwiseScaling(kernels, E4M3), kernels)
         return StatelessWeightCast(kernels.cast_rows if self.scaling == "rows" else kernels.cast_blocks_2d)
 
     def fp8_gather_scaling(self, shape: torch.Size) -> Scaling | None:
@@ -204,8 +210,7 @@ class Fp8Gemm:
         """Returns the transposed input, to the bits that the cast of the forward pass would have given."""
         if not saved:
             return self._input_quantiser(x_RD, orientation="columns").columns
-        unused = torch.zeros(1, dtype=torch.float32, device=x_RD.device)
-        return self._kernels.cast_delayed(x_RD, E4M3, scale=saved[0], amax=unused, orientation="columns").columns
+        return cast_with_scale(x_RD, saved[0], self._kernels, orientation="columns").columns
 
     def backward_columns(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         x_grad, grad = self._input_grad(grad_RO, weight)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.fp8.amax import known_amax
-from petatron.kernels.fp8.cast_and_gemm import CastKernel, CastTensorKernel, Fp8Kernels, Fp8Matrix, Orientation
+from petatron.kernels.fp8.cast_and_gemm import CastKernel, Fp8Kernels, Fp8Matrix, Orientation
 
 
 class Quantiser(Protocol):
@@ -21,15 +21,23 @@ class Quantiser(Protocol):
     def new_step(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
 class TensorwiseScaling:
-    """One scale from the tensor itself, whose amax the kernel that wrote it may have noted."""
+    """One scale from the tensor itself: from the amax that the kernel which wrote it has noted, else guessed to be the last one.
 
-    cast: CastTensorKernel
-    dtype: torch.dtype
+    A guess is checked, and costs time if it is wrong, never a bit: nothing of it is saved.
+    """
+
+    def __init__(self, kernels: Fp8Kernels, dtype: torch.dtype) -> None:
+        self._kernels, self._dtype = kernels, dtype
+        self._last_scale: Tensor | None = None
 
     def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix:
-        return self.cast(x_RC, self.dtype, amax=known_amax(x_RC), orientation=orientation)
+        amax = known_amax(x_RC)
+        if amax is not None:
+            return self._kernels.cast_tensor(x_RC, self._dtype, amax=amax, orientation=orientation)
+        if self._last_scale is None:
+            self._last_scale = torch.ones(1, dtype=torch.float32, device=x_RC.device)
+        return self._kernels.cast_guessed(x_RC, self._dtype, last_scale=self._last_scale, orientation=orientation)
 
     def new_step(self) -> None:
         pass

@@ -1,9 +1,9 @@
 """A weight in FP8: when it is cast, and how long the result is kept.
 
 A GEMM of forward reads a weight's rows, one of backward its columns. Cast once in both orientations, a weight takes two bytes per
-element for the whole step: 6 bytes of memory traffic per element with a scale per tensor (amax 2, cast 2 + 1 + 1), however many micro-
-batches use it. Cast for each use in the one orientation that is read, it takes nothing between forward and backward, and 8 bytes of
-traffic for one micro-batch (amax 2, and 2 + 1 twice). The GEMMs of a weight take as long as 6 x rows operations per element; so with
+element for the whole step: 4 bytes of memory traffic per element with a scale per tensor (2 + 1 + 1), however many micro-batches use it.
+Cast for each use in the one orientation that is read, it takes nothing between forward and backward, and 6 bytes of traffic for one micro-
+batch (2 + 1 twice). The GEMMs of a weight take as long as 6 x rows operations per element; so with
 R rows the second way costs about 100 / R of their time: it is taken for one micro-batch of `MIN_ROWS_TO_CAST_AGAIN` rows or more.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.fp8.cast_and_gemm import E4M3, CastKernel, Fp8Kernels, Fp8Matrix, Orientation
+from petatron.layers.ops.fp8_scaling import Quantiser
 
 MIN_ROWS_TO_CAST_AGAIN = 8192
 """Below, a weight that only one micro-batch uses is cached all the same."""
@@ -48,21 +49,28 @@ class StatelessWeightCast:
         pass
 
 
-class TensorwiseWeightCast:
-    """Casts with one scale; the weight's amax is computed once, however often it is cast."""
+def cast_with_scale(x_RC: Tensor, scale: Tensor, kernels: Fp8Kernels, *, orientation: Orientation) -> Fp8Matrix:
+    """Casts to e4m3 with the scale that an earlier cast of the same numbers found."""
+    unused = torch.empty_like(scale)
+    return kernels.cast_delayed(x_RC, E4M3, scale=scale, amax=unused, orientation=orientation)
 
-    def __init__(self, kernels: Fp8Kernels) -> None:
-        self._kernels = kernels
-        self._amax: Tensor | None = None
+
+class TensorwiseWeightCast:
+    """Casts with one scale, which is found once, however often the weight is cast."""
+
+    def __init__(self, quantiser: Quantiser, kernels: Fp8Kernels) -> None:
+        self._quantiser, self._kernels = quantiser, kernels
+        self._scale: Tensor | None = None
 
     def __call__(self, weight: Tensor, *, orientation: Orientation) -> Fp8Matrix:
-        if self._amax is None:
-            self._amax = torch.zeros(1, dtype=torch.float32, device=weight.device)
-            self._kernels.update_amax(weight, self._amax)
-        return self._kernels.cast_tensor(weight, E4M3, amax=self._amax, orientation=orientation)
+        if self._scale is not None:
+            return cast_with_scale(weight, self._scale, self._kernels, orientation=orientation)
+        matrix = self._quantiser(weight, orientation=orientation)
+        self._scale = (matrix.columns if orientation == "columns" else matrix.rows).scale
+        return matrix
 
     def drop(self) -> None:
-        self._amax = None
+        self._scale = None
 
 
 class Fp8WeightCache:

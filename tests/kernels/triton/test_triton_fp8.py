@@ -6,12 +6,14 @@ numbers here are such that nothing is rounded: eight-bit numbers times powers of
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from petatron.kernels.fp8 import cast_and_gemm
-from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Matrix, Fp8Operand
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Matrix, Fp8Operand, Orientation
 
 pytest.importorskip("triton")
 twins = pytest.importorskip("petatron.kernels.triton.fp8.cast_and_gemm")
@@ -113,6 +115,37 @@ def test_what_is_too_large_becomes_the_largest():
     cast = twins.cast_delayed(x, E4M3, scale=torch.tensor([2.0**-9]), amax=amax)
     assert (cast.rows.values.float().abs() == 448).all() and amax == 3.0
     assert torch.equal(cast.columns.values.float(), cast.rows.values.float().t())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("orientation", ["both", "rows", "columns"])
+@pytest.mark.parametrize("guess", ["right", 2.0**-9, 2.0**20, 0.0, float("nan")])
+def test_a_guessed_scale_changes_no_bit(guess: str | float, orientation: Orientation):
+    x = representable((300, 144), E4M3, seed=7)
+    wanted = cast_and_gemm.cast_tensor(x, E4M3, orientation=orientation)
+    scale = (wanted.columns if orientation == "columns" else wanted.rows).scale
+    last = scale.clone() if guess == "right" else torch.tensor([guess])
+    found = twins.cast_guessed(x, E4M3, last_scale=last, orientation=orientation)
+    assert (found.cast_rows is None, found.cast_columns is None) == (orientation == "columns", orientation == "rows")
+    for ours, true in ((found.cast_rows, wanted.cast_rows), (found.cast_columns, wanted.cast_columns)):
+        if ours is not None and true is not None:
+            assert_same(ours, true)
+    assert torch.equal(last, scale)
+
+
+def test_a_right_guess_is_not_cast_again(monkeypatch: pytest.MonkeyPatch):
+    """The second kernel finds the scale that was used, and writes nothing: what it would write is spoiled here before."""
+    x, launch = representable((300, 144), E4M3, seed=7), twins._launch
+    last = cast_and_gemm.cast_tensor(x, E4M3).rows.scale.clone()
+
+    def spoiling(kernel: Any, tensors: Any, *args: Any, **options: Any) -> None:
+        if kernel is twins.recast_tiles_if_scale_differs:
+            tensors[1].zero_()
+        launch(kernel, tensors, *args, **options)
+
+    monkeypatch.setattr(twins, "_launch", spoiling)
+    assert not twins.cast_guessed(x, E4M3, last_scale=last).rows.values.float().any()
+    assert twins.cast_guessed(x, E4M3, last_scale=2 * last).rows.values.float().any()
 
 
 def test_a_known_maximum_is_used():

@@ -40,12 +40,16 @@ class Casts:
         self.seen: list[tuple[torch.dtype, tuple[int, ...], bool]] = []
 
         def cast(x: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None, **options: Any) -> Fp8Matrix:
-            if amax is not None:
-                assert torch.equal(amax, amax_of(x)), "another tensor's"
-            self.seen.append((dtype, tuple(x.shape), amax is not None))
+            assert amax is not None and torch.equal(amax, amax_of(x)), "another tensor's"
+            self.seen.append((dtype, tuple(x.shape), True))
             return REFERENCE.cast_tensor(x, dtype, amax=amax, **options)
 
-        monkeypatch.setattr(cast_and_gemm, "REFERENCE", replace(REFERENCE, cast_tensor=cast))
+        def cast_guessed(x: Tensor, dtype: torch.dtype, **options: Any) -> Fp8Matrix:
+            self.seen.append((dtype, tuple(x.shape), False))
+            return REFERENCE.cast_guessed(x, dtype, **options)
+
+        kernels = replace(REFERENCE, cast_tensor=cast, cast_guessed=cast_guessed)
+        monkeypatch.setattr(cast_and_gemm, "REFERENCE", kernels)
 
     def of(self, dtype: torch.dtype, width: int) -> Counter[bool]:
         """How many casts of activations or gradients of a width knew amax; weights have other numbers of rows."""

@@ -18,7 +18,7 @@ from petatron.kernels.gemm import PLAIN_GEMM
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, looped_linear
 from petatron.layers.ops import fp8_weight
 from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, fp8_gemm_factory, is_fp8_layer
-from petatron.layers.ops.fp8_scaling import DelayedScaling
+from petatron.layers.ops.fp8_scaling import DelayedScaling, TensorwiseScaling
 from petatron.layers.ops.linear_op import GemmOp
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 
@@ -122,18 +122,20 @@ def test_one_large_micro_batch_casts_a_weight_for_each_use(recipe: str, monkeypa
     monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_CAST_AGAIN", 128)
     x, w, g = draw(128, 128, seed=0), draw(256, 128, seed=1), draw(128, 256, seed=2)
     wanted: list[str] = []
-    cast_name = {"rowwise": "cast_rows", "blockwise": "cast_blocks_2d"}.get(recipe, "cast_tensor")
+    names = {"rowwise": ["cast_rows"], "blockwise": ["cast_blocks_2d"]}.get(recipe, ["cast_guessed", "cast_delayed"])
 
-    def cast(matrix: Tensor, *args: Any, **options: Any) -> Any:
-        if matrix.shape == w.shape:
-            wanted.append(options["orientation"])
-        return getattr(REFERENCE, cast_name)(matrix, *args, **options)
+    def noting(name: str) -> Any:
+        def cast(matrix: Tensor, *args: Any, **options: Any) -> Any:
+            if matrix.shape == w.shape:
+                wanted.append(options["orientation"])
+            return getattr(REFERENCE, name)(matrix, *args, **options)
+
+        return cast
 
     found: list[tuple[Tensor, Tensor]] = []
     for micro_batches in (2, 1):
-        multiplication = fp8_gemm_factory(
-            precision(recipe), kernels=dataclasses.replace(REFERENCE, **{cast_name: cast})
-        )()
+        kernels = dataclasses.replace(REFERENCE, **{name: noting(name) for name in names})
+        multiplication = fp8_gemm_factory(precision(recipe), kernels=kernels)()
         multiplication.new_step(micro_batches)
         y, kept = multiplication.forward(x, w)
         found.append((y, multiplication.backward(g, w, kept)[0]))
@@ -189,7 +191,7 @@ def test_only_an_input_that_is_available_is_cast_again(available: bool):
     assert distance(x.grad, exact[0]) < 0.05 and distance(w.grad, exact[1]) < 0.05
 
 
-def test_the_amax_of_a_weight_is_computed_once_per_step(monkeypatch: pytest.MonkeyPatch):
+def test_the_scale_of_a_weight_is_found_once_per_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_CAST_AGAIN", 16)
     kernels, calls = counted()
     multiplication = fp8_gemm_factory(precision("tensorwise"), kernels=kernels)()
@@ -198,7 +200,7 @@ def test_the_amax_of_a_weight_is_computed_once_per_step(monkeypatch: pytest.Monk
         multiplication.new_step(1)
         _, kept = multiplication.forward(x, w)
         multiplication.backward(g, w, kept)
-    assert calls["update_amax"] == 2
+    assert calls == {"cast_guessed": 2 * 3, "cast_delayed": 2, "gemm": 4}  # of x, w and g; then the columns of w
     w.mul_(-4.0)
     multiplication.weight_changed()
     before = multiplication.forward(x, w / -4.0)[0]
@@ -446,3 +448,18 @@ def test_weights_that_change_between_two_uses_are_cast_again():
             now = model.module.logits(tokens)
             model.fp8_gemms.weights_changed()
             assert torch.equal(now, model.module.logits(tokens))
+
+
+def test_a_scale_is_guessed_to_be_the_last_one():
+    guesses: list[float] = []
+
+    def cast(x: Tensor, *args: Any, last_scale: Tensor, **options: Any) -> Any:
+        guesses.append(float(last_scale))
+        return REFERENCE.cast_guessed(x, *args, last_scale=last_scale, **options)
+
+    quantiser = TensorwiseScaling(dataclasses.replace(REFERENCE, cast_guessed=cast), E4M3)
+    x = draw(32, 32, seed=0)
+    scales = [float(quantiser(factor * x).rows.scale) for factor in (1.0, 1.0, 16.0, 2.0)]
+    assert guesses == [1.0, *scales[:-1]]
+    assert scales == [float(REFERENCE.cast_tensor(factor * x, E4M3).rows.scale) for factor in (1.0, 1.0, 16.0, 2.0)]
+    assert len(set(scales)) == 3

@@ -8,6 +8,7 @@ number of a bfloat16 tensor, at 4.0 TB/s and 10^9 numbers:
     |------------------|-----------------------------------------|----------|------|
     | tensor           | amax (2), cast (2 + 1 + 1)              | 6        | 1.50 |
     | tensor, known    | cast; `amax` is given                   | 4        | 1.00 |
+    | tensor, guessed  | cast, which computes amax as well; another cast if the scale is not that of the last time | 4 or 8 | 1.00 or 2.00 |
     | tensor, delayed  | cast, which computes amax as well       | 4        | 1.00 |
     | rows             | amax by row and column (2), cast (4)    | 6        | 1.50 |
     | rows, only       | cast, a program holds its row           | 3        | 0.75 |
@@ -23,6 +24,7 @@ R rows, C columns.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -47,6 +49,7 @@ from petatron.kernels.triton.fp8.cast_tiles import (
     cast_square_blocks_tile,
     cast_tensor_tile,
     cast_whole_row,
+    recast_tiles_if_scale_differs,
     row_and_column_amax_of_tile,
     update_scale_from_history,
 )
@@ -82,6 +85,30 @@ def cast_tensor(
         amax = torch.zeros(1, dtype=torch.float32, device=x_RC.device)
         update_amax(x_RC, amax)
     return _cast_with_scale(x_RC, dtype, torch.empty_like(amax), amax, delayed=False, orientation=orientation)
+
+
+def cast_guessed(
+    x_RC: Tensor, dtype: torch.dtype, *, last_scale: Tensor, orientation: Orientation = "both"
+) -> Fp8Matrix:
+    x_RC = x_RC.contiguous()
+    scale, used_scale, amax = torch.empty_like(last_scale), torch.empty_like(last_scale), torch.zeros_like(last_scale)
+    out = _Outputs.allocate(x_RC, dtype, orientation, scale, scale)
+    options = {**out.flags, "TOP": max_exponent(dtype)}
+    last, used, peak = _bits(last_scale), _bits(used_scale), _bits(amax)
+    _launch(cast_tensor_tile, (x_RC, *out.values, last, peak, used), DELAYED=True, GUESSED=True, **options)
+    _launch(
+        recast_tiles_if_scale_differs,
+        (x_RC, *out.values, used, peak, _bits(scale), last),
+        most=_recasting_programs(x_RC.device),
+        **options,
+    )
+    return out.matrix("tensor")
+
+
+@cache
+def _recasting_programs(device: torch.device) -> int:
+    """Programs that are launched to cast again, and most of the time do nothing: as many as are resident."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def cast_delayed(
@@ -149,8 +176,8 @@ def _cast_with_scale(
     x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, delayed: bool, orientation: Orientation
 ) -> Fp8Matrix:
     out = _Outputs.allocate(x_RC, dtype, orientation, scale, scale)
-    options = {**out.flags, "DELAYED": delayed, "TOP": max_exponent(dtype)}
-    _launch(cast_tensor_tile, (x_RC, *out.values, _bits(scale), _bits(amax)), **options)
+    options = {**out.flags, "DELAYED": delayed, "GUESSED": False, "TOP": max_exponent(dtype)}
+    _launch(cast_tensor_tile, (x_RC, *out.values, _bits(scale), _bits(amax), _bits(amax)), **options)
     return out.matrix("tensor")
 
 
@@ -206,11 +233,14 @@ def _empty_block_scales(x: Tensor, rows: int, length: int) -> Tensor:
     return torch.ones((triton.cdiv(rows, BLOCK), across), dtype=torch.float32, device=x.device)
 
 
-def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], *strides: int, **constants: int) -> None:
-    """Launches a program per tile of the first matrix [R, C], with R, C and strides."""
+def _launch(
+    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], *strides: int, most: int | None = None, **constants: int
+) -> None:
+    """Launches a program per tile of the first matrix [R, C], or the most there may be, with R, C and strides."""
     R, C = tensors[0].shape
     tiles = triton.cdiv(R, _TILE) * triton.cdiv(C, _TILE)
-    kernel_launcher(kernel, TILE=_TILE, num_warps=_WARPS, **constants)(tiles, tensors, (R, C, *strides))
+    programs = tiles if most is None else min(tiles, most)
+    kernel_launcher(kernel, TILE=_TILE, num_warps=_WARPS, **constants)(programs, tensors, (R, C, *strides))
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -221,6 +251,7 @@ TRITON = Fp8Kernels(
     update_amax=update_amax,
     update_scale=update_scale,
     cast_tensor=cast_tensor,
+    cast_guessed=cast_guessed,
     cast_delayed=cast_delayed,
     cast_rows=cast_rows,
     cast_blocks=cast_blocks,

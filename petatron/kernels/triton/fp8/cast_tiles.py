@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from petatron.kernels.triton.amax import magnitude_bits
+from petatron.kernels.triton.amax import magnitude_bits, raise_amax
 
 _NOT_FINITE = tl.constexpr(0x7F800000)
 
@@ -73,8 +73,7 @@ def _store_columns(out_CR, values, row, column, R, C):
 @triton.jit
 def amax_of_run(x, amax, count, RUN: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * RUN + tl.arange(0, RUN)
-    bits = magnitude_bits(tl.load(x + at, mask=at < count, other=0.0))
-    tl.atomic_max(amax, tl.max(bits, axis=0), sem="relaxed")
+    raise_amax(amax, magnitude_bits(tl.load(x + at, mask=at < count, other=0.0)))
 
 
 @triton.jit
@@ -99,20 +98,26 @@ def cast_tensor_tile(
     columns_CR,
     scale,
     amax,
+    used_scale,
     R,
     C,
     DELAYED: tl.constexpr,
+    GUESSED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOP: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """DELAYED: with the scale at `scale`, raising amax; else with that of amax, which is written there. GUESSED: `used_scale` gets it."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row, column, inside = _tile_offsets(tile, R, C, TILE)
     x = _load(x_RC, row, column, inside, C)
     dtype: tl.constexpr = rows_RC.dtype.element_ty
     if DELAYED:
-        values = _quantise_clamped(x, inverse_scale(tl.load(scale)), dtype, TOP)
+        scale_bits = tl.load(scale)
+        if GUESSED and tile == 0:
+            tl.store(used_scale, scale_bits)
+        values = _quantise_clamped(x, inverse_scale(scale_bits), dtype, TOP)
     else:
         scale_bits = _scale_bits(tl.load(amax), TOP)
         if tile == 0:
@@ -123,7 +128,40 @@ def cast_tensor_tile(
     if COLUMNS:
         _store_columns(columns_CR, values, row, column, R, C)
     if DELAYED:  # last, so that fewer registers are in use at once
-        tl.atomic_max(amax, tl.max(magnitude_bits(x)), sem="relaxed")
+        raise_amax(amax, magnitude_bits(x))
+
+
+@triton.jit
+def recast_tiles_if_scale_differs(
+    x_RC,
+    rows_RC,
+    columns_CR,
+    used_scale,
+    amax,
+    scale,
+    last_scale,
+    R,
+    C,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Writes the scale of amax to `scale` and `last_scale`; where another was used, casts all tiles again, by a few programs."""
+    scale_bits = _scale_bits(tl.load(amax), TOP)
+    first = tl.program_id(0)
+    if first == 0:
+        tl.store(scale, scale_bits)
+        tl.store(last_scale, scale_bits)
+    if scale_bits != tl.load(used_scale):
+        inverse = inverse_scale(scale_bits)
+        for tile in range(first, tl.cdiv(R, TILE) * tl.cdiv(C, TILE), tl.num_programs(0)):
+            row, column, inside = _tile_offsets(tile, R, C, TILE)
+            values = quantise_unclamped(_load(x_RC, row, column, inside, C), inverse, rows_RC.dtype.element_ty)
+            if ROWS:
+                _store_rows(rows_RC, values, row, column, inside, C)
+            if COLUMNS:
+                _store_columns(columns_CR, values, row, column, R, C)
 
 
 @triton.jit
