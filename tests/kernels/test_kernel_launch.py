@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.triton import kernel_launch
-from petatron.kernels.triton.kernel_launch import KernelLauncher, kernel_launcher
+from petatron.kernels.triton.kernel_launch import KernelLauncher, kernel_launcher, specialisation
 
 
 def _scale(x, y, rows, factor, WIDTH: tl.constexpr, ADD: tl.constexpr):  # compiled by nobody here
@@ -70,9 +70,10 @@ def test_a_second_launch_goes_to_the_kernel_that_the_first_compiled(device: Devi
 
 
 DIFFERENT = {
-    "a number": {"numbers": (8, 0.5)},
+    "a number that is 1": {"numbers": (1, 0.5)},
+    "a multiple of 16": {"numbers": (48, 0.5)},
+    "a wide number": {"numbers": (7 + 2**32, 0.5)},
     "the type of a number": {"numbers": (7.0, 0.5)},
-    "a float": {"numbers": (7, 0.25)},
     "a dtype": {"tensors": tensors(dtype=torch.bfloat16)},
     "the dtype of one": {"tensors": (tensors()[0], tensors(dtype=torch.bfloat16)[0])},
 }
@@ -87,6 +88,29 @@ def test_whatever_is_different_is_compiled_for_itself(device: Device, what: str)
             launch(3, **arguments)
     assert len(device.slow) == 2
     assert [launched[4] for launched in device.fast] == ["function 1", "function 2"]
+
+
+def test_other_numbers_of_a_kind_are_launched_at_once(device: Device):
+    """With their own values; as the rows of experts, which no two micro-batches have in common."""
+    launch = launcher()
+    for numbers in ((7, 0.5), (8, 0.5), (8, 0.25), (2**31 - 1, -1.0), (32, 0.5), (64, 1.0), (7, 0.5)):
+        launch(3, tensors(), numbers)
+    assert [args[2:] for _, args, _ in device.slow] == [(7, 0.5), (32, 0.5)]
+    launched = [(call[4], *call[-4:-2]) for call in device.fast]
+    first = [("function 1", *numbers) for numbers in ((8, 0.5), (8, 0.25), (2**31 - 1, -1.0))]
+    assert launched == [*first, ("function 2", 64, 1.0), ("function 1", 7, 0.5)]
+
+
+def test_kinds_of_numbers_are_those_that_triton_tells_apart():
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+
+    found: dict[object, object] = {}
+    wide = [sign * 2**power + more for sign in (1, -1) for power in (31, 32, 40) for more in (-16, -1, 0, 1, 8, 16)]
+    for number in (*range(-40, 130), *wide, -1.0, 0.0, 0.5, 1.0, 16.0):
+        triton_s = native_specialize_impl(BaseBackend, number, False, True, True)
+        assert found.setdefault(specialisation(number), triton_s) == triton_s, number
+    assert len(set(found.values())) == len(found) == 6
 
 
 def test_constants_and_options_are_those_of_the_launcher(device: Device):
@@ -131,9 +155,9 @@ def test_unaligned_tensors_and_watched_launches_are_left_to_triton(device: Devic
 def test_not_more_than_some_are_remembered(device: Device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernel_launch, "_MAX_REMEMBERED", 3)
     launch = launcher()
-    for rows in (1, 2, 3, 4, 1):
+    for rows in (2, 3, 4, 5, 2):
         launch(1, tensors(), (rows, 0.5))
-    assert len(device.slow) == 5 and len(launch._remembered) == 2
+    assert len(device.slow) == 1 and len(launch._remembered) == 2
 
 
 def test_another_device_than_the_current_one_is_not_remembered(device: Device, monkeypatch: pytest.MonkeyPatch):

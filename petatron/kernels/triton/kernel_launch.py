@@ -3,12 +3,12 @@
 `kernel[grid](...)` finds out at every call which compiled kernel it needs: Triton compiles one for each combination of constants,
 dtypes, and of what it specialises for (16-byte aligned addresses, integers that are 1 or multiples of 16, their width). That takes the
 host longer than most kernels of a small model take the device. A `KernelLauncher` has a kernel with its constants and launch options,
-which its module builds once for each width or kind; it remembers the compiled kernel by
+which its module builds once for each width or kind; if all addresses are aligned, it remembers the compiled kernel by
 
-    device, dtypes of tensors, types and values of numbers, if all addresses are aligned
+    device, dtypes of tensors, types and values of numbers                 the same call as before: one look-up
+    device, dtypes of tensors, what Triton specialises numbers for         numbers that change, as rows of experts do
 
-Numbers count by value, which tells apart more than Triton does, so nothing that Triton would tell apart is mixed up. Whatever is
-new, not aligned, or watched by hooks takes Triton's own way; so does everything under Triton's interpreter.
+Whatever is new, not aligned, or watched by hooks takes Triton's own way; so does everything under Triton's interpreter.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -26,6 +26,7 @@ from triton.runtime.driver import driver
 _ALIGNMENT = 16
 _MAX_REMEMBERED = 512
 """Sizes may change with every call, as those of generation do: then as many are remembered."""
+_INT32 = range(-(2**31), 2**31)
 _address, _dtype, _runtime = Tensor.data_ptr, attrgetter("dtype"), knobs.runtime
 
 
@@ -40,6 +41,7 @@ class KernelLauncher:
         self._options = {"num_warps": num_warps} | ({"launch_pdl": True} if launch_pdl else {})
         self._remembers = isinstance(kernel, JITFunction)
         self._remembered: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._by_kind: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(
         self, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int | float, ...] = (), across: int = 1
@@ -49,23 +51,47 @@ class KernelLauncher:
         aligned = reduce(or_, addresses) % _ALIGNMENT == 0
         key = (device, numbers, *map(type, numbers), *map(_dtype, tensors))
         found = self._remembered.get(key) if aligned else None
+        if found is None and aligned:
+            found = self._find_kind(key, tensors, numbers)
         if found is None or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:
             compiled = self._kernel[(programs, across)](*tensors, *numbers, **self._constants, **self._options)
             if self._remembers and aligned and device == torch.cuda.current_device():
-                self._remember(key, compiled, numbers)
+                self._remember(key, compiled, tensors, numbers)
             return
         run, function, metadata, stream_of, others = found
         # An address is as good as a tensor, which Triton would only ask for it.
         run(programs, across, 1, stream_of(device), function, metadata, None, None, None, *addresses, *others)
 
-    def _remember(self, key: tuple[Any, ...], compiled: Any, numbers: tuple[int | float, ...]) -> None:
+    def _find_kind(
+        self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], numbers: tuple[int | float, ...]
+    ) -> tuple[Any, ...] | None:
+        """Returns the compiled kernel of other numbers for which Triton would compile none of its own, with these numbers."""
+        found = self._by_kind.get((key[0], *map(specialisation, numbers), *map(_dtype, tensors)))
+        if found is None:
+            return None
+        *call, constants = found
+        return self._keep(key, (*call, (*numbers, *constants)))
+
+    def _remember(
+        self, key: tuple[Any, ...], compiled: Any, tensors: tuple[Tensor, ...], numbers: tuple[int | float, ...]
+    ) -> None:
         """Remembers a compiled kernel, and its arguments after the tensors in the order of its parameters."""
+        constants = tuple(self._constants[name] for name in self._kernel.arg_names if name in self._constants)
+        run = compiled.run  # loads the binary, without which there is no function
+        call = (run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream)
+        self._by_kind[key[0], *map(specialisation, numbers), *map(_dtype, tensors)] = (*call, constants)
+        self._keep(key, (*call, (*numbers, *constants)))
+
+    def _keep(self, key: tuple[Any, ...], call: tuple[Any, ...]) -> tuple[Any, ...]:
         if len(self._remembered) >= _MAX_REMEMBERED:
             self._remembered.clear()
-        ordered = (self._constants[name] for name in self._kernel.arg_names if name in self._constants)
-        stream_of = driver.active.get_current_stream
-        run = compiled.run  # loads the binary, without which there is no function
-        self._remembered[key] = (run, compiled.function, compiled.packed_metadata, stream_of, (*numbers, *ordered))
+        self._remembered[key] = call
+        return call
+
+
+def specialisation(number: int | float) -> tuple[bool, ...] | None:
+    """Returns what Triton compiles a kernel of its own for: an integer that is 1, a multiple of 16, or wider than 32 bits."""
+    return None if isinstance(number, float) else (number == 1, number % 16 == 0, number in _INT32)
 
 
 kernel_launcher = cache(KernelLauncher)
