@@ -23,7 +23,7 @@ from torch import Tensor
 from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.fp8.cast_and_gemm import update_amax
 
-WeightGradSink = Callable[[Callable[[Tensor, bool], object]], None]
+SubmitWeightGrad = Callable[[Callable[[Tensor, bool], object]], None]
 """Receives `write(out, accumulate)`, which writes a weight's gradient to `out` or adds it, and calls it before returning."""
 
 
@@ -59,12 +59,12 @@ def rms_norm_backward(
     zero_centered_gamma: bool,
     grad_total: Tensor | None = None,
     recompute_output: bool = True,
-    weight_grad_sink: WeightGradSink | None = None,
+    submit_weight_grad: SubmitWeightGrad | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of the total and of the weight (in at least float32), and the normalised total if `recompute_output`.
 
-    `weight_grad_sink` gets the weight's gradient instead of the caller. `amax` is raised to that of the total's gradient.
+    `submit_weight_grad` gets the weight's gradient instead of the caller. `amax` is raised to that of the total's gradient.
     """
     normal, grad = to_compute_dtype(total_RD) * rstd_R[:, None], to_compute_dtype(grad_RD)
     inner = grad * _effective_weight(weight_D, grad.dtype, zero_centered_gamma=zero_centered_gamma)
@@ -77,9 +77,9 @@ def rms_norm_backward(
     x_grad, weight_grad = out.to(total_RD.dtype), (grad * normal).sum(dim=0)
     if amax is not None:
         update_amax(x_grad, amax)
-    if weight_grad_sink is None:
+    if submit_weight_grad is None:
         return x_grad, weight_grad, output
-    weight_grad_sink(lambda buffer, accumulate: buffer.add_(weight_grad) if accumulate else buffer.copy_(weight_grad))
+    submit_weight_grad(lambda buffer, accumulate: buffer.add_(weight_grad) if accumulate else buffer.copy_(weight_grad))
     return x_grad, None, output
 
 

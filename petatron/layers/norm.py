@@ -172,7 +172,7 @@ class RMSNorm(Norm):
         if sink is None or not weight.requires_grad:
             return super().run_backward(*args, **options)
         submit = partial(sink.submit, weight, now=True)
-        x_grad, _, normal = self.kernels.rms_norm_backward(*args, **options, weight_grad_sink=submit)
+        x_grad, _, normal = self.kernels.rms_norm_backward(*args, **options, submit_weight_grad=submit)
         return x_grad, (None,), normal
 
 

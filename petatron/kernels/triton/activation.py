@@ -42,7 +42,7 @@ from petatron.kernels import activation as reference
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.strides import rows_and_stride
 from petatron.kernels.triton.amax import amax_bits, magnitude_bits, raise_amax
-from petatron.kernels.triton.dependent_launch import dependent_options, launches_early, wait_for_inputs
+from petatron.kernels.triton.dependent_launch import pdl_options, uses_pdl, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
 
 NAMES = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
@@ -164,9 +164,9 @@ _activation_tile = cache(_ActivationTile.of)
 
 
 @cache
-def _forward_launcher(name: str, width: int, with_amax: bool, early: bool) -> KernelLauncher:
+def _forward_launcher(name: str, width: int, with_amax: bool, pdl: bool) -> KernelLauncher:
     constants = _activation_constants(name, width) | {"AMAX": with_amax}
-    return KernelLauncher(_gated_activation_forward, **constants, num_warps=_WARPS, **dependent_options(early))
+    return KernelLauncher(_gated_activation_forward, **constants, num_warps=_WARPS, **pdl_options(pdl))
 
 
 @cache
@@ -193,7 +193,7 @@ def gated_activation(
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
     source, stride = rows_and_stride(gate_up_RG)
     act = source.new_empty((rows, width))
-    launch = _forward_launcher(name, width, amax is not None, launches_early(rows, source))
+    launch = _forward_launcher(name, width, amax is not None, uses_pdl(rows, source))
     launch(_activation_tile(width).programs(rows), (source, act, amax_bits(amax, act)), (rows, stride))
     return act
 

@@ -24,16 +24,16 @@ _HOPPER = (9, 0)
 
 def launch_options(rows: int, x: Tensor) -> dict[str, bool]:
     """Returns the `DEPENDENT` argument of a kernel over so many rows, and the launch option that goes with it."""
-    return dependent_options(launches_early(rows, x))
+    return pdl_options(uses_pdl(rows, x))
 
 
-def launches_early(rows: int, x: Tensor) -> bool:
-    """Whether a kernel over so many rows is launched before the one before it has ended."""
+def uses_pdl(rows: int, x: Tensor) -> bool:
+    """Whether a kernel over so many rows is launched this way."""
     return rows <= FEW_ROWS and x.is_cuda and device_capability(x.get_device()) >= _HOPPER
 
 
-def dependent_options(early: bool) -> dict[str, bool]:
-    return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
+def pdl_options(pdl: bool) -> dict[str, bool]:
+    return {"DEPENDENT": True, "launch_pdl": True} if pdl else {"DEPENDENT": False}
 
 
 @cache

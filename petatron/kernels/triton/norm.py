@@ -40,10 +40,10 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels import norm as reference
-from petatron.kernels.norm import WeightGradSink
+from petatron.kernels.norm import SubmitWeightGrad
 from petatron.kernels.strides import rows_and_stride
 from petatron.kernels.triton.amax import amax_bits, magnitude_bits, raise_amax
-from petatron.kernels.triton.dependent_launch import dependent_options, launches_early, wait_for_inputs
+from petatron.kernels.triton.dependent_launch import pdl_options, uses_pdl, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
 
 MAX_ROW_WIDTH = 16384
@@ -219,7 +219,7 @@ _norm_tile = cache(_NormTile.of)
 
 
 @cache
-def _forward_launcher(width: int, zero_centered_gamma: bool, add: bool, with_amax: bool, early: bool) -> KernelLauncher:
+def _forward_launcher(width: int, zero_centered_gamma: bool, add: bool, with_amax: bool, pdl: bool) -> KernelLauncher:
     tile = _norm_tile(width)
     return KernelLauncher(
         _rms_norm_forward,
@@ -230,7 +230,7 @@ def _forward_launcher(width: int, zero_centered_gamma: bool, add: bool, with_ama
         ADD=add,
         AMAX=with_amax,
         num_warps=tile.warps,
-        **dependent_options(early),
+        **pdl_options(pdl),
     )
 
 
@@ -277,7 +277,7 @@ def rms_norm(
     normal = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = torch.empty_like(normal) if add else normal
     rstd = x.new_empty(rows, dtype=torch.float32)
-    launch = _forward_launcher(width, zero_centered_gamma, add, amax is not None, launches_early(rows, x))
+    launch = _forward_launcher(width, zero_centered_gamma, add, amax is not None, uses_pdl(rows, x))
     launch(
         -(-rows // _norm_tile(width).rows),
         (x, added, weight_D.contiguous(), total, normal, rstd, amax_bits(amax, rstd)),
@@ -295,12 +295,12 @@ def rms_norm_backward(
     zero_centered_gamma: bool,
     grad_total: Tensor | None = None,
     recompute_output: bool = True,
-    weight_grad_sink: WeightGradSink | None = None,
+    submit_weight_grad: SubmitWeightGrad | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of the sum (with `grad_total` added) and, in float32, of the weight; and the norm if `recompute_output`.
 
-    `weight_grad_sink` gets the weight's gradient instead of the caller: the last sum over programs goes to its buffer. `amax` is
+    `submit_weight_grad` gets the weight's gradient instead of the caller: the last sum over programs goes to its buffer. `amax` is
     raised to that of the sum's gradient.
     """
     rows, width = total_RD.shape
@@ -313,7 +313,7 @@ def rms_norm_backward(
             zero_centered_gamma=zero_centered_gamma,
             grad_total=grad_total,
             recompute_output=recompute_output,
-            weight_grad_sink=weight_grad_sink,
+            submit_weight_grad=submit_weight_grad,
             amax=amax,
         )
     add = grad_total is not None
@@ -330,11 +330,11 @@ def rms_norm_backward(
         (rows, grad_stride, total_stride, joining_stride),
     )
     weight_grad = None
-    if weight_grad_sink is None:
+    if submit_weight_grad is None:
         weight_grad = sums_PD.new_empty(width)
         _sum_columns(sums_PD, weight_grad, False)
     else:
-        weight_grad_sink(partial(_sum_columns, sums_PD))
+        submit_weight_grad(partial(_sum_columns, sums_PD))
     return grad_x, weight_grad, normal if recompute_output else None
 
 

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.strides import align_cos_sin, contiguous_rows, empty_heads, token_strides
-from petatron.kernels.triton.dependent_launch import dependent_options, launches_early, wait_for_inputs
+from petatron.kernels.triton.dependent_launch import pdl_options, uses_pdl, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
 
 
@@ -157,7 +157,7 @@ def _copy_heads(
 
 @cache
 def _launcher(
-    heads: int, kv_heads: int, width: int, rotary_dim: int, batch_first: bool, backward: bool, early: bool
+    heads: int, kv_heads: int, width: int, rotary_dim: int, batch_first: bool, backward: bool, pdl: bool
 ) -> KernelLauncher:
     warps = 4 if heads * width <= 4096 else 8
     return KernelLauncher(
@@ -170,7 +170,7 @@ def _launcher(
         BATCH_FIRST=batch_first,
         BACKWARD=backward,
         num_warps=warps,
-        **dependent_options(early),
+        **pdl_options(pdl),
     )
 
 
@@ -194,7 +194,7 @@ def _launch(
     cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
     strides = token_strides(qkv, length=length, batch=batch, batch_first=rows_batch_first)
     tokens = length * batch
-    launch = _launcher(heads, k.shape[2], width, cos.shape[-1], batch_first, backward, launches_early(tokens, q))
+    launch = _launcher(heads, k.shape[2], width, cos.shape[-1], batch_first, backward, uses_pdl(tokens, q))
     launch(
         tokens,
         (qkv, q, k, v, cos, sin),

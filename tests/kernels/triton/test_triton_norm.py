@@ -118,7 +118,7 @@ def test_a_sink_gets_the_gradient_of_the_weight(kernels: Any, dtype: torch.dtype
         def sink(write: Any, buffer: Tensor = buffer, accumulate: bool = accumulate) -> None:
             write(buffer, accumulate)
 
-        found = kernels.rms_norm_backward(grad, x, rstd, weight, zero_centered_gamma=False, weight_grad_sink=sink)
+        found = kernels.rms_norm_backward(grad, x, rstd, weight, zero_centered_gamma=False, submit_weight_grad=sink)
         assert torch.equal(found[0], want[0]) and found[1] is None and torch.equal(found[2], want[2])
         assert torch.equal(buffer, true) if DEVICE == "cuda" or dtype == torch.float32 else far(buffer, true) < 8e-3
 
