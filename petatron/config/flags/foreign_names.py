@@ -99,7 +99,7 @@ SUGGESTIONS: Mapping[str, str] = {
     "--train-batch-size": "--global-batch-size",
     "--train-micro-batch-size-per-gpu": "--micro-batch-size",
     # The optimizer
-    "--decay-ratio": "--lr-decay-style WSD --lr-wsd-decay-iters N",
+    "--decay-ratio": "--lr-wsd-decay-iters (with --lr-decay-style WSD)",
     "--grad-clip": "--clip-grad",
     "--gradient-clip-val": "--clip-grad",
     "--gradient-clipping": "--clip-grad",
