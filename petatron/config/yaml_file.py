@@ -219,7 +219,7 @@ class _YamlReader:
             items = node.value if node.id == "sequence" else [node]
         elif node.id != "scalar":
             items = []
-            self.add_problem(node, info.name, "takes one value", f"It is: {info.doc.removesuffix('.')}.")
+            self.add_problem(node, info.name, "takes one value", info.meaning)
         else:
             items = [node]
         values = [self.read_scalar(info, item) for item in items]
@@ -236,7 +236,7 @@ class _YamlReader:
     def read_scalar(self, info: FieldInfo, node: _Node) -> tuple[bool, FieldValue]:
         """Returns (read, value); a quoted scalar is text, so it fits only text fields."""
         if node.id != "scalar":
-            self.add_problem(node, info.name, "needs plain values", f"It is: {info.doc.removesuffix('.')}.")
+            self.add_problem(node, info.name, "needs plain values", info.meaning)
             return False, None
         if node.tag == _NULL and node.style is None:
             if not info.optional:

@@ -92,7 +92,7 @@ def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Proble
     if feature is not None:
         return unsupported_problem(where, text, feature, f"Use {join_with_or(info.choices)}")
     meant = _BINARY_DIGITS.get(text, text) if info.is_switch else text
-    fix = _did_you_mean(meant, info.choices) or f"It is: {info.doc.removesuffix('.')}."
+    fix = _did_you_mean(meant, info.choices) or info.meaning
     return Problem(where, text or "''", reason, fix)
 
 
@@ -236,7 +236,7 @@ def _apply_source(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
 
 
 def _needs_value(info: FieldInfo, token: _FlagToken) -> Problem:
-    return Problem(token.typed, "", "needs a value", f"It is: {info.doc.removesuffix('.')}.")
+    return Problem(token.typed, "", "needs a value", info.meaning)
 
 
 def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
