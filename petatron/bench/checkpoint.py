@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.errors import Problem
 from petatron.base.log import get_logger
 from petatron.base.safe_files import remove_tree
 from petatron.bench.loading.busy_processes import BusyProcesses
@@ -77,31 +77,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> BenchResult:
-    """All rounds, and what they say."""
-    at_least = minimum_problems({"--repeat": (args.repeat, 1), "--load": (args.load, 0)})
+def word_problems(args: argparse.Namespace) -> list[Problem]:
+    """Returns what is wrong with the words, and with the folder they name."""
+    found = positive_problems({"--gigabytes": args.gigabytes})
+    found += minimum_problems({"--repeat": (args.repeat, 1), "--load": (args.load, 0)})
     if args.load_own_sessions and args.load == 0:
-        at_least.append(
+        found.append(
             Problem("--load-own-sessions", "", "has no effect without --load", "Give --load a number of processes.")
         )
     if args.load > _MAX_BUSY_PROCESSES:
         fix = f"Use at most {_MAX_BUSY_PROCESSES}."
-        at_least.append(Problem("--load", str(args.load), "would take all processes of the machine", fix))
-    if wrong := [*positive_problems({"--gigabytes": args.gigabytes}), *at_least]:
-        raise ConfigError(wrong)
+        found.append(Problem("--load", str(args.load), "would take all processes of the machine", fix))
     folder = Path(args.folder or ".")
     needed = 4 * args.gigabytes * 1e9  # ours and torch's, and as much again in the page cache before write-back
     try:
-        free = shutil.disk_usage(folder).free
-        scratch = tempfile.TemporaryDirectory(dir=folder, prefix="bench-checkpoint-")
+        with _scratch_folder(folder):
+            free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise CheckpointError(f"Cannot write to {folder}: {error}. Give --folder a writable folder.") from error
-    with scratch as path:
+        rule = f"cannot be written: {error.strerror or error}"
+        found.append(Problem("--folder", str(folder), rule, "Give a folder that is there and writable."))
+    else:
         if free < needed:
-            raise CheckpointError(
-                f"{folder} has {free / 1e9:.1f} GB left, and this needs {needed / 1e9:.1f} GB. Give a smaller --gigabytes, or "
-                "another --folder."
-            )
+            rule = f"needs {needed / 1e9:.1f} GB in {folder}, which has {free / 1e9:.1f} GB left"
+            found.append(Problem("--gigabytes", f"{args.gigabytes:g}", rule, "Use fewer, or another --folder."))
+    return found
+
+
+def _scratch_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(dir=folder, prefix="bench-checkpoint-")
+
+
+def run(args: argparse.Namespace) -> BenchResult:
+    """All rounds, and what they say."""
+    with _scratch_folder(Path(args.folder or ".")) as path:
         _log.info("making %g GB of state", args.gigabytes)
         with BusyProcesses(args.load, own_sessions=args.load_own_sessions) as busy:
             bench = _Bench.build(Path(path).resolve(), args.gigabytes, busy)

@@ -23,26 +23,39 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import add_device_argument, add_only_argument, positive_problems
+from petatron.bench.measure.arguments import (
+    add_device_argument,
+    add_only_argument,
+    file_problems,
+    positive_problems,
+    writable_problems,
+)
 from petatron.bench.measure.suite_entries import ENTRIES, SuiteEntry, select_entries
+from petatron.bench.measure.suite_table import (
+    BEGIN,
+    END,
+    HEADER,
+    SuiteRow,
+    format_table,
+    measured_device,
+    merge_rows,
+    row_from_bench,
+    rows_from_json,
+    update_table,
+)
 
 if TYPE_CHECKING:
-    from petatron.bench.measure.suite_table import SuiteRow
     from petatron.bench.result import BenchResult
 
+_DEFAULT_SECONDS = 600.0
 _LONGEST_SHARE = 3.0  # of its estimate, after which a model is stopped
 _CPU_ESTIMATE_S = 20.0
 _log = get_logger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=600.0,
-        metavar="N",
-        help="time budget; models beyond it are left out (default: 600)",
-    )
+    budget = f"time budget; models beyond it are left out (default: {_DEFAULT_SECONDS:.0f})"
+    parser.add_argument("--seconds", type=float, metavar="N", help=budget)
     add_only_argument(parser, [entry.name for entry in ENTRIES])
     parser.add_argument("--out", metavar="DIR", help="folder for suite.json, suite.md and every model's log")
     parser.add_argument("--peer-path", action="append", default=[], metavar="DIR", help="as in bench train")
@@ -53,55 +66,92 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="measure nothing: take the rows of this suite.json; given again, of both, the later one's where both measured",
     )
-    parser.add_argument("--into", metavar="FILE", help="write the table between its two comments in this file")
+    into = "put the rows into the table between its two comments in this file, among those of the same device"
+    parser.add_argument("--into", metavar="FILE", help=into)
+    replaced = "with --into: drop the rows that the file has, also those of another device"
+    parser.add_argument("--replace", action="store_true", help=replaced)
     add_device_argument(parser)
+    parser.set_defaults(device=None)  # to know whether it was given
 
 
-def run(args: argparse.Namespace) -> BenchResult:
-    """Measures all models that fit the time budget, or reads their rows, and writes the table where asked."""
-    from petatron.bench.measure.suite_table import find_table, replace_table
-    from petatron.bench.result import BenchResult
-
-    if args.table and args.only:
-        rule, fix = "chooses what is measured, and --table measures nothing", "Leave one of them out."
-        raise ConfigError([Problem("--only", ",".join(args.only), rule, fix)])
-    out = None if args.out is None else _made_folder(Path(args.out))
-    target = None if args.into is None else Path(args.into)
-    if target is not None:  # before the minutes of a measurement
-        find_table(_read_text(target), source=str(target))
-    rows, details = _read_all(args.table) if args.table else _measure_all(args, out)
-    values = {"rows": [asdict(row) for row in rows], "models": details}
-    if out is not None:
-        _write_files(out, rows, values)
-    if target is not None:
-        target.write_text(replace_table(_read_text(target), rows, source=str(target)), encoding="utf-8")
-    return BenchResult(tuple((row.label, _row_text(row)) for row in rows), values)
+def word_problems(args: argparse.Namespace) -> list[Problem]:
+    """Returns what is wrong with the words, before minutes of measuring."""
+    found = _table_problems(args) if args.table else _measurement_problems(args)
+    if args.into is not None:
+        missing = file_problems("--into", args.into, f"Give a file that has the lines {BEGIN} and {END}.")
+        found += missing or writable_problems("--into", Path(args.into))
+    elif args.replace:
+        fix = "Give --into the file whose table is replaced."
+        found.append(Problem("--replace", "", "has no effect without --into", fix))
+    if args.out is not None:
+        found += _folder_problems(Path(args.out))
+    return found
 
 
-def _row_text(row: SuiteRow) -> str:
-    from petatron.bench.measure.suite_table import HEADER
+def _table_problems(args: argparse.Namespace) -> list[Problem]:
+    given = {
+        "--only": ",".join(args.only),
+        "--seconds": "" if args.seconds is None else f"{args.seconds:g}",
+        "--device": args.device,
+        "--peer-path": ",".join(args.peer_path),
+    }
+    rule, fix = "chooses what is measured, and --table measures nothing", "Leave one of them out."
+    found = [Problem(flag, value, rule, fix) for flag, value in given.items() if value]
+    for path in args.table:
+        found += file_problems("--table", path, "Give the suite.json that `petatron bench suite --out DIR` wrote.")
+    return found
 
-    named = zip(HEADER[1:], row.cells()[1:], strict=True)
-    return ", ".join(text if name in ("Petatron", "peer") else f"{name} {text}" for name, text in named)
 
-
-def _measure_all(args: argparse.Namespace, out: Path | None) -> tuple[list[SuiteRow], dict[str, Any]]:
+def _measurement_problems(args: argparse.Namespace) -> list[Problem]:
     from petatron.base.device import detect_device
 
-    found = [*positive_problems({"--seconds": args.seconds})]
+    found = [*positive_problems({} if args.seconds is None else {"--seconds": args.seconds})]
     for path in args.peer_path:
         if not Path(path).is_dir():
             rule, fix = "is no folder, so there would be another peer", "Give the folder that holds the package."
             found.append(Problem("--peer-path", path, rule, fix))
-    try:
-        on_cuda = detect_device(args.device).kind == "cuda"
-        entries = select_entries(args.only)
-    except ConfigError as error:
-        raise ConfigError([*found, *error.problems]) from error
-    if found:
-        raise ConfigError(found)
-    plan = SuitePlan(on_cuda=on_cuda, peer_paths=tuple(args.peer_path), seconds=args.seconds, out=out)
-    return plan.measure(entries, run_child)
+    for check in (lambda: select_entries(args.only), lambda: detect_device(args.device or "auto")):
+        try:
+            check()
+        except ConfigError as error:
+            found += error.problems
+    return found
+
+
+def run(args: argparse.Namespace) -> BenchResult:
+    """Measures all models that fit the time budget, or reads their rows, and writes the table where asked."""
+    from petatron.base.device import detect_device
+    from petatron.bench.result import BenchResult
+
+    rows, details = _read_all(args.table) if args.table else ([], {})
+    place = None if args.table else detect_device(args.device or "auto")
+    device = measured_device(details) if place is None else place.name
+    if args.into is not None:  # also before the minutes of a measurement
+        _updated_page(args, rows, device)
+    out = None if args.out is None else Path(args.out)
+    if place is not None:
+        plan = SuitePlan(
+            on_cuda=place.kind == "cuda",
+            peer_paths=tuple(args.peer_path),
+            seconds=_DEFAULT_SECONDS if args.seconds is None else args.seconds,
+            out=out,
+        )
+        rows, details = plan.measure(select_entries(args.only), run_child)
+    values = {"rows": [asdict(row) for row in rows], "models": details}
+    if out is not None:
+        _write_files(out, rows, values)
+    if args.into is not None:
+        Path(args.into).write_text(_updated_page(args, rows, device), encoding="utf-8")
+    return BenchResult(tuple((row.label, _row_text(row)) for row in rows), values)
+
+
+def _updated_page(args: argparse.Namespace, rows: Sequence[SuiteRow], device: str | None) -> str:
+    return update_table(_read_text(Path(args.into)), rows, device=device, replace=args.replace, source=str(args.into))
+
+
+def _row_text(row: SuiteRow) -> str:
+    named = zip(HEADER[1:], row.cells()[1:], strict=True)
+    return ", ".join(text if name in ("Petatron", "peer") else f"{name} {text}" for name, text in named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +169,6 @@ class SuitePlan:
         run_words: Callable[[Sequence[str], float], tuple[dict[str, Any] | None, str]],
     ) -> tuple[list[SuiteRow], dict[str, Any]]:
         """Measures entry by entry; `run_words` runs `petatron bench train` within some seconds."""
-        from petatron.bench.measure.suite_table import SuiteRow, row_from_bench
-
         rows: list[SuiteRow] = []
         details: dict[str, Any] = {}
         started = time.monotonic()
@@ -200,19 +248,18 @@ def run_child(words: Sequence[str], limit_s: float) -> tuple[dict[str, Any] | No
         return json.loads(answer.read_text()), log
 
 
-def _made_folder(folder: Path) -> Path:
+def _folder_problems(folder: Path) -> list[Problem]:
+    """Makes the folder for results."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "suite.md").touch()
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
-        raise ConfigError([Problem("--out", str(folder), rule, "Choose a writable folder.")]) from error
-    return folder
+        return [Problem("--out", str(folder), rule, "Choose a writable folder.")]
+    return []
 
 
 def _write_files(out: Path, rows: Sequence[SuiteRow], values: Mapping[str, Any]) -> None:
-    from petatron.bench.measure.suite_table import format_table
-
     (out / "suite.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     (out / "suite.md").write_text(format_table(rows) + "\n", encoding="utf-8")
 
@@ -226,26 +273,26 @@ def _read_text(path: Path) -> str:
 
 def _read_all(paths: Sequence[str]) -> tuple[list[SuiteRow], dict[str, Any]]:
     """Reads what earlier suites wrote; a row that a later one measured takes the place of an earlier one's."""
-    rows: dict[str, SuiteRow] = {}
+    rows: list[SuiteRow] = []
     details: dict[str, Any] = {}
     for path in paths:
         found, models = _read_rows(Path(path))
-        rows |= {row.label: row for row in found if row.label not in rows or row.failure is None}
+        rows = merge_rows(rows, found)
         details |= {name: model for name, model in models.items() if name not in details or model["bench"] is not None}
-    return [*rows.values()], details
+    return rows, details
 
 
 def _read_rows(path: Path) -> tuple[list[SuiteRow], dict[str, Any]]:
     """Reads what an earlier suite wrote."""
-    from petatron.bench.measure.suite_table import rows_from_json
-
     try:
         content = json.loads(_read_text(path))
         reason = None if isinstance(content, dict) else "it is no JSON object"
     except (ValueError, RecursionError):
         content, reason = {}, "it is no JSON"
     rows = rows_from_json(content["rows"]) if reason is None and "rows" in content else None
-    if reason is None and (rows is None or not isinstance(content.get("models"), dict)):
+    models = content.get("models") if reason is None else None
+    known = isinstance(models, dict) and all(isinstance(one, dict) and "bench" in one for one in models.values())
+    if reason is None and (rows is None or not known):
         reason = "it lacks the rows of a table, or has others"
     if rows is None or reason is not None:
         raise DataError(

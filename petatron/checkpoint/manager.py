@@ -299,15 +299,16 @@ class CheckpointManager:
         strict: bool = True,
         may_ignore_kind: Callable[[str], bool] | None = None,
         check_facts: Callable[[Mapping[str, Any]], None] | None = None,
+        check_all_files: bool = True,
         fallback: bool = False,
     ) -> LoadedCheckpoint:
         """Fills every chunk from a step (None: the newest), whatever layout saved it (reshards).
 
         strict: every key must be in the checkpoint, and no key of the same kind may be left over; otherwise missing keys keep their
         values and are named in the result. may_ignore_kind: which kinds of keys may be left unread; by default, all kinds that no rank
-        requests. check_facts: sees the facts before anything is filled, and may raise. fallback: if the step is damaged, warn and load the
-        newest sound one before it. Nothing is changed unless the whole checkpoint fits; after an error about a damaged file, the
-        content of the chunks is undefined.
+        requests. check_facts: sees the facts before anything is filled, and may raise. check_all_files: whether files that are not read
+        must be there too. fallback: if the step is damaged, warn and load the newest sound one before it. Nothing is changed unless the
+        whole checkpoint fits; after an error about a damaged file, the content of the chunks is undefined.
         """
         self.drain()
         while True:
@@ -322,6 +323,7 @@ class CheckpointManager:
                     strict=strict,
                     may_ignore_kind=may_ignore_kind,
                     check_facts=check_facts,
+                    check_all_files=check_all_files,
                 )
             except DamagedCheckpointError as error:
                 step = self.broadcast_from_rank0(partial(step_list.previous_step, self._folder, source))
@@ -350,6 +352,7 @@ class CheckpointManager:
         strict: bool = True,
         may_ignore_kind: Callable[[str], bool] | None = None,
         check_facts: Callable[[Mapping[str, Any]], None] | None = None,
+        check_all_files: bool = True,
     ) -> LoadedCheckpoint:
         """Fills chunks from a folder that a manifest describes, Petatron's or another program's.
 
@@ -359,7 +362,9 @@ class CheckpointManager:
         head = reader.read_manifest(read_manifest)
         if check_facts is not None:
             self._ranks.run(lambda: check_facts(head.facts))
-        plan = reader.plan_reads(chunks, strict=strict, may_ignore_kind=may_ignore_kind)
+        plan = reader.plan_reads(
+            chunks, strict=strict, may_ignore_kind=may_ignore_kind, check_all_files=check_all_files
+        )
         self._ranks.run(lambda: box_reads.execute_reads(source, plan, reader.files))
         same_layout = head.layout == same_layout_key
         local = self._ranks.run(lambda: reader.read_local() if same_layout else None)

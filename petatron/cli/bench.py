@@ -1,6 +1,7 @@
 """`petatron bench`: measurements that compare two ways of doing the same work in one run, on this machine.
 
-A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES. One that sets
+A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES. One with
+`word_problems(args)` is run only where that finds none, and they are told together with those of `--json`. One that sets
 TAKES_RUN_FLAGS also gets the flags its parser does not know, as `run(args, flags)`: those of a training run; a preset may come
 first.
 """
@@ -16,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from petatron import __version__
-from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.errors import ConfigError, DataError
 from petatron.base.log import configure_logging
+from petatron.bench.measure.arguments import writable_problems
 from petatron.bench.result import BenchResult
 from petatron.cli.train import with_preset
 
@@ -57,8 +59,10 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     flags = with_preset(flags)
     configure_logging()
-    if args.json:
-        check_writable(Path(args.json))
+    wrong = writable_problems("--json", Path(args.json)) if args.json else []
+    wrong += module.word_problems(args) if hasattr(module, "word_problems") else []
+    if wrong:
+        raise ConfigError(wrong)
     result: BenchResult = module.run(args, flags) if takes_flags else module.run(args)
     width = max(len(label) for label, _ in result.rows)
     for label, value in result.rows:
@@ -72,30 +76,6 @@ def main(argv: Sequence[str]) -> int:
         content = {"bench": args.bench, "petatron": __version__, "machine": machine, **result.values}
         _write(Path(args.json), content)
     return 0
-
-
-def check_writable(path: Path) -> None:
-    """Fails before the minutes of a measurement, not after them; leaves everything unchanged.
-
-    It tries to write: permissions do not reveal a read-only file system.
-    """
-    try:
-        there = path.exists()
-        with path.open("ab"):
-            pass
-        if not there:
-            path.unlink()
-    except IsADirectoryError as error:
-        raise _refused(path, "is a folder", "Give the path of a file.") from error
-    except FileNotFoundError as error:
-        raise _refused(path, "is in a folder that does not exist", "Make the folder first.") from error
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        raise _refused(path, rule, "Choose a file in a writable folder.") from error
-
-
-def _refused(path: Path, rule: str, fix: str) -> ConfigError:
-    return ConfigError([Problem("--json", str(path), rule, fix)])
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:

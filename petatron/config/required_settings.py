@@ -29,7 +29,7 @@ def required(name: str, value: _ValueT | None) -> _ValueT:
     """
     if value is None:
         info = fields_by_name()[name]
-        raise ConfigError([Problem(info.flag, "", "is not set, and is needed here", f"It is: {info.doc}")])
+        raise ConfigError([Problem(info.flag, "", "is not set, and is needed here", info.meaning)])
     return value
 
 

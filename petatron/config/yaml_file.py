@@ -19,6 +19,7 @@ from typing import Any, Literal
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
+from petatron.config.flags.foreign_names import suggested_flags, suggestion
 from petatron.config.flags.megatron_flags import FORMER_SECTIONS, SECTION_ALIASES
 from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, value_problem
 from petatron.config.schema.fields import (
@@ -27,6 +28,7 @@ from petatron.config.schema.fields import (
     all_fields,
     closest_matches,
     fields_by_name,
+    flag_name,
     flatten_config,
     sections,
 )
@@ -204,7 +206,10 @@ class _YamlReader:
             self.parsed.doubtful_flags.update(info.flag for info in all_fields())
             self.add_problem(key, name, "cannot be set in a file", _COMMAND_LINE_KEYS[name])
             return
-        close = closest_matches(name, [*fields_by_name(), *([] if section else sections())])
+        foreign = suggested_flags(suggestion(flag_name(name)) or "")
+        known = [flag[2:].removeprefix("no-").replace("-", "_") for flag in foreign]
+        close = [word for word in known if word in fields_by_name()]
+        close = close or closest_matches(name, [*fields_by_name(), *([] if section else sections())])
         self.parsed.doubtful_flags.update(fields_by_name()[word].flag for word in close if word in fields_by_name())
         fix = f"Did you mean {' or '.join(close)}?" if close else "See `petatron config reference` for all fields."
         self.add_problem(key, name, "is not a known field" if section else "is not a known section or field", fix)
@@ -214,7 +219,7 @@ class _YamlReader:
             items = node.value if node.id == "sequence" else [node]
         elif node.id != "scalar":
             items = []
-            self.add_problem(node, info.name, "takes one value", f"It is: {info.doc.removesuffix('.')}.")
+            self.add_problem(node, info.name, "takes one value", info.meaning)
         else:
             items = [node]
         values = [self.read_scalar(info, item) for item in items]
@@ -231,7 +236,7 @@ class _YamlReader:
     def read_scalar(self, info: FieldInfo, node: _Node) -> tuple[bool, FieldValue]:
         """Returns (read, value); a quoted scalar is text, so it fits only text fields."""
         if node.id != "scalar":
-            self.add_problem(node, info.name, "needs plain values", f"It is: {info.doc.removesuffix('.')}.")
+            self.add_problem(node, info.name, "needs plain values", info.meaning)
             return False, None
         if node.tag == _NULL and node.style is None:
             if not info.optional:

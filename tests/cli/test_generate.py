@@ -67,6 +67,25 @@ def test_every_kind_of_checkpoint_continues_a_text(run: Path, capsys: Captured, 
     assert texts[0].rstrip("\n") == greedy_text(step, "Hello", 12).rstrip("\n")
 
 
+def test_generation_reads_weights_and_no_other_state(run: Path, capsys: Captured, tmp_path: Path):
+    """Of `state/` it reads the digests of the weights; without that folder a step's model is a Hugging Face folder like any other."""
+    half = train_text_model(tmp_path / "half", "--bf16") / "step-00000001"  # its fp32 master weights are in state/
+    words = ["--prompt", "Hello", "--max-tokens", 12, "--temperature", 0]
+    for step in (Path(shutil.copytree(run / "step-00000001", tmp_path / "step-00000001")), half):
+        expected = generate(capsys, step, *words)
+        for file in (step / "state").glob("*.safetensors"):
+            file.unlink()
+        assert generate(capsys, step, *words) == generate(capsys, step / "model", *words) == expected
+        weights = step / "model" / "model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert "does not have the content that was saved" in refused(capsys, step / "model", *words)
+        weights.write_bytes(whole)
+        shutil.rmtree(step / "state")
+        assert generate(capsys, step / "model", *words) == expected
+        assert "rank-00000.table.json is missing" in refused(capsys, step, *words)
+
+
 def test_a_beam_search_prints_the_best_answers(run: Path, capsys: Captured):
     from petatron.infer.beam.beam_search import BeamParams, beam_search
 

@@ -14,7 +14,8 @@ import pytest
 import petatron
 from petatron.cli.main import VERBS, main
 from petatron.config.checks.check_all import UNSUPPORTED_FIELDS
-from petatron.config.flags.megatron_flags import UNSUPPORTED_FLAGS
+from petatron.config.flags.foreign_names import suggested_flags
+from petatron.config.flags.megatron_flags import ALIASES, UNSUPPORTED_FLAGS
 from petatron.config.flags.parse import known_flags, parse_flags
 from petatron.config.schema.fields import fields_by_path
 from petatron.optim.mixed_precision import MasterOptimizer
@@ -22,6 +23,8 @@ from petatron.optim.mixed_precision import MasterOptimizer
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 # What a placeholder of the page stands for.
 PLACEHOLDERS = {"N": "4", "X": "0.5", "DIR": "d", "FILE": "f", "NAME": "n", "PREFIX": "p", "HOST": "h"}
+# Values of settings, and an object of theirs that no command line has.
+NO_SETTINGS = {"never", "full", "selective", "adamw_torch", "parallelism_config"}
 SPAN = re.compile(r"`([^`]+)`")
 
 
@@ -115,6 +118,25 @@ def test_megatron_flags_are_accepted_or_refused_as_said() -> None:
             said |= {flag: here.startswith("the same") for flag in SPAN.findall(theirs) if flag.startswith("--")}
     assert len(said) > 40
     assert said == {flag: flag in known_flags() and flag not in refused for flag in said}
+
+
+def field_of(flag: str) -> str:
+    return ALIASES.get(flag, flag.removeprefix("--").removeprefix("no-").replace("-", "_"))
+
+
+def test_a_setting_of_another_system_typed_as_a_flag_is_answered_as_the_page_says() -> None:
+    typed: dict[str, bool] = {}
+    for section, theirs, here in rows(PAGE.read_text()):
+        if section in ("torchtitan", "Hugging Face Trainer and Accelerate") and here.startswith("`--"):
+            ours = {field_of(flag) for span in SPAN.findall(here) for flag in suggested_flags(span)}
+            for name in SPAN.findall(theirs):
+                if re.fullmatch(r"[a-z][a-z0-9_]*(\.[a-z_]+)?", name) and name not in NO_SETTINGS:
+                    parsed = parse_flags([f"--{name}", "1"])
+                    said = {field_of(flag) for problem in parsed.problems for flag in suggested_flags(problem.fix)}
+                    said |= {setting.path.partition(".")[2] for setting in parsed.settings}
+                    typed[name] = not said.isdisjoint(ours)
+    assert len(typed) > 60
+    assert [name for name, is_answered in typed.items() if not is_answered] == []
 
 
 def test_every_system_has_a_table() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from petatron.base.errors import ConfigError, Problem
@@ -42,6 +43,34 @@ def select_names(texts: Sequence[str], known: Sequence[str]) -> list[str]:
     if found:
         raise ConfigError(found)
     return [name for name in known if name in names]
+
+
+def file_problems(flag: str, path: str, fix: str) -> list[Problem]:
+    """Returns the problem of a flag that names a file to read where there is none."""
+    if Path(path).is_file():
+        return []
+    return [Problem(flag, path, "is a folder" if Path(path).is_dir() else "is not there", fix)]
+
+
+def writable_problems(flag: str, path: Path) -> list[Problem]:
+    """Returns the problem of a flag that names a file to write, before the minutes of a measurement; leaves everything unchanged.
+
+    It tries to write: permissions do not reveal a read-only file system.
+    """
+    try:
+        there = path.exists()
+        with path.open("ab"):
+            pass
+        if not there:
+            path.unlink()
+    except IsADirectoryError:
+        return [Problem(flag, str(path), "is a folder", "Give the path of a file.")]
+    except FileNotFoundError:
+        return [Problem(flag, str(path), "is in a folder that does not exist", "Make the folder first.")]
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror or error}"
+        return [Problem(flag, str(path), rule, "Choose a file in a writable folder.")]
+    return []
 
 
 def minimum_problems(given: Mapping[str, tuple[int, int]]) -> list[Problem]:

@@ -1,7 +1,8 @@
 """The table of `petatron bench suite`: rows from the JSON of `bench train`, as Markdown, and back.
 
-README.md has the same table between two comments. What is written there is parsed and formatted again without a change, so that a
-file and a measurement can be compared, and `replace_table` puts a new one in its place.
+README.md has the same table between two comments, of which the first names the device that was measured. What is written there is
+parsed and formatted again without a change, so `update_table` can put new rows among those of a file. It refuses rows of another
+device: a table has one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from petatron.base.errors import DataError
 from petatron.bench.peers import OURS
 
 BEGIN, END = "<!-- bench suite: begin -->", "<!-- bench suite: end -->"
+_BEGIN = re.compile(r"<!-- bench suite: begin(?:, on (?P<device>[^\n]*?))? -->")
+_OTHER_CHARACTERS = re.compile(r"[^\w .,()@/+-]|-(?=-)")
 HEADER = ("", "Petatron", "peer", "speed", "memory", "device idle", "losses apart")
 _UNKNOWN, _NO_MEMORY = "–", "out of memory"
 _OURS = re.compile(r"(?P<speed>[\d,]+) tok/s(?: \((?P<mfu>[\d.]+) % MFU\))?(?:, (?P<memory>[\d.]+) GB)?")
@@ -145,7 +148,9 @@ def parse_table(text: str) -> list[SuiteRow]:
     """Parses a table that `format_table` wrote; raises `DataError` on any other."""
     lines = [line.strip() for line in text.strip().splitlines()]
     if lines[:2] != format_table([]).splitlines():
-        raise DataError("This is no table of petatron bench suite: its header is another. Write it anew with --into.")
+        raise DataError(
+            "This is no table of petatron bench suite: its header is another. Write it anew with --into FILE --replace."
+        )
     return [_parse_row([cell.strip() for cell in line.strip("|").split("|")]) for line in lines[2:]]
 
 
@@ -180,15 +185,64 @@ def _share(text: str) -> float | None:
     return None if value is None else value / 100
 
 
-def find_table(text: str, *, source: str) -> tuple[int, int]:
-    """Returns where the table between the two comments begins and ends in a text."""
-    begin, end = text.find(BEGIN), text.find(END)
-    if begin < 0 or end < begin or text.count(BEGIN) > 1 or text.count(END) > 1:
+@dataclass(frozen=True, slots=True)
+class TablePlace:
+    """Where a text has a table: its two comments included. device: which the first one names."""
+
+    begin: int
+    end: int
+    device: str | None
+    content: str
+
+
+def find_table(text: str, *, source: str) -> TablePlace:
+    """Finds the two comments of the table in a text."""
+    begins, ends = [*_BEGIN.finditer(text)], [*re.finditer(re.escape(END), text)]
+    if len(begins) != 1 or len(ends) != 1 or ends[0].start() < begins[0].end():
         raise DataError(f"{source} has no place for the table: put {BEGIN} and {END} there, each on a line of its own.")
-    return begin + len(BEGIN), end
+    begin, end = begins[0], ends[0]
+    return TablePlace(begin.start(), end.end(), begin["device"], text[begin.end() : end.start()].strip())
 
 
-def replace_table(text: str, rows: Sequence[SuiteRow], *, source: str) -> str:
-    """Returns the text with these rows in place of the table between the two comments."""
-    begin, end = find_table(text, source=source)
-    return f"{text[:begin]}\n\n{format_table(rows)}\n\n{text[end:]}"
+def measured_device(models: Mapping[str, Any]) -> str | None:
+    """Returns the device of all measurements in a suite.json; None where none of them says it."""
+    benches = [model.get("bench") for model in models.values() if isinstance(model, dict)]
+    devices = [bench.get("device") for bench in benches if isinstance(bench, dict)]
+    known = [device["name"] for device in devices if isinstance(device, dict) and isinstance(device.get("name"), str)]
+    names = {_comment_text(name) for name in known}
+    if len(names) > 1:
+        raise DataError(
+            f"These rows are of several devices, and a table is of one: {', '.join(sorted(names))}. Give --table files of one device."
+        )
+    return next(iter(names), None)
+
+
+def _comment_text(name: str) -> str:
+    """Returns a name without what would end the comment that has it."""
+    return _OTHER_CHARACTERS.sub("", name).strip()
+
+
+def merge_rows(before: Sequence[SuiteRow], after: Sequence[SuiteRow]) -> list[SuiteRow]:
+    """Puts later rows in the place of those with the same label, and new ones at the end; a failure takes no row's place."""
+    merged = {row.label: row for row in before}
+    merged |= {row.label: row for row in after if row.label not in merged or row.failure is None}
+    return [*merged.values()]
+
+
+def update_table(text: str, rows: Sequence[SuiteRow], *, device: str | None, replace: bool, source: str) -> str:
+    """Returns the text with these rows in its table: among those of the same device, or with `replace` in place of all."""
+    place = find_table(text, source=source)
+    if device is None:
+        raise DataError(
+            f"None of these rows says on which device it was measured, so {source} stays as it is. Measure again."
+        )
+    name = _comment_text(device)
+    if not replace and place.content and place.device != name:
+        there = f"a table of {place.device}" if place.device else "a table that names no device"
+        raise DataError(
+            f"{source} has {there}, and these rows are of {name}: the table stays as it is. Write them into another file, or give "
+            "--replace to put them in the place of that table."
+        )
+    before = [] if replace or not place.content else parse_table(place.content)
+    begin = BEGIN.replace(" -->", f", on {name} -->")
+    return f"{text[: place.begin]}{begin}\n\n{format_table(merge_rows(before, rows))}\n\n{END}{text[place.end :]}"

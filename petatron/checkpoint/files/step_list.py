@@ -90,11 +90,15 @@ def check_steps_not_lost(folder: Path) -> None:
 
 
 def containing_step(path: Path) -> Path | None:
-    """Returns the step that a folder is, or whose `model/` it is."""
+    """Returns the step that a folder is, or whose `model/` it is.
+
+    Without the step's `state/`, which has the digests, its `model/` is a Hugging Face model folder like any other.
+    """
     if (path / MANIFEST_FILE).is_file():
         return path
     whole = path.resolve()
-    return whole.parent if whole.name == MODEL_FOLDER and (whole.parent / MANIFEST_FILE).is_file() else None
+    is_whole = (whole.parent / MANIFEST_FILE).is_file() and (whole.parent / STATE_FOLDER).is_dir()
+    return whole.parent if whole.name == MODEL_FOLDER and is_whole else None
 
 
 def resolve_step(folder: Path, step: int | None, *, warn: bool = True) -> Path:

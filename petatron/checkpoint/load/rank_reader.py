@@ -39,10 +39,16 @@ class RankReader:
         return self._manifest
 
     def plan_reads(
-        self, chunks: Sequence[Chunk], *, strict: bool, may_ignore_kind: Callable[[str], bool] | None
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        strict: bool,
+        may_ignore_kind: Callable[[str], bool] | None,
+        check_all_files: bool,
     ) -> box_reads.ReadPlan:
         """Plans every read of this rank; everything that does not fit is one error. All ranks call it."""
-        received = exchange_messages(self._ranks.run(lambda: self._rows_and_requests(chunks)), self._axis)
+        sent = self._ranks.run(lambda: self._rows_and_requests(chunks, check_all_files=check_all_files))
+        received = exchange_messages(sent, self._axis)
         directory = BoxDirectory(self._source)
 
         def answer() -> dict[int, list[MessageRow]]:
@@ -62,13 +68,18 @@ class RankReader:
         kinds = {kind for found in asked for kind in found}
         return lambda kind: kind not in kinds
 
-    def _rows_and_requests(self, chunks: Sequence[Chunk]) -> dict[int, dict[str, list[MessageRow]]]:
+    def _rows_and_requests(
+        self, chunks: Sequence[Chunk], *, check_all_files: bool
+    ) -> dict[int, dict[str, list[MessageRow]]]:
         """Returns this rank's share of the tables and its requests, by owner rank."""
         size, rank = self._axis.size, self._axis.rank
         found: dict[int, dict[str, list[MessageRow]]] = {}
+        if check_all_files and rank == 0:
+            step_folder.check_sizes(self._source, self._manifest.files)
         for number in range(rank, len(self._manifest.tables), size):
             table = self._table(number)
-            step_folder.check_sizes(self._source, table.files)
+            if check_all_files:
+                step_folder.check_sizes(self._source, table.files)
             for owner, rows in table_rows(table.entries, number, size).items():
                 found.setdefault(owner, {}).setdefault("rows", []).extend(rows)
         for owner, rows in table_rows(self._manifest.tensors.items(), -1, size).items():
@@ -98,7 +109,10 @@ class RankReader:
             for table in tables:
                 if table >= 0:
                     self._table(table)  # for the digests of its files
-        return box_reads.plan_reads(self._source, chunks, found, strict=strict, unexpected_keys=unexpected_keys)
+        plan = box_reads.plan_reads(self._source, chunks, found, strict=strict, unexpected_keys=unexpected_keys)
+        read = {one.stored.file for one in plan.reads}
+        step_folder.check_sizes(self._source, {name: file for name, file in self.files.items() if name in read})
+        return plan
 
     def read_local(self) -> dict[str, Tensor]:
         """Reads the tensors that this rank saved for itself, in the same layout."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from petatron.base.device import detect_device
 from petatron.config import LoadedConfig, PrecisionConfig, RunConfig
+from petatron.config.settings_text import precision_name, precision_text
 from petatron.estimate.memory.advice import suggest_changes
 from petatron.estimate.memory.forecast import MemoryForecast, forecast_memory, format_gigabytes
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
@@ -69,10 +70,8 @@ def _micro_batches_to_fill(run: RunConfig) -> int:
 
 def _precision(precision: PrecisionConfig) -> str:
     """Returns the precision of the plan, and why if nobody set it."""
-    named = next((name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)), "fp32")
-    products = f", products in FP8 ({precision.fp8_format}, {precision.fp8_recipe})" if precision.fp8_format else ""
-    unasked = ", since no --bf16 or --fp16 is given" if named == "fp32" else ""
-    return f"{named}{products}{unasked}"
+    unasked = ", since no --bf16 or --fp16 is given" if precision_name(precision) == "fp32" else ""
+    return f"{precision_text(precision)}{unasked}"
 
 
 def _table(forecasts: Sequence[MemoryForecast]) -> str:

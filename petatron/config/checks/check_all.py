@@ -81,7 +81,7 @@ def _out_of_bounds(config: RawRunConfig, *, reported: set[str]) -> Iterator[Prob
         numbers = value if info.is_list else () if value is None else (value,)
         for number in numbers:
             if (rule := info.bounds.violation(number)) is not None and info.flag not in reported:
-                yield Problem(info.flag, str(number), rule, f"It is: {info.doc}")
+                yield Problem(info.flag, str(number), rule, info.meaning)
 
 
 def _unsupported_fields(config: RawRunConfig) -> Iterator[Problem]:

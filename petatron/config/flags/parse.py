@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from petatron.base.errors import Problem
-from petatron.config.flags import megatron_flags
+from petatron.config.flags import foreign_names, megatron_flags
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
@@ -92,7 +92,7 @@ def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Proble
     if feature is not None:
         return unsupported_problem(where, text, feature, f"Use {join_with_or(info.choices)}")
     meant = _BINARY_DIGITS.get(text, text) if info.is_switch else text
-    fix = _did_you_mean(meant, info.choices) or f"It is: {info.doc.removesuffix('.')}."
+    fix = _did_you_mean(meant, info.choices) or info.meaning
     return Problem(where, text or "''", reason, fix)
 
 
@@ -236,7 +236,7 @@ def _apply_source(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
 
 
 def _needs_value(info: FieldInfo, token: _FlagToken) -> Problem:
-    return Problem(token.typed, "", "needs a value", f"It is: {info.doc.removesuffix('.')}.")
+    return Problem(token.typed, "", "needs a value", info.meaning)
 
 
 def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
@@ -244,8 +244,9 @@ def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
     found = token.inline_value if token.inline_value is not None else " ".join(token.following_words)
     if flag in megatron_flags.UNSUPPORTED_FLAGS:
         return unsupported_problem(typed, found, megatron_flags.UNSUPPORTED_FLAGS[flag])
-    if flag in megatron_flags.RENAMED_FLAGS:
-        return Problem(typed, "", "is an old name", f"Use {megatron_flags.RENAMED_FLAGS[flag]}.")
+    if (renamed := megatron_flags.RENAMED_FLAGS.get(flag)) is not None:
+        parsed.doubtful_flags.update(foreign_names.suggested_flags(renamed))
+        return Problem(typed, "", "is an old name", f"Use {renamed}.")
     if flag in megatron_flags.OTHER_COMMAND_FLAGS:
         return Problem(
             typed,
@@ -253,11 +254,18 @@ def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
             "does not belong to this command",
             f"It is a flag of `{megatron_flags.OTHER_COMMAND_FLAGS[flag]}`.",
         )
-    close = closest_matches(flag, known_flags())
-    # A misspelt --num-layers should not also be reported as a missing --num-layers.
-    parsed.doubtful_flags.update(close)
-    fix = f"Did you mean {join_with_or(close)}?" if close else "See `petatron train --help` for all flags."
+    meant = foreign_names.suggestion(flag) or _closest_flags(foreign_names.without_section(flag))
+    # A misspelt --num-layers should not also be reported as a missing --num-layers; what a model's folder or a preset would have
+    # set is unknown, so that every value is in doubt.
+    flags = foreign_names.suggested_flags(meant)
+    parsed.doubtful_flags.update(flags if _SOURCES.keys().isdisjoint(flags) else known_flags())
+    fix = f"Did you mean {meant}?" if meant else "See `petatron train --help` for all flags."
     return Problem(typed, "", "is not a known flag", fix)
+
+
+def _closest_flags(flag: str) -> str:
+    close = closest_matches(flag, known_flags())
+    return join_with_or(close) if close else ""
 
 
 def _drop_overridden_shorthands(parsed: ParsedFlags) -> None:

@@ -75,6 +75,11 @@ class FieldInfo:
         return "off" if self.is_switch else False
 
     @property
+    def meaning(self) -> str:
+        """The first sentence of its documentation, for errors: the rest says where a default comes from, and details."""
+        return f"It is: {self.doc.partition('. ')[0].removesuffix('.')}."
+
+    @property
     def type_name(self) -> str:
         """The type as printed on the reference page."""
         name = " | ".join(self.choices) if self.kind == "choice" else self.kind

@@ -13,6 +13,7 @@ from petatron.base.device import DeviceInfo
 from petatron.base.text import abbreviate_names, count_with_noun
 from petatron.config import RunConfig
 from petatron.config.required_settings import known_vocab_size
+from petatron.config.settings_text import precision_text
 from petatron.data.blended_dataset import parse_weighted_prefixes
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.flops import parameter_count
@@ -39,7 +40,7 @@ class RunHeader:
             "data": _data(self._run, tokenizer),
             "length": _length(self._run, length),
             "layout": _layout(self._run, self._device),
-            "precision": _precision(self._run),
+            "precision": precision_text(self._run.precision),
             "memory": self._memory(),
         }
         return [f"{name + ':':<11}{text}" for name, text in facts.items()]
@@ -129,11 +130,3 @@ def _parallel_sizes(run: RunConfig) -> Iterator[str]:
         ("expert parallel", parallel.expert_model_parallel_size, ""),
     )
     return (f"{name} {size}{more}" for name, size, more in sizes if size > 1)
-
-
-def _precision(run: RunConfig) -> str:
-    precision = run.precision
-    name = next((name for name in ("fp16", "bf16", "fp64") if getattr(precision, name)), "fp32")
-    master = ", fp32 master weights" if name in ("fp16", "bf16") else ""
-    fp8 = f", GEMMs in FP8 {precision.fp8_format} ({precision.fp8_recipe})" if precision.fp8_format is not None else ""
-    return f"{name}{master}{fp8}"

@@ -189,9 +189,10 @@ def load_state(
         found = manager.load(
             step,
             [*chunks, *_router_chunks(model)],
-            same_layout_key=model.layout_key,
+            same_layout_key=model.layout_key if whole or random_states else None,
             may_ignore_kind=_ignore_nothing if whole else _ignore_non_weights,
             check_facts=check,
+            check_all_files=whole,
             fallback=fallback,
         )
         if optimizer is not None:

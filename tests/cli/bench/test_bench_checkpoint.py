@@ -109,10 +109,24 @@ def test_bench_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--load 1000000 would take all processes of the machine. Use at most 1024." in capsys.readouterr().err
     assert main(["bench", "checkpoint", "--load-own-sessions"]) == 2
     assert "--load-own-sessions has no effect without --load" in capsys.readouterr().err
-    assert main(["bench", "checkpoint", "--folder", str(tmp_path / "none")]) == 1
-    assert "writable folder" in capsys.readouterr().err
-    assert main(["bench", "checkpoint", "--gigabytes", "1e6", "--folder", str(tmp_path)]) == 1
-    assert "smaller --gigabytes" in capsys.readouterr().err
+    assert main(["bench", "checkpoint", "--gigabytes", "1e6", "--folder", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"--gigabytes 1e+06 needs 4000000.0 GB in {tmp_path}, which has" in told and "another --folder." in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_cannot_work_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    none = tmp_path / "none"
+    words = f"--gigabytes -1 --repeat 0 --load 0 --load-own-sessions --folder {none} --json {none}/found.json"
+    assert main(["bench", "checkpoint", *words.split()]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "5 problems in this configuration:",
+        f"  --json {none}/found.json is in a folder that does not exist. Make the folder first.",
+        "  --gigabytes -1.0 must be positive and finite. Use more than 0, or leave it out.",
+        "  --repeat 0 is below 1. Use 1 or more.",
+        "  --load-own-sessions has no effect without --load. Give --load a number of processes.",
+        f"  --folder {none} cannot be written: No such file or directory. Give a folder that is there and writable.",
+    ]
 
 
 @pytest.mark.parametrize("weights", [10_000, 70_000_000, 2_000_000_000])

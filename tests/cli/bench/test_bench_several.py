@@ -17,6 +17,7 @@ from petatron.base.errors import ConfigError, DataError
 from petatron.bench import train as bench_train
 from petatron.bench.measure import progress as bench_news
 from petatron.bench.measure import runner as bench_runner
+from petatron.bench.measure.arguments import writable_problems
 from petatron.bench.measure.runner import BenchRunner
 from petatron.bench.measure.units import format_si
 from petatron.bench.peers import BenchSpec, Contender
@@ -331,8 +332,8 @@ def test_so_it_is_in_every_bench(name: str, tmp_path: Path, monkeypatch: pytest.
 def test_looking_leaves_no_trace(tmp_path: Path):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text("as it was")
-    bench.check_writable(old)
-    bench.check_writable(new)
+    assert writable_problems("--json", old) == []
+    assert writable_problems("--json", new) == []
     assert old.read_text() == "as it was" and not new.exists()
 
 

@@ -23,9 +23,10 @@ from petatron.bench.measure.suite_table import (
     SuiteRow,
     find_table,
     format_table,
+    measured_device,
     parse_table,
-    replace_table,
     row_from_bench,
+    update_table,
 )
 from petatron.bench.peers import problems
 from petatron.bench.peers.bench_model import bench_spec
@@ -35,6 +36,7 @@ from petatron.config import load_config
 README = Path(__file__).parents[3] / "README.md"
 OURS = {"tokens_per_s": 2000.4, "mfu_full": 0.51234, "peak_bytes": 30_000_000_000, "breakdown": None}
 FOUND = {
+    "device": {"name": "NVIDIA H200"},
     "contenders": {"petatron": OURS, "hf": {"tokens_per_s": 1000.0, "peak_bytes": 40_000_000_000}},
     "ratio": {"hf": {"speed": 2.0004, "largest_loss_difference": 0.000123}},
 }
@@ -120,8 +122,31 @@ def test_what_would_measure_something_else_is_refused(tmp_path: Path):
         main([*words, "--seconds", "nan", "--peer-path", str(tmp_path / "none"), "--only", "nosuch"])
     told = str(found.value)
     assert "--seconds nan must be positive" in told and "is no folder" in told and "nosuch" in told
-    with pytest.raises(ConfigError, match="--table measures nothing"):
-        main([*words, "--table", str(tmp_path / "suite.json"), "--only", "llama-1b"])
+
+
+def test_words_that_do_nothing_and_files_that_are_not_there_are_told_at_once(tmp_path: Path):
+    rule = "chooses what is measured, and --table measures nothing. Leave one of them out."
+    fix = "Give the suite.json that `petatron bench suite --out DIR` wrote."
+    (tmp_path / "file").touch()
+    words = f"--only llama-1b --seconds 60 --device auto --peer-path {tmp_path} --replace --out {tmp_path}/file"
+    with pytest.raises(ConfigError) as found:
+        main(["suite", *words.split(), "--table", f"{tmp_path}/none.json", "--table", str(tmp_path)])
+    assert [str(problem) for problem in found.value.problems] == [
+        f"--only llama-1b {rule}",
+        f"--seconds 60 {rule}",
+        f"--device auto {rule}",
+        f"--peer-path {tmp_path} {rule}",
+        f"--table {tmp_path}/none.json is not there. {fix}",
+        f"--table {tmp_path} is a folder. {fix}",
+        "--replace has no effect without --into. Give --into the file whose table is replaced.",
+        f"--out {tmp_path}/file cannot be written: File exists. Choose a writable folder.",
+    ]
+    with pytest.raises(ConfigError) as found:
+        main(["suite", "--seconds", "0", "--into", f"{tmp_path}/page.md"])
+    assert [str(problem) for problem in found.value.problems] == [
+        "--seconds 0.0 must be positive and finite. Use more than 0, or leave it out.",
+        f"--into {tmp_path}/page.md is not there. Give a file that has the lines {BEGIN} and {END}.",
+    ]
 
 
 def test_rows_of_several_suites_are_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -242,25 +267,93 @@ def test_a_table_is_parsed_as_it_was_written():
 def test_the_readme_has_a_table_of_the_suite():
     """Its rows are models of the suite, and it is what the documented command would write."""
     text = README.read_text()
-    begin, end = find_table(text, source="README.md")
-    rows = parse_table(text[begin:end])
+    place = find_table(text, source="README.md")
+    rows = parse_table(place.content)
     assert rows and {row.label for row in rows} <= {entry.label for entry in ENTRIES}
-    assert replace_table(text, rows, source="README.md") == text
+    assert place.device == "NVIDIA H200"
+    for replace_all in (False, True):
+        assert update_table(text, rows, device=place.device, replace=replace_all, source="README.md") == text
     for row in rows:
         assert row.tokens_per_s and row.peer_tokens_per_s and row.speed_ratio
         # The median over pairs is not the ratio of medians, least for a peer that waits for its host.
         assert row.tokens_per_s / row.peer_tokens_per_s == pytest.approx(row.speed_ratio, rel=0.05)
 
 
+def measured_suite(folder: Path, monkeypatch: pytest.MonkeyPatch, names: str, answers: Sequence[Any]) -> list[str]:
+    """The words of `--table` for a suite that was measured with these answers."""
+    monkeypatch.setattr(suite, "run_child", ScriptedChild(answers))
+    assert main(["suite", "--device", "cpu", "--only", names, "--out", str(folder)]) == 0
+    return ["--table", str(folder / "suite.json")]
+
+
 def test_rows_of_an_earlier_suite_are_written_into_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(suite, "run_child", ScriptedChild([FOUND]))
-    assert main(["suite", "--device", "cpu", "--only", "gpt-125m", "--out", str(tmp_path)]) == 0
+    """Into an empty place at first; then a row takes the place of that with its label, and the others stay."""
+    faster = {**FOUND, "ratio": {"hf": {"speed": 3.0}}}
+    first = measured_suite(tmp_path / "a", monkeypatch, "gpt-125m,llama-1b", [FOUND, FOUND])
+    later = measured_suite(tmp_path / "b", monkeypatch, "llama-1b,gpt-125m,qwen3-4b", ["failed", faster, FOUND])
     page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
-    assert main(["suite", "--table", str(tmp_path / "suite.json"), "--into", str(page)]) == 0
+    page.write_text(f"before\n\n{BEGIN}\n{END}\n\nafter\n")
+    assert main(["suite", *first, "--into", str(page)]) == 0
     written = page.read_text()
-    assert written.startswith(f"before\n\n{BEGIN}\n\n|  | Petatron") and written.endswith(f"\n\n{END}\n\nafter\n")
-    assert "old" not in written and "gpt-125m, a tiny form on a CPU" in written
+    assert written.startswith("before\n\n<!-- bench suite: begin, on NVIDIA H200 -->\n\n|  | Petatron")
+    assert written.endswith(f"\n\n{END}\n\nafter\n")
+    assert main(["suite", *later, "--into", str(page)]) == 0
+    rows = parse_table(find_table(page.read_text(), source="page").content)
+    assert [(row.label.partition(",")[0], row.speed_ratio) for row in rows] == [
+        ("llama-1b", 2.0),
+        ("gpt-125m", 3.0),
+        ("qwen3-4b", 2.0),
+    ]
+    assert main(["suite", *first, "--into", str(page), "--replace"]) == 0
+    assert page.read_text() == written
+
+
+def test_rows_of_another_device_do_not_come_into_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither those of a file nor those that would be measured, of which none is; unless that is asked for."""
+    gpu = measured_suite(tmp_path / "gpu", monkeypatch, "llama-1b", [FOUND])
+    other = {**FOUND, "device": {"name": "A <strange> CPU -->\n"}}
+    cpu = measured_suite(tmp_path / "cpu", monkeypatch, "gpt-125m", [other])
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    assert main(["suite", *gpu, "--into", str(page)]) == 0
+    before = page.read_text()
+    child = ScriptedChild([])
+    monkeypatch.setattr(suite, "run_child", child)
+    for words in (cpu, ["--device", "cpu"]):
+        with pytest.raises(DataError) as refused:
+            main(["suite", *words, "--into", str(page)])
+        assert f"{page} has a table of NVIDIA H200, and these rows are of " in str(refused.value)
+        assert "give --replace to put them in the place of that table" in str(refused.value)
+    assert page.read_text() == before and child.words == []
+    page.write_text(before.replace(", on NVIDIA H200", ""))
+    with pytest.raises(DataError, match="has a table that names no device, and these rows are of NVIDIA H200"):
+        main(["suite", *gpu, "--into", str(page)])
+    assert main(["suite", *cpu, "--into", str(page), "--replace"]) == 0
+    place = find_table(page.read_text(), source="page")
+    assert place.device == "A strange CPU -" and [row.label for row in parse_table(place.content)] == [
+        "gpt-125m, a tiny form on a CPU"
+    ]
+    with pytest.raises(DataError, match="several devices, and a table is of one: A strange CPU -, NVIDIA H200"):
+        main(["suite", *cpu, *gpu])
+
+
+def test_rows_without_a_device_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    failed = measured_suite(tmp_path / "a", monkeypatch, "llama-1b", ["failed"])
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    with pytest.raises(DataError, match="None of these rows says on which device it was measured"):
+        main(["suite", *failed, "--into", str(page)])
+    for bench in (None, 1, {}, {"device": 1}, {"device": {"name": 1}}):
+        assert measured_device({"a": {"bench": bench}, "b": 1}) is None
+
+
+def test_something_else_between_the_comments_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    words = measured_suite(tmp_path / "a", monkeypatch, "llama-1b", [FOUND])
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN[:-4]}, on NVIDIA H200 -->\nold\n{END}\n")
+    with pytest.raises(DataError, match=r"its header is another\. Write it anew with --into FILE --replace"):
+        main(["suite", *words, "--into", str(page)])
+    assert main(["suite", *words, "--into", str(page), "--replace"]) == 0 and "old" not in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -277,7 +370,6 @@ def test_a_file_without_a_place_is_told_before_anything_is_measured(tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "Cannot read"),
         ("\xff", "Cannot read"),
         ("x", "it is no JSON. Give the suite.json that its --out wrote."),
         ("[" * 100_000, "it is no JSON. Give"),
@@ -285,6 +377,7 @@ def test_a_file_without_a_place_is_told_before_anything_is_measured(tmp_path: Pa
         ("{}", "it lacks the rows of a table, or has others. Give"),
         ('{"rows": [{"label": "a"}]}', "it lacks the rows of a table, or has others"),
         ('{"rows": {}, "models": {}}', "it lacks the rows"),
+        ('{"rows": [], "models": {"a": 1}}', "it lacks the rows"),
         ('{"rows": [1], "models": {}}', "it lacks the rows"),
         ('{"rows": [{"x": 1}], "models": {}}', "it lacks the rows"),
         ('{"rows": [{"label": 1}], "models": {}}', "it lacks the rows"),
@@ -293,10 +386,9 @@ def test_a_file_without_a_place_is_told_before_anything_is_measured(tmp_path: Pa
     ],
     ids=range(13),
 )
-def test_what_is_no_earlier_suite(tmp_path: Path, content: str | None, message: str):
+def test_what_is_no_earlier_suite(tmp_path: Path, content: str, message: str):
     path = tmp_path / "suite.json"
-    if content is not None:
-        path.write_bytes(content.encode("latin-1"))
+    path.write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError) as refused:
         main(["suite", "--table", str(path)])
     assert message in str(refused.value) and "Error(" not in str(refused.value)

@@ -7,6 +7,7 @@ import pytest
 from petatron.cli.main import main
 
 CHANGES = "; --micro-batch-size, --seq-length and --global-batch-size change that"
+FP8 = "bf16, fp32 master weights, GEMMs in FP8 hybrid"
 EIGHT = "llama3-8b --bf16 --vocab-size 128256 --seq-length 4096"
 
 
@@ -20,7 +21,7 @@ def plan(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str, str]
 def test_every_pipeline_rank_has_a_row(capsys: pytest.CaptureFixture[str]):
     code, text, _ = plan(capsys, f"{EIGHT} --pp 2 --global-batch-size 8")
     precision, batch, head, first, second, _, hint = text.splitlines()
-    assert code == 0 and precision == "planned for bf16"
+    assert code == 0 and precision == "planned for bf16, fp32 master weights"
     assert batch == f"planned for 8 micro-batches of 1 x 4,096 tokens per step{CHANGES}"
     assert head.split() == [
         *("pipeline", "rank", "weights", "gradients", "optimizer", "activations", "logits", "workspace", "total", "GB")
@@ -74,10 +75,19 @@ def test_a_run_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[s
     ("flags", "planned"),
     [
         ("", "fp32, since no --bf16 or --fp16 is given"),
-        ("--bf16", "bf16"),
-        ("--fp16", "fp16"),
+        ("--bf16", "bf16, fp32 master weights"),
+        ("--fp16", "fp16, fp32 master weights"),
         ("--fp64", "fp64"),
-        ("--bf16 --fp8-hybrid --fp8-recipe rowwise", "bf16, products in FP8 (hybrid, rowwise)"),
+        ("--bf16 --fp8-hybrid --fp8-recipe rowwise", f"{FP8} (rowwise)"),
+        ("--bf16 --fp8-hybrid --fp8-output-grad", f"{FP8} (tensorwise), those of the output head's backward too"),
+        (
+            "--bf16 --fp8-hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 2 --num-layers 4",
+            f"{FP8} (tensorwise), not in the first 2 and last 1 layer",
+        ),
+        (
+            "--bf16 --fp8-hybrid --dp 2 --use-distributed-optimizer --fp8-param-gather",
+            f"{FP8} (tensorwise), weights all-gathered in FP8",
+        ),
     ],
 )
 def test_the_precision_comes_first(capsys: pytest.CaptureFixture[str], flags: str, planned: str):

@@ -4,14 +4,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.config.flags import megatron_flags
-from petatron.config.flags.parse import parse_flags
+from petatron.base.errors import ConfigError
+from petatron.config import load_config
+from petatron.config.flags import foreign_names, megatron_flags
+from petatron.config.flags.parse import known_flags, parse_flags
 from petatron.config.schema.fields import all_fields, fields_by_name, flag_name
 
 
@@ -92,7 +95,7 @@ def test_spelling(text: str, expected: dict[str, object]):
     ("text", "expected"),
     [
         ("--num-layer 2", "--num-layer is not a known flag. Did you mean --num-layers?"),
-        ("--max-lr 2", "--max-lr is not a known flag. Did you mean --min-lr?"),
+        ("--mim-lr 2", "--mim-lr is not a known flag. Did you mean --min-lr?"),
         ("--zzz", "--zzz is not a known flag. See `petatron train --help` for all flags."),
         ("--num-layers", "--num-layers needs a value. It is: Number of transformer layers."),
         ("--data-path --bf16", "--data-path needs a value. It is: Dataset prefixes, or weight/prefix pairs; one set of files for all splits, cut by `--split`."),
@@ -147,9 +150,68 @@ def test_mistake(text: str, expected: str):
     assert problems(text) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("--tie-word-embeddings", "--no-untie-embeddings-and-output-weights (the default)"),
+        ("--parallel-residual", "--residual-branches parallel"),
+        ("--num-key-value-heads 8", "--num-query-groups"),
+        ("--intermediate-size 8", "--ffn-hidden-size"),
+        ("--num_hidden_layers=8", "--num-layers"),
+        ("--rms-norm-eps 1e-6", "--norm-epsilon"),
+        ("--learning-rate 1e-3", "--lr"),
+        ("--per_device_train_batch_size 8", "--micro-batch-size"),
+        ("--gradient-accumulation-steps 8", "--global-batch-size (micro-batch x data-parallel size x accumulation steps)"),
+        ("--max-steps 8", "--train-iters"),
+        ("--num-train-epochs 3", "--train-iters or --train-samples (there are no epochs)"),
+        ("--warmup-steps 8", "--lr-warmup-iters"),
+        ("--max-grad-norm 1", "--clip-grad"),
+        ("--gradient-checkpointing", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        ("--tensor-parallel-size 2", "--tensor-model-parallel-size"),
+        ("--pipeline-parallel-size 2", "--pipeline-model-parallel-size"),
+        ("--context-length 8", "--seq-length"),
+        ("--vocab 8", "--vocab-size"),
+        ("--eval-steps 8", "--eval-interval"),
+        ("--training.seq_len 8", "--seq-length"),
+        ("--training.steps 8", "--train-iters"),
+        ("--optimizer.lr 8", "--lr"),
+        ("--activation_checkpoint.mode full", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_program_is_answered_with_ours(text: str, meant: str):
+    assert problems(text) == [f"{re.split('[ =]', text)[0]} is not a known flag. Did you mean {meant}?"]
+
+
+def test_what_a_name_of_another_program_sets_is_not_missing_too():
+    """Neither the field itself, nor all that a model's folder would have set."""
+    flags = "--num-hidden-layers 2 --hidden-size 8 --num-attention-heads 2 --encoder-seq-length 8 --vocab-size 64 --mock-data"
+    with pytest.raises(ConfigError) as found:
+        load_config([*flags.split(), "--learning-rate", "1", "--train-iters", "2"])
+    assert [str(problem).split()[0] for problem in found.value.problems] == [
+        "--num-hidden-layers",
+        "--encoder-seq-length",
+        "--learning-rate",
+    ]
+    with pytest.raises(ConfigError) as found:
+        load_config("--model-name-or-path x --mock-data --train-iters 2".split())
+    assert [problem.where for problem in found.value.problems] == ["--model-name-or-path"]
+
+
+def test_suggestions_name_flags_that_exist():
+    for flag, text in foreign_names.SUGGESTIONS.items():
+        assert flag not in known_flags() and flag.startswith("--") and "_" not in flag, flag
+        named = foreign_names.suggested_flags(text)
+        assert named and set(named) <= set(known_flags()), flag
+        words = re.sub(r"\([^)]*\)", "", text).split(" or ")[0].split()
+        assert len(words) == 1 or parse_flags(words).problems == [], flag
+
+
 def test_a_word_after_a_switch_is_its_choice():
     [problem] = problems("--cuda-graphs maybe")
-    assert problem.startswith("--cuda-graphs maybe is not one of auto, on or off. It is: Record the forward")
+    assert problem == (
+        "--cuda-graphs maybe is not one of auto, on or off. It is: Record the forward and backward passes of a step once and "
+        "replay them: faster where kernels are short, on GPUs."
+    )
 
 
 def test_two_names_of_one_setting_with_unlike_values_are_told():
@@ -187,6 +249,7 @@ def test_each_spelling_stands_in_one_table_only():
         megatron_flags.RENAMED_FLAGS,
         megatron_flags.OTHER_COMMAND_FLAGS,
         megatron_flags.UNSUPPORTED_FLAGS,
+        foreign_names.SUGGESTIONS,
     ]
     seen = set(own)
     for table in tables:

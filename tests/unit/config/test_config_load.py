@@ -63,6 +63,9 @@ def test_files_in_order_and_preset_from_argv(tmp_path: Path):
     ("text", "expected"),
     [
         ("model:\n  num_layer: 4\n", "{file}:2 num_layer is not a known field. Did you mean num_layers?"),
+        ("num_key_value_heads: 4\n", "{file}:1 num_key_value_heads is not a known section or field. Did you mean num_query_groups?"),
+        ("optim:\n  learning_rate: 4\n", "{file}:2 learning_rate is not a known field. Did you mean lr?"),
+        ("model:\n  tie_word_embeddings: true\n", "{file}:2 tie_word_embeddings is not a known field. Did you mean untie_embeddings_and_output_weights?"),
         ("modle:\n  num_layers: 4\n", "{file}:1 modle is not a known section or field. Did you mean model?"),
         ("zzzz: 4\n", "{file}:1 zzzz is not a known section or field. See `petatron config reference` for all fields."),
         ("train:\n  num_layers: 4\n", "{file}:2 num_layers is not in section train. Move it to model."),

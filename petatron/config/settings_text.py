@@ -1,0 +1,51 @@
+"""A layout in words, from its settings: those of a config, of a checkpoint or of a run folder. The precision of a run in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from petatron.base.text import count_with_noun
+from petatron.config.schema.parallel import PrecisionConfig
+
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+
+
+def layout_text(parallel: Mapping[str, Any]) -> str:
+    """Describes the settings of a layout: `tp 2, dp 2, optim sharded, 4 ranks`."""
+    words = [
+        f"{short} {size}" for short, name in _SIZES.items() if isinstance(size := parallel.get(name), int) and size > 1
+    ]
+    sharding = parallel.get("data_parallel_sharding_strategy")
+    words += [f"{sharding} sharded"] if sharding not in (None, "no_shard") else []
+    ranks = parallel.get("world_size")
+    return ", ".join([*words, count_with_noun(ranks if isinstance(ranks, int) and ranks > 0 else 1, "rank")])
+
+
+def precision_name(precision: PrecisionConfig) -> str:
+    """Returns what a run computes in, but for GEMMs in FP8."""
+    return next((name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)), "fp32")
+
+
+def precision_text(precision: PrecisionConfig) -> str:
+    """Describes the precision of a run, with all that is in FP8.
+
+    >>> precision_text(PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_output_grad=True))
+    "bf16, fp32 master weights, GEMMs in FP8 hybrid (tensorwise), those of the output head's backward too"
+    """
+    name = precision_name(precision)
+    parts = [name] if name in ("fp32", "fp64") else [name, "fp32 master weights"]
+    if precision.fp8_format is not None:
+        parts.append(f"GEMMs in FP8 {precision.fp8_format} ({precision.fp8_recipe})")
+        parts += ["those of the output head's backward too"] if precision.fp8_output_grad else []
+        if precision.first_last_layers_bf16:
+            first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+            parts.append(f"not in the first {first} and last {count_with_noun(last, 'layer')}")
+        parts += ["weights all-gathered in FP8"] if precision.fp8_param_gather else []
+    return ", ".join(parts)
