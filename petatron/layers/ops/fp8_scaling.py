@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from petatron.kernels.fp8.amax import known_amax
+from petatron.kernels.fp8.amax import known_amax, zero_amax
 from petatron.kernels.fp8.cast_and_gemm import CastKernel, Fp8Kernels, Fp8Matrix, Orientation
 
 
@@ -76,8 +76,11 @@ class DelayedScaling:
         amax, kernels = self._current_amax(x_RC.device), self._kernels
         if self._scale is not None:
             return kernels.cast_delayed(x_RC, self._dtype, scale=self._scale, amax=amax, orientation=orientation)
-        kernels.update_amax(x_RC, amax)
-        return kernels.cast_tensor(x_RC, self._dtype, amax=amax, orientation=orientation)
+        # Its own amax, not that of all micro-batches so far: one that is recomputed after others is cast to the same bits.
+        own = zero_amax(x_RC)
+        kernels.update_amax(x_RC, own)
+        torch.maximum(amax, own, out=amax)
+        return kernels.cast_tensor(x_RC, self._dtype, amax=own, orientation=orientation)
 
     def _current_amax(self, device: torch.device) -> Tensor:
         """Returns the history entry of this step's amax."""

@@ -261,6 +261,16 @@ class TestDelayed:
         scaling.new_step()
         assert scaling(x).rows.scale == 1 / 64
 
+    def test_in_the_first_step_a_tensor_is_cast_as_before_after_larger_ones(self):
+        """As recompute does in a pipeline, where other micro-batches came in between."""
+        scaling = self.scaling()
+        x = torch.logspace(-14, 0, 256, base=2.0).view(16, 16)
+        first, larger, again = (scaling(each).rows for each in (x, 1024 * x, x))
+        assert torch.equal(first.scale, again.scale) and torch.equal(first.values.float(), again.values.float())
+        assert larger.scale == 1024 * first.scale
+        scaling.new_step()
+        assert scaling(x).rows.scale == larger.scale, "the step's amax is that of all"
+
     @pytest.mark.parametrize(("most_recent", "wanted"), [(True, [1, 8, 2, 1, 1]), (False, [1, 8, 8, 8, 2])])
     def test_history(self, most_recent: bool, wanted: list[float]):
         scaling, scales = self.scaling(length=3, most_recent=most_recent), []
