@@ -36,7 +36,7 @@ class TensorwiseScaling:
         if amax is not None:
             return self._kernels.cast_tensor(x_RC, self._dtype, amax=amax, orientation=orientation)
         if self._last_scale is None:
-            self._last_scale = torch.ones(1, dtype=torch.float32, device=x_RC.device)
+            self._last_scale = _new_state(1, 1.0, x_RC.device)
         return self._kernels.cast_guessed(x_RC, self._dtype, last_scale=self._last_scale, orientation=orientation)
 
     def new_step(self) -> None:
@@ -88,7 +88,7 @@ class DelayedScaling:
             return torch.zeros(1, dtype=torch.float32, device=device)
         history = self._history
         if history is None:
-            history = self._history = torch.zeros(self._length, dtype=torch.float32, device=device)
+            history = self._history = _new_state(self._length, 0.0, device)
         self._used = True
         return history[:1]
 
@@ -136,3 +136,9 @@ class DelayedScaling:
             self._scale, self._used, self._paused = scale, used, paused
 
         return undo
+
+
+@torch.inference_mode(False)
+def _new_state(length: int, value: float, device: torch.device) -> Tensor:
+    """Returns state of a quantiser; what an evaluation in inference mode creates, a training step has to be able to change."""
+    return torch.full((length,), value, dtype=torch.float32, device=device)

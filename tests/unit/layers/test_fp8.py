@@ -473,3 +473,15 @@ def test_a_scale_is_guessed_to_be_the_last_one():
     assert guesses == [1.0, *scales[:-1]]
     assert scales == [float(REFERENCE.cast_tensor(factor * x, E4M3).rows.scale) for factor in (1.0, 1.0, 16.0, 2.0)]
     assert len(set(scales)) == 3
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_inference_mode_leaves_nothing_that_training_cannot_change(recipe: str):
+    """An evaluation may come first."""
+    ours, other = (fp8_gemm_factory(precision(recipe), kernels=REFERENCE)() for _ in range(2))
+    x, w = draw(128, 128, seed=0), draw(128, 128, seed=1)
+    with torch.inference_mode():
+        ours.forward(x, w)
+    for gemm in (ours, other):
+        gemm.new_step(1)
+    assert torch.equal(ours.forward(x, w)[0], other.forward(x, w)[0])
