@@ -127,7 +127,8 @@ def apply_fp8(
                 if isinstance(module, RMSNorm):
                     module.notes_amax = True
                 elif isinstance(module, MLP):
-                    module.act.notes_amax = True
+                    # Bounded ones are compiled, and the compiler would take amax of numbers that it has not rounded yet.
+                    module.act.notes_amax = module.act.bounds is None
         if precision.fp8_output_grad:
             for head in (module for module in stage.modules() if isinstance(module, OutputHead)):
                 head.make_loss_gemm = fp8_output_grad_factory(choice.functions)
