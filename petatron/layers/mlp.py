@@ -146,15 +146,16 @@ class _RecomputableActivation:
     def recompute(self, saved: Tensors) -> Tensor:
         (x,) = saved
         if x.dim() == 2:
-            return self._of_rows(x)
+            return self._of_rows(x, notes_amax=self._module.notes_amax)
         rows, batch_first = rows_in_memory_order(x)
-        return from_rows(self._of_rows(rows), x, batch_first=batch_first)
+        return from_rows(self._of_rows(rows, notes_amax=False), x, batch_first=batch_first)
 
-    def _of_rows(self, rows: Tensor) -> Tensor:
+    def _of_rows(self, rows: Tensor, *, notes_amax: bool) -> Tensor:
+        """`notes_amax`: not of rows that become tokens, a tensor without the note."""
         module = self._module
         if not module.gated:
             return module.kernels.activation(rows, module.name)
-        amax = zero_amax(rows) if module.notes_amax else None
+        amax = zero_amax(rows) if notes_amax else None
         act = module.kernels.gated_activation(rows, module.name, module.bounds, amax=amax)
         if amax is not None:
             note_amax(act, amax)
