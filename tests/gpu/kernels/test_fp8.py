@@ -66,6 +66,26 @@ def test_delayed_cast(kernels: Any):
         assert torch.equal(ours, wanted) and ours == x.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("guess", ["right", 2.0**-20, 2.0**20, 0.0, math.nan])
+def test_a_guessed_scale_changes_no_bit(kernels: Any, guess: str | float, dtype: torch.dtype):
+    x = draw(1040, 4096, spread=4.0)
+    wanted = cast_and_gemm.cast_tensor(x, dtype)
+    last = wanted.rows.scale.clone() if guess == "right" else torch.tensor([guess], device="cuda")
+    assert_casts_same(kernels.cast_guessed(x, dtype, last_scale=last), wanted)
+    assert torch.equal(last, wanted.rows.scale)
+    assert_same(kernels.cast_guessed(x, dtype, last_scale=last, orientation="columns").columns, wanted.columns)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_guess_is_right_again_after_what_is_not_finite(kernels: Any, bad: float):
+    good, last = draw(256, 384), torch.ones(1, device="cuda")
+    wrong = good.clone()
+    wrong[5, 300] = bad
+    for x in (good, wrong, good, good.zero_()):
+        assert_casts_same(kernels.cast_guessed(x, E4M3, last_scale=last), kernels.cast_tensor(x, E4M3))
+
+
 @pytest.mark.parametrize("name", CASTS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_becomes_nan(kernels: Any, name: str, bad: float):
