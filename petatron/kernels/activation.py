@@ -83,7 +83,7 @@ def activation_backward(
 def gated_activation(
     gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None, *, amax: Tensor | None = None
 ) -> Tensor:
-    """Returns act(gate) x up; `amax` [1] float32 is raised to its amax."""
+    """Returns act(gate) x up; `amax` [1] float32 is updated with it."""
     gate, up = map(to_compute_dtype, gate_up_RG.chunk(2, dim=-1))
     gate, up = (gate, up) if bounds is None else _bounded(gate, up, bounds)
     output = ACTIVATIONS[GATE_ACTIVATIONS[name]](gate) * up

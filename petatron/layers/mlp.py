@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.kernels import activation as reference
 from petatron.kernels.activation import GluVariant
-from petatron.kernels.fp8.amax import note_amax, zero_amax
+from petatron.kernels.fp8.amax import attach_amax, new_amax
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import MaybeTensors, PendingOutput, Recomputable, Tensors
@@ -128,12 +128,12 @@ class _RecomputableActivation:
             rows, batch_first = rows_in_memory_order(x)
             grad = to_rows(grad, batch_first=batch_first)
         if module.gated:
-            amax = zero_amax(x) if module.notes_amax and is_rows else None
+            amax = new_amax(x) if module.attaches_amax and is_rows else None
             x_grad, output = module.kernels.gated_activation_backward(
                 grad, rows, module.name, module.bounds, recompute_output=recompute_output, amax=amax
             )
             if amax is not None:
-                note_amax(x_grad, amax)
+                attach_amax(x_grad, amax)
         else:
             x_grad, output = module.kernels.activation_backward(
                 grad, rows, module.name, recompute_output=recompute_output
@@ -154,24 +154,24 @@ class _RecomputableActivation:
         module = self._module
         if not module.gated:
             return module.kernels.activation(rows, module.name)
-        amax = zero_amax(rows) if module.notes_amax else None
+        amax = new_amax(rows) if module.attaches_amax else None
         act = module.kernels.gated_activation(rows, module.name, module.bounds, amax=amax)
         if amax is not None:
-            note_amax(act, amax)
+            attach_amax(act, amax)
         return act
 
 
 class Activation(nn.Module):
     """The activation function of an MLP, by name; a gated one halves the width.
 
-    notes_amax: whether a gated one notes the amax of its output and of its input's gradient for FP8 casts (`kernels/fp8/amax.py`).
+    attaches_amax: whether a gated one attaches amax to its output and to its input's gradient, for FP8 casts (`kernels/fp8/amax.py`).
     """
 
     def __init__(self, name: str, bounds: GluVariant | None = None) -> None:
         super().__init__()
         self.name, self.bounds, self.gated = name, bounds, name in GATED_ACTIVATIONS
         self.kernels: ActivationKernels = reference
-        self.notes_amax = False
+        self.attaches_amax = False
         self._function = _RecomputableActivation(self)
 
     def kernel_slots(self) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels import norm as reference
-from petatron.kernels.fp8.amax import note_amax, zero_amax
+from petatron.kernels.fp8.amax import attach_amax, new_amax
 from petatron.layers.ops.linear_op import WeightGradSink
 from petatron.layers.ops.recompute_output import MaybeTensors, PendingOutput, Recomputable, Tensors, apply_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -42,7 +42,7 @@ class _RecomputableNorm:
         if not is_rows:
             rows, batch_first = rows_in_memory_order(x)
             branch = None if branch is None else to_rows(branch, batch_first=batch_first)
-        amax = zero_amax(x) if norm.notes_amax and is_rows else None
+        amax = new_amax(x) if norm.attaches_amax and is_rows else None
         total, normal, statistics = getattr(norm.kernels, norm.operation)(
             rows,
             *weights,
@@ -57,7 +57,7 @@ class _RecomputableNorm:
             total = from_rows(total, x, batch_first=batch_first)
         normal = normal if is_rows else from_rows(normal, x, batch_first=batch_first)
         if amax is not None:
-            note_amax(normal, amax)
+            attach_amax(normal, amax)
         # Autograd would detach a saved output itself, and once more in backward.
         return (total, normal), (total.detach(), statistics, *weights)
 
@@ -70,7 +70,7 @@ class _RecomputableNorm:
             rows, batch_first = rows_in_memory_order(total)
             grad = None if grad is None else to_rows(grad, batch_first=batch_first)
             grad_total = None if grad_total is None else to_rows(grad_total, batch_first=batch_first)
-        amax = zero_amax(total) if norm.notes_amax and is_rows else None
+        amax = new_amax(total) if norm.attaches_amax and is_rows else None
         x_grad, weight_grads, normal = norm.run_backward(
             torch.zeros_like(rows) if grad is None else grad,
             rows,
@@ -81,7 +81,7 @@ class _RecomputableNorm:
             **({} if amax is None else {"amax": amax}),
         )
         if amax is not None:
-            note_amax(x_grad, amax)
+            attach_amax(x_grad, amax)
         if not is_rows:
             x_grad = from_rows(x_grad, total, batch_first=batch_first)
             normal = None if normal is None else from_rows(normal, total, batch_first=batch_first)
@@ -112,7 +112,7 @@ class Norm(nn.Module):
     """A norm over the last dimension; with `zero_centered_gamma` the weight is stored as an offset from one.
 
     operation: its name in the kernel registry, and that of its function in `kernels/norm.py` and the faster implementations;
-    `backward_operation` is its derivative there. notes_amax: whether it notes the amax of its output and of its input's gradient for
+    `backward_operation` is its derivative there. attaches_amax: whether it attaches amax to its output and to its input's gradient, for
     FP8 casts (`kernels/fp8/amax.py`), which RMSNorm's kernels can.
     """
 
@@ -125,7 +125,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.kernels: Any = reference
         self.weight_grad_sink: WeightGradSink | None = None
-        self.notes_amax = False
+        self.attaches_amax = False
         self._norm_of_input = _RecomputableNorm(self, adds=False)
         self._norm_of_sum = _RecomputableNorm(self, adds=True)
 

@@ -55,10 +55,10 @@ class Fp8GemmSet:
 
         return undo
 
-    def weights_changed(self) -> None:
-        """Drops cached weights without a step; amax is not recorded until one starts."""
+    def end_step(self) -> None:
+        """Drops cached weights; until the next step starts, amax is not recorded."""
         for gemm in (*self.linears.values(), *self.experts):
-            gemm.weight_changed()
+            gemm.end_step()
 
     def state(self) -> dict[str, Tensor]:
         """Returns the amax histories of delayed scaling, one per row, under a key of the GEMMs' names; empty if there are none."""
@@ -123,11 +123,11 @@ def apply_fp8(
                 else:
                     experts.append(Fp8ExpertGemms(choice.functions, cache_weights=cache_weights))
                     module.grouped_gemm = experts[-1]
-            for module in layer.modules() if recipe.uses_amax_notes else ():
+            for module in layer.modules() if recipe.uses_attached_amax else ():
                 if isinstance(module, RMSNorm):
-                    module.notes_amax = True
+                    module.attaches_amax = True
                 elif isinstance(module, MLP):
-                    module.act.notes_amax = True
+                    module.act.attaches_amax = True
         if precision.fp8_output_grad:
             for head in (module for module in stage.modules() if isinstance(module, OutputHead)):
                 head.make_loss_gemm = fp8_output_grad_factory(choice.functions)

@@ -88,7 +88,7 @@ class GenerationWeights:
         if not fp8 and choice.name == "reference":
             return
         counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=model.mesh.device)
-        cast = choose_kernel("FP8 casts and GEMMs", context).functions.cast_rows_only
+        cast = choose_kernel("FP8 casts and GEMMs", context).functions.cast_rowwise_operand
         for module in _large_linears(model):
             quantised = self._quantise(module.weight, cast) if fp8 else None
             if quantised is None and gemm_of(module) is not PLAIN_GEMM:

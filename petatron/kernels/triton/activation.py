@@ -41,7 +41,7 @@ from torch import Tensor
 from petatron.kernels import activation as reference
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.strides import rows_and_stride
-from petatron.kernels.triton.amax import amax_bits, magnitude_bits, raise_amax
+from petatron.kernels.triton.amax import amax_bits, atomic_max_amax, magnitude_bits
 from petatron.kernels.triton.dependent_launch import pdl_options, uses_pdl, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
 
@@ -105,7 +105,7 @@ def _gated_activation_forward(
     act = (value * up).to(act_RF.dtype.element_ty)
     tl.store(act_RF + row * WIDTH + column, act, mask=mask)
     if AMAX:
-        raise_amax(amax, magnitude_bits(act))
+        atomic_max_amax(amax, magnitude_bits(act))
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def _gated_activation_backward(
     if RECOMPUTE_OUTPUT:
         tl.store(act_RF + row * WIDTH + column, (value * up).to(dtype), mask=mask)
     if AMAX:
-        raise_amax(amax, tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)))
+        atomic_max_amax(amax, tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def gated_activation(
 ) -> Tensor:
     """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half. One with bounds uses the reference.
 
-    `amax` [1] float32 is raised to the output's.
+    `amax` [1] float32 is updated with the output.
     """
     if bounds is not None:
         return reference.gated_activation(gate_up_RG, name, bounds, amax=amax)

@@ -54,18 +54,23 @@ from petatron.kernels.fp8.cast_and_gemm import (
 )
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad, WriteGrad, write_grad
-from petatron.layers.ops.fp8_scaling import CurrentScaling, DelayedScaling, Quantiser, TensorwiseScaling
+from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling, Quantiser, StatelessScaling
 from petatron.layers.ops.fp8_weight import (
     Fp8WeightCache,
     StatelessWeightCast,
     TensorwiseWeightCast,
     WeightCast,
-    cast_with_scale,
+    cast_with_known_scale,
 )
 
 _log = get_logger(__name__)
 
-_SCALINGS: dict[str, Scaling] = {"tensorwise": "tensor", "delayed": "tensor", "rowwise": "rows", "blockwise": "blocks"}
+_SCALINGS: dict[str, Scaling] = {
+    "tensorwise": "tensorwise",
+    "delayed": "tensorwise",
+    "rowwise": "rowwise",
+    "blockwise": "block_1x128",
+}
 
 
 def is_fp8_layer(config: PrecisionConfig, layer_index: int, *, num_layers: int) -> bool:
@@ -99,31 +104,31 @@ class Fp8Recipe:
     @property
     def size_multiple(self) -> int:
         """All sizes of an FP8 GEMM are multiples of this."""
-        return BLOCK if self.scaling == "blocks" else FP8_SIZE_MULTIPLE
+        return BLOCK if self.scaling == "block_1x128" else FP8_SIZE_MULTIPLE
 
     @property
-    def uses_amax_notes(self) -> bool:
-        """Whether casts use the amax that the kernel which wrote a tensor has noted."""
-        return self.scaling == "tensor" and not self.delayed
+    def uses_attached_amax(self) -> bool:
+        """Whether casts use the amax that a norm or activation attached to its output."""
+        return self.scaling == "tensorwise" and not self.delayed
 
     def quantiser(self, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
         """Builds the quantiser of activations or gradients."""
         if self.delayed:
             return DelayedScaling(kernels, dtype, length=self.amax_history_len, most_recent=self.most_recent)
-        if self.uses_amax_notes:
-            return TensorwiseScaling(kernels, dtype)
-        return CurrentScaling(kernels.cast_rows if self.scaling == "rows" else kernels.cast_blocks, dtype)
+        if self.uses_attached_amax:
+            return CurrentTensorwiseScaling(kernels, dtype)
+        return StatelessScaling(kernels.cast_rowwise if self.scaling == "rowwise" else kernels.cast_block_1x128, dtype)
 
     def weight_cast(self, kernels: Fp8Kernels) -> WeightCast:
-        if self.scaling == "tensor":
-            return TensorwiseWeightCast(TensorwiseScaling(kernels, E4M3), kernels)
-        return StatelessWeightCast(kernels.cast_rows if self.scaling == "rows" else kernels.cast_blocks_2d)
+        if self.scaling == "tensorwise":
+            return TensorwiseWeightCast(CurrentTensorwiseScaling(kernels, E4M3), kernels)
+        return StatelessWeightCast(kernels.cast_rowwise if self.scaling == "rowwise" else kernels.cast_block_128x128)
 
     def fp8_gather_scaling(self, shape: torch.Size) -> Scaling | None:
         """Returns the weight's scaling if both its orientations hold the same values; None if not, or if it is not quantised."""
-        if self.scaling == "rows" or not sizes_fit(shape, self.size_multiple):
+        if self.scaling == "rowwise" or not sizes_fit(shape, self.size_multiple):
             return None
-        return "squares" if self.scaling == "blocks" else "tensor"
+        return "block_128x128" if self.scaling == "block_1x128" else "tensorwise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +209,13 @@ class Fp8Gemm:
         x = self._input_quantiser(x_RD, orientation="rows").rows
         w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
         y = self._kernels.gemm(x, w.rows, dtype=x_RD.dtype, fast=True)
-        return y, (x.scale,) if x.scaling == "tensor" else ()
+        return y, (x.scale,) if x.scaling == "tensorwise" else ()
 
     def cast_again(self, x_RD: Tensor, saved: Tensors) -> Fp8Operand:
         """Returns the transposed input, to the bits that the cast of the forward pass would have given."""
         if not saved:
             return self._input_quantiser(x_RD, orientation="columns").columns
-        return cast_with_scale(x_RD, saved[0], self._kernels, orientation="columns").columns
+        return cast_with_known_scale(x_RD, saved[0], self._kernels, orientation="columns").columns
 
     def backward_columns(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         x_grad, grad = self._input_grad(grad_RO, weight)
@@ -229,8 +234,8 @@ class Fp8Gemm:
     def drop_cached_weight(self) -> None:
         self._weight_cache.drop()
 
-    def weight_changed(self) -> None:
-        """Drops the cached weight without a step; amax is not recorded until the next step."""
+    def end_step(self) -> None:
+        """Drops the cached weight; until the next step starts, amax is not recorded."""
         self._weight_cache.drop()
         for history in self.amax_histories().values():
             history.pause()
@@ -286,14 +291,14 @@ class Fp8ExpertGemms:
         """Drops the cached weight. It is cached for any number of micro-batches: an expert has few rows for its weight."""
         self._weight_cache.drop()
 
-    def weight_changed(self) -> None:
+    def end_step(self) -> None:
         self._weight_cache.drop()
 
-    drop_cached_weight = weight_changed
+    drop_cached_weight = end_step
 
     def grouped_gemm(self, x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts, *, transposed: bool) -> Tensor:
         quantised = self._weight_cache.get(weight_EOD, "both")
-        x = self._kernels.cast_rows_only(x_RD, E4M3)
+        x = self._kernels.cast_rowwise_operand(x_RD, E4M3)
         if isinstance(counts, int):
             counts = torch.full(weight_EOD.shape[:1], counts, device=x_RD.device)
         matrices = quantised.columns if transposed else quantised.rows

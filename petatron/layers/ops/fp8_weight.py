@@ -49,10 +49,10 @@ class StatelessWeightCast:
         pass
 
 
-def cast_with_scale(x_RC: Tensor, scale: Tensor, kernels: Fp8Kernels, *, orientation: Orientation) -> Fp8Matrix:
-    """Casts to e4m3 with the scale that an earlier cast of the same numbers found."""
+def cast_with_known_scale(x_RC: Tensor, scale: Tensor, kernels: Fp8Kernels, *, orientation: Orientation) -> Fp8Matrix:
+    """Casts to e4m3 with the scale of an earlier cast of the same tensor."""
     unused = torch.empty_like(scale)
-    return kernels.cast_delayed(x_RC, E4M3, scale=scale, amax=unused, orientation=orientation)
+    return kernels.cast_with_scale(x_RC, E4M3, scale=scale, amax=unused, orientation=orientation)
 
 
 class TensorwiseWeightCast:
@@ -64,7 +64,7 @@ class TensorwiseWeightCast:
 
     def __call__(self, weight: Tensor, *, orientation: Orientation) -> Fp8Matrix:
         if self._scale is not None:
-            return cast_with_scale(weight, self._scale, self._kernels, orientation=orientation)
+            return cast_with_known_scale(weight, self._scale, self._kernels, orientation=orientation)
         matrix = self._quantiser(weight, orientation=orientation)
         self._scale = (matrix.columns if orientation == "columns" else matrix.rows).scale
         return matrix

@@ -18,7 +18,7 @@ from petatron.kernels.gemm import PLAIN_GEMM
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, looped_linear
 from petatron.layers.ops import fp8_weight
 from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, fp8_gemm_factory, is_fp8_layer
-from petatron.layers.ops.fp8_scaling import DelayedScaling, TensorwiseScaling
+from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling
 from petatron.layers.ops.linear_op import GemmOp
 from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
 
@@ -112,8 +112,8 @@ def test_a_weight_is_cast_once_per_step(cache_weights: bool):
             _, kept = multiplication.forward(x, w)
             multiplication.backward(g, w, kept)
         multiplication.new_step(2)
-    assert calls["cast_blocks_2d"] == (2 if cache_weights else 12)
-    assert calls["cast_blocks"] == 12
+    assert calls["cast_block_128x128"] == (2 if cache_weights else 12)
+    assert calls["cast_block_1x128"] == 12
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -122,7 +122,9 @@ def test_one_large_micro_batch_casts_a_weight_for_each_use(recipe: str, monkeypa
     monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_CAST_AGAIN", 128)
     x, w, g = draw(128, 128, seed=0), draw(256, 128, seed=1), draw(128, 256, seed=2)
     wanted: list[str] = []
-    names = {"rowwise": ["cast_rows"], "blockwise": ["cast_blocks_2d"]}.get(recipe, ["cast_guessed", "cast_delayed"])
+    names = {"rowwise": ["cast_rowwise"], "blockwise": ["cast_block_128x128"]}.get(
+        recipe, ["cast_speculative", "cast_with_scale"]
+    )
 
     def noting(name: str) -> Any:
         def cast(matrix: Tensor, *args: Any, **options: Any) -> Any:
@@ -200,11 +202,11 @@ def test_the_scale_of_a_weight_is_found_once_per_step(monkeypatch: pytest.Monkey
         multiplication.new_step(1)
         _, kept = multiplication.forward(x, w)
         multiplication.backward(g, w, kept)
-    assert calls == {"cast_guessed": 2 * 3, "cast_delayed": 2, "gemm": 4}  # of x, w and g; then the columns of w
+    assert calls == {"cast_speculative": 2 * 3, "cast_with_scale": 2, "gemm": 4}  # of x, w and g; then the columns of w
     w.mul_(-4.0)
-    multiplication.weight_changed()
+    multiplication.end_step()
     before = multiplication.forward(x, w / -4.0)[0]
-    multiplication.weight_changed()
+    multiplication.end_step()
     assert torch.equal(multiplication.forward(x, w)[0], -4.0 * before), "a scale of the old weight would saturate"
 
 
@@ -377,7 +379,7 @@ def test_experts(counts: ExpertCounts):
         multiplication = layer(counts)
         y, kept = multiplication.forward(x, w)
         x_grad, job = multiplication.backward(g, w, kept)
-    assert calls["cast_rows_only"] == 4 and calls["cast_matrices"] == 1
+    assert calls["cast_rowwise_operand"] == 4 and calls["cast_matrices"] == 1
     assert distance(y, looped_linear(x, w, counts)) < 0.05
     assert distance(x_grad, looped_linear(g, w.transpose(1, 2), counts)) < 0.05
     exact = torch.autograd.functional.vjp(lambda weight: looped_linear(x, weight, counts), w, g)[1]
@@ -386,7 +388,7 @@ def test_experts(counts: ExpertCounts):
     assert job.needs_input and torch.allclose(w_grad, 1 + exact, atol=1e-4)
     layer.new_step(2)
     layer(counts).forward(x, w)
-    assert calls["cast_rows_only"] == 5 and calls["cast_matrices"] == 2
+    assert calls["cast_rowwise_operand"] == 5 and calls["cast_matrices"] == 2
 
 
 @pytest.mark.parametrize("rows", [0, 8])
@@ -446,18 +448,18 @@ def test_weights_that_change_between_two_uses_are_cast_again():
         optimizer.step()
         with torch.no_grad():
             now = model.module.logits(tokens)
-            model.fp8_gemms.weights_changed()
+            model.fp8_gemms.end_step()
             assert torch.equal(now, model.module.logits(tokens))
 
 
 def test_a_scale_is_guessed_to_be_the_last_one():
     guesses: list[float] = []
 
-    def cast(x: Tensor, *args: Any, last_scale: Tensor, **options: Any) -> Any:
-        guesses.append(float(last_scale))
-        return REFERENCE.cast_guessed(x, *args, last_scale=last_scale, **options)
+    def cast(x: Tensor, *args: Any, previous_scale: Tensor, **options: Any) -> Any:
+        guesses.append(float(previous_scale))
+        return REFERENCE.cast_speculative(x, *args, previous_scale=previous_scale, **options)
 
-    quantiser = TensorwiseScaling(dataclasses.replace(REFERENCE, cast_guessed=cast), E4M3)
+    quantiser = CurrentTensorwiseScaling(dataclasses.replace(REFERENCE, cast_speculative=cast), E4M3)
     x = draw(32, 32, seed=0)
     scales = [float(quantiser(factor * x).rows.scale) for factor in (1.0, 1.0, 16.0, 2.0)]
     assert guesses == [1.0, *scales[:-1]]
