@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def word_problems(args: argparse.Namespace) -> list[Problem]:
+def argument_problems(args: argparse.Namespace) -> list[Problem]:
     """Returns what is wrong with the words, and with the folder they name."""
     found = positive_problems({"--gigabytes": args.gigabytes})
     found += minimum_problems({"--repeat": (args.repeat, 1), "--load": (args.load, 0)})

@@ -1,7 +1,7 @@
 """`petatron bench`: measurements that compare two ways of doing the same work in one run, on this machine.
 
 A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES. One with
-`word_problems(args)` is run only where that finds none, and they are told together with those of `--json`. One that sets
+`argument_problems(args)` is run only where that finds none, and they are told together with those of `--json`. One that sets
 TAKES_RUN_FLAGS also gets the flags its parser does not know, as `run(args, flags)`: those of a training run; a preset may come
 first.
 """
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     module, flags = modules[args.bench], with_preset(flags)
     configure_logging()
     wrong = writable_problems("--json", Path(args.json)) if args.json else []
-    wrong += module.word_problems(args) if hasattr(module, "word_problems") else []
+    wrong += module.argument_problems(args) if hasattr(module, "argument_problems") else []
     if wrong:
         raise ConfigError(wrong)
     result: BenchResult = module.run(args, flags) if takes_flags else module.run(args)

@@ -184,7 +184,7 @@ class AttentionSpec(BranchSpec):
             heads = rows * (q_dim + kv_dim) // self.head_dim if per_head else 2 * rows
             saved += 0 if fused else self.qk_norm.statistics_bytes(shape, heads)
         saved += self._saved_variant_bytes(shape)
-        saved += shape.activation_bytes(rows, q_dim) + shape.fp8_recast_bytes(q_dim)
+        saved += shape.activation_bytes(rows, q_dim) + shape.fp8_requantised_bytes(q_dim)
         saved += shape.fp8_column_input_bytes(self.hidden_size)
         saved += shape.activation_bytes(rows, self._saved_gates() * self.gate_dim(shape.tp))
         log_sum_exp = rows * q_dim // self.head_dim * shape.compute_bytes

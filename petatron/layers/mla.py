@@ -153,7 +153,7 @@ class MlaSpec(BranchSpec):
         saved = shape.activation_bytes(rows, heads * 2 * (self.qk_dim + self.v_dim))
         saved += self._latent_bytes(shape)
         saved += shape.fp8_column_input_bytes(self.q_input_size, self.kv_rank)
-        saved += shape.fp8_recast_bytes(heads * self.v_dim)
+        saved += shape.fp8_requantised_bytes(heads * self.v_dim)
         log_sum_exp = rows * heads * shape.compute_bytes
         return saved + (0 if "core_attn" in recomputed else log_sum_exp)
 

@@ -90,7 +90,7 @@ class ActivationKernels(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
     def gated_activation(
-        self, gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None, *, amax: Tensor | None = None
+        self, gate_up_RG: Tensor, name: str, variant: GluVariant | None = None, *, amax: Tensor | None = None
     ) -> Tensor: ...
 
     def gated_activation_backward(
@@ -98,7 +98,7 @@ class ActivationKernels(Protocol):
         grad_RF: Tensor,
         gate_up_RG: Tensor,
         name: str,
-        bounds: GluVariant | None = None,
+        variant: GluVariant | None = None,
         *,
         recompute_output: bool,
         amax: Tensor | None = None,
@@ -108,7 +108,7 @@ class ActivationKernels(Protocol):
 class _RecomputableActivation:
     """The activation function of a module, with that module's kernels."""
 
-    recast_in_fp8 = False
+    requantised_in_backward = False
 
     __slots__ = ("_module",)
 
@@ -130,7 +130,7 @@ class _RecomputableActivation:
         if module.gated:
             amax = new_amax(x) if module.attaches_amax and is_rows else None
             x_grad, output = module.kernels.gated_activation_backward(
-                grad, rows, module.name, module.bounds, recompute_output=recompute_output, amax=amax
+                grad, rows, module.name, module.variant, recompute_output=recompute_output, amax=amax
             )
             if amax is not None:
                 attach_amax(x_grad, amax)
@@ -155,7 +155,7 @@ class _RecomputableActivation:
         if not module.gated:
             return module.kernels.activation(rows, module.name)
         amax = new_amax(rows) if module.attaches_amax else None
-        act = module.kernels.gated_activation(rows, module.name, module.bounds, amax=amax)
+        act = module.kernels.gated_activation(rows, module.name, module.variant, amax=amax)
         if amax is not None:
             attach_amax(act, amax)
         return act
@@ -167,15 +167,15 @@ class Activation(nn.Module):
     attaches_amax: whether a gated one attaches amax to its output and to its input's gradient, for FP8 casts (`kernels/fp8/amax.py`).
     """
 
-    def __init__(self, name: str, bounds: GluVariant | None = None) -> None:
+    def __init__(self, name: str, variant: GluVariant | None = None) -> None:
         super().__init__()
-        self.name, self.bounds, self.gated = name, bounds, name in GATED_ACTIVATIONS
+        self.name, self.variant, self.gated = name, variant, name in GATED_ACTIVATIONS
         self.kernels: ActivationKernels = reference
         self.attaches_amax = False
         self._function = _RecomputableActivation(self)
 
     def kernel_slots(self) -> Mapping[str, str]:
-        gated = "gated activation" if self.bounds is None else "bounded gated activation"
+        gated = "gated activation" if self.variant is None else "gated activation variant"
         return {"kernels": gated if self.gated else "plain activation"}
 
     def forward(self, x: Tensor) -> Recomputable:

@@ -28,7 +28,7 @@ class _RecomputableNorm:
     Weights are inputs too where autograd is to get their gradients.
     """
 
-    recast_in_fp8 = True
+    requantised_in_backward = True
 
     __slots__ = ("_adds", "_norm")
 

@@ -117,7 +117,7 @@ def apply_fp8(
                 if isinstance(module, Linear):
                     weight = f"layers.{layer_index}.{name}.weight"
                     linears[weight] = make_gemm()
-                    set_gemm(module, linears[weight], recasting_gemm=linears[weight].recasting())
+                    set_gemm(module, linears[weight], requantising_gemm=linears[weight].requantising())
                     scaling = recipe.fp8_gather_scaling(module.weight.shape)
                     gather_scalings |= {} if scaling is None else {weight: scaling}
                 else:

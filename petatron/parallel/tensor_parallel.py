@@ -328,13 +328,13 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
             module.weight_grad_sink = sink
 
 
-def set_gemm(module: Linear, gemm: Gemm, *, recasting_gemm: Gemm | None = None) -> None:
+def set_gemm(module: Linear, gemm: Gemm, *, requantising_gemm: Gemm | None = None) -> None:
     """Makes a linear use a GEMM, or the second for inputs that are recomputed (`GemmOp`); its communication stays.
 
     What such a GEMM saves is no view of its input, which is saved before.
     """
     linear_op = _parallel_op(module)
-    gemm_op = replace(linear_op.gemm_op, gemm=gemm, recasting_gemm=recasting_gemm)
+    gemm_op = replace(linear_op.gemm_op, gemm=gemm, requantising_gemm=requantising_gemm)
     module.linear_op = replace(linear_op, gemm_op=gemm_op, save_first=True)
 
 

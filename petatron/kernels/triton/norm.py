@@ -43,8 +43,8 @@ from petatron.kernels import norm as reference
 from petatron.kernels.norm import SubmitWeightGrad
 from petatron.kernels.strides import rows_and_stride
 from petatron.kernels.triton.amax import amax_bits, atomic_max_amax, magnitude_bits
-from petatron.kernels.triton.dependent_launch import pdl_options, uses_pdl, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
+from petatron.kernels.triton.pdl import pdl_options, pdl_wait_and_trigger, uses_pdl
 
 MAX_ROW_WIDTH = 16384
 """The widest row that fits in registers; wider ones use the reference."""
@@ -69,7 +69,7 @@ def _rms_norm_forward(
     ZERO_CENTERED_GAMMA: tl.constexpr,
     ADD: tl.constexpr,
     AMAX: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -77,7 +77,7 @@ def _rms_norm_forward(
     long_row = row.to(tl.int64)[:, None]
     dtype: tl.constexpr = normal_RD.dtype.element_ty
 
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     total = tl.load(x_RD + long_row * x_stride + column[None, :], mask=mask, other=0.0)
     wide = total.to(tl.float32)
     if ADD:

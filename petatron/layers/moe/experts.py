@@ -70,8 +70,8 @@ class _RecomputableWeightedActivation:
 
     kernels: MoEKernels
     name: str
-    bounds: GluVariant | None
-    recast_in_fp8: bool = False
+    variant: GluVariant | None
+    requantised_in_backward: bool = False
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         return (self.recompute(inputs),), inputs
@@ -82,13 +82,13 @@ class _RecomputableWeightedActivation:
         (inner, weight), (grad,) = saved, grads
         assert grad is not None
         inner_grad, weight_grad, output = self.kernels.weighted_activation_backward(
-            grad.contiguous(), inner, weight, self.name, self.bounds, recompute_output=recompute_output
+            grad.contiguous(), inner, weight, self.name, self.variant, recompute_output=recompute_output
         )
         return (inner_grad, weight_grad), output
 
     def recompute(self, saved: Tensors) -> Tensor:
         inner, weight = saved
-        return self.kernels.weighted_activation(inner, weight, self.name, self.bounds)
+        return self.kernels.weighted_activation(inner, weight, self.name, self.variant)
 
 
 class RoutedExperts(nn.Module):
@@ -135,6 +135,6 @@ class RoutedExperts(nn.Module):
         if weight_R is None:
             return self.down(self.act(inner), counts)
         (value,), handle = apply_recomputable(
-            _RecomputableWeightedActivation(self.kernels, self.act.name, self.act.bounds), inner, weight_R
+            _RecomputableWeightedActivation(self.kernels, self.act.name, self.act.variant), inner, weight_R
         )
         return self.down(Recomputable(value, handle), counts)

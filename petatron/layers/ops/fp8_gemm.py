@@ -4,7 +4,7 @@
     backward    g8 = cast(g), dx = g8 . w8 transposed;       dw = g8 transposed . x8 transposed
 
 Casts write both orientations (see `kernels/fp8/cast_and_gemm.py`). Where x is saved anyway by something else, or is recomputed in
-backward from what is saved (the output of a norm), x8 is not saved: `Fp8Gemm.recasting` casts x again in backward, with the same scale
+backward from what is saved (the output of a norm), x8 is not saved: `Fp8Gemm.requantising` casts x again in backward, with the same scale
 and so to the same bits. That costs 3 bytes of traffic per element, and 2 more to write what is recomputed; so the output of an
 activation function, which is four times as wide, is saved as x8. So are inputs that tensor-parallel ranks share.
 
@@ -148,7 +148,7 @@ class Fp8WeightGrad:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fp8RecastWeightGrad:
+class _RequantisedInputWeightGrad:
     """dw = g8 transposed . cast(x) transposed."""
 
     grad: Fp8Operand
@@ -200,26 +200,26 @@ class Fp8Gemm:
         w = self._weight_cache.get(weight, "columns", num_rows=grad_RO.shape[0])
         return self._kernels.gemm(grad.rows, w.columns, dtype=grad_RO.dtype, fast=False), grad.columns
 
-    def recasting(self) -> Gemm:
+    def requantising(self) -> Gemm:
         """Returns the same GEMMs for an input that is available in backward: they save none of it, and cast it again."""
-        return _Fp8GemmRecasting(self)
+        return _RequantisingGemm(self)
 
-    def forward_rows(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
+    def forward_without_saving_input(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
         """Multiplies; saves the scale that a second cast of the input needs, if it needs one."""
         x = self._input_quantiser(x_RD, orientation="rows").rows
         w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
         y = self._kernels.gemm(x, w.rows, dtype=x_RD.dtype, fast=True)
         return y, (x.scale,) if x.scaling == "tensorwise" else ()
 
-    def cast_again(self, x_RD: Tensor, saved: Tensors) -> Fp8Operand:
+    def requantise_input(self, x_RD: Tensor, saved: Tensors) -> Fp8Operand:
         """Returns the transposed input, to the bits that the cast of the forward pass would have given."""
         if not saved:
             return self._input_quantiser(x_RD, orientation="columns").columns
         return cast_with_known_scale(x_RD, saved[0], self._kernels, orientation="columns").columns
 
-    def backward_columns(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
+    def backward_requantising_input(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         x_grad, grad = self._input_grad(grad_RO, weight)
-        return x_grad, _Fp8RecastWeightGrad(grad, partial(self.cast_again, saved=saved), self._kernels)
+        return x_grad, _RequantisedInputWeightGrad(grad, partial(self.requantise_input, saved=saved), self._kernels)
 
     def supports(self, num_rows: int, weight: Tensor) -> bool:
         """Whether a GEMM with so many rows can run in FP8."""
@@ -247,7 +247,7 @@ class Fp8Gemm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fp8GemmRecasting:
+class _RequantisingGemm:
     """The GEMMs of an input that is available in backward; of one that does not fit FP8, those in the precision of its tensors."""
 
     gemm: Fp8Gemm
@@ -255,12 +255,12 @@ class _Fp8GemmRecasting:
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
         if not self.gemm.supports(x_RD.shape[0], weight):
             return self.gemm.forward(x_RD, weight)
-        return self.gemm.forward_rows(x_RD, weight)
+        return self.gemm.forward_without_saving_input(x_RD, weight)
 
     def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         if not self.gemm.supports(grad_RO.shape[0], weight):
             return self.gemm.backward(grad_RO, weight, saved)
-        return self.gemm.backward_columns(grad_RO, weight, saved)
+        return self.gemm.backward_requantising_input(grad_RO, weight, saved)
 
 
 def fp8_gemm_factory(

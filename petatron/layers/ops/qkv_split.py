@@ -121,7 +121,7 @@ def split_qkv_rope(
 class _MergedHeads:
     """Heads [S, B, H, E] as rows [R, H E]; a view, which the GEMM that takes it saves."""
 
-    recast_in_fp8 = True
+    requantised_in_backward = True
 
     __slots__ = ("_num_heads", "_rows")
 

@@ -31,13 +31,14 @@ MaybeTensors = tuple[Tensor | None, ...]
 class RecomputableFunction(Protocol):
     """A function of rows with its derivative. The tensors it saves for backward suffice to recompute its output.
 
-    recast_in_fp8: whether an FP8 GEMM of its output saves none of it, and casts the recomputed output again. Else it saves its own cast.
+    requantised_in_backward: whether an FP8 GEMM of its output saves none of it, and quantises the recomputed output again. Else it saves
+    its own cast.
 
     A module has one, and calls it in every forward pass.
     """
 
     @property
-    def recast_in_fp8(self) -> bool: ...
+    def requantised_in_backward(self) -> bool: ...
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         """Returns the outputs, the recomputable one last, and the tensors to save."""
@@ -200,7 +201,7 @@ class PendingOutput(Recomputable):
 class _Identity:
     """The identity: its output is its input, which is saved."""
 
-    recast_in_fp8 = True
+    requantised_in_backward = True
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         (x,) = inputs

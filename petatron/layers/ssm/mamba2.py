@@ -166,7 +166,7 @@ class Mamba2Spec(RecurrentBranchSpec):
         saved += rows * steps_and_statistics * shape.compute_bytes
         saved += 0 if self.multipliers is None else shape.activation_bytes(1, inner + channels + heads)
         decays = 2 * heads * shape.compute_bytes  # A, and the exponential that it is the negative of
-        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_recast_bytes(inner)
+        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_requantised_bytes(inner)
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         """The halo of the convolution, and a state with its decay."""

@@ -135,19 +135,21 @@ def test_a_note_reaches_the_node_before_unless_gradients_were_added(used_twice: 
     assert used_twice or torch.equal(seen[0], amax_of(x.grad))
 
 
-@pytest.mark.parametrize("bounds", [None, GluVariant(clamp=1.0)], ids=["plain", "bounded"])
-def test_the_reference_raises_amax(bounds: GluVariant | None):
+@pytest.mark.parametrize("variant", [None, GluVariant(clamp=1.0)], ids=["plain", "bounded"])
+def test_the_reference_raises_amax(variant: GluVariant | None):
     x, weight, grad = torch.randn(6, 16), torch.rand(16) + 0.5, torch.randn(6, 16)
     low, high = (torch.tensor([number]) for number in (0.0, 1e9))
     for amax in (low, high):
         total, normal, rstd = norm.rms_norm(x, weight, eps=1e-6, zero_centered_gamma=False, amax=amax)
         assert torch.equal(amax, torch.maximum(amax, amax_of(normal)))
-        act = activation.gated_activation(x, "swiglu", bounds, amax=amax)
+        act = activation.gated_activation(x, "swiglu", variant, amax=amax)
         assert float(amax) >= float(amax_of(act))
     assert high.tolist() == [1e9] and torch.equal(low, torch.maximum(amax_of(normal), amax_of(act)))
     low.zero_()
     x_grad, *_ = norm.rms_norm_backward(grad, total, rstd, weight, zero_centered_gamma=False, amax=low)
     assert torch.equal(low, amax_of(x_grad))
     low.zero_()
-    x_grad, _ = activation.gated_activation_backward(grad[:, :8], x, "swiglu", bounds, recompute_output=False, amax=low)
+    x_grad, _ = activation.gated_activation_backward(
+        grad[:, :8], x, "swiglu", variant, recompute_output=False, amax=low
+    )
     assert torch.equal(low, amax_of(x_grad))

@@ -30,7 +30,7 @@ S, B, D, OUT = 6, 3, 8, 5
 class Sine:
     """A maker that counts: (x, y) to (x + y, sin(x + y))."""
 
-    recast_in_fp8 = True
+    requantised_in_backward = True
 
     def __init__(self) -> None:
         self.made = 0

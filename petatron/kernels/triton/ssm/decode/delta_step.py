@@ -16,7 +16,7 @@ from torch import Tensor
 
 from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
 from petatron.kernels.ssm.delta_recurrence import L2_EPS, query_factor
-from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.triton.pdl import pdl_options_for, pdl_wait_and_trigger
 from petatron.kernels.triton.ssm.decode.step_tiles import contiguous_tokens, softplus
 
 _CHANNELS = 32
@@ -57,7 +57,7 @@ def delta_step(
         CHANNELS=channels,
         DECAY_BY_ROW=a.dim() == 3,
         num_warps=4,
-        **launch_options(count, v),
+        **pdl_options_for(count, v),
     )
     return o
 
@@ -87,9 +87,9 @@ def _delta_step(
     VALUE_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     DECAY_BY_ROW: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     head, num_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     row, channel = tl.arange(0, ROWS), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     slot = tl.load(slots + sequence).to(tl.int64)
