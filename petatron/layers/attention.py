@@ -21,7 +21,7 @@ from petatron.layers.attention_positions import ALIBI_CHANNELS, AlibiBias, Atten
 from petatron.layers.core_attention import AttentionSinks, BidirectionalCoreAttention, CoreAttention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.norm import Norm, NormSpec, RMSNorm
+from petatron.layers.norm import NormSpec, NormWeights, RMSNorm
 from petatron.layers.ops.qkv_split import (
     QKNormRopeKernels,
     QKNorms,
@@ -145,7 +145,7 @@ class AttentionSpec(BranchSpec):
         shard = Shard(tp=0, sections=(Section("", width, heads),))
         return {name: replace(param, shape=(width,), shard=shard) for name, param in self.qk_norm.params().items()}
 
-    def build_qk_norm(self, heads: int) -> Norm | None:
+    def build_qk_norm(self, heads: int) -> NormWeights | None:
         """Builds the norm of queries or of keys, of so many heads."""
         if self.qk_norm is None or self.qk_norm_scope == "head":
             return None if self.qk_norm is None else self.qk_norm.build()

@@ -96,7 +96,7 @@ class _RecomputableNorm:
         return from_rows(normal, total, batch_first=batch_first)
 
 
-def submit_norm_grad(norm: Norm, weight: Tensor, grad: Tensor | None) -> Tensor | None:
+def submit_norm_grad(norm: NormWeights, weight: Tensor, grad: Tensor | None) -> Tensor | None:
     """Submits a norm weight's gradient to the norm's sink, in the precision it was computed in; without a sink, returns it to autograd."""
     if grad is None or not weight.requires_grad:
         return None
@@ -108,8 +108,22 @@ def submit_norm_grad(norm: Norm, weight: Tensor, grad: Tensor | None) -> Tensor 
     return None
 
 
-class Norm(nn.Module):
-    """A norm over the last dimension; with `zero_centered_gamma` the weight is stored as an offset from one.
+class NormWeights(nn.Module):
+    """What every norm has; with `zero_centered_gamma` the weight is stored as an offset from one."""
+
+    def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
+        super().__init__()
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(width))
+        self.weight_grad_sink: WeightGradSink | None = None
+
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        """Returns the weight, and the bias if there is one."""
+        return tuple(self._parameters.values())  # pyright: ignore[reportReturnType]
+
+
+class Norm(NormWeights):
+    """A norm over the last dimension, whose output a GEMM can recompute.
 
     operation: its name in the kernel registry, and that of its function in `kernels/norm.py` and the faster implementations;
     `backward_operation` is its derivative there. attaches_amax: whether it attaches amax to its output and to its input's gradient, for
@@ -120,21 +134,14 @@ class Norm(nn.Module):
     backward_operation: ClassVar[str]
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
-        super().__init__()
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.weight = nn.Parameter(torch.empty(width))
+        super().__init__(width, eps=eps, zero_centered_gamma=zero_centered_gamma)
         self.kernels: Any = reference
-        self.weight_grad_sink: WeightGradSink | None = None
         self.attaches_amax = False
         self._norm_of_input = _RecomputableNorm(self, adds=False)
         self._norm_of_sum = _RecomputableNorm(self, adds=True)
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": self.operation}
-
-    def weights(self) -> tuple[nn.Parameter, ...]:
-        """Returns the weight, and the bias if there is one."""
-        return tuple(self._parameters.values())  # pyright: ignore[reportReturnType]
 
     def run_backward(self, *args: Any, **options: Any) -> tuple[Tensor, MaybeTensors, Tensor | None]:
         """Runs the derivative's kernel; returns the input's gradient, those of weights that autograd gets, and the output if asked for."""

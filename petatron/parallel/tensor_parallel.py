@@ -40,7 +40,7 @@ from petatron.layers.comm_slot import CommSlot
 from petatron.layers.dropout import Dropout
 from petatron.layers.linear import Linear
 from petatron.layers.moe.experts import GroupedLinear
-from petatron.layers.norm import Norm
+from petatron.layers.norm import NormWeights
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
 from petatron.layers.ops.recompute_output import PendingOutput, Recomputable, as_recomputable
 from petatron.layers.projection_norm import ProjectionRMSNorm
@@ -324,7 +324,7 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
         if isinstance(module, Linear | OutputHead):
             linear_op = _parallel_op(module)
             module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, weight_grad_sink=sink))
-        if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | Norm):
+        if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | NormWeights):
             module.weight_grad_sink = sink
 
 
