@@ -34,7 +34,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def test_bench_measures_both_sides_on_a_busy_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "numbers.json"
-    words = ["--gigabytes", "0.01", "--folder", str(tmp_path), "--json", str(output), "--load", "2"]
+    words = ["--gigabytes", "0.01", "--folder", str(tmp_path), "--json", str(output), "--busy-processes", "2"]
     assert main(["bench", "checkpoint", *words]) == 0
     found = json.loads(output.read_text())
     assert found["seconds"].keys() == SAVES | LOADS
@@ -103,12 +103,14 @@ def test_bench_measures_loading_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_bench_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["bench", "checkpoint", "--gigabytes", "0", "--load", "-1"]) == 2
-    assert "--load -1 is below 0" in capsys.readouterr().err
-    assert main(["bench", "checkpoint", "--load", "1000000"]) == 2
-    assert "--load 1000000 would take all processes of the machine. Use at most 1024." in capsys.readouterr().err
-    assert main(["bench", "checkpoint", "--load-own-sessions"]) == 2
-    assert "--load-own-sessions has no effect without --load" in capsys.readouterr().err
+    assert main(["bench", "checkpoint", "--gigabytes", "0", "--busy-processes", "-1"]) == 2
+    assert "--busy-processes -1 is below 0" in capsys.readouterr().err
+    assert main(["bench", "checkpoint", "--busy-processes", "1000000"]) == 2
+    assert (
+        "--busy-processes 1000000 would take all processes of the machine. Use at most 1024." in capsys.readouterr().err
+    )
+    assert main(["bench", "checkpoint", "--busy-own-sessions"]) == 2
+    assert "--busy-own-sessions has no effect without --busy-processes" in capsys.readouterr().err
     assert main(["bench", "checkpoint", "--gigabytes", "1e6", "--folder", str(tmp_path)]) == 2
     told = capsys.readouterr().err
     assert f"--gigabytes 1e+06 needs 4000000.0 GB in {tmp_path}, which has" in told and "another --folder." in told
@@ -117,14 +119,14 @@ def test_bench_refuses_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_all_that_cannot_work_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     none = tmp_path / "none"
-    words = f"--gigabytes -1 --repeat 0 --load 0 --load-own-sessions --folder {none} --json {none}/found.json"
+    words = f"--gigabytes -1 --repeat 0 --busy-processes 0 --busy-own-sessions --folder {none} --json {none}/found.json"
     assert main(["bench", "checkpoint", *words.split()]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "5 problems in this configuration:",
         f"  --json {none}/found.json is in a folder that does not exist. Make the folder first.",
         "  --gigabytes -1.0 must be positive and finite. Use more than 0, or leave it out.",
         "  --repeat 0 is below 1. Use 1 or more.",
-        "  --load-own-sessions has no effect without --load. Give --load a number of processes.",
+        "  --busy-own-sessions has no effect without --busy-processes. Give --busy-processes a number of processes.",
         f"  --folder {none} cannot be written: No such file or directory. Give a folder that is there and writable.",
     ]
 
@@ -279,7 +281,7 @@ def test_a_busy_process_that_ends_is_noticed():
         busy._processes[1].wait()
         with (
             pytest.raises(
-                LaunchError, match="A busy process of --load ended during the measurement, with exit code -9"
+                LaunchError, match="A busy process of --busy-processes ended during the measurement, with exit code -9"
             ),
             busy.running(),
         ):
@@ -298,7 +300,8 @@ def test_too_many_busy_processes_are_refused_and_the_others_stopped(monkeypatch:
 
     monkeypatch.setattr(BusyProcesses, "_start", limited)
     with pytest.raises(
-        ConfigError, match=r"--load 3 is more than can be started here: Resource .* unavailable after 2. Use fewer."
+        ConfigError,
+        match=r"--busy-processes 3 is more than can be started here: Resource .* unavailable after 2. Use fewer.",
     ):
         BusyProcesses(3, own_sessions=False)
     assert [process.returncode for process in started] == [-9, -9]
