@@ -30,7 +30,7 @@ from petatron.layers.ops.qkv_split import (
     split_qkv_norm_rope,
     split_qkv_rope,
 )
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.projection_norm import ProjectionRMSNorm
 from petatron.layers.rope import RopeSpec, pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -271,7 +271,7 @@ class Attention(BranchModule):
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"core_attn": self.core, "attention": self}
 
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+    def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         (qkv, gate), rows = self._project(x_SBD), context.token_rows
         y_SBHE = self._attend(qkv, context)
         if rows is not None and gate is None and is_batch_first(y_SBHE) == rows.batch_first:
@@ -282,7 +282,7 @@ class Attention(BranchModule):
         # The GEMM takes tokens in the order in which attention leaves them.
         return self.out(y_SBD) if rows is None else rows.flatten(self.out(y_SBD))
 
-    def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor | None]:
+    def _project(self, x: Tensor | RecomputableOutput) -> tuple[Tensor, Tensor | None]:
         """Returns queries, keys and values, and the gates of the output if it has some."""
         qkv, gate = self.qkv(x), None
         if self.spec.output_gate:

@@ -14,7 +14,7 @@ from petatron.kernels.activation import GluVariant
 from petatron.kernels.fp8.amax import attach_amax, new_amax
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.ops.recompute_output import MaybeTensors, PendingOutput, Recomputable, Tensors
+from petatron.layers.ops.recompute_output import DeferredOutput, MaybeTensors, RecomputableOutput, Tensors
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
@@ -178,8 +178,8 @@ class Activation(nn.Module):
         gated = "gated activation" if self.variant is None else "gated activation variant"
         return {"kernels": gated if self.gated else "plain activation"}
 
-    def forward(self, x: Tensor) -> Recomputable:
-        return PendingOutput(self._function, x)
+    def forward(self, x: Tensor) -> RecomputableOutput:
+        return DeferredOutput(self._function, x)
 
 
 class MLP(BranchModule):
@@ -200,10 +200,10 @@ class MLP(BranchModule):
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"mlp": self}
 
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext | None = None) -> Tensor:
+    def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext | None = None) -> Tensor:
         return self.down(self.intermediate(x_SBD))
 
-    def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
+    def intermediate(self, x_SBD: Tensor | RecomputableOutput) -> RecomputableOutput:
         """Returns the input of the last GEMM, whose activation that GEMM may apply."""
         return self.act(self.up(x_SBD))
 
@@ -216,5 +216,5 @@ class GatedMLP(MLP):
     def add_first_linear(self, spec: MLPSpec) -> None:
         self.gate_up = Linear(spec.hidden_size, (spec.width, spec.width), bias=spec.bias)
 
-    def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
+    def intermediate(self, x_SBD: Tensor | RecomputableOutput) -> RecomputableOutput:
         return self.act(self.gate_up(x_SBD))

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from petatron.kernels import norm as reference
 from petatron.kernels.fp8.amax import attach_amax, new_amax
 from petatron.layers.ops.linear_op import WeightGradSink
-from petatron.layers.ops.recompute_output import MaybeTensors, PendingOutput, Recomputable, Tensors, apply_recomputable
+from petatron.layers.ops.recompute_output import (
+    DeferredOutput,
+    MaybeTensors,
+    RecomputableOutput,
+    Tensors,
+    apply_recomputable,
+)
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, rows_in_memory_order, to_rows
@@ -151,16 +157,16 @@ class Norm(NormWeights):
     def forward(self, x: Tensor) -> Tensor:
         return self.add_and_norm(x)[1].value
 
-    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Recomputable]:
+    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, RecomputableOutput]:
         """Returns x + branch, and its norm."""
         function, inputs = self._function_and_inputs(x, branch)
         (total, value), handle = apply_recomputable(function, *inputs)
-        return total, Recomputable(value, handle)
+        return total, RecomputableOutput(value, handle)
 
-    def pending_norm(self, x: Tensor, branch: Tensor | None = None) -> PendingOutput:
+    def deferred_norm(self, x: Tensor, branch: Tensor | None = None) -> DeferredOutput:
         """Returns the norm of x + branch, to be computed with the GEMM that takes it; its other output is the sum."""
         function, inputs = self._function_and_inputs(x, branch)
-        return PendingOutput(function, *inputs)
+        return DeferredOutput(function, *inputs)
 
     def _function_and_inputs(self, x: Tensor, branch: Tensor | None) -> tuple[_RecomputableNorm, Tensors]:
         function, inputs = (self._norm_of_input, (x,)) if branch is None else (self._norm_of_sum, (x, branch))

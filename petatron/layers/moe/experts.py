@@ -25,7 +25,7 @@ from petatron.layers.mlp import Activation
 from petatron.layers.ops.linear_op import GemmOp, WeightGradSink
 from petatron.layers.ops.recompute_output import (
     MaybeTensors,
-    Recomputable,
+    RecomputableOutput,
     Tensors,
     apply_recomputable,
     as_recomputable,
@@ -50,7 +50,7 @@ class GroupedLinear(nn.Module):
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": "expert permutation"}
 
-    def forward(self, x_RD: Tensor | Recomputable, counts: ExpertCounts) -> Tensor:
+    def forward(self, x_RD: Tensor | RecomputableOutput, counts: ExpertCounts) -> Tensor:
         gemm = self.grouped_gemm(counts, self.kernels.write_grad)
         y_RO = GemmOp(gemm, self.weight_grad_sink)(as_recomputable(x_RD), self.weight)
         if self.bias is None:
@@ -137,4 +137,4 @@ class RoutedExperts(nn.Module):
         (value,), handle = apply_recomputable(
             _RecomputableWeightedActivation(self.kernels, self.act.name, self.act.variant), inner, weight_R
         )
-        return self.down(Recomputable(value, handle), counts)
+        return self.down(RecomputableOutput(value, handle), counts)

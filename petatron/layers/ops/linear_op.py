@@ -37,9 +37,9 @@ from torch import Tensor
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.layers.ops.recompute_output import (
-    PendingOutput,
-    Recomputable,
+    DeferredOutput,
     RecomputableFunction,
+    RecomputableOutput,
     RecomputeHandle,
     as_recomputable,
 )
@@ -154,14 +154,14 @@ class GemmOp:
 
     def __call__(
         self,
-        x: Recomputable,
+        x: RecomputableOutput,
         weight: Tensor,
         *,
         input_comm: InputComm | None = None,
         gemm_forward: GemmForward | None = None,
     ) -> Tensor:
         """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
-        if isinstance(x, PendingOutput) and input_comm is None and gemm_forward is None and self._fuses(x):
+        if isinstance(x, DeferredOutput) and input_comm is None and gemm_forward is None and self._fuses(x):
             return self._apply_with_function(x, weight)
         if gemm_forward is None:
             gemm_forward = LOCAL_GEMM if input_comm is None else GatherThenGemm(input_comm)
@@ -177,7 +177,7 @@ class GemmOp:
         node_weight = weight if sink is None or not value.requires_grad else None
         return _GemmFunction.apply(value, node_weight, _GemmCall(weight, gemm, sink, handle, input_comm, gemm_forward))
 
-    def _fuses(self, x: PendingOutput) -> bool:
+    def _fuses(self, x: DeferredOutput) -> bool:
         """Whether a function and the GEMM of its output are one node: it has no weight for autograd, and there is a node.
 
         Not in FP8, where the GEMM may cast its input a second time: the input is saved, or recomputed, by a node of its own.
@@ -190,9 +190,9 @@ class GemmOp:
             and torch.is_grad_enabled()
         )
 
-    def _apply_with_function(self, x: PendingOutput, weight: Tensor) -> Tensor:
+    def _apply_with_function(self, x: DeferredOutput, weight: Tensor) -> Tensor:
         *others, y = _FusedFunctionGemm.apply((x.function, weight, self.gemm, self.weight_grad_sink), *x.inputs)
-        x.set_applied(tuple(others))
+        x.mark_applied(tuple(others))
         return y
 
 
@@ -362,7 +362,7 @@ def _submit_gathered(weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSi
     sink.submit(weight, write, start_comm=gather.start)
 
 
-def local_linear(x: Tensor | Recomputable, weight: Tensor) -> Tensor:
+def local_linear(x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:
     """x W^T on one device: the default of `linear_op` slots."""
     return DEFAULT_GEMM_OP(as_recomputable(x), weight)
 

@@ -36,7 +36,7 @@ from petatron.kernels.ssm.norm_then_gate import NormGate
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule
 from petatron.layers.spec.generation_state import GenerationStep, StateSlots, StateTensor
@@ -235,7 +235,7 @@ class GatedDeltaNet(BranchModule):
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"delta": self}
 
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+    def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         if context.generation is not None:
             return self._generate(x_SBD, context.generation)
         channels_SBC, z_SBHP, b_SBH, a_SBH = self._project(x_SBD)
@@ -243,7 +243,7 @@ class GatedDeltaNet(BranchModule):
         o_SBHP = self.delta(self._delta_inputs(self.conv(channels_SBC, starts_SB), b_SBH, a_SBH), starts_SB)
         return self.out_proj(self.norm(o_SBHP, z_SBHP).flatten(-2))
 
-    def _generate(self, x_TD: Tensor | Recomputable, step: GenerationStep) -> Tensor:
+    def _generate(self, x_TD: Tensor | RecomputableOutput, step: GenerationStep) -> Tensor:
         channels_TC, z_THP, b_TH, a_TH = self._project(x_TD)
         slots = step.states[self.layer_index]
         outputs = [self._advance(group, channels_TC, b_TH, a_TH, slots) for group in step.groups]
@@ -276,7 +276,7 @@ class GatedDeltaNet(BranchModule):
         o = self.step_kernels.delta_step(q, k, v, gates, states=slots["delta"], slots_B=group.slots_B)
         return o.unsqueeze(0)
 
-    def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor | RecomputableOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the channels of the convolution, z, b and a."""
         q, k, v, z, b, a = self.in_proj.sections
         channels, z_part, b_part, a_part = self.in_proj(x).split((q + k + v, z, b, a), dim=-1)

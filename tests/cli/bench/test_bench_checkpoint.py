@@ -280,9 +280,7 @@ def test_a_busy_process_that_ends_is_noticed():
         busy._processes[1].kill()
         busy._processes[1].wait()
         with (
-            pytest.raises(
-                LaunchError, match="A busy process of --busy-processes ended during the measurement, with exit code -9"
-            ),
+            pytest.raises(LaunchError, match="One of --busy-processes ended during the measurement, with exit code -9"),
             busy.running(),
         ):
             pass

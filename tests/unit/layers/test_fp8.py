@@ -20,7 +20,7 @@ from petatron.layers.ops import fp8_weight
 from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, fp8_gemm_factory, is_fp8_layer
 from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling
 from petatron.layers.ops.linear_op import GemmOp
-from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
 
@@ -185,7 +185,7 @@ def test_only_an_input_that_is_available_is_cast_again(available: bool):
     x, w = draw(32, 16, seed=0).requires_grad_(), draw(16, 16, seed=1).requires_grad_()
     saved: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, lambda x: x):
-        y = op(as_recomputable(x) if available else Recomputable(x * 1.0, None), w)
+        y = op(as_recomputable(x) if available else RecomputableOutput(x * 1.0, None), w)
     assert (torch.Size([16, 32]) in saved) is not available
     y.sum().backward()
     assert x.grad is not None and w.grad is not None
@@ -242,7 +242,7 @@ def test_sizes_the_hardware_does_not_take_stay_as_they_are(
 def test_through_autograd():
     multiply = GemmOp(fp8_gemm_factory(precision("rowwise"), kernels=REFERENCE)())
     x, w = draw(8, 4, 64, seed=0).requires_grad_(), draw(32, 64, seed=1).requires_grad_()
-    y = multiply(Recomputable(x, None), w)
+    y = multiply(RecomputableOutput(x, None), w)
     g = draw(8, 4, 32, seed=2)
     x_grad, w_grad = torch.autograd.grad(y, (x, w), g)
     true = torch.autograd.grad(x @ w.t(), (x, w), g)
@@ -418,7 +418,7 @@ def test_a_small_network_learns_as_well_as_in_full_precision(recipe: str):
             x = torch.randn(128, 128)
             y, goal = x, x
             for way, weight, wanted in zip(multiplications, weights, goals, strict=True):
-                y = GemmOp(way)(Recomputable(torch.tanh(y), None), weight)
+                y = GemmOp(way)(RecomputableOutput(torch.tanh(y), None), weight)
                 goal = torch.tanh(goal) @ wanted.t()
             loss = (y - goal).square().mean()
             optimizer.zero_grad()
