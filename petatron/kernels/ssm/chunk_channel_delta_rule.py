@@ -31,7 +31,7 @@ from torch import Tensor
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads, pass_states
 from petatron.kernels.ssm.chunks import from_chunks, reverse_cumsum, to_chunks
-from petatron.kernels.ssm.delta_recurrence import l2_normalise, query_factor
+from petatron.kernels.ssm.delta_recurrence import l2_normalise, query_scale
 
 
 def chunk_delta_rule(
@@ -116,7 +116,7 @@ def _chunked(inputs: tuple[Tensor, ...], size: int, starts: Tensor | None) -> _C
     dtype, heads = compute_dtype(torch.promote_types(v.dtype, g.dtype)), (k.shape[2], v.shape[2] // k.shape[2])
     resets = None if starts is None else to_chunks(starts[:, :, None, None].to(torch.int32), size)
     return _ChunkedInputs(
-        q=to_chunks(l2_normalise(q.to(dtype), factor=query_factor(q.shape[-1])), size).unsqueeze(3),
+        q=to_chunks(l2_normalise(q.to(dtype), factor=query_scale(q.shape[-1])), size).unsqueeze(3),
         k=to_chunks(l2_normalise(k.to(dtype)), size).unsqueeze(3),
         v=to_chunks(v.to(dtype), size).unflatten(2, heads),
         g=to_chunks(g.to(dtype), size).unflatten(2, heads),

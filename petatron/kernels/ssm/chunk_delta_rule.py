@@ -31,7 +31,7 @@ from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.ssm.chunks import decay_matrix, from_chunks, reverse_cumsum, to_chunks
-from petatron.kernels.ssm.delta_recurrence import l2_normalise, l2_normalise_backward, query_factor
+from petatron.kernels.ssm.delta_recurrence import l2_normalise, l2_normalise_backward, query_scale
 
 DeltaGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Of q, k, v, g, beta and the initial state."""
@@ -96,7 +96,7 @@ def chunk_delta_rule_backward(
     grad_beta = _beta_grads(grads, inputs, decays, system)
     return (
         l2_normalise_backward(
-            from_chunks(grad_q[:, :, :, None], length), q_SBGN, factor=query_factor(q_SBGN.shape[-1])
+            from_chunks(grad_q[:, :, :, None], length), q_SBGN, factor=query_scale(q_SBGN.shape[-1])
         ).to(q_SBGN.dtype),
         l2_normalise_backward(from_chunks(grad_k[:, :, :, None], length), k_SBGN).to(k_SBGN.dtype),
         from_chunks(grads.v_side * inputs.beta[..., None], length).to(v_SBHP.dtype),
@@ -149,7 +149,7 @@ def _chunked(
     g, beta = (to_chunks(x.to(dtype)[..., None], chunk_size).squeeze(-1).unflatten(2, heads) for x in (g, beta))
     resets = None if starts is None else to_chunks(starts[:, :, None, None].to(torch.int32), chunk_size)
     return _ChunkedInputs(
-        q=to_chunks(l2_normalise(q.to(dtype), factor=query_factor(q.shape[-1])), chunk_size).unsqueeze(3),
+        q=to_chunks(l2_normalise(q.to(dtype), factor=query_scale(q.shape[-1])), chunk_size).unsqueeze(3),
         k=to_chunks(l2_normalise(k.to(dtype)), chunk_size).unsqueeze(3),
         v=to_chunks(v.to(dtype), chunk_size).unflatten(2, heads),
         g=g,

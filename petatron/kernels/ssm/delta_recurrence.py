@@ -42,7 +42,7 @@ def l2_normalise_backward(grad: Tensor, x: Tensor, *, factor: float = 1.0) -> Te
     return (grad - unit * (unit * grad).sum(dim=-1, keepdim=True)) * (inverse * factor)
 
 
-def query_factor(key_dim: int) -> float:
+def query_scale(key_dim: int) -> float:
     """The factor on normalised queries."""
     return 1.0 / math.sqrt(key_dim)
 
@@ -61,7 +61,7 @@ def delta_update(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output of one token of each sequence, and the state after it."""
     heads_per_group = v_BHP.shape[1] // k_BGN.shape[1]
-    q = l2_normalise(q_BGN, factor=query_factor(q_BGN.shape[-1])).repeat_interleave(heads_per_group, dim=1)
+    q = l2_normalise(q_BGN, factor=query_scale(q_BGN.shape[-1])).repeat_interleave(heads_per_group, dim=1)
     k = l2_normalise(k_BGN).repeat_interleave(heads_per_group, dim=1)
     decayed = to_compute_dtype(g).exp().reshape(*state_BHNP.shape[:2], -1, 1) * state_BHNP
     stored = (decayed * k[..., None]).sum(dim=-2)
