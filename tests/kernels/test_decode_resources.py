@@ -77,7 +77,7 @@ def measure() -> dict[str, int]:
 
     half = dict.fromkeys(("x", "dt", "B", "C", "D", "q", "k", "v", "a", "b", "A_log", "dt_bias"), "*bf16")
     half |= dict.fromkeys(("y", "o", "weight", "bias", "windows", "output"), "*bf16")
-    others = {"states": "*fp32", "partial": "*fp32", "lse": "*fp32", "slots": "*i64", "q_factor": "fp32", "eps": "fp32"}
+    others = {"states": "*fp32", "partial": "*fp32", "lse": "*fp32", "slots": "*i64", "q_scale": "fp32", "eps": "fp32"}
     types = half | others
     merge = {"GROUP": 128, "WIDTH": 512, "COLUMNS": 128, "SPLITS": 64, "ROWS": 64, "USE_PDL": True}
     scan = {"HEADS_PER_GROUP": 80, "HEAD_DIM": 64, "ROWS": 32, "STATE_DIM": 128, "COLUMNS": 128, "USE_PDL": True}

@@ -140,18 +140,18 @@ class GatedDeltaNetSpec(RecurrentBranchSpec):
         return self.inner_size // tp + 2 * max(self.num_key_heads // tp, 1) * self.key_head_dim
 
     def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
-        """Counts the convolution and the chunked delta rule: inside chunks, the triangular solve, into the states and out of them.
+        """Counts the convolution and the chunked delta rule: intra-chunk, the triangular solve for U and W, and inter-chunk.
 
-        Inside a chunk keys meet keys and queries (of a key head), and scores meet the values that are written; the solve has half a
-        chunk for each token and both of its sides. A state meets the second side, the queries and the keys.
+        Intra-chunk are k k^T and q k^T (of a key head), and A v_new; the solve has half a chunk for each token of U and W. Inter-chunk
+        are W S, q S and k^T v_new.
         """
         tokens_seen = min(self.chunk_size, seq_length) * (0.5 if causal else 1.0)
         states = self.num_value_heads * self.key_head_dim
-        inside = 2 * tokens_seen * (2 * self.product_size + self.inner_size)
+        intra_chunk = 2 * tokens_seen * (2 * self.product_size + self.inner_size)
         solve = 2 * tokens_seen * (self.inner_size + states)
-        through_states = 6 * states * self.value_head_dim
+        inter_chunk = 6 * states * self.value_head_dim
         conv = 2 * self.conv_width * self.conv_channels(1)
-        return 3.0 * seq_length * (inside + solve + through_states + conv)
+        return 3.0 * seq_length * (intra_chunk + solve + inter_chunk + conv)
 
     def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
         if self.region in recomputed:
