@@ -27,7 +27,12 @@ from petatron.models.hf.moe_config_json import (
     plain_moe_problems,
     unsupported_moe_settings,
 )
-from petatron.models.hf.rope_config_json import latent_yarn_problems, rope_from_hf_config, rope_to_hf_config
+from petatron.models.hf.rope_config_json import (
+    latent_yarn_problems,
+    rope_from_hf_config,
+    rope_to_hf_config,
+    unsupported_rope_type,
+)
 from petatron.models.hf.setting_types import stand_ins, wrong_types
 from petatron.models.hf.window_config_json import windows_from_hf_config, windows_to_hf_config
 from petatron.models.model_spec import ModelSpec
@@ -113,7 +118,7 @@ def _read_settings(family: Family, full: Mapping[str, Any]) -> tuple[dict[str, A
         rope_from_hf_config(family, full, values) if family.has_rope else ({}, []),
         ({}, []) if family.read_more is None else family.read_more(full),
         _read_predictions(family, full),
-        ({}, latent_yarn_problems(full) if values.get("multi_latent_attention") else []),
+        ({}, latent_yarn_problems(family, full) if values.get("multi_latent_attention") else []),
     ):
         values |= part
         problems += found
@@ -184,7 +189,7 @@ def _read_predictions(family: Family, hf_config: Mapping[str, Any]) -> tuple[dic
 
 
 def _read_biases(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    if "mlp_bias" not in family.defaults:
+    if "mlp_bias" not in family.defaults or "mlp_bias" in family.single_values:
         return {}, []
     if hf_config["attention_bias"] == hf_config["mlp_bias"]:
         return {"add_bias_linear": bool(hf_config["mlp_bias"])}, []
@@ -196,7 +201,7 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
     problems = [
         Problem(key, str(hf_config[key]), f"is not {value}, the only value the decoder can express", _UNSUPPORTED_FIX)
         for key, value in family.single_values.items()
-        if hf_config[key] != value
+        if _null_if_off(hf_config[key]) != _null_if_off(value)
     ]
     for embedding, residual in _EMBEDDING_DROPOUTS.items():
         if embedding in family.defaults and hf_config[embedding] != hf_config[residual]:
@@ -207,6 +212,11 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
         rule = "says that the weights are quantized, and only plain ones, FP8 by blocks and MXFP4 can be read"
         problems.append(Problem("quantization_config", "", rule, "Use the model's unquantized weights."))
     return problems
+
+
+def _null_if_off(value: object) -> object:
+    """Returns null for a switch that is off: files have either."""
+    return None if value is False else value
 
 
 def fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -355,6 +365,7 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
         problems.append(
             unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")
         )
+    problems += unsupported_rope_type(family, model)
     both = model.yarn_mscale and model.yarn_mscale_all_dim
     neither = model.yarn_mscale == 1.0 and not model.yarn_mscale_all_dim
     if model.multi_latent_attention and model.position_embedding_type == "yarn" and not (both or neither):

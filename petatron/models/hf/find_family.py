@@ -48,6 +48,8 @@ def family_name_of_config(config: Mapping[str, Any]) -> str:
     name = _first_name(str(config.get("model_type", "")))
     if name not in FAMILIES:
         raise ConfigError([_unknown_family(name, config)])
+    if name == "mistral" and config.get("layer_types") is not None:
+        return "ministral"  # published under the older name, and so transformers reads it
     return name
 
 

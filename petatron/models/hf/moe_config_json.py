@@ -55,6 +55,9 @@ def moe_from_hf_config(
             rule = f"does not name each of the {num_layers} layers {_DENSE} or {_SPARSE}"
             return {}, [Problem("mlp_layer_types", "", rule, OWN_FOLDER_FIX)]
         is_moe = [kind == _SPARSE for kind in kinds]
+        if not any(is_moe):
+            rule = f"leaves no layer of {num_layers} for the experts"
+            return {}, [Problem("mlp_layer_types", f"{_DENSE} in every layer", rule, "Use a dense family.")]
     if "decoder_sparse_step" in family.defaults:
         step, dense = hf_config["decoder_sparse_step"], set(hf_config["mlp_only_layers"] or ())
         if not is_count(step, 1):

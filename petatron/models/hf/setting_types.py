@@ -34,6 +34,7 @@ _COMMON: Mapping[str, SettingType] = {
     "rope_theta": "number",
     "partial_rotary_factor": "number",
     "rope_local_base_freq": "number",
+    "original_max_position_embeddings": "whole",
     "sliding_window_pattern": "whole",
     "sliding_window": "whole",
     "router_aux_loss_coef": "number",

@@ -21,6 +21,7 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     bamba_expansion,
     mixer_mappings,
     mixer_problems,
+    read_layer_count,
     read_layer_types,
     time_step_problems,
 )
@@ -42,6 +43,13 @@ _MAPPINGS = (
     ModuleMapping(("norm",), "model.norm"),
     ModuleMapping(("head",), "lm_head"),
 )
+_NO_SCALING: Mapping[str, Any] = {
+    "use_rope_scaling": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "longrope_short_factor": None,
+    "longrope_long_factor": None,
+    "longrope_attention_factor": None,
+}
 _EXPERT_PARTS = ("layers.*.mlp.router", "layers.*.mlp.experts")
 
 
@@ -52,6 +60,9 @@ def _expert_mappings(mappings: tuple[ModuleMapping, ...]) -> tuple[ModuleMapping
 def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
     count = hf_config.get("num_hidden_layers")
     kinds = hf_config.get("layer_types") or hf_config.get("layers_block_type")
+    if kinds is None:
+        layers = read_layer_count(hf_config)
+        return layers if isinstance(layers, Problem) else (MAMBA + _channel_mixer(hf_config)) * layers
     mixers = read_layer_types("layer_types", kinds, MAMBA + ATTENTION)
     if isinstance(mixers, Problem):
         return mixers
@@ -59,8 +70,11 @@ def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
         return Problem(
             "layer_types", f"{len(mixers)} kinds", f"are not those of {count!r:.20} layers", "Correct config.json."
         )
-    channel_mixer = EXPERTS if hf_config.get("num_local_experts", 8) else MLP
-    return "".join(mixer + channel_mixer for mixer in mixers)
+    return "".join(mixer + _channel_mixer(hf_config) for mixer in mixers)
+
+
+def _channel_mixer(hf_config: Mapping[str, Any]) -> str:
+    return EXPERTS if hf_config.get("num_local_experts", 8) else MLP
 
 
 def _write_layers(pattern: str) -> Mapping[str, Any]:
@@ -70,7 +84,7 @@ def _write_layers(pattern: str) -> Mapping[str, Any]:
 
 def _read_more(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     rotary = hf_config.get("position_embedding_type") == "rope"
-    positions = {} if rotary else {"position_embedding_type": "none"}
+    positions = {} if rotary else {"position_embedding_type": "none", **_NO_SCALING}
     return {"mamba_norm_groups": 1, **positions}, time_step_problems(hf_config)
 
 
