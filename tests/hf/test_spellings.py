@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+import petatron
 from petatron.base.errors import CheckpointError, ConfigError
+from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.models.hf import build_config_json, family_name_of_config, from_hf_config
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.registry import model_spec
@@ -31,6 +36,16 @@ PHI3 = {**SHAPE, "model_type": "phi3"}
 GPT_OSS = {**SHAPE, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
 GRANITE_4 = {**SHAPE, "model_type": "granitemoehybrid", "mamba_d_head": 16, "num_local_experts": 0}
 NEMOTRON_H = {**SHAPE, "model_type": "nemotron_h", "hybrid_override_pattern": "ME*E"}
+LLAMA4 = {**SHAPE, "model_type": "llama4_text"}
+QWEN2_MOE = {
+    **SHAPE,
+    "model_type": "qwen2_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 28,
+}
+DEEPSEEK_V3 = {**SHAPE, "model_type": "deepseek_v3", "first_k_dense_replace": 0}
 KIMI = {
     **SHAPE,
     "model_type": "kimi_linear",
@@ -155,6 +170,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "part of gpt-neox": ({**NEOX, "partial_rotary_factor": 0.5}, "which has rotary_pct here. Write rotary_pct too."),
     "caps in gemma 3": ({**GEMMA3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not None"),
     "no experts": (KIMI, "mlp_layer_types dense in every layer leaves no layer of 2 for the experts"),
+    "an older name of scaling": (
+        {**GEMMA3, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "rope_scaling.type 'linear' counts in transformers 4, and not in 5",
+    ),
+    "no part": (
+        {**SHAPE, "model_type": "glm", "partial_rotary_factor": None},
+        "partial_rotary_factor None is not a number",
+    ),
+    "no length": ({**LLAMA, "max_position_embeddings": None}, "max_position_embeddings None is not a whole number"),
+    "no scale": ({**GEMMA3, "query_pre_attn_scalar": None}, "query_pre_attn_scalar None is not a whole number"),
+    "an activation that is none": ({**LLAMA, "hidden_act": ["silu"]}, "hidden_act \"['silu']\" is not an activation"),
+    "layers that are none": (
+        {**QWEN2_MOE, "mlp_only_layers": [None]},
+        "mlp_only_layers [None] is not a list of layers",
+    ),
+    "kinds that are none": ({**NEMOTRON_H, "layers_block_type": [None]}, "layers_block_type None is a kind of layer"),
+    "a kind for all layers": (
+        {**LLAMA4, "layer_types": FULL},
+        "layer_types does not have chunks in the layers with rotary",
+    ),
     "older names of a switch": ({**NEMOTRON_H, "mamba_conv_bias": False}, "use_conv_bias False is not True"),
     "older names of bounds": ({**NEMOTRON_H, "mamba_dt_limit": [0.0, 0.1]}, "time_step_limit [0.0, 0.1] bounds"),
 }
@@ -166,6 +201,49 @@ def test_what_transformers_reads_otherwise_is_refused(case: str):
     with pytest.raises(ConfigError) as caught:
         from_hf_config(config)
     assert message in str(caught.value)
+
+
+TOGETHER: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "rope": (
+        {**LLAMA, "rope_theta": None, "partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "dynamic"}},
+        {"rope_theta", "partial_rotary_factor", "rope_scaling.rope_type"},
+    ),
+    "experts": (
+        {**DEEPSEEK_V3, "n_group": 7, "first_k_dense_replace": 9, "num_experts_per_tok": 300, "hidden_act": "mish"},
+        {"n_group", "first_k_dense_replace", "num_experts_per_tok", "hidden_act"},
+    ),
+    "bamba": (
+        {**SHAPE, "model_type": "bamba", "mamba_d_head": 16, "attn_layer_indices": [9], "mamba_d_conv": 3},
+        {"attn_layer_indices", "mamba_d_conv"},
+    ),
+    "nemotron-h": (
+        {**NEMOTRON_H, "hybrid_override_pattern": "X", "use_bias": True},
+        {"hybrid_override_pattern", "use_bias"},
+    ),
+    "granite 4": ({**GRANITE_4, "layer_types": ["x"], "mamba_d_conv": 3}, {"layer_types", "mamba_d_conv"}),
+    "a count": (
+        {**GRANITE_4, "layer_types": ["mamba", "mamba"], "num_hidden_layers": "2"},
+        {"num_hidden_layers"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_problems_of_one_file_are_told_together(case: str):
+    config, told = TOGETHER[case]
+    with pytest.raises(ConfigError) as caught:
+        from_hf_config(config)
+    assert {problem.where for problem in caught.value.problems} == told
+
+
+def test_a_problem_of_a_folder_is_told_in_its_own_keys(tmp_path: Path):
+    config = {**SHAPE, "model_type": "glm", "head_dim": 6, "partial_rotary_factor": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({f"tensor{number}": torch.zeros(1) for number in range(4)}, tmp_path / "model.safetensors")
+    for opened in (petatron.from_pretrained, open_model_source):
+        with pytest.raises(ConfigError) as caught:
+            opened(tmp_path)
+        assert "config.json: partial_rotary_factor 0.5 rotates 3 of head_dim 6, which is not" in str(caught.value)
 
 
 def test_biases_that_are_refused_are_told_once():

@@ -17,7 +17,13 @@ from petatron.models.hf.config_json import (
 )
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family
 from petatron.models.hf.fill_model import fill_model
-from petatron.models.hf.find_family import FAMILIES, family_name_of_config, get_family, has_separate_experts
+from petatron.models.hf.find_family import (
+    FAMILIES,
+    family_name_of_config,
+    get_family,
+    has_separate_experts,
+    keys_of_flags,
+)
 from petatron.models.hf.folder_config_json import build_config_json, parse_config_json
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries, folder_shapes
 from petatron.models.hf.tensor_names import (
@@ -46,6 +52,7 @@ __all__ = [
     "get_family",
     "has_mxfp4_weights",
     "has_separate_experts",
+    "keys_of_flags",
     "matching_family",
     "output_head_name",
     "parse_config_json",

@@ -171,10 +171,12 @@ def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
 
 def _read_activation(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     name = hf_config[family.activation_key]
-    if name in family.activations:
+    if isinstance(name, str) and name in family.activations:
         return {"activation": family.activations[name]}, []
     known = ", ".join(family.activations)
-    return {}, [Problem(family.activation_key, f'"{name}"', "is not an activation the decoder has", f"It has {known}.")]
+    return {}, [
+        Problem(family.activation_key, f'"{name!s:.40}"', "is not an activation the decoder has", f"It has {known}.")
+    ]
 
 
 def _read_predictions(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

@@ -55,13 +55,15 @@ class HybridLayers:
     """How a family's layers are those of `--hybrid-layer-pattern`, which have one branch each.
 
     branches: how many of ours make one layer there. patterns: a regular expression of those that it has. read: returns the
-    pattern of a config.json, or what is wrong with it. write: returns the keys that say the pattern.
+    pattern of a config.json, or what is wrong with it. write: returns the keys that say the pattern. stand_ins: values of these keys by
+    which the other keys are checked where the pattern cannot be read.
     """
 
     branches: int
     patterns: str
     read: Callable[[Mapping[str, Any]], str | Problem]
     write: Callable[[str], Mapping[str, Any]]
+    stand_ins: Mapping[str, Any] = field(default_factory=dict)
 
 
 ReadMore = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[Problem]]]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.config.schema.fields import flag_name
 from petatron.models.hf.families import FAMILIES as ALL_FAMILIES
 from petatron.models.hf.family import Family
 
@@ -60,6 +61,30 @@ def has_separate_experts(config: Mapping[str, Any]) -> bool:
     (True, False)
     """
     return any("#" in mapping.hf_module for mapping in get_family(family_name_of_config(config)).mappings)
+
+
+_ROPE_KEYS = {
+    "rotary_percent": "partial_rotary_factor",
+    "rotary_base": "rope_theta",
+    "rope_scaling_factor": "rope_scaling.factor",
+    "rotary_seq_len_interpolation_factor": "rope_scaling.factor",
+    "original_max_position_embeddings": "rope_scaling.original_max_position_embeddings",
+    "longrope_short_factor": "rope_scaling.short_factor",
+    "longrope_long_factor": "rope_scaling.long_factor",
+}
+
+
+def keys_of_flags(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the keys by which a config.json says what flags of ours do; none for a family that is not here.
+
+    >>> keys_of_flags({"model_type": "gpt2"})["--num-attention-heads"]
+    'n_head'
+    """
+    family = FAMILIES.get(_first_name(str(config.get("model_type", ""))))
+    if family is None:
+        return {}
+    named = {**(_ROPE_KEYS if family.has_rope else {}), **family.moe_keys, **family.keys}
+    return {flag_name(ours): key for ours, key in named.items()}
 
 
 def _first_name(name: str) -> str:

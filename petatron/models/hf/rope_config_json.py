@@ -39,18 +39,19 @@ def rope_from_hf_config(
             return {}, problems
     kind = family.rope_types.get(_rope_type(given))
     theta = given.get("rope_theta", hf_config.get("rope_theta", _DEFAULT_THETA))
-    if theta is None:
-        return {}, [Problem("rope_theta", "None", "is not a number", OWN_FOLDER_FIX)]
-    values: dict[str, Any] = {"rotary_base": float(theta), "position_embedding_type": "rope"}
+    part = given.get(_PARTIAL, hf_config.get(_PARTIAL))
     problems = _unsupported_rope(family, key, given)
+    if theta is None:
+        problems.append(Problem("rope_theta", "None", "is not a number", OWN_FOLDER_FIX))
+    if _PARTIAL not in family.defaults and part not in (None, 1, 1.0):
+        rule = "rotates a part of each head, which this family does not do"
+        problems.append(Problem(_PARTIAL, str(part), rule, "Remove it, or use 1.0."))
+    if _PARTIAL in family.defaults and part is None:
+        problems.append(Problem(_PARTIAL, "None", "is not a number", OWN_FOLDER_FIX))
     if problems:
         return {}, problems
-    if _PARTIAL in family.defaults:
-        values["rotary_percent"] = float(given.get(_PARTIAL, hf_config[_PARTIAL]))
-    elif given.get(_PARTIAL, hf_config.get(_PARTIAL)) not in (None, 1, 1.0):
-        rule = "rotates a part of each head, which this family does not do"
-        found = str(given.get(_PARTIAL, hf_config.get(_PARTIAL)))
-        return {}, [Problem(_PARTIAL, found, rule, "Remove it, or use 1.0.")]
+    values: dict[str, Any] = {"rotary_base": float(theta), "position_embedding_type": "rope"}
+    values |= {"rotary_percent": float(part)} if _PARTIAL in family.defaults else {}
     if local and model["window_size"] is not None and (kind != "default" or local["rope_theta"] != theta):
         values["rotary_base_local"] = float(local["rope_theta"])
     if kind == "default":
@@ -83,10 +84,14 @@ def _split_by_layer_type(
 ) -> tuple[Mapping[str, Any], dict[str, Any], list[Problem]]:
     """Returns the settings of layers without and with a window; the second are not scaled."""
     tables = hf_config.get("rope_parameters") or {}
-    full = {**(tables.get(FULL) or {}), **(hf_config.get("rope_scaling") or {})}
+    scaling = hf_config.get("rope_scaling") or {}
+    full = {**(tables.get(FULL) or {}), **scaling}
     local = dict(tables.get(SLIDING) or {})
     theta, usual = hf_config.get("rope_theta", _DEFAULT_THETA), family.defaults.get("rope_theta")
     problems: list[Problem] = []
+    if scaling and "rope_type" not in scaling:
+        rule = f"counts in transformers 4, and not in 5, which reads rope_type alone in a {family.name} model"
+        problems.append(Problem("rope_scaling.type", f"{scaling.get('type')!r:.40}", rule, "Write rope_type instead."))
     if "rope_theta" not in local and "rope_local_base_freq" not in family.defaults and theta != usual:
         rule = f"is that of all layers in transformers 4, and of {FULL} alone in 5, where {SLIDING} has {usual}"
         problems.append(Problem("rope_theta", str(theta), rule, f"Say rope_parameters.{SLIDING}.rope_theta."))

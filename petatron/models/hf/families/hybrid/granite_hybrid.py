@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from petatron.base.errors import Problem
+from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
 from petatron.models.hf.families.hybrid.mamba_tables import (
@@ -66,7 +67,7 @@ def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
     mixers = read_layer_types("layer_types", kinds, MAMBA + ATTENTION)
     if isinstance(mixers, Problem):
         return mixers
-    if count is not None and len(mixers) != count:
+    if is_count(count) and len(mixers) != count:
         return Problem(
             "layer_types", f"{len(mixers)} kinds", f"are not those of {count!r:.20} layers", "Correct config.json."
         )
@@ -142,5 +143,5 @@ GRANITE_HYBRID = Family(
     write_more=_write_more,
     more_settings=("position_embedding_type",),
     unsupported=_unsupported,
-    hybrid=HybridLayers(2, r"([M*]-)+|([M*]E)+", _read_layers, _write_layers),
+    hybrid=HybridLayers(2, r"([M*]-)+|([M*]E)+", _read_layers, _write_layers, {"layer_types": None}),
 )

@@ -183,5 +183,7 @@ NEMOTRON_H = Family(
     write_more=_write_more,
     unsupported=_unsupported,
     more_settings=("mamba_norm_groups",),
-    hybrid=HybridLayers(1, r"[ME-]*\*[M*E-]*", _read_layers, _write_layers),
+    hybrid=HybridLayers(
+        1, r"[ME-]*\*[M*E-]*", _read_layers, _write_layers, {"hybrid_override_pattern": "M*", "layers_block_type": None}
+    ),
 )
