@@ -48,10 +48,10 @@ def rope_from_hf_config(
         problems.append(Problem(_PARTIAL, str(part), rule, "Remove it, or use 1.0."))
     if _PARTIAL in family.defaults and part is None:
         problems.append(Problem(_PARTIAL, "None", "is not a number", OWN_FOLDER_FIX))
-    if problems:
+    if problems or theta is None:
         return {}, problems
     values: dict[str, Any] = {"rotary_base": float(theta), "position_embedding_type": "rope"}
-    values |= {"rotary_percent": float(part)} if _PARTIAL in family.defaults else {}
+    values |= {"rotary_percent": float(part or 0.0)} if _PARTIAL in family.defaults else {}
     if local and model["window_size"] is not None and (kind != "default" or local["rope_theta"] != theta):
         values["rotary_base_local"] = float(local["rope_theta"])
     if kind == "default":
