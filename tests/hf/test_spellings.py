@@ -34,6 +34,7 @@ GEMMA3 = {**SHAPE, "model_type": "gemma3_text"}
 OLMO3 = {**SHAPE, "model_type": "olmo3"}
 PHI3 = {**SHAPE, "model_type": "phi3"}
 GPT_OSS = {**SHAPE, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
+BAMBA = {**SHAPE, "model_type": "bamba", "mamba_d_head": 16}
 GRANITE_4 = {**SHAPE, "model_type": "granitemoehybrid", "mamba_d_head": 16, "num_local_experts": 0}
 NEMOTRON_H = {**SHAPE, "model_type": "nemotron_h", "hybrid_override_pattern": "ME*E"}
 LLAMA4 = {**SHAPE, "model_type": "llama4_text"}
@@ -178,6 +179,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**SHAPE, "model_type": "glm", "partial_rotary_factor": None},
         "partial_rotary_factor None is not a number",
     ),
+    "another part in bamba": (
+        {**BAMBA, "partial_rotary_factor": 1.0},
+        "partial_rotary_factor 1.0 is not 0.5, the only",
+    ),
+    "another part of bamba's table": (
+        {**BAMBA, "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.25}},
+        "partial_rotary_factor 0.25 is not 0.5, the only",
+    ),
     "no length": ({**LLAMA, "max_position_embeddings": None}, "max_position_embeddings None is not a whole number"),
     "no scale": ({**GEMMA3, "query_pre_attn_scalar": None}, "query_pre_attn_scalar None is not a whole number"),
     "an activation that is none": ({**LLAMA, "hidden_act": ["silu"]}, "hidden_act \"['silu']\" is not an activation"),
@@ -213,7 +222,7 @@ TOGETHER: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"n_group", "first_k_dense_replace", "num_experts_per_tok", "hidden_act"},
     ),
     "bamba": (
-        {**SHAPE, "model_type": "bamba", "mamba_d_head": 16, "attn_layer_indices": [9], "mamba_d_conv": 3},
+        {**BAMBA, "attn_layer_indices": [9], "mamba_d_conv": 3},
         {"attn_layer_indices", "mamba_d_conv"},
     ),
     "nemotron-h": (
@@ -248,7 +257,7 @@ def test_a_problem_of_a_folder_is_told_in_its_own_keys(tmp_path: Path):
 
 def test_biases_that_are_refused_are_told_once():
     with pytest.raises(ConfigError) as caught:
-        from_hf_config({**SHAPE, "model_type": "bamba", "mamba_d_head": 16, "attention_bias": True})
+        from_hf_config({**BAMBA, "attention_bias": True})
     assert [problem.where for problem in caught.value.problems] == ["attention_bias"]
 
 

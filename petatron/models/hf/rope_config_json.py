@@ -43,11 +43,7 @@ def rope_from_hf_config(
     problems = _unsupported_rope(family, key, given)
     if theta is None:
         problems.append(Problem("rope_theta", "None", "is not a number", OWN_FOLDER_FIX))
-    if _PARTIAL not in family.defaults and part not in (None, 1, 1.0):
-        rule = "rotates a part of each head, which this family does not do"
-        problems.append(Problem(_PARTIAL, str(part), rule, "Remove it, or use 1.0."))
-    if _PARTIAL in family.defaults and part is None:
-        problems.append(Problem(_PARTIAL, "None", "is not a number", OWN_FOLDER_FIX))
+    problems += _part_problems(family, part, hf_config.get(_PARTIAL))
     if problems or theta is None:
         return {}, problems
     values: dict[str, Any] = {"rotary_base": float(theta), "position_embedding_type": "rope"}
@@ -63,6 +59,19 @@ def rope_from_hf_config(
     else:
         scaling, problems = _scaling_from_hf(key, str(kind), given, model["max_position_embeddings"])
     return values | scaling, problems
+
+
+def _part_problems(family: Family, part: object, own: object) -> list[Problem]:
+    """Returns what is wrong with the part of each head that is rotated, by the table or by the model's own key."""
+    if _PARTIAL not in family.defaults and part not in (None, 1, 1.0):
+        rule = "rotates a part of each head, which this family does not do"
+        return [Problem(_PARTIAL, str(part), rule, "Remove it, or use 1.0.")]
+    if _PARTIAL in family.defaults and part is None:
+        return [Problem(_PARTIAL, "None", "is not a number", OWN_FOLDER_FIX)]
+    only = family.fixed.get("rotary_percent")
+    wrong = [value for value in (part, own) if only is not None and _PARTIAL in family.defaults and value != only]
+    rule = f"is not {only}, the only value that transformers has for a {family.name} model"
+    return [Problem(_PARTIAL, str(value), rule, "Use another model.") for value in wrong[:1]]
 
 
 def _rope_table(family: Family, hf_config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
