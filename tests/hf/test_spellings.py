@@ -187,6 +187,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**BAMBA, "rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.25}},
         "partial_rotary_factor 0.25 is not 0.5, the only",
     ),
+    "heads of another width": ({**OLMO3, "head_dim": 20}, "head_dim 20 is not hidden_size / num_attention_heads, and"),
     "no length": ({**LLAMA, "max_position_embeddings": None}, "max_position_embeddings None is not a whole number"),
     "no scale": ({**GEMMA3, "query_pre_attn_scalar": None}, "query_pre_attn_scalar None is not a whole number"),
     "an activation that is none": ({**LLAMA, "hidden_act": ["silu"]}, "hidden_act \"['silu']\" is not an activation"),

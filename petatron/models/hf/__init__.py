@@ -8,19 +8,15 @@ folder_entries(spec)                                                         # t
 build_config_json(spec, dtype)                                               # its config.json
 """
 
-from petatron.models.hf.config_json import (
-    fp8_block_size,
-    from_hf_config,
-    has_mxfp4_weights,
-    matching_family,
-    to_hf_config,
-)
+from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family
 from petatron.models.hf.fill_model import fill_model
 from petatron.models.hf.find_family import (
     FAMILIES,
     family_name_of_config,
+    fp8_block_size,
     get_family,
+    has_mxfp4_weights,
     has_separate_experts,
     keys_of_flags,
 )

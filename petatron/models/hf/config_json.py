@@ -20,7 +20,7 @@ from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS
 from petatron.models.hf.family import OWN_FOLDER_FIX, Family, unsupported_setting
-from petatron.models.hf.find_family import FAMILIES, family_name_of_config
+from petatron.models.hf.find_family import FAMILIES, family_name_of_config, fp8_block_size, has_mxfp4_weights
 from petatron.models.hf.moe_config_json import (
     moe_from_hf_config,
     moe_to_hf_config,
@@ -112,7 +112,7 @@ def _read_settings(family: Family, full: Mapping[str, Any]) -> tuple[dict[str, A
     windows, problems = windows_from_hf_config(family, full, values["num_layers"])
     values |= {"window_size": None, **windows}
     for part, found in (
-        _read_heads(values) if "num_attention_heads" in values else ({}, []),
+        _read_heads(family, full, values) if "num_attention_heads" in values else ({}, []),
         _read_activation(family, full) if family.activation_key else ({}, []),
         _read_biases(family, full),
         rope_from_hf_config(family, full, values) if family.has_rope else ({}, []),
@@ -151,7 +151,9 @@ def _missing_keys(family: Family, hf_config: Mapping[str, Any]) -> list[Problem]
     return problems
 
 
-def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _read_heads(
+    family: Family, hf_config: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Problem]]:
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     width = values.get("kv_channels")
     if values.get("multi_latent_attention"):
@@ -159,6 +161,10 @@ def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
     if width is None and hidden % heads:
         rule = f"does not divide the width {hidden}, and no head_dim is given"
         return {}, [Problem("num_attention_heads", f"{heads}", rule, OWN_FOLDER_FIX)]
+    given = hf_config.get("head_dim")
+    if "kv_channels" not in family.keys and "qk_head_dim" not in values and given not in (None, hidden // heads):
+        rule = f"is not hidden_size / num_attention_heads, and heads of a {family.name} model have no other width here"
+        return {}, [Problem("head_dim", f"{given!r:.40}", rule, "Use another model.")]
     groups = values.get("num_query_groups") or heads
     return {
         "num_query_groups": groups,
@@ -219,32 +225,6 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
 def _null_if_off(value: object) -> object:
     """Returns null for a switch that is off: files have either."""
     return None if value is False else value
-
-
-def fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Returns the rows and columns of a block that has a scale, where config.json says that weights are in FP8 by blocks.
-
-    >>> fp8_block_size({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}})
-    (128, 128)
-    """
-    match hf_config.get("quantization_config"):
-        case {"quant_method": "fp8", "weight_block_size": [rows, columns], **others} if (
-            others.get("fmt", "e4m3") == "e4m3"
-        ):
-            return (rows, columns) if is_count(rows, 1) and is_count(columns, 1) else None
-    return None
-
-
-def has_mxfp4_weights(hf_config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that weights are in MXFP4, as those of gpt-oss.
-
-    >>> has_mxfp4_weights({"quantization_config": {"quant_method": "mxfp4"}})
-    True
-    """
-    match hf_config.get("quantization_config"):
-        case {"quant_method": "mxfp4"}:
-            return True
-    return False
 
 
 def matching_family(spec: ModelSpec) -> Family | None:

@@ -1,4 +1,4 @@
-"""Finds the Hugging Face family that a config.json names."""
+"""Finds the Hugging Face family that a config.json names, and what it says of the files beside it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.untrusted_files import is_count
 from petatron.config.schema.fields import flag_name
 from petatron.models.hf.families import FAMILIES as ALL_FAMILIES
 from petatron.models.hf.family import Family
@@ -61,6 +62,32 @@ def has_separate_experts(config: Mapping[str, Any]) -> bool:
     (True, False)
     """
     return any("#" in mapping.hf_module for mapping in get_family(family_name_of_config(config)).mappings)
+
+
+def fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns the rows and columns of a block that has a scale, where config.json says that weights are in FP8 by blocks.
+
+    >>> fp8_block_size({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}})
+    (128, 128)
+    """
+    match hf_config.get("quantization_config"):
+        case {"quant_method": "fp8", "weight_block_size": [rows, columns], **others} if (
+            others.get("fmt", "e4m3") == "e4m3"
+        ):
+            return (rows, columns) if is_count(rows, 1) and is_count(columns, 1) else None
+    return None
+
+
+def has_mxfp4_weights(hf_config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that weights are in MXFP4, as those of gpt-oss.
+
+    >>> has_mxfp4_weights({"quantization_config": {"quant_method": "mxfp4"}})
+    True
+    """
+    match hf_config.get("quantization_config"):
+        case {"quant_method": "mxfp4"}:
+            return True
+    return False
 
 
 _ROPE_KEYS = {
