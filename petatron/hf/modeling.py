@@ -8,7 +8,9 @@ B sequences, S columns, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,6 +63,14 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         if self.generation_states is None:
             self.generation_config.use_cache = False
         self.eval()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PetatronForCausalLM:
+        """Copies weights and settings; kernels, which layers have as modules of Python, cannot be copied and are shared."""
+        for module in self.modules():
+            memo |= {id(value): value for value in vars(module).values() if isinstance(value, ModuleType)}
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]

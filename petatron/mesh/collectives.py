@@ -111,11 +111,18 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: ReduceOpName = "sum") -> Hand
     """Starts an in-place reduction; the caller may compute until it waits."""
     if axis.size == 1:
         return Handle()
+    _count_change(x)
     with RecordedCall(axis, "all_reduce", elements=x.numel(), dtype=x.dtype) as call:
         if gloo_collectives.one_round(x, axis.group, copies=axis.size):
             work, finish = gloo_collectives.start_all_reduce(x, axis.group, axis.size, op)
             return Handle(work, call, on_complete=finish)
         return Handle(dist.all_reduce(x, op=_REDUCE_OPS[op], group=axis.group, async_op=True), call)
+
+
+def _count_change(x: Tensor) -> None:
+    """Counts a change in place in the tensor's version, by which autograd and the amax of FP8 casts know; backends do not."""
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
 
 
 def start_all_gather(out: Tensor, x: Tensor, axis: Axis, *, on_complete: Callable[[], object] | None = None) -> Handle:
@@ -274,6 +281,7 @@ def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
     """Overwrites the tensor on every rank with that of the axis's rank `source`."""
     if axis.size == 1:
         return x
+    _count_change(x)
     with RecordedCall(axis, "broadcast", elements=x.numel(), dtype=x.dtype):
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x

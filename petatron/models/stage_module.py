@@ -24,7 +24,8 @@ LayerRunner = Callable[[Sequence[nn.Module], Tensor, ForwardContext], Tensor]
 def run_layers_sequentially(layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
     """Runs layers one after the other; activations are rows between them, if all of them take rows."""
     residual, rows = None, None
-    if x_SBD.dim() == 3 and all(getattr(layer, "takes_rows", False) for layer in layers):
+    # Rows of an empty micro-batch would not tell how many tokens none of its sequences has.
+    if x_SBD.dim() == 3 and x_SBD.numel() and all(getattr(layer, "takes_rows", False) for layer in layers):
         rows = TokenRows.of(x_SBD)
         x_SBD, context = rows.flatten(x_SBD), replace(context, token_rows=rows)
     for layer in layers:

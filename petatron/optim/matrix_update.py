@@ -15,7 +15,7 @@ state: each orthogonalises all its matrices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,8 +36,12 @@ _ROUND_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class _OwnedBox:
-    """A box of a matrix that this rank updates, as views of gradients and state; `weight` is None where the master is the model's."""
+    """A box of a matrix that this rank updates, as views of gradients and state; `weight` is None where the master is the model's.
 
+    parameter: the placement of the parameter it is of.
+    """
+
+    parameter: Placement
     grad: Tensor
     momentum: Tensor
     master: Tensor
@@ -128,10 +132,15 @@ class MatrixUpdate:
         )
 
     @torch.no_grad()
-    def run(self, step: StepScalars) -> None:
-        """Updates all matrices; `step` has the rates of their group."""
+    def run(self, step: StepScalars, *, frozen: Collection[int] = ()) -> None:
+        """Updates all matrices but those of parameters in `frozen`, the identities of placements; `step` has the rates of their group."""
         for one in self._rounds:
-            directions = [self._rule.accumulate(box.grad, box.momentum, step) for box in one.owned]
+            directions = [
+                torch.zeros_like(box.grad)
+                if id(box.parameter) in frozen
+                else self._rule.accumulate(box.grad, box.momentum, step)
+                for box in one.owned
+            ]
             message = torch.empty(sum(one.send_sizes), dtype=self._dtype, device=self._device)
             sizes = [box.grad.numel() for box in one.owned]
             for part, direction in zip(message.split(sizes), directions):
@@ -139,6 +148,8 @@ class MatrixUpdate:
             del directions
             message = self._orthogonalize(one, message)
             for box, part in zip(one.owned, message.split(sizes)):
+                if id(box.parameter) in frozen:
+                    continue
                 self._rule.apply(box.master, part.view(box.master.shape), step, scale=box.scale)
                 if box.weight is not None:
                     box.weight.copy_(box.master)
@@ -202,7 +213,8 @@ class _OwnedBoxes:
             quantities = (self._grads[index], segment.moments[0], segment.master, self._weights[index])
             for views in zip(*(alone.tensor_shards(flat) for flat in quantities)):
                 grad, momentum, master, weight = (view for _, view in views)
-                yield _OwnedBox(grad, momentum, master, weight if segment.has_master_weights else None, scale)
+                model_weight = weight if segment.has_master_weights else None
+                yield _OwnedBox(matrix.parameter, grad, momentum, master, model_weight, scale)
 
 
 def plan_rounds(

@@ -10,7 +10,7 @@ segment (`state_segments.py`) is copied to the device for its update (`state_off
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -223,13 +223,15 @@ class MixedPrecisionOptimizer:
 
     def _update(self, step: StepScalars, grads: Sequence[Tensor]) -> None:
         weights = self._weights()
+        frozen = {id(placement) for group in self._param_groups for placement in group.frozen()}
         updates = {name: rule.start_step(step) for name, rule in self._rules.items() if not isinstance(rule, MuonRule)}
         visits: list[SwapTask] = []
         for segment in self._segments:
             update = updates.get(segment.group.spec.rule)
             if update is None:
                 continue
-            work = partial(_update_segment, update, segment, segment.slice_of(grads), segment.slice_of(weights))
+            own = segment.slice_of(grads), segment.slice_of(weights)
+            work = partial(_update_segment, update, segment, frozen, *own)
             if self._state_swapper is not None and segment.range.offloaded:
                 visits.append(SwapTask(segment.state, work))
             else:
@@ -237,7 +239,7 @@ class MixedPrecisionOptimizer:
         if self._state_swapper is not None:
             self._state_swapper.run(visits)
         for group, matrices in self._matrix_updates:
-            matrices.run(step.of_group(group.spec))
+            matrices.run(step.of_group(group.spec), frozen=frozen)
 
     def _wait_for_state(self) -> None:
         """Waits until swapped state is back in its storage, before it is read."""
@@ -297,9 +299,14 @@ MasterOptimizer = MixedPrecisionOptimizer
 
 
 def _update_segment(
-    update: UpdateFunction, segment: StateSegment, grad: Tensor, weight: Tensor, state: tuple[Tensor, ...]
+    update: UpdateFunction,
+    segment: StateSegment,
+    frozen: Collection[int],
+    grad: Tensor,
+    weight: Tensor,
+    state: tuple[Tensor, ...],
 ) -> None:
-    """Updates a segment whose state, in the order of `StateSegment.state`, is on the device."""
+    """Updates a segment whose state, in the order of `StateSegment.state`, is on the device; parameters that are frozen stay."""
     master, moments = (state[0], state[1:]) if segment.has_master_weights else (weight, state)
     elements = ParamSlice(
         grad=grad,
@@ -308,4 +315,6 @@ def _update_segment(
         model_weight=weight if segment.has_master_weights else None,
         start=segment.start,
     )
-    update(elements, segment.group.spec)
+    parts = map(elements.slice_range, segment.flat_shard.trained_ranges(frozen)) if frozen else (elements,)
+    for part in parts:
+        update(part, segment.group.spec)

@@ -33,6 +33,17 @@ class ParamSlice:
     model_weight: Tensor | None
     start: int
 
+    def slice_range(self, bounds: tuple[int, int]) -> ParamSlice:
+        """Returns the elements from the first of `bounds` to the second."""
+        part = slice(*bounds)
+        return ParamSlice(
+            grad=self.grad[part],
+            master=self.master[part],
+            moments=tuple(moment[part] for moment in self.moments),
+            model_weight=None if self.model_weight is None else self.model_weight[part],
+            start=self.start + bounds[0],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScalars:

@@ -148,6 +148,9 @@ class FlatParamGroup:
     def placements(self) -> list[Placement]:
         return [slot.placement for slot in self.params]
 
+    def frozen(self) -> list[Placement]:
+        return [slot.placement for slot in self.params if not slot.parameter.requires_grad]
+
     def shard_axis(self, placement: Placement) -> Axis:
         """Returns the ranks that shard optimizer state; this rank alone where it is not sharded."""
         return self._shard_axis

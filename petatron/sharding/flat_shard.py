@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -87,6 +87,11 @@ class FlatShard:
                             ranges.append((low, high))
         return _merge_adjacent(ranges)
 
+    def trained_ranges(self, frozen: Collection[int]) -> list[tuple[int, int]]:
+        """Returns the ranges of parameters that are trained; `frozen` are the identities of the other parameters' placements."""
+        parts = (part for part in self.param_ranges if id(part.placement) not in frozen)
+        return _merge_adjacent([(part.offset, part.offset + part.end - part.begin) for part in parts])
+
 
 class ParameterGroup(Protocol):
     """Parameters with one update rule, as far as this rank updates them: one tensor per flat shard of each quantity.
@@ -106,6 +111,10 @@ class ParameterGroup(Protocol):
     @property
     def placements(self) -> Sequence[Placement]:
         """Returns those of all its parameters, also of those that other ranks own."""
+        ...
+
+    def frozen(self) -> list[Placement]:
+        """Returns those of parameters that require no gradient now: no update changes them, nor their state."""
         ...
 
     def shard_axis(self, placement: Placement) -> Axis:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -230,3 +231,20 @@ def test_a_new_model_is_drawn_by_torchs_seed(plain: Path):
         logits.append(AutoModelForCausalLM.from_config(config)(input_ids=IDS).logits)
     assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])
     assert 0.01 < float(logits[0].detach().std()) < 100
+
+
+def test_a_copy_is_a_model_of_its_own(saved: tuple[Model, Path]):
+    """As averages of weights and reference models of fine-tuning are made."""
+    model = opened(saved[1])
+    before = model(input_ids=IDS).logits
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model) and not {*map(id, copied.modules())} & {*map(id, model.modules())}
+    loss = copied(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if parameter.grad is not None:  # heads for later tokens have none
+                parameter.sub_(parameter.grad)
+    assert torch.equal(model(input_ids=IDS).logits, before)
+    assert float(copied(input_ids=IDS, labels=IDS).loss) != float(loss)

@@ -15,7 +15,9 @@ _ATTRIBUTE = "_petatron_amax"
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """Returns amax [1] in float32."""
+    """Returns amax [1] in float32; that of no numbers is 0."""
+    if not x.numel():
+        return new_amax(x)
     return x.abs().amax().to(torch.float32).reshape(1)
 
 

@@ -102,6 +102,10 @@ class FsdpParamGroup:
     def grads(self) -> list[Tensor]:
         return list(self.flat_grads.split([shard.length for shard in self.flat_shards]))
 
+    def frozen(self) -> list[Placement]:
+        pairs = zip(self.placements, self._parameters, strict=True)
+        return [placement for placement, parameter in pairs if not parameter.requires_grad]
+
     def shard_axis(self, placement: Placement) -> Axis:
         """Returns the ranks over which a parameter is sharded."""
         return self._shard_axes[placement.expert]

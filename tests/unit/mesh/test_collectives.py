@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petatron.kernels.fp8.amax import amax_of, attach_amax, attached_amax
 from petatron.mesh import collectives, object_collectives
+from petatron.mesh.gloo_collectives import ONE_ROUND_BYTES
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool
@@ -178,3 +180,27 @@ def _uneven() -> str:
 
 def test_uneven_scatter_is_refused_before_anything_is_sent(ranks: RankPool):
     assert ranks.run(_uneven, 2) == ["3 rows cannot be scattered over 2 ranks"] * 2
+
+
+def _changes(elements: int) -> dict[str, bool]:
+    """Whether a change in place by each collective is known of."""
+    tp = ParallelMesh(Layout(tp=RANKS), dist.get_rank()).tp
+    found = {}
+    for name, change in (("all_reduce", collectives.all_reduce), ("broadcast", collectives.broadcast)):
+        x, weight = torch.full((elements,), 2.0), torch.ones(elements, requires_grad=True)
+        attach_amax(x, amax_of(x))
+        total = (weight * x).sum()
+        change(x, tp)
+        found[f"{name}: amax"] = attached_amax(x) is None
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total.backward()
+    with torch.inference_mode():  # whose tensors have no version
+        found["inference"] = float(collectives.all_reduce(torch.ones(elements), tp)[-1]) == RANKS
+    return found
+
+
+@pytest.mark.parametrize("elements", [4, ONE_ROUND_BYTES])
+def test_a_change_in_place_is_counted(ranks: RankPool, elements: int):
+    """By gloo's own algorithms, which count nothing, as by those in one round: a note of what was there would be wrong."""
+    found = ranks.run(_changes, RANKS, elements)
+    assert all(all(rank.values()) for rank in found), found
