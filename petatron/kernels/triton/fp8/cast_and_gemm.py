@@ -84,7 +84,7 @@ def cast_tensor(
     if amax is None:
         amax = torch.zeros(1, dtype=torch.float32, device=x_RC.device)
         update_amax(x_RC, amax)
-    return _cast_tensorwise(x_RC, dtype, torch.empty_like(amax), amax, delayed=False, orientation=orientation)
+    return _cast_tensorwise(x_RC, dtype, torch.empty_like(amax), amax, given_scale=False, orientation=orientation)
 
 
 def cast_speculative(
@@ -118,7 +118,7 @@ def _redoing_programs(device: torch.device) -> int:
 def cast_with_scale(
     x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
 ) -> Fp8Matrix:
-    return _cast_tensorwise(x_RC.contiguous(), dtype, scale, amax, delayed=True, orientation=orientation)
+    return _cast_tensorwise(x_RC.contiguous(), dtype, scale, amax, given_scale=True, orientation=orientation)
 
 
 def cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
@@ -177,10 +177,10 @@ def cast_block_128x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orienta
 
 
 def _cast_tensorwise(
-    x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, delayed: bool, orientation: Orientation
+    x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, given_scale: bool, orientation: Orientation
 ) -> Fp8Matrix:
     out = _Outputs.allocate(x_RC, dtype, orientation, scale, scale)
-    options = {**out.flags, "GIVEN_SCALE": delayed, "SPECULATIVE": False, "TOP": max_exponent(dtype)}
+    options = {**out.flags, "GIVEN_SCALE": given_scale, "SPECULATIVE": False, "TOP": max_exponent(dtype)}
     _launch(cast_tensor_tile, (x_RC, *out.values, _bits(scale), _bits(amax), _bits(amax)), **options)
     return out.matrix("tensorwise")
 
