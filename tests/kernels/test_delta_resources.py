@@ -102,9 +102,9 @@ def measure(rule: str, dtype_name: str, sizes: str, packed: str) -> dict[str, tu
     """Returns for each kernel of a forward and a backward pass the shared memory of a program, and its reads of unwritten registers."""
     import torch
     from torch import Tensor
-    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from triton.knobs import nvidia
     from triton.runtime.jit import JITFunction
 
     kernels = importlib.import_module(f"petatron.kernels.triton.ssm.{rule}")
@@ -141,7 +141,7 @@ def measure(rule: str, dtype_name: str, sizes: str, packed: str) -> dict[str, tu
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
             cubin.write(compiled.asm["cubin"])
             cubin.flush()
-            command = [knobs.nvidia.nvdisasm.path, "-c", cubin.name]
+            command = [nvidia.nvdisasm.path, "-c", cubin.name]
             disassembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         shared, unwritten = found.get(kernel.fn.__name__, (0, []))
         found[kernel.fn.__name__] = (
