@@ -39,6 +39,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_search_through_what_stays() -> Iterator[None]:
+    """Imports and caches of a module's tests stay to the end too."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     pool = RankPool()

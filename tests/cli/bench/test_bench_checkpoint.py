@@ -32,16 +32,20 @@ PEERS = ("torch.load", "torch.load + copy", "torch.load + digest")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def test_bench_measures_both_sides_on_a_busy_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_bench_measures_both_sides_on_a_busy_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Two rounds have both orders; every load of a round is a process of its own."""
+    monkeypatch.setattr(bench_checkpoint, "_MIN_ROUNDS", 2)
     output = tmp_path / "numbers.json"
     words = ["--gigabytes", "0.01", "--folder", str(tmp_path), "--json", str(output), "--busy-processes", "2"]
     assert main(["bench", "checkpoint", *words]) == 0
     found = json.loads(output.read_text())
     assert found["seconds"].keys() == SAVES | LOADS
-    assert all(len(times) == 4 and min(times) > 0 for times in found["seconds"].values())
+    assert all(len(times) == 2 and min(times) > 0 for times in found["seconds"].values())
     assert found["cpu_seconds"].keys() == found["kernel_seconds"].keys() == LOADS
     assert found["stall_ratio"] > 0 and found["speed_ratio"]["load cold, against torch.load"] > 0
-    assert 0 <= found["faster_rounds"]["load cold, against torch.load"] <= 4
+    assert 0 <= found["faster_rounds"]["load cold, against torch.load"] <= 2
     assert found["busy_processes"] == 2
     assert list(tmp_path.iterdir()) == [output], "nothing is left behind"
     printed = capsys.readouterr().out
