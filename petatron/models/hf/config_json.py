@@ -348,9 +348,8 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
             unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")
         )
     problems += unsupported_rope_type(family, model)
-    both = model.yarn_mscale and model.yarn_mscale_all_dim
-    neither = model.yarn_mscale == 1.0 and not model.yarn_mscale_all_dim
-    if model.multi_latent_attention and model.position_embedding_type == "yarn" and not (both or neither):
+    scores_alone = model.yarn_mscale_all_dim and not model.yarn_mscale
+    if model.multi_latent_attention and model.position_embedding_type == "yarn" and scores_alone:
         problems.append(unsupported_setting("yarn_mscale", model.yarn_mscale, family, "both mscales or neither"))
     if family.activation_key and model.activation not in _activation_names(family):
         known = ", ".join(_activation_names(family))
