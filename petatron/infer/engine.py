@@ -206,7 +206,7 @@ class Engine:
         """Forgets all that was computed from the weights: they have changed. At every rank, while nothing runs."""
         for scheduler in self._schedulers:
             scheduler.pool.forget_prefixes()
-        self._weights.host_gemms.forget_copies()
+        self._weights.forget_copies()
         self._steps.forget_recordings()
 
     def step(self) -> list[TokenEvent]:

@@ -127,7 +127,8 @@ def apply_fp8(
                 if isinstance(module, RMSNorm):
                     module.attaches_amax = True
                 elif isinstance(module, MLP):
-                    module.act.attaches_amax = True
+                    # Variants are compiled, and the compiler would take the amax of elements that it has not rounded yet.
+                    module.act.attaches_amax = module.act.variant is None
         if precision.fp8_output_grad:
             for head in (module for module in stage.modules() if isinstance(module, OutputHead)):
                 head.make_loss_gemm = fp8_output_grad_factory(choice.functions)

@@ -82,6 +82,8 @@ class GenerationWeights:
         self._moved: list[tuple[nn.Parameter, Tensor]] = []
         self._freed: list[tuple[Tensor, int]] = []
         self.host_gemms = HostGemms()
+        self._fp8_gemms = model.fp8_gemms
+        self.forget_copies()
         if copies and not fp8 and model.mesh.device.type == "cpu" and not model.fully_sharded:
             self._copy_weights(model)
             return
@@ -103,8 +105,14 @@ class GenerationWeights:
             self._free_originals(model)
             _log.info("%d weights of this rank are in FP8; %s", len(self._quantised), choice)
 
+    def forget_copies(self) -> None:
+        """Drops what was computed from the weights, which have changed; those that FP8 training casts too, whose amax histories pause."""
+        self.host_gemms.forget_copies()
+        self._fp8_gemms.end_step()
+
     def release(self) -> None:
         """Gives the model its GEMMs back, and the dequantised weights."""
+        self.forget_copies()
         for module, linear_op in self._replaced:
             module.linear_op = linear_op
         for head in self._heads:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from petatron.kernels.fp8.amax import attached_amax
+from petatron.kernels.fp8.amax import attached_amax, new_amax
 from petatron.kernels.fp8.cast_and_gemm import CastKernel, Fp8Kernels, Fp8Matrix, Orientation
 
 
@@ -36,7 +36,7 @@ class CurrentTensorwiseScaling:
         if amax is not None:
             return self._kernels.cast_tensor(x_RC, self._dtype, amax=amax, orientation=orientation)
         if self._previous_scale is None:
-            self._previous_scale = torch.ones(1, dtype=torch.float32, device=x_RC.device)
+            self._previous_scale = _new_state(1, 1.0, x_RC.device)
         return self._kernels.cast_speculative(
             x_RC, self._dtype, previous_scale=self._previous_scale, orientation=orientation
         )
@@ -78,8 +78,11 @@ class DelayedScaling:
         amax, kernels = self._current_amax(x_RC.device), self._kernels
         if self._scale is not None:
             return kernels.cast_with_scale(x_RC, self._dtype, scale=self._scale, amax=amax, orientation=orientation)
-        kernels.update_amax(x_RC, amax)
-        return kernels.cast_tensor(x_RC, self._dtype, amax=amax, orientation=orientation)
+        # Its own amax, not that of all micro-batches so far: one that is recomputed after others is cast to the same bits.
+        own = new_amax(x_RC)
+        kernels.update_amax(x_RC, own)
+        torch.maximum(amax, own, out=amax)
+        return kernels.cast_tensor(x_RC, self._dtype, amax=own, orientation=orientation)
 
     def _current_amax(self, device: torch.device) -> Tensor:
         """Returns the history entry of this step's amax."""
@@ -87,7 +90,7 @@ class DelayedScaling:
             return torch.zeros(1, dtype=torch.float32, device=device)
         history = self._history
         if history is None:
-            history = self._history = torch.zeros(self._length, dtype=torch.float32, device=device)
+            history = self._history = _new_state(self._length, 0.0, device)
         self._used = True
         return history[:1]
 
@@ -135,3 +138,9 @@ class DelayedScaling:
             self._scale, self._used, self._paused = scale, used, paused
 
         return undo
+
+
+@torch.inference_mode(False)
+def _new_state(length: int, value: float, device: torch.device) -> Tensor:
+    """Returns state of a quantiser; what an evaluation in inference mode creates, a training step has to be able to change."""
+    return torch.full((length,), value, dtype=torch.float32, device=device)

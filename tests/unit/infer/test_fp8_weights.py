@@ -8,10 +8,14 @@ import torch
 from petatron.base.errors import ConfigError
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.generate import generate
 from petatron.infer.sampling_params import SamplingParams
 from petatron.layers.linear import Linear
+from petatron.mesh.mesh import ParallelMesh
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
+from tests.parity.harness import tiny_run
 from tests.unit.infer.test_sample import model_in
 
 PROMPTS = [[5, 17, 90, 3, 3], [1], [2, 3, 4, 5, 6, 7, 8, 9]]
@@ -95,3 +99,37 @@ def test_fully_sharded_weights_are_refused(ranks: RankPool):
     flags = "--dp 2 --use-torch-fsdp2 --micro-batch-size 1"
     for text in ranks.run(refused, 2, flags):
         assert "--fp8-weights quantises whole weights" in text and "--data-parallel-sharding-strategy" in text
+
+
+FP8_RUN = (
+    "--bf16 --hidden-size 64 --ffn-hidden-size 96 --seq-length 32 --lr-warmup-iters 0 --fp8-format hybrid --fp8-recipe"
+)
+PROMPT = list(range(16))
+"""As many rows as an FP8 GEMM takes."""
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_a_model_that_trains_in_fp8_generates_with_the_weights_it_has_now(recipe: str):
+    run = tiny_run(f"{FP8_RUN} {recipe}")
+    model = build_model(run, ParallelMesh.single())
+    optimizer = build_optimizer(run, model)
+    model.train_step(next(build_loader(run, model.mesh)))
+    engine, found = Engine(model), []
+    for _ in range(2):
+        answers = [generate(model, PROMPT, max_new_tokens=8, temperature=0.0)]
+        engine.forget_prefixes()
+        answers.append(engine.complete([PROMPT], SamplingParams(max_new_tokens=8, temperature=0.0))[0][0].ids)
+        model.fp8_gemms.end_step()
+        answers.append(generate(model, PROMPT, max_new_tokens=8, temperature=0.0))
+        assert answers[0] == answers[1] == answers[2]
+        found.append(answers[0])
+        optimizer.step(lr=0.5)
+    assert found[0] != found[1]
+
+
+def test_generation_changes_no_amax_history():
+    model = build_model(tiny_run(f"{FP8_RUN} delayed"), ParallelMesh.single())
+    before = model.fp8_gemms.state()
+    generate(model, PROMPT, max_new_tokens=2)
+    for key, rows in model.fp8_gemms.state().items():
+        assert torch.equal(rows, before[key])

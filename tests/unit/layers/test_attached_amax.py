@@ -78,6 +78,15 @@ def test_casts_of_a_step_know_amax_and_change_no_bit(monkeypatch: pytest.MonkeyP
             assert (mine.kind, mine.name) == (theirs.kind, theirs.name) and torch.equal(mine.values, theirs.values)
 
 
+def test_a_bounded_activation_notes_nothing(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU torch.compile computes it, and would note the amax of its output before that is rounded."""
+    casts = Casts(monkeypatch)
+    run = tiny_run(f"{SIZES} {BATCH} --fp8-format hybrid --fp8-recipe tensorwise --activation-func-clamp-value 1.0")
+    assert train(replace(run, precision=replace(run.precision, fp64=True)))
+    assert casts.of(E4M3, 96) == {False: LAYERS * MICRO_BATCHES} and True not in casts.of(E5M2, 192)
+    assert casts.of(E4M3, 64)[True]
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_recipes_without_a_scale_of_the_tensor_at_hand_note_nothing(recipe: str, monkeypatch: pytest.MonkeyPatch):
     def fail(*args: Any) -> None:

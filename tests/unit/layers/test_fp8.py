@@ -263,6 +263,16 @@ class TestDelayed:
         scaling.new_step()
         assert scaling(x).rows.scale == 1 / 64
 
+    def test_in_the_first_step_a_tensor_is_cast_as_before_after_larger_ones(self):
+        """As recompute does in a pipeline, where other micro-batches came in between."""
+        scaling = self.scaling()
+        x = torch.logspace(-14, 0, 256, base=2.0).view(16, 16)
+        first, larger, again = (scaling(each).rows for each in (x, 1024 * x, x))
+        assert torch.equal(first.scale, again.scale) and torch.equal(first.values.float(), again.values.float())
+        assert larger.scale == 1024 * first.scale
+        scaling.new_step()
+        assert scaling(x).rows.scale == larger.scale, "the step's amax is that of all"
+
     @pytest.mark.parametrize(("most_recent", "wanted"), [(True, [1, 8, 2, 1, 1]), (False, [1, 8, 8, 8, 2])])
     def test_history(self, most_recent: bool, wanted: list[float]):
         scaling, scales = self.scaling(length=3, most_recent=most_recent), []
@@ -465,3 +475,15 @@ def test_a_scale_is_guessed_to_be_the_last_one():
     assert guesses == [1.0, *scales[:-1]]
     assert scales == [float(REFERENCE.cast_tensor(factor * x, E4M3).rows.scale) for factor in (1.0, 1.0, 16.0, 2.0)]
     assert len(set(scales)) == 3
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_inference_mode_leaves_nothing_that_training_cannot_change(recipe: str):
+    """An evaluation may come first."""
+    ours, other = (fp8_gemm_factory(precision(recipe), kernels=REFERENCE)() for _ in range(2))
+    x, w = draw(128, 128, seed=0), draw(128, 128, seed=1)
+    with torch.inference_mode():
+        ours.forward(x, w)
+    for gemm in (ours, other):
+        gemm.new_step(1)
+    assert torch.equal(ours.forward(x, w)[0], other.forward(x, w)[0])
