@@ -6,6 +6,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
@@ -38,6 +39,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_search_through_what_stays() -> Iterator[None]:
+    """Imports and caches of a module's tests stay to the end too."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     pool = RankPool()
@@ -50,6 +59,13 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a command starts here fork with torch loaded, which takes them seconds less; all else of the launcher is its own."""
     processes = SimpleNamespace(Popen=ForkedPython, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr("petatron.mesh.launch.local_launcher.subprocess", processes)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interrupts_are_heard() -> None:
+    """A shell has its background jobs ignore interrupts, and so would every process that a test starts and interrupts."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,7 +6,7 @@ fsync; torch.save alone is shown too. Loads are timed with the files dropped fro
 with all of them in it, each in a process of its own (`loading/load_process.py`). Ours checks digests and fills existing tensors;
 torch.load checks nothing and allocates new ones. What it takes with a copy into existing ones, and with equal digests, is shown too.
 Every round runs everything once, in both orders by turns, and the median of the rounds' ratios counts, with their spread and the CPU
-time of both sides. `--load` keeps the machine busy meanwhile. Extra memory is the growth of the process's peak.
+time of both sides. `--busy-processes` keeps the machine busy meanwhile. Extra memory is the growth of the process's peak.
 """
 
 from __future__ import annotations
@@ -63,31 +63,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", choices=("save", "load"), help="measure only saving, or only loading (default: both)")
     parser.add_argument(
-        "--load",
+        "--busy-processes",
         type=int,
         default=0,
         metavar="N",
         help="busy processes of the bench that run during what is timed (default: 0)",
     )
     parser.add_argument(
-        "--load-own-sessions",
+        "--busy-own-sessions",
         action="store_true",
         help="give each of these a session of its own, like a job of somebody else: where the kernel shares the CPU between "
         "sessions, more threads do not get more of it",
     )
 
 
-def word_problems(args: argparse.Namespace) -> list[Problem]:
+def argument_problems(args: argparse.Namespace) -> list[Problem]:
     """Returns what is wrong with the words, and with the folder they name."""
     found = positive_problems({"--gigabytes": args.gigabytes})
-    found += minimum_problems({"--repeat": (args.repeat, 1), "--load": (args.load, 0)})
-    if args.load_own_sessions and args.load == 0:
+    found += minimum_problems({"--repeat": (args.repeat, 1), "--busy-processes": (args.busy_processes, 0)})
+    if args.busy_own_sessions and args.busy_processes == 0:
         found.append(
-            Problem("--load-own-sessions", "", "has no effect without --load", "Give --load a number of processes.")
+            Problem(
+                "--busy-own-sessions",
+                "",
+                "has no effect without --busy-processes",
+                "Give --busy-processes a number of processes.",
+            )
         )
-    if args.load > _MAX_BUSY_PROCESSES:
+    if args.busy_processes > _MAX_BUSY_PROCESSES:
         fix = f"Use at most {_MAX_BUSY_PROCESSES}."
-        found.append(Problem("--load", str(args.load), "would take all processes of the machine", fix))
+        found.append(
+            Problem("--busy-processes", str(args.busy_processes), "would take all processes of the machine", fix)
+        )
     folder = Path(args.folder or ".")
     needed = 4 * args.gigabytes * 1e9  # ours and torch's, and as much again in the page cache before write-back
     try:
@@ -111,7 +118,7 @@ def run(args: argparse.Namespace) -> BenchResult:
     """All rounds, and what they say."""
     with _scratch_folder(Path(args.folder or ".")) as path:
         _log.info("making %g GB of state", args.gigabytes)
-        with BusyProcesses(args.load, own_sessions=args.load_own_sessions) as busy:
+        with BusyProcesses(args.busy_processes, own_sessions=args.busy_own_sessions) as busy:
             bench = _Bench.build(Path(path).resolve(), args.gigabytes, busy)
             bench.measure(args.only, rounds=max(_MIN_ROUNDS, args.repeat))
     return _result(bench, args)
@@ -253,11 +260,13 @@ def _result(bench: _Bench, args: argparse.Namespace) -> BenchResult:
 
     size, largest = sum(bench.sizes()), max(bench.sizes())
     rows = [("state", f"{size / 1e9:.2f} GB in {len(bench.chunks)} tensors, the largest {largest / 1e6:.0f} MB")]
-    if args.load:
-        sessions = "in sessions of their own" if args.load_own_sessions else "in the session of the bench"
+    if args.busy_processes:
+        sessions = "in sessions of their own" if args.busy_own_sessions else "in the session of the bench"
         average = os.getloadavg()[1]  # of five minutes, others included
-        rows.append(("busy processes", f"{args.load} {sessions}, {os.cpu_count()} cores, load average {average:.1f}"))
-    values = {"bytes": size, "largest_tensor_bytes": largest, "busy_processes": args.load}
+        rows.append(
+            ("busy processes", f"{args.busy_processes} {sessions}, {os.cpu_count()} cores, load average {average:.1f}")
+        )
+    values = {"bytes": size, "largest_tensor_bytes": largest, "busy_processes": args.busy_processes}
     ratios: dict[str, list[float]] = {}
     if bench.times:
         rows += _save_rows(bench.times, size, ratios)

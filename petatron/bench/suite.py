@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from petatron.bench.result import BenchResult
 
 _DEFAULT_SECONDS = 600.0
-_LONGEST_SHARE = 3.0  # of its estimate, after which a model is stopped
+_TIMEOUT_FACTOR = 3.0  # of its estimate, after which a model is stopped
 _CPU_ESTIMATE_S = 20.0
 _log = get_logger(__name__)
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(device=None)  # to know whether it was given
 
 
-def word_problems(args: argparse.Namespace) -> list[Problem]:
+def argument_problems(args: argparse.Namespace) -> list[Problem]:
     """Returns what is wrong with the words, before minutes of measuring."""
     found = _table_problems(args) if args.table else _measurement_problems(args)
     if args.into is not None:
@@ -84,7 +84,7 @@ def word_problems(args: argparse.Namespace) -> list[Problem]:
         fix = "Give --into the file whose table is replaced."
         found.append(Problem("--replace", "", "has no effect without --into", fix))
     if args.out is not None:
-        found += _folder_problems(Path(args.out))
+        found += _make_out_folder(Path(args.out))
     return found
 
 
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> BenchResult:
         _updated_page(args, rows, device)
     out = None if args.out is None else Path(args.out)
     if place is not None:
-        plan = SuitePlan(
+        plan = SuiteRunner(
             on_cuda=place.kind == "cuda",
             peer_paths=tuple(args.peer_path),
             seconds=_DEFAULT_SECONDS if args.seconds is None else args.seconds,
@@ -155,7 +155,7 @@ def _row_text(row: SuiteRow) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuitePlan:
+class SuiteRunner:
     """What all models of a suite have in common."""
 
     on_cuda: bool
@@ -191,7 +191,7 @@ class SuitePlan:
             _log.info("%s, %d of %d: %.0f s so far", entry.name, number, len(entries), self.seconds - left)
             began = time.monotonic()
             words = self.words(entry)
-            values, log = run_words(words, min(left, _LONGEST_SHARE * estimate))
+            values, log = run_words(words, min(left, _TIMEOUT_FACTOR * estimate))
             details[entry.name] = {"words": words, "seconds": time.monotonic() - began, "bench": values}
             if values is None:
                 reason = log.strip().splitlines()[-1] if log.strip() else "no output"
@@ -248,7 +248,7 @@ def run_child(words: Sequence[str], limit_s: float) -> tuple[dict[str, Any] | No
         return json.loads(answer.read_text()), log
 
 
-def _folder_problems(folder: Path) -> list[Problem]:
+def _make_out_folder(folder: Path) -> list[Problem]:
     """Makes the folder for results."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

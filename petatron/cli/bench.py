@@ -1,14 +1,13 @@
 """`petatron bench`: measurements that compare two ways of doing the same work in one run, on this machine.
 
 A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES. One with
-`word_problems(args)` is run only where that finds none, and they are told together with those of `--json`. One that sets
+`argument_problems(args)` is run only where that finds none, and they are told together with those of `--json`. One that sets
 TAKES_RUN_FLAGS also gets the flags its parser does not know, as `run(args, flags)`: those of a training run; a preset may come
 first.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -21,6 +20,7 @@ from petatron.base.errors import ConfigError, DataError
 from petatron.base.log import configure_logging
 from petatron.bench.measure.arguments import writable_problems
 from petatron.bench.result import BenchResult
+from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.train import with_preset
 
 BENCHES: Mapping[str, tuple[str, str]] = {
@@ -46,21 +46,19 @@ BENCHES: Mapping[str, tuple[str, str]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Run one bench, print its table and write its JSON."""
-    parser = argparse.ArgumentParser(prog="petatron bench", description="Measure speed side by side.")
+    parser = CommandParser(prog="petatron bench", description="Measure speed side by side.")
     names = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    for name, (module, summary) in BENCHES.items():
+    modules = {name: importlib.import_module(module) for name, (module, _) in BENCHES.items()}
+    for name, (_, summary) in BENCHES.items():
         one = names.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         one.add_argument("--json", metavar="FILE", help="write all numbers here")
-        importlib.import_module(module).add_arguments(one)
-    args, flags = parser.parse_known_args(argv)
-    module = importlib.import_module(BENCHES[args.bench][0])
-    takes_flags = getattr(module, "TAKES_RUN_FLAGS", False)
-    if flags and not takes_flags:
-        parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    flags = with_preset(flags)
+        modules[name].add_arguments(one)
+    takes_flags = any(getattr(modules.get(word), "TAKES_RUN_FLAGS", False) for word in argv[:1])
+    args, flags = parser.parse_known_args(argv) if takes_flags else (parser.parse_args(argv), [])
+    module, flags = modules[args.bench], with_preset(flags)
     configure_logging()
     wrong = writable_problems("--json", Path(args.json)) if args.json else []
-    wrong += module.word_problems(args) if hasattr(module, "word_problems") else []
+    wrong += module.argument_problems(args) if hasattr(module, "argument_problems") else []
     if wrong:
         raise ConfigError(wrong)
     result: BenchResult = module.run(args, flags) if takes_flags else module.run(args)

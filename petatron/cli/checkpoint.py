@@ -20,6 +20,7 @@ from petatron.base.terminal_escape import printable, raw_stream
 from petatron.base.text import align_columns, format_bytes
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files.step_list import naming_step_flag
+from petatron.cli.subcommands.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from petatron.checkpoint.inspect.diff_checkpoints import CheckpointDiff
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser(*, converting: bool) -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="petatron checkpoint",
         description="Look into checkpoints, prove that they are whole, compare, prune and convert them. PATH is a folder that "
         "--save wrote to, or one step-N in it.",

@@ -13,6 +13,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import configure_logging
 from petatron.base.terminal_escape import raw_stream
 from petatron.cli.subcommands import data_fetch
+from petatron.cli.subcommands.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from petatron.config.schema.training import TokenizerConfig
@@ -27,7 +28,7 @@ SHOWN_CHARACTERS = 400
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of all subcommands."""
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="petatron data", description="Fetch public text; make, inspect and join token files (.bin/.idx)."
     )
     verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")

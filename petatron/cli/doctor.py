@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from petatron import __version__
 from petatron.base.errors import LaunchError
 from petatron.cli.subcommands import doctor_nccl
+from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.mesh.launch.environment import read_environment, usable_cores
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Diagnosis:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the verb."""
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="petatron doctor", description="Report versions, devices, backends and what each missing extra costs."
     )
     root.add_argument(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.text import count_with_noun
+from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.plan.pipeline_simulator import ActionCosts, Simulation, bubble_fraction, simulate, theoretical_bubble
 from petatron.plan.timeline_drawing import timeline_svg, timeline_text
 from petatron.schedule import SCHEDULES, ScheduleShape, build_schedule
@@ -27,7 +28,7 @@ MAX_SIMULATED_PASSES = 250_000
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="petatron plan",
         description="What a layout will cost, before it is started: `plan schedule` simulates a pipeline schedule with given costs, draws "
         "it, "

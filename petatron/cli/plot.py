@@ -11,6 +11,7 @@ from pathlib import Path
 from petatron.base.errors import ConfigError, Problem, RunFolderError
 from petatron.base.safe_files import write_atomic
 from petatron.base.terminal_escape import printable, raw_stream
+from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.history.curves import DEFAULT_METRICS, MAX_RUNS, METRICS, X_AXES, Panel, build_panels, check_metrics
 from petatron.history.draw.png import figure_png
 from petatron.history.draw.svg import figure_svg
@@ -23,7 +24,7 @@ _MIN_HEIGHT, _MAX_SIZE = 3, 1000
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="petatron plot",
         description="Draws loss, validation, learning rate, gradient norm, throughput and memory of one or several runs: in the "
         "terminal, or as a picture with --out.",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, LaunchError, Problem
 from petatron.base.safe_files import write_atomic
+from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.config import load_config, resolve_config
 from petatron.mesh.launch.environment import read_environment
 from petatron.quickstart.options import QuickstartOptions
@@ -36,7 +37,7 @@ _EXIT_INTERRUPTED = 130
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the verb."""
     defaults = QuickstartOptions()
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="petatron quickstart",
         description="Train a small LLaMA on the source of Python's standard library, split over two processes of this "
         "machine's CPU, in about two minutes. Nothing is downloaded; finished steps are not repeated.",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from petatron.cli.plot import write_result
+from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.history.report.page import report_html
 from petatron.history.run_folder import open_runs
 
@@ -14,7 +15,7 @@ _REPORT_FILE = "report.html"
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="petatron report",
         description="Writes a run as one HTML file to send to a colleague: curves, settings with their origins, environment, data, "
         "layout, checkpoints, evaluation and text samples. It needs nothing else and requests nothing.",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from petatron.base.errors import RunFolderError
 from petatron.base.terminal_escape import printable
+from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.history.draw.axes import compact
 from petatron.history.run_folder import RecordedRun, find_run_folders, open_run, open_runs
 from petatron.history.summary import (
@@ -29,7 +30,7 @@ _LONG_COUNT = 100_000
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="petatron runs",
         usage="petatron runs [-h] [--json] [DIR]\n       petatron runs diff [-h] [--json] A B",
         description="Lists the runs below a folder: whether each is running, finished, stopped or failed, how far it came, its last "
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def diff_parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="petatron runs diff",
         description="Shows the settings in which two runs differ, with the origin of each value, and their results side by side.",
         allow_abbrev=False,

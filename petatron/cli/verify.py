@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.text import count_with_noun
 from petatron.cli.subcommands import verify_matrix
+from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.train import with_preset
 from petatron.mesh.launch.environment import read_environment, run_rank_main
 from petatron.mesh.launch.scratch_folder import VERIFY_PREFIX, scratch_folder
@@ -29,7 +30,7 @@ _NO_LAYOUT = (
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="petatron verify",
         description="Trains k steps of a configuration in a reference layout (one process) and in the layout given by the "
         "flags, on the same data from the same seed, at a constant learning rate and without dropout, and compares loss, "

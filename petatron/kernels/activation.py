@@ -81,11 +81,11 @@ def activation_backward(
 
 
 def gated_activation(
-    gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None, *, amax: Tensor | None = None
+    gate_up_RG: Tensor, name: str, variant: GluVariant | None = None, *, amax: Tensor | None = None
 ) -> Tensor:
-    """Returns act(gate) x up; `amax` [1] float32 is raised to its amax."""
+    """Returns act(gate) x up; `amax` [1] float32 is updated with it."""
     gate, up = map(to_compute_dtype, gate_up_RG.chunk(2, dim=-1))
-    gate, up = (gate, up) if bounds is None else _bounded(gate, up, bounds)
+    gate, up = (gate, up) if variant is None else _apply_variant(gate, up, variant)
     output = ACTIVATIONS[GATE_ACTIVATIONS[name]](gate) * up
     output = output if output.dtype == gate_up_RG.dtype else output.to(gate_up_RG.dtype)
     if amax is not None:
@@ -97,30 +97,30 @@ def gated_activation_backward(
     grad_RF: Tensor,
     gate_up_RG: Tensor,
     name: str,
-    bounds: GluVariant | None = None,
+    variant: GluVariant | None = None,
     *,
     recompute_output: bool,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient of gate and up concatenated, to whose amax `amax` is raised, and the output if `recompute_output`."""
     gate_in, up_in = (to_compute_dtype(part) for part in gate_up_RG.chunk(2, dim=-1))
-    gate, up = (gate_in, up_in) if bounds is None else _bounded(gate_in, up_in, bounds)
+    gate, up = (gate_in, up_in) if variant is None else _apply_variant(gate_in, up_in, variant)
     grad, active = grad_RF.to(gate.dtype), ACTIVATIONS[GATE_ACTIVATIONS[name]](gate)
     output = (active * up).to(gate_up_RG.dtype) if recompute_output else None
     grad_gate, grad_up = _ACTIVATION_GRADS[GATE_ACTIVATIONS[name]](grad * up, gate), grad * active
-    if bounds is not None and bounds.clamp is not None:
-        grad_gate = grad_gate * (gate_in * bounds.gate_multiplier <= bounds.clamp)
-        grad_up = grad_up * (up_in.abs() <= bounds.clamp)
-    if bounds is not None:
-        grad_gate = grad_gate * bounds.gate_multiplier
+    if variant is not None and variant.clamp is not None:
+        grad_gate = grad_gate * (gate_in * variant.gate_multiplier <= variant.clamp)
+        grad_up = grad_up * (up_in.abs() <= variant.clamp)
+    if variant is not None:
+        grad_gate = grad_gate * variant.gate_multiplier
     x_grad = torch.cat((grad_gate, grad_up), dim=-1).to(gate_up_RG.dtype)
     if amax is not None:
         update_amax(x_grad, amax)
     return x_grad, output
 
 
-def _bounded(gate: Tensor, up: Tensor, bounds: GluVariant) -> tuple[Tensor, Tensor]:
-    gate = gate * bounds.gate_multiplier
-    if bounds.clamp is not None:
-        gate, up = gate.clamp(max=bounds.clamp), up.clamp(-bounds.clamp, bounds.clamp)
-    return gate, up + bounds.offset
+def _apply_variant(gate: Tensor, up: Tensor, variant: GluVariant) -> tuple[Tensor, Tensor]:
+    gate = gate * variant.gate_multiplier
+    if variant.clamp is not None:
+        gate, up = gate.clamp(max=variant.clamp), up.clamp(-variant.clamp, variant.clamp)
+    return gate, up + variant.offset

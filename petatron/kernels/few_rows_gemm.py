@@ -43,7 +43,7 @@ class FewRowsGemmKernels(Protocol):
 
 def pack_fp8(operand: Fp8Operand, dtype: torch.dtype) -> Fp8Weight:
     """Returns a quantised weight as the kernels read it, for activations of a dtype."""
-    assert operand.scaling == "rows"
+    assert operand.scaling == "rowwise"
     return Fp8Weight(operand.values, operand.scale)
 
 
@@ -63,4 +63,4 @@ def dequantise_weight(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     if weight.permuted:
         rows = values.view(torch.uint8).unflatten(1, (-1, 4))
         values = rows[:, :, _NATURAL_ORDER].flatten(1).view(E4M3)
-    return dequantise(Fp8Operand(values, weight.scale, "rows")).to(dtype)
+    return dequantise(Fp8Operand(values, weight.scale, "rowwise")).to(dtype)

@@ -38,7 +38,7 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns total, normalised total and reciprocal RMS; `zero_centered_gamma`: weights are stored as an offset from one.
 
-    `amax` [1] float32 is raised to that of the normalised total.
+    `amax` [1] float32 is updated with the normalised total.
     """
     total = x_RD if branch is None else x_RD + branch
     wide = to_compute_dtype(total)
@@ -64,7 +64,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of the total and of the weight (in at least float32), and the normalised total if `recompute_output`.
 
-    `submit_weight_grad` gets the weight's gradient instead of the caller. `amax` is raised to that of the total's gradient.
+    `submit_weight_grad` gets the weight's gradient instead of the caller. `amax` is updated with the total's gradient.
     """
     normal, grad = to_compute_dtype(total_RD) * rstd_R[:, None], to_compute_dtype(grad_RD)
     inner = grad * _effective_weight(weight_D, grad.dtype, zero_centered_gamma=zero_centered_gamma)

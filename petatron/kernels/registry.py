@@ -170,7 +170,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
         KernelImplementation("reference", _module("norm"), _always_supported),
     ),
     "gated activation": _triton_and_reference("activation"),
-    "bounded gated activation": (
+    "gated activation variant": (
         _compiled("activation", "gated_activation", "gated_activation_backward"),
         KernelImplementation("reference", _module("activation"), _always_supported),
     ),

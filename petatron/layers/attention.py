@@ -21,7 +21,7 @@ from petatron.layers.attention_positions import ALIBI_CHANNELS, AlibiBias, Atten
 from petatron.layers.core_attention import AttentionSinks, BidirectionalCoreAttention, CoreAttention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.norm import Norm, NormSpec, RMSNorm
+from petatron.layers.norm import NormSpec, NormWeights, RMSNorm
 from petatron.layers.ops.qkv_split import (
     QKNormRopeKernels,
     QKNorms,
@@ -30,7 +30,7 @@ from petatron.layers.ops.qkv_split import (
     split_qkv_norm_rope,
     split_qkv_rope,
 )
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.projection_norm import ProjectionRMSNorm
 from petatron.layers.rope import RopeSpec, pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -145,7 +145,7 @@ class AttentionSpec(BranchSpec):
         shard = Shard(tp=0, sections=(Section("", width, heads),))
         return {name: replace(param, shape=(width,), shard=shard) for name, param in self.qk_norm.params().items()}
 
-    def build_qk_norm(self, heads: int) -> Norm | None:
+    def build_qk_norm(self, heads: int) -> NormWeights | None:
         """Builds the norm of queries or of keys, of so many heads."""
         if self.qk_norm is None or self.qk_norm_scope == "head":
             return None if self.qk_norm is None else self.qk_norm.build()
@@ -184,7 +184,7 @@ class AttentionSpec(BranchSpec):
             heads = rows * (q_dim + kv_dim) // self.head_dim if per_head else 2 * rows
             saved += 0 if fused else self.qk_norm.statistics_bytes(shape, heads)
         saved += self._saved_variant_bytes(shape)
-        saved += shape.activation_bytes(rows, q_dim) + shape.fp8_recast_bytes(q_dim)
+        saved += shape.activation_bytes(rows, q_dim) + shape.fp8_requantised_bytes(q_dim)
         saved += shape.fp8_column_input_bytes(self.hidden_size)
         saved += shape.activation_bytes(rows, self._saved_gates() * self.gate_dim(shape.tp))
         log_sum_exp = rows * q_dim // self.head_dim * shape.compute_bytes
@@ -271,7 +271,7 @@ class Attention(BranchModule):
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"core_attn": self.core, "attention": self}
 
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+    def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         (qkv, gate), rows = self._project(x_SBD), context.token_rows
         y_SBHE = self._attend(qkv, context)
         if rows is not None and gate is None and is_batch_first(y_SBHE) == rows.batch_first:
@@ -282,7 +282,7 @@ class Attention(BranchModule):
         # The GEMM takes tokens in the order in which attention leaves them.
         return self.out(y_SBD) if rows is None else rows.flatten(self.out(y_SBD))
 
-    def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor | None]:
+    def _project(self, x: Tensor | RecomputableOutput) -> tuple[Tensor, Tensor | None]:
         """Returns queries, keys and values, and the gates of the output if it has some."""
         qkv, gate = self.qkv(x), None
         if self.spec.output_gate:

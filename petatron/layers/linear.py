@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from petatron.layers.ops.linear_op import local_linear
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput
 
-LinearOp = Callable[[Tensor | Recomputable, Tensor], Tensor]
+LinearOp = Callable[[Tensor | RecomputableOutput, Tensor], Tensor]
 """(x, weight) to x W^T: the slot for tensor parallelism, FP8 and the weight-gradient sink."""
 
 
@@ -28,7 +28,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(sum(sections))) if bias else None
         self.linear_op: LinearOp = local_linear
 
-    def forward(self, x: Tensor | Recomputable) -> Tensor:
+    def forward(self, x: Tensor | RecomputableOutput) -> Tensor:
         params = self._parameters  # nn.Module would look for each of them in Python
         weight, bias = params["weight"], params.get("bias")
         assert weight is not None

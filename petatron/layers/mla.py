@@ -35,7 +35,7 @@ from petatron.layers.forward_context import ForwardContext, RopeCosSin
 from petatron.layers.linear import Linear
 from petatron.layers.norm import Norm, NormSpec
 from petatron.layers.ops.latent_heads import LatentHeadKernels, interleaved_rope, join_rope_key
-from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec, SequenceSharding
@@ -153,7 +153,7 @@ class MlaSpec(BranchSpec):
         saved = shape.activation_bytes(rows, heads * 2 * (self.qk_dim + self.v_dim))
         saved += self._latent_bytes(shape)
         saved += shape.fp8_column_input_bytes(self.q_input_size, self.kv_rank)
-        saved += shape.fp8_recast_bytes(heads * self.v_dim)
+        saved += shape.fp8_requantised_bytes(heads * self.v_dim)
         log_sum_exp = rows * heads * shape.compute_bytes
         return saved + (0 if "core_attn" in recomputed else log_sum_exp)
 
@@ -228,7 +228,7 @@ class MultiLatentAttention(BranchModule):
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"core_attn": self.core, "attention": self}
 
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+    def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         cos_sin = None if self.spec.rope is None else context.rope_cos_sin[self.spec.rope]
         if context.generation is not None:
             return self.out(self._cached_attention(x_SBD, cos_sin, context.generation).flatten(-2))
@@ -236,7 +236,7 @@ class MultiLatentAttention(BranchModule):
         k_SBHE, v_SBHV = self._keys_and_values(x_SBD, cos_sin)
         return self.out(self.core(q_SBHE, k_SBHE, v_SBHV, context.documents).flatten(-2))
 
-    def _queries(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin | None) -> Tensor:
+    def _queries(self, x_SBD: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None) -> Tensor:
         latent = x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
         q_SBHE = _batch_of_one(self.q_up(latent)).unflatten(-1, (-1, self.spec.qk_dim))
         return self._rotated(q_SBHE, cos_sin, scale=self.spec.query_scale)
@@ -247,7 +247,7 @@ class MultiLatentAttention(BranchModule):
         return interleaved_rope(x_SBHE, cos_sin, scale=scale, kernels=self.head_kernels)
 
     def _cached_attention(
-        self, x_TD: Tensor | Recomputable, cos_sin: RopeCosSin | None, step: GenerationStep
+        self, x_TD: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None, step: GenerationStep
     ) -> Tensor:
         """Attends through the pages of this layer to the tokens before; of them only latent and rotary key are known."""
         spec, pages = self.spec, step.pages[self.layer_index]
@@ -266,7 +266,7 @@ class MultiLatentAttention(BranchModule):
             kernels=self.latent_kernels,
         )
 
-    def _keys_and_values(self, x_SBD: Tensor | Recomputable, cos_sin: RopeCosSin | None) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, x_SBD: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None) -> tuple[Tensor, Tensor]:
         spec = self.spec
         latent, rotary_SBR = self.kv_down(x_SBD).split((spec.kv_rank, spec.rotary_dim), dim=-1)
         kv = self.kv_up(_normed(self.kv_norm, latent)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
@@ -288,5 +288,5 @@ def _join_shared_key(kv_SBHM: Tensor, shared_SBR: Tensor, *, nope_dim: int) -> t
     return torch.cat((keys, shared), dim=-1), values.contiguous()
 
 
-def _normed(norm: Norm | None, latent: Tensor) -> Tensor | Recomputable:
+def _normed(norm: Norm | None, latent: Tensor) -> Tensor | RecomputableOutput:
     return latent if norm is None else norm.add_and_norm(latent)[1]

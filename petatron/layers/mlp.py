@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from petatron.config.schema.model import GATED_ACTIVATIONS
 from petatron.kernels import activation as reference
 from petatron.kernels.activation import GluVariant
-from petatron.kernels.fp8.amax import note_amax, zero_amax
+from petatron.kernels.fp8.amax import attach_amax, new_amax
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.ops.recompute_output import MaybeTensors, PendingOutput, Recomputable, Tensors
+from petatron.layers.ops.recompute_output import DeferredOutput, MaybeTensors, RecomputableOutput, Tensors
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
@@ -90,7 +90,7 @@ class ActivationKernels(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
     def gated_activation(
-        self, gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None, *, amax: Tensor | None = None
+        self, gate_up_RG: Tensor, name: str, variant: GluVariant | None = None, *, amax: Tensor | None = None
     ) -> Tensor: ...
 
     def gated_activation_backward(
@@ -98,7 +98,7 @@ class ActivationKernels(Protocol):
         grad_RF: Tensor,
         gate_up_RG: Tensor,
         name: str,
-        bounds: GluVariant | None = None,
+        variant: GluVariant | None = None,
         *,
         recompute_output: bool,
         amax: Tensor | None = None,
@@ -108,7 +108,7 @@ class ActivationKernels(Protocol):
 class _RecomputableActivation:
     """The activation function of a module, with that module's kernels."""
 
-    recast_in_fp8 = False
+    requantised_in_backward = False
 
     __slots__ = ("_module",)
 
@@ -128,12 +128,12 @@ class _RecomputableActivation:
             rows, batch_first = rows_in_memory_order(x)
             grad = to_rows(grad, batch_first=batch_first)
         if module.gated:
-            amax = zero_amax(x) if module.notes_amax and is_rows else None
+            amax = new_amax(x) if module.attaches_amax and is_rows else None
             x_grad, output = module.kernels.gated_activation_backward(
-                grad, rows, module.name, module.bounds, recompute_output=recompute_output, amax=amax
+                grad, rows, module.name, module.variant, recompute_output=recompute_output, amax=amax
             )
             if amax is not None:
-                note_amax(x_grad, amax)
+                attach_amax(x_grad, amax)
         else:
             x_grad, output = module.kernels.activation_backward(
                 grad, rows, module.name, recompute_output=recompute_output
@@ -146,41 +146,41 @@ class _RecomputableActivation:
     def recompute(self, saved: Tensors) -> Tensor:
         (x,) = saved
         if x.dim() == 2:
-            return self._of_rows(x, notes_amax=self._module.notes_amax)
+            return self._of_rows(x, attaches_amax=self._module.attaches_amax)
         rows, batch_first = rows_in_memory_order(x)
-        return from_rows(self._of_rows(rows, notes_amax=False), x, batch_first=batch_first)
+        return from_rows(self._of_rows(rows, attaches_amax=False), x, batch_first=batch_first)
 
-    def _of_rows(self, rows: Tensor, *, notes_amax: bool) -> Tensor:
-        """`notes_amax`: not of rows that become tokens, a tensor without the note."""
+    def _of_rows(self, rows: Tensor, *, attaches_amax: bool) -> Tensor:
+        """`attaches_amax`: not to rows that become tokens, a tensor to which it is not attached."""
         module = self._module
         if not module.gated:
             return module.kernels.activation(rows, module.name)
-        amax = zero_amax(rows) if notes_amax else None
-        act = module.kernels.gated_activation(rows, module.name, module.bounds, amax=amax)
+        amax = new_amax(rows) if attaches_amax else None
+        act = module.kernels.gated_activation(rows, module.name, module.variant, amax=amax)
         if amax is not None:
-            note_amax(act, amax)
+            attach_amax(act, amax)
         return act
 
 
 class Activation(nn.Module):
     """The activation function of an MLP, by name; a gated one halves the width.
 
-    notes_amax: whether a gated one notes the amax of its output and of its input's gradient for FP8 casts (`kernels/fp8/amax.py`).
+    attaches_amax: whether a gated one attaches amax to its output and to its input's gradient, for FP8 casts (`kernels/fp8/amax.py`).
     """
 
-    def __init__(self, name: str, bounds: GluVariant | None = None) -> None:
+    def __init__(self, name: str, variant: GluVariant | None = None) -> None:
         super().__init__()
-        self.name, self.bounds, self.gated = name, bounds, name in GATED_ACTIVATIONS
+        self.name, self.variant, self.gated = name, variant, name in GATED_ACTIVATIONS
         self.kernels: ActivationKernels = reference
-        self.notes_amax = False
+        self.attaches_amax = False
         self._function = _RecomputableActivation(self)
 
     def kernel_slots(self) -> Mapping[str, str]:
-        gated = "gated activation" if self.bounds is None else "bounded gated activation"
+        gated = "gated activation" if self.variant is None else "gated activation variant"
         return {"kernels": gated if self.gated else "plain activation"}
 
-    def forward(self, x: Tensor) -> Recomputable:
-        return PendingOutput(self._function, x)
+    def forward(self, x: Tensor) -> RecomputableOutput:
+        return DeferredOutput(self._function, x)
 
 
 class MLP(BranchModule):
@@ -201,10 +201,10 @@ class MLP(BranchModule):
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"mlp": self}
 
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext | None = None) -> Tensor:
+    def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext | None = None) -> Tensor:
         return self.down(self.intermediate(x_SBD))
 
-    def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
+    def intermediate(self, x_SBD: Tensor | RecomputableOutput) -> RecomputableOutput:
         """Returns the input of the last GEMM, whose activation that GEMM may apply."""
         return self.act(self.up(x_SBD))
 
@@ -217,5 +217,5 @@ class GatedMLP(MLP):
     def add_first_linear(self, spec: MLPSpec) -> None:
         self.gate_up = Linear(spec.hidden_size, (spec.width, spec.width), bias=spec.bias)
 
-    def intermediate(self, x_SBD: Tensor | Recomputable) -> Recomputable:
+    def intermediate(self, x_SBD: Tensor | RecomputableOutput) -> RecomputableOutput:
         return self.act(self.gate_up(x_SBD))

@@ -12,9 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels import norm as reference
-from petatron.kernels.fp8.amax import note_amax, zero_amax
+from petatron.kernels.fp8.amax import attach_amax, new_amax
 from petatron.layers.ops.linear_op import WeightGradSink
-from petatron.layers.ops.recompute_output import MaybeTensors, PendingOutput, Recomputable, Tensors, apply_recomputable
+from petatron.layers.ops.recompute_output import (
+    DeferredOutput,
+    MaybeTensors,
+    RecomputableOutput,
+    Tensors,
+    apply_recomputable,
+)
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, rows_in_memory_order, to_rows
@@ -28,7 +34,7 @@ class _RecomputableNorm:
     Weights are inputs too where autograd is to get their gradients.
     """
 
-    recast_in_fp8 = True
+    requantised_in_backward = True
 
     __slots__ = ("_adds", "_norm")
 
@@ -42,7 +48,7 @@ class _RecomputableNorm:
         if not is_rows:
             rows, batch_first = rows_in_memory_order(x)
             branch = None if branch is None else to_rows(branch, batch_first=batch_first)
-        amax = zero_amax(x) if norm.notes_amax and is_rows else None
+        amax = new_amax(x) if norm.attaches_amax and is_rows else None
         total, normal, statistics = getattr(norm.kernels, norm.operation)(
             rows,
             *weights,
@@ -57,7 +63,7 @@ class _RecomputableNorm:
             total = from_rows(total, x, batch_first=batch_first)
         normal = normal if is_rows else from_rows(normal, x, batch_first=batch_first)
         if amax is not None:
-            note_amax(normal, amax)
+            attach_amax(normal, amax)
         # Autograd would detach a saved output itself, and once more in backward.
         return (total, normal), (total.detach(), statistics, *weights)
 
@@ -70,7 +76,7 @@ class _RecomputableNorm:
             rows, batch_first = rows_in_memory_order(total)
             grad = None if grad is None else to_rows(grad, batch_first=batch_first)
             grad_total = None if grad_total is None else to_rows(grad_total, batch_first=batch_first)
-        amax = zero_amax(total) if norm.notes_amax and is_rows else None
+        amax = new_amax(total) if norm.attaches_amax and is_rows else None
         x_grad, weight_grads, normal = norm.run_backward(
             torch.zeros_like(rows) if grad is None else grad,
             rows,
@@ -81,7 +87,7 @@ class _RecomputableNorm:
             **({} if amax is None else {"amax": amax}),
         )
         if amax is not None:
-            note_amax(x_grad, amax)
+            attach_amax(x_grad, amax)
         if not is_rows:
             x_grad = from_rows(x_grad, total, batch_first=batch_first)
             normal = None if normal is None else from_rows(normal, total, batch_first=batch_first)
@@ -96,7 +102,7 @@ class _RecomputableNorm:
         return from_rows(normal, total, batch_first=batch_first)
 
 
-def submit_norm_grad(norm: Norm, weight: Tensor, grad: Tensor | None) -> Tensor | None:
+def submit_norm_grad(norm: NormWeights, weight: Tensor, grad: Tensor | None) -> Tensor | None:
     """Submits a norm weight's gradient to the norm's sink, in the precision it was computed in; without a sink, returns it to autograd."""
     if grad is None or not weight.requires_grad:
         return None
@@ -108,11 +114,25 @@ def submit_norm_grad(norm: Norm, weight: Tensor, grad: Tensor | None) -> Tensor 
     return None
 
 
-class Norm(nn.Module):
-    """A norm over the last dimension; with `zero_centered_gamma` the weight is stored as an offset from one.
+class NormWeights(nn.Module):
+    """What every norm has; with `zero_centered_gamma` the weight is stored as an offset from one."""
+
+    def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
+        super().__init__()
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(width))
+        self.weight_grad_sink: WeightGradSink | None = None
+
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        """Returns the weight, and the bias if there is one."""
+        return tuple(self._parameters.values())  # pyright: ignore[reportReturnType]
+
+
+class Norm(NormWeights):
+    """A norm over the last dimension, whose output a GEMM can recompute.
 
     operation: its name in the kernel registry, and that of its function in `kernels/norm.py` and the faster implementations;
-    `backward_operation` is its derivative there. notes_amax: whether it notes the amax of its output and of its input's gradient for
+    `backward_operation` is its derivative there. attaches_amax: whether it attaches amax to its output and to its input's gradient, for
     FP8 casts (`kernels/fp8/amax.py`), which RMSNorm's kernels can.
     """
 
@@ -120,21 +140,14 @@ class Norm(nn.Module):
     backward_operation: ClassVar[str]
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
-        super().__init__()
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.weight = nn.Parameter(torch.empty(width))
+        super().__init__(width, eps=eps, zero_centered_gamma=zero_centered_gamma)
         self.kernels: Any = reference
-        self.weight_grad_sink: WeightGradSink | None = None
-        self.notes_amax = False
+        self.attaches_amax = False
         self._norm_of_input = _RecomputableNorm(self, adds=False)
         self._norm_of_sum = _RecomputableNorm(self, adds=True)
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": self.operation}
-
-    def weights(self) -> tuple[nn.Parameter, ...]:
-        """Returns the weight, and the bias if there is one."""
-        return tuple(self._parameters.values())  # pyright: ignore[reportReturnType]
 
     def run_backward(self, *args: Any, **options: Any) -> tuple[Tensor, MaybeTensors, Tensor | None]:
         """Runs the derivative's kernel; returns the input's gradient, those of weights that autograd gets, and the output if asked for."""
@@ -144,16 +157,16 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.add_and_norm(x)[1].value
 
-    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Recomputable]:
+    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, RecomputableOutput]:
         """Returns x + branch, and its norm."""
         function, inputs = self._function_and_inputs(x, branch)
         (total, value), handle = apply_recomputable(function, *inputs)
-        return total, Recomputable(value, handle)
+        return total, RecomputableOutput(value, handle)
 
-    def pending_norm(self, x: Tensor, branch: Tensor | None = None) -> PendingOutput:
+    def deferred_norm(self, x: Tensor, branch: Tensor | None = None) -> DeferredOutput:
         """Returns the norm of x + branch, to be computed with the GEMM that takes it; its other output is the sum."""
         function, inputs = self._function_and_inputs(x, branch)
-        return PendingOutput(function, *inputs)
+        return DeferredOutput(function, *inputs)
 
     def _function_and_inputs(self, x: Tensor, branch: Tensor | None) -> tuple[_RecomputableNorm, Tensors]:
         function, inputs = (self._norm_of_input, (x,)) if branch is None else (self._norm_of_sum, (x, branch))

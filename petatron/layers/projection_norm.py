@@ -12,7 +12,6 @@ S sequence, B batch, H heads of this rank, E head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.layers.comm_slot import CommSlot, identity
-from petatron.layers.norm import Norm, submit_norm_grad
+from petatron.layers.norm import NormWeights, submit_norm_grad
 
 
 class _ProjectionNorm(AutogradOp):
@@ -30,7 +29,7 @@ class _ProjectionNorm(AutogradOp):
         scale_SB = (norm.sum_over_ranks(wide.square().sum((-2, -1))) / norm.width + norm.eps).rsqrt()
         ctx.save_for_backward(x_SBHE, weight, scale_SB)
         ctx.norm = norm
-        return (wide * scale_SB[..., None, None] * norm.gain_HE(weight, wide)).to(x_SBHE.dtype)
+        return (wide * scale_SB[..., None, None] * norm.effective_weight_HE(weight, wide)).to(x_SBHE.dtype)
 
     @staticmethod
     @first_derivative
@@ -40,16 +39,14 @@ class _ProjectionNorm(AutogradOp):
         x = x_SBHE.to(scale_SB.dtype)
         grad, scale = grads[0].to(x.dtype), scale_SB[..., None, None]
         weight_grad = (grad * x * scale).flatten(0, -3).sum(0).flatten()
-        grad = grad * norm.gain_HE(weight, x)
+        grad = grad * norm.effective_weight_HE(weight, x)
         dot = norm.sum_over_ranks((grad * x).sum((-2, -1)))[..., None, None]
         x_grad = scale * grad - x * scale.pow(3) * dot / norm.width
         return x_grad.to(x_SBHE.dtype), submit_norm_grad(norm, norm.weight, weight_grad), None
 
 
-class ProjectionRMSNorm(Norm):
+class ProjectionRMSNorm(NormWeights):
     """x / rms(x) * weight for x [S, B, H, E], the mean square being over all heads of all ranks; `width` counts their channels."""
-
-    operation, backward_operation = "rms_norm", "rms_norm_backward"
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
         super().__init__(width, eps=eps, zero_centered_gamma=zero_centered_gamma)
@@ -57,15 +54,12 @@ class ProjectionRMSNorm(Norm):
         self.all_reduce: CommSlot = identity
         self.num_ranks = 1
 
-    def kernel_slots(self) -> Mapping[str, str]:
-        return {}
-
     def forward(self, x: Tensor) -> Tensor:
         return _ProjectionNorm.apply(x, self.weight, self)  # pyright: ignore[reportReturnType]
 
-    def gain_HE(self, weight: Tensor, like_SBHE: Tensor) -> Tensor:
-        gain = weight.to(like_SBHE.dtype).view(like_SBHE.shape[-2:])
-        return gain + 1.0 if self.zero_centered_gamma else gain
+    def effective_weight_HE(self, weight: Tensor, like_SBHE: Tensor) -> Tensor:
+        effective = weight.to(like_SBHE.dtype).view(like_SBHE.shape[-2:])
+        return effective + 1.0 if self.zero_centered_gamma else effective
 
     def sum_over_ranks(self, partial_sum_SB: Tensor) -> Tensor:
         replicas = self.num_ranks * self.weight.numel() / self.width

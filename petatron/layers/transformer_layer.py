@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.norm import Norm, NormSpec
-from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
@@ -160,7 +160,7 @@ class TransformerLayer(nn.Module):
             norm: Norm = modules[names.norm]  # pyright: ignore[reportAssignmentType]
             inputs = (x_SBD,) if residual is None else (residual.x_SBD, x_SBD)
             if names.norm_in_gemm:
-                normed = norm.pending_norm(*inputs)
+                normed = norm.deferred_norm(*inputs)
                 del x_SBD, residual, inputs  # freed by the norm, before the rest of the branch runs
                 x_SBD = self._run_branch(names, normed, context)
                 assert normed.others is not None
@@ -201,7 +201,7 @@ class TransformerLayer(nn.Module):
         assert out is not None
         return out, Residual(total)
 
-    def _run_branch(self, names: _BranchParts, x: Recomputable, context: ForwardContext) -> Tensor:
+    def _run_branch(self, names: _BranchParts, x: RecomputableOutput, context: ForwardContext) -> Tensor:
         modules = self._modules
         y_SBD = modules[names.branch](x, context)  # pyright: ignore[reportOptionalCall]
         post_norm = modules.get(names.post_norm)

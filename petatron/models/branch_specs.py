@@ -199,8 +199,8 @@ def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:
 
 
 def glu_variant(config: ModelConfig) -> GluVariant | None:
-    bounds = GluVariant(config.activation_func_clamp_value, config.glu_linear_offset, config.mlp_multipliers[0])
-    return None if bounds == GluVariant() else bounds
+    variant = GluVariant(config.activation_func_clamp_value, config.glu_linear_offset, config.mlp_multipliers[0])
+    return None if variant == GluVariant() else variant
 
 
 def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:

@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from petatron.estimate.recompute_plan import ModuleSet, RecomputePlan
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.ops.recompute_output import Recomputable, RecomputeHandle
+from petatron.layers.ops.recompute_output import RecomputableOutput, RecomputeHandle
 from petatron.layers.spec.branch import FULL
 from petatron.layers.transformer_layer import TransformerLayer
 from petatron.mesh.rng import RandomStreams
@@ -92,14 +92,14 @@ class RecomputeRegion:
         self._handles = {
             position: value.handle
             for position, value in enumerate(args)
-            if isinstance(value, Recomputable) and value.handle is not None
+            if isinstance(value, RecomputableOutput) and value.handle is not None
         }
         self._other_args = {
             position: value
             for position, value in enumerate(args)
             if not isinstance(value, Tensor) and position not in self._handles
         }
-        device = next(value for value in args if isinstance(value, Tensor | Recomputable))
+        device = next(value for value in args if isinstance(value, Tensor | RecomputableOutput))
         device = device.device if isinstance(device, Tensor) else device.value.device
         anchor = torch.empty(0, device=device, requires_grad=True)
         # The node lives as long as its output: torch 2.11 frees what it saved when that dies.
@@ -127,7 +127,7 @@ class RecomputeRegion:
                 args.append(self._other_args[position])
             elif position in self._handles:
                 handle = self._handles[position]
-                args.append(Recomputable(handle.recompute().detach().requires_grad_(), handle))
+                args.append(RecomputableOutput(handle.recompute().detach().requires_grad_(), handle))
             else:
                 args.append(next(tensors))
         return args
@@ -179,8 +179,8 @@ def discard_input(consumer: nn.Module) -> None:
     """Makes a module save nothing of an input that has a recompute handle."""
     consume = consumer.forward
 
-    def forward(x: Tensor | Recomputable, *args: Any) -> Tensor:
-        if not isinstance(x, Recomputable) or x.handle is None or not torch.is_grad_enabled():
+    def forward(x: Tensor | RecomputableOutput, *args: Any) -> Tensor:
+        if not isinstance(x, RecomputableOutput) or x.handle is None or not torch.is_grad_enabled():
             return consume(x, *args)
         with _recompute_instead_of_saving(x.value, x.handle):
             return consume(x, *args)
@@ -198,7 +198,7 @@ class _RecomputedView:
     offset: int
 
     def fetch(self) -> Tensor:
-        output = self.handle.fetch_output()
+        output = self.handle.take_output()
         return output.as_strided(self.shape, self.stride, output.storage_offset() + self.offset)
 
 
@@ -209,7 +209,7 @@ def _recompute_instead_of_saving(value: Tensor, handle: RecomputeHandle) -> save
     def pack(saved: Tensor) -> Tensor | _RecomputedView:
         if saved.untyped_storage()._cdata != storage or saved.dtype != dtype:
             return saved.detach()  # a saved output with its graph would be a cycle
-        handle.expect_output()
+        handle.retain_output()
         return _RecomputedView(handle, saved.shape, saved.stride(), saved.storage_offset() - start)
 
     def unpack(stored: Tensor | _RecomputedView) -> Tensor:

@@ -55,10 +55,10 @@ class Fp8GemmSet:
 
         return undo
 
-    def weights_changed(self) -> None:
-        """Drops cached weights without a step; amax is not recorded until one starts."""
+    def end_step(self) -> None:
+        """Drops cached weights; until the next step starts, amax is not recorded."""
         for gemm in (*self.linears.values(), *self.experts):
-            gemm.weight_changed()
+            gemm.end_step()
 
     def state(self) -> dict[str, Tensor]:
         """Returns the amax histories of delayed scaling, one per row, under a key of the GEMMs' names; empty if there are none."""
@@ -117,18 +117,18 @@ def apply_fp8(
                 if isinstance(module, Linear):
                     weight = f"layers.{layer_index}.{name}.weight"
                     linears[weight] = make_gemm()
-                    set_gemm(module, linears[weight], recasting_gemm=linears[weight].recasting())
+                    set_gemm(module, linears[weight], requantising_gemm=linears[weight].requantising())
                     scaling = recipe.fp8_gather_scaling(module.weight.shape)
                     gather_scalings |= {} if scaling is None else {weight: scaling}
                 else:
                     experts.append(Fp8ExpertGemms(choice.functions, cache_weights=cache_weights))
                     module.grouped_gemm = experts[-1]
-            for module in layer.modules() if recipe.uses_amax_notes else ():
+            for module in layer.modules() if recipe.uses_attached_amax else ():
                 if isinstance(module, RMSNorm):
-                    module.notes_amax = True
+                    module.attaches_amax = True
                 elif isinstance(module, MLP):
-                    # Bounded ones are compiled, and the compiler would take amax of numbers that it has not rounded yet.
-                    module.act.notes_amax = module.act.bounds is None
+                    # Variants are compiled, and the compiler would take the amax of elements that it has not rounded yet.
+                    module.act.attaches_amax = module.act.variant is None
         if precision.fp8_output_grad:
             for head in (module for module in stage.modules() if isinstance(module, OutputHead)):
                 head.make_loss_gemm = fp8_output_grad_factory(choice.functions)

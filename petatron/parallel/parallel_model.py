@@ -156,7 +156,7 @@ class ParallelModel:
         result = self._run_step(
             self.plan.training_schedule(len(batches), rank=self.mesh.pp.rank), batches, scales, clock=clock
         )
-        self.fp8_gemms.weights_changed()  # the optimizer changes them next; no forward runs before
+        self.fp8_gemms.end_step()  # the optimizer changes them next; no forward runs before
         self.router_statistics.update(result.router_statistics)
         if timeline is not None:
             timeline(result.timed_actions)
@@ -251,7 +251,7 @@ class ParallelModel:
 
     def _run_forward(self, batches: Sequence[Batch], collect: Collection[str] = ()) -> StepResult:
         self._set_mode(training=False)
-        self.fp8_gemms.weights_changed()
+        self.fp8_gemms.end_step()
         schedule = self.plan.evaluation_schedule(len(batches), rank=self.mesh.pp.rank)
         return (
             self._pipeline.run(schedule, batches, collect=collect)
@@ -265,7 +265,7 @@ class ParallelModel:
 
     def all_gather_params(self) -> None:
         """All-gathers weights that were changed from outside, and drops their FP8 caches."""
-        self.fp8_gemms.weights_changed()
+        self.fp8_gemms.end_step()
         all_gather_params(self.param_groups)
 
     def _count_tokens(self, batches: Sequence[Batch]) -> Tensor:

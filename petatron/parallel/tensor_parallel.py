@@ -40,9 +40,9 @@ from petatron.layers.comm_slot import CommSlot
 from petatron.layers.dropout import Dropout
 from petatron.layers.linear import Linear
 from petatron.layers.moe.experts import GroupedLinear
-from petatron.layers.norm import Norm
+from petatron.layers.norm import NormWeights
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
-from petatron.layers.ops.recompute_output import PendingOutput, Recomputable, as_recomputable
+from petatron.layers.ops.recompute_output import DeferredOutput, RecomputableOutput, as_recomputable
 from petatron.layers.projection_norm import ProjectionRMSNorm
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
@@ -195,15 +195,15 @@ def _row_blocks(x: Tensor) -> Tensor:
     return x.flatten(1, -2)
 
 
-def _gemm_input(x: Tensor | Recomputable, *, save_first: bool) -> Recomputable:
+def _gemm_input(x: Tensor | RecomputableOutput, *, save_first: bool) -> RecomputableOutput:
     """Returns the input of a GEMM, which saves the rows of one that nothing recomputes.
 
     In a recomputed region, or if its rows are a copy, it is saved itself, before the GEMM; so is what a pending one is made of.
     """
-    if isinstance(x, Recomputable):
-        return x.apply() if save_first and isinstance(x, PendingOutput) else x
+    if isinstance(x, RecomputableOutput):
+        return x.apply() if save_first and isinstance(x, DeferredOutput) else x
     dense = x.is_contiguous() or is_batch_first(x)
-    return Recomputable(x, None) if dense and not save_first else as_recomputable(x)
+    return RecomputableOutput(x, None) if dense and not save_first else as_recomputable(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +221,15 @@ class ColumnParallelOp:
     overlap: AllGatherOverlap | None = None
     save_first: bool = False
 
-    def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:
         if self.axis.size == 1:
             return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
         if not self.sequence_parallel:
             return self.gemm_op(as_recomputable(x), weight, input_comm=ReplicatedInput(self.axis))
         local_input = (
-            as_recomputable(x) if self.regather else Recomputable(x.value if isinstance(x, Recomputable) else x, None)
+            as_recomputable(x)
+            if self.regather
+            else RecomputableOutput(x.value if isinstance(x, RecomputableOutput) else x, None)
         )
         return self.gemm_op(local_input, weight, input_comm=AllGatherInput(self.axis), gemm_forward=self.overlap)
 
@@ -242,7 +244,7 @@ class RowParallelOp:
     overlap: ReduceScatterOverlap | None = None
     save_first: bool = False
 
-    def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:
         x = _gemm_input(x, save_first=self.save_first)
         if self.axis.size == 1:
             return self.gemm_op(x, weight)
@@ -262,7 +264,7 @@ class ReplicatedOp:
     gemm_op: GemmOp = DEFAULT_GEMM_OP
     save_first: bool = False
 
-    def __call__(self, x: Tensor | Recomputable, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:
         x = _gemm_input(x, save_first=self.save_first)
         return self.gemm_op(x, weight)
 
@@ -324,17 +326,17 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
         if isinstance(module, Linear | OutputHead):
             linear_op = _parallel_op(module)
             module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, weight_grad_sink=sink))
-        if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | Norm):
+        if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | NormWeights):
             module.weight_grad_sink = sink
 
 
-def set_gemm(module: Linear, gemm: Gemm, *, recasting_gemm: Gemm | None = None) -> None:
+def set_gemm(module: Linear, gemm: Gemm, *, requantising_gemm: Gemm | None = None) -> None:
     """Makes a linear use a GEMM, or the second for inputs that are recomputed (`GemmOp`); its communication stays.
 
     What such a GEMM saves is no view of its input, which is saved before.
     """
     linear_op = _parallel_op(module)
-    gemm_op = replace(linear_op.gemm_op, gemm=gemm, recasting_gemm=recasting_gemm)
+    gemm_op = replace(linear_op.gemm_op, gemm=gemm, requantising_gemm=requantising_gemm)
     module.linear_op = replace(linear_op, gemm_op=gemm_op, save_first=True)
 
 

@@ -43,9 +43,9 @@ class ScaledMatrix:
     @classmethod
     def from_shape(cls, shape: Shape, scaling: Scaling, *, first_scale: int) -> ScaledMatrix:
         """`first_scale` is the index of its first scale in the table."""
-        if scaling == "tensor":
+        if scaling == "tensorwise":
             return cls(math.prod(shape), first_scale, 1, None)
-        assert scaling == "squares" and len(shape) == 2 and not any(size % BLOCK for size in shape), (
+        assert scaling == "block_128x128" and len(shape) == 2 and not any(size % BLOCK for size in shape), (
             f"{scaling} {shape}"
         )
         return cls(math.prod(shape), first_scale, math.prod(shape) // BLOCK**2, shape[1])

@@ -25,7 +25,7 @@ from petatron.config import load_config
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Orientation, quantise
 from petatron.layers.ops.fp8_gemm import Fp8Recipe
-from petatron.layers.ops.fp8_scaling import CurrentScaling, Quantiser
+from petatron.layers.ops.fp8_scaling import Quantiser, StatelessScaling
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.quickstart.corpus import read_corpus, standard_library
@@ -134,7 +134,7 @@ def without_scale(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation 
     """Gradients as they are in e4m3, whose smallest number is 2^-9: nearly all of them are lost."""
     scale = torch.ones(1, device=x_RC.device)
     values = quantise(x_RC, scale, E4M3)
-    return Fp8Matrix(Fp8Operand(values, scale, "tensor"), Fp8Operand(values.t().contiguous(), scale, "tensor"))
+    return Fp8Matrix(Fp8Operand(values, scale, "tensorwise"), Fp8Operand(values.t().contiguous(), scale, "tensorwise"))
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     sound = Fp8Recipe.quantiser
 
     def quantiser(recipe: Fp8Recipe, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
-        return CurrentScaling(without_scale, dtype) if dtype == E5M2 else sound(recipe, kernels, dtype)
+        return StatelessScaling(without_scale, dtype) if dtype == E5M2 else sound(recipe, kernels, dtype)
 
     return lambda: monkeypatch.setattr(Fp8Recipe, "quantiser", quantiser)
 

@@ -21,7 +21,8 @@ EXPERTS = [name for name in MIXED if name in PLAIN]
 VARIANTS = [name for name in (*DENSE, *MIXED) if name not in PLAIN]
 LAYOUTS = {
     "pp2": ("--pp 2", 2, PLAIN),
-    "dp2": ("--dp 2", 2, PLAIN),
+    "dp2": ("--dp 2", 2, PLAIN[::4]),
+    "all-dp2": ("--dp 2", 2, PLAIN),
     "tp2-pp2": ("--tp 2 --pp 2", 4, PLAIN),
     "tp2-sp-pp2": ("--tp 2 --sequence-parallel --pp 2", 4, ["llama-gqa", "gpt2", "mixtral", "deepseek-v3"]),
     "ep2": ("--ep 2", 2, EXPERTS),
@@ -29,7 +30,7 @@ LAYOUTS = {
     "variants-pp2": ("--pp 2", 2, VARIANTS),
     "variants-tp2-pp2": ("--tp 2 --pp 2", 4, VARIANTS),
 }
-LATER = ("tp2-pp2", "pp2", "variants-tp2-pp2")
+LATER = ("tp2-pp2", "pp2", "all-dp2", "variants-tp2-pp2")
 
 
 @pytest.mark.parametrize("layout", [later(layout) if layout in LATER else layout for layout in LAYOUTS])

@@ -143,6 +143,8 @@ ONE_EXPERT: dict[str, Callable[[], Any]] = {
 }
 ONE_BY_ONE = ("falcon-h1-norm-then-gate", "falcon-h1-gate-then-norm")
 """transformers mixes the sequences of a batch where it decodes with Falcon-H1's norm; without a cache, or one by one, it does not."""
+OTHER_SEEDS = {"nemotron": 2000, "qwen3-next-moe": 1000}
+"""Added to the seed: the first weights amplified rounding, so that on some CPUs both sides were 8e-5 from the logits in float64."""
 PLAIN = tuple(BUILDERS)
 """The models that every test has in every form; of the variants most forms are later."""
 BUILDERS |= VARIANT_BUILDERS
@@ -166,7 +168,7 @@ class Truth:
 
 def build(name: str) -> Any:
     """The model in evaluation mode; the same weights every time."""
-    torch.manual_seed(sum(name.encode()))
+    torch.manual_seed(sum(name.encode()) + OTHER_SEEDS.get(name, 0))
     model = (BUILDERS | ONE_EXPERT)[name]().eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -73,16 +73,16 @@ def measure() -> dict[str, int]:
         sizes = {"LATENT": 512, "COLUMNS": 512, "ROTARY": 64, "ROTARY_COLUMNS": 64, "NUM_HEADS": 128, "WINDOW": 0}
         sizes |= {"HEADS": blocking.heads, "TILE": blocking.tile, "PAGE": 16, "SPLITS": 8, "LEAST": 64}
         options = {"warps": blocking.warps, "stages": blocking.stages}
-        return shared_bytes(paged_latent._decode_split, halves | wide, sizes | {"DEPENDENT": True}, **options)
+        return shared_bytes(paged_latent._decode_split, halves | wide, sizes | {"USE_PDL": True}, **options)
 
     half = dict.fromkeys(("x", "dt", "B", "C", "D", "q", "k", "v", "a", "b", "A_log", "dt_bias"), "*bf16")
     half |= dict.fromkeys(("y", "o", "weight", "bias", "windows", "output"), "*bf16")
-    others = {"states": "*fp32", "partial": "*fp32", "lse": "*fp32", "slots": "*i64", "q_factor": "fp32", "eps": "fp32"}
+    others = {"states": "*fp32", "partial": "*fp32", "lse": "*fp32", "slots": "*i64", "q_scale": "fp32", "eps": "fp32"}
     types = half | others
-    merge = {"GROUP": 128, "WIDTH": 512, "COLUMNS": 128, "SPLITS": 64, "ROWS": 64, "DEPENDENT": True}
-    scan = {"HEADS_PER_GROUP": 80, "HEAD_DIM": 64, "ROWS": 32, "STATE_DIM": 128, "COLUMNS": 128, "DEPENDENT": True}
-    delta = {"HEADS_PER_KEY": 2, "KEY_DIM": 128, "ROWS": 128, "VALUE_DIM": 128, "CHANNELS": 32, "DEPENDENT": True}
-    conv = {"TAPS": 4, "CHANNELS": 256, "DEPENDENT": True}
+    merge = {"GROUP": 128, "WIDTH": 512, "COLUMNS": 128, "SPLITS": 64, "ROWS": 64, "USE_PDL": True}
+    scan = {"HEADS_PER_GROUP": 80, "HEAD_DIM": 64, "ROWS": 32, "STATE_DIM": 128, "COLUMNS": 128, "USE_PDL": True}
+    delta = {"HEADS_PER_KEY": 2, "KEY_DIM": 128, "ROWS": 128, "VALUE_DIM": 128, "CHANNELS": 32, "USE_PDL": True}
+    conv = {"TAPS": 4, "CHANNELS": 256, "USE_PDL": True}
     return {
         "few heads": latent(paged_latent._HEADS_16, "bf16"),
         "some heads": latent(paged_latent._HEADS_32, "bf16"),

@@ -62,7 +62,7 @@ def test_a_second_launch_goes_to_the_kernel_that_the_first_compiled(device: Devi
     launch(5, (x, y), (7, 0.5))
     assert device.slow == [((5, 1), (x, y, 7, 0.5), {"ADD": True, "WIDTH": 8, "num_warps": 2, "launch_pdl": True})]
     others = tensors()
-    launch(6, others, (7, 0.5), across=3)
+    launch(6, others, (7, 0.5), grid_y=3)
     addresses = [tensor.data_ptr() for tensor in others]
     # The arguments of `CompiledKernel.run`: grid, stream, function, metadata, hooks, then every parameter in its order.
     assert device.fast == [(6, 3, 1, "-1", "function 1", 1, None, None, None, *addresses, 7, 0.5, 8, True)]
@@ -70,10 +70,10 @@ def test_a_second_launch_goes_to_the_kernel_that_the_first_compiled(device: Devi
 
 
 DIFFERENT = {
-    "a number that is 1": {"numbers": (1, 0.5)},
-    "a multiple of 16": {"numbers": (48, 0.5)},
-    "a wide number": {"numbers": (7 + 2**32, 0.5)},
-    "the type of a number": {"numbers": (7.0, 0.5)},
+    "a number that is 1": {"scalars": (1, 0.5)},
+    "a multiple of 16": {"scalars": (48, 0.5)},
+    "a wide number": {"scalars": (7 + 2**32, 0.5)},
+    "the type of a number": {"scalars": (7.0, 0.5)},
     "a dtype": {"tensors": tensors(dtype=torch.bfloat16)},
     "the dtype of one": {"tensors": (tensors()[0], tensors(dtype=torch.bfloat16)[0])},
 }
@@ -82,7 +82,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_whatever_is_different_is_compiled_for_itself(device: Device, what: str):
     launch = launcher()
-    usual = {"tensors": tensors(), "numbers": (7, 0.5)}
+    usual = {"tensors": tensors(), "scalars": (7, 0.5)}
     for arguments in (usual, usual | DIFFERENT[what]):
         for _ in range(2):
             launch(3, **arguments)
@@ -152,15 +152,15 @@ def test_unaligned_tensors_and_watched_launches_are_left_to_triton(device: Devic
     assert len(device.slow) == 4 and len(device.fast) == 1
 
 
-def test_not_more_than_some_are_remembered(device: Device, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernel_launch, "_MAX_REMEMBERED", 3)
+def test_not_more_than_some_are_cached(device: Device, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernel_launch, "_MAX_CALLS", 3)
     launch = launcher()
     for rows in (2, 3, 4, 5, 2):
         launch(1, tensors(), (rows, 0.5))
-    assert len(device.slow) == 1 and len(launch._remembered) == 2
+    assert len(device.slow) == 1 and len(launch._calls) == 2
 
 
-def test_another_device_than_the_current_one_is_not_remembered(device: Device, monkeypatch: pytest.MonkeyPatch):
+def test_another_device_than_the_current_one_is_not_cached(device: Device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     launch = launcher()
     for _ in range(2):
@@ -168,7 +168,7 @@ def test_another_device_than_the_current_one_is_not_remembered(device: Device, m
     assert len(device.slow) == 2 and not device.fast
 
 
-def test_compiled_kernels_have_what_is_remembered_of_them():
+def test_compiled_kernels_have_what_is_cached_of_them():
     """Triton's own names: `run` with grid, stream, function, metadata and hooks before all parameters, constants among them."""
     from triton.compiler import CompiledKernel
 

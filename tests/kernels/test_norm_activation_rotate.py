@@ -202,11 +202,11 @@ def test_gated_activations(name: str):
     assert torch.equal(alone, found) and nothing is None
 
 
-@pytest.mark.parametrize("bounds", [(0.7, 0.0, 1.0), (None, 1.0, 1.0), (0.7, 1.0, 1.6), (None, 0.0, 0.4)], ids=str)
-def test_a_bounded_gated_activation_multiplies_clamps_and_adds(bounds: tuple[float | None, float, float]):
-    """Numbers beyond the clamp pass no gradient; the compiler takes the bounds as they are."""
+@pytest.mark.parametrize("variant", [(0.7, 0.0, 1.0), (None, 1.0, 1.0), (0.7, 1.0, 1.6), (None, 0.0, 0.4)], ids=str)
+def test_a_bounded_gated_activation_multiplies_clamps_and_adds(variant: tuple[float | None, float, float]):
+    """Numbers beyond the clamp pass no gradient; the compiler takes the variant as they are."""
     gate_up, grad = rows(9, 14), rows(9, 7)
-    clamp, offset, factor = bounds
+    clamp, offset, factor = variant
     assert (gate_up.abs() > 0.7).any() and (gate_up.abs() < 0.7).any()
 
     def whole_function(both: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
 NO_GPU, NO_COMPILE, NO_TRITON = "the device is no GPU", "--no-compile", "triton is not installed"
 COMPILED = (
     "layer_norm",
-    "bounded gated activation",
+    "gated activation variant",
     "plain activation",
     "gate, then norm",
     "norm, then gate",
@@ -150,7 +150,7 @@ CALLED: dict[str, set[str]] = {
     "rms_norm": {"rms_norm", "rms_norm_backward"},
     "layer_norm": {"layer_norm", "layer_norm_backward"},
     "gated activation": {"gated_activation", "gated_activation_backward"},
-    "bounded gated activation": {"gated_activation", "gated_activation_backward"},
+    "gated activation variant": {"gated_activation", "gated_activation_backward"},
     "plain activation": {"activation", "activation_backward"},
     "rotary embedding": {"split_qkv_rope", "split_qkv_rope_backward"},
     "qk-norm and rotary embedding": {"split_qkv_norm_rope", "split_qkv_norm_rope_backward"},
@@ -238,14 +238,15 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
             used.add(f"petatron.kernels.{module}")
     steps = ["sequential_scan", "sequential_scan_grads"]
     steps += [f"scan_{part}" for part in ("tiles", "states", "outputs", "grads")]
-    steps += [f"delta.{part}" for part in ("tiles", "inverses", "states", "outputs", "score_grads", "grads")]
-    steps += [f"delta.channel_{part}" for part in ("rows", "scores", "grads")]
+    steps += [f"delta.{part}" for part in ("tiles", "ut_transform", "states", "outputs")]
+    steps += ["delta.intra_chunk_grads", "delta.inter_chunk_grads"]
+    steps += [f"delta.channel_{part}" for part in ("decays", "intra_chunk", "grads")]
     steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
     parts |= {
         f"{folder.__name__}.{part}" for part in ("attention.split_kv", "attention.paged_chunks", "fp8.cast_tiles")
     }
-    helpers = {f"{folder.__name__}.{each}" for each in ("amax", "dependent_launch", "kernel_launch")}
+    helpers = {f"{folder.__name__}.{each}" for each in ("amax", "pdl", "kernel_launch")}
     shared = helpers | parts  # what kernels of all operations use, and the steps of operations
     assert used == written - shared and shared < written
 

@@ -23,7 +23,7 @@ from petatron.layers.attention import AttentionSpec
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.norm import NormSpec
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
@@ -76,7 +76,7 @@ class CrossAttention(BranchModule):
         self.kv = Linear(width, (width, width), bias=False)
         self.out = Linear(width, (width,), bias=False)
 
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+    def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         parts = (self.q(x_SBD), *self.kv(context.tensors[ENCODED]).split(self.kv.sections, dim=-1))
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         return self.out(full_attention(q, k, v).flatten(-2))

@@ -17,7 +17,7 @@ import petatron
 from petatron.config import ModelConfig, MoEConfig
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
@@ -84,7 +84,7 @@ class GatedLinearAttention(BranchModule):
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"attention": self}
 
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+    def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         q, k, v, decay_SBH = self.inputs(x_SBD).split(self.inputs.sections, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         c_SBH = F.logsigmoid(decay_SBH + self.decay_bias).cumsum(0)

@@ -40,7 +40,7 @@ class BusyProcesses:
             except OSError as error:
                 self.stop()
                 rule = f"is more than can be started here: {error.strerror or error} after {number}"
-                raise ConfigError([Problem("--load", str(count), rule, "Use fewer.")]) from error
+                raise ConfigError([Problem("--busy-processes", str(count), rule, "Use fewer.")]) from error
 
     def __enter__(self) -> BusyProcesses:
         return self
@@ -67,7 +67,7 @@ class BusyProcesses:
         for process in self._processes:
             if (code := process.poll()) is not None:
                 raise LaunchError(
-                    f"A busy process of --load ended during the measurement, with exit code {code}. Measure again, and stop none of them."
+                    f"One of --busy-processes ended during the measurement, with exit code {code}. Measure again, and stop none of them."
                 )
             assert process.stdin is not None
             process.stdin.write(b"\n")

@@ -18,7 +18,7 @@ from petatron.bench.peers import OURS
 BEGIN, END = "<!-- bench suite: begin -->", "<!-- bench suite: end -->"
 _BEGIN = re.compile(r"<!-- bench suite: begin(?:, on (?P<device>[^\n]*?))? -->")
 _OTHER_CHARACTERS = re.compile(r"[^\w .,()@/+-]|-(?=-)")
-HEADER = ("", "Petatron", "peer", "speed", "memory", "device idle", "losses apart")
+HEADER = ("", "Petatron", "peer", "speed", "memory", "device idle", "max loss difference")
 _UNKNOWN, _NO_MEMORY = "–", "out of memory"
 _OURS = re.compile(r"(?P<speed>[\d,]+) tok/s(?: \((?P<mfu>[\d.]+) % MFU\))?(?:, (?P<memory>[\d.]+) GB)?")
 _PEER = re.compile(r"(?P<name>[^:]+): (?P<speed>[\d,]+) tok/s(?:, (?P<memory>[\d.]+) GB)?")
@@ -132,7 +132,7 @@ def format_table(rows: Sequence[SuiteRow]) -> str:
     """Formats rows as a Markdown table.
 
     >>> print(format_table([SuiteRow(label="a model", tokens_per_s=1234.5, speed_ratio=1.0849, peer="hf", peer_tokens_per_s=1138.0)]))
-    |  | Petatron | peer | speed | memory | device idle | losses apart |
+    |  | Petatron | peer | speed | memory | device idle | max loss difference |
     |---|---|---|---|---|---|---|
     | a model | 1,234 tok/s | hf: 1,138 tok/s | 1.08x | – | – | – |
     """

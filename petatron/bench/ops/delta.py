@@ -35,10 +35,10 @@ class DeltaShape:
 
     @property
     def flops(self) -> float:
-        """Keys meet keys and queries, the inverse and the scores meet values; a state meets keys, queries and keys again."""
-        inside = 2 * _CHUNK_SIZE * 2 * (self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim)
-        through_states = 6 * self.num_value_heads * self.key_dim * self.value_dim
-        return float(self.batch_size * self.seq_length * (inside + through_states))
+        """Intra-chunk k k^T, q k^T, T rhs and A v_new; inter-chunk k S, q S and k^T v_new."""
+        intra_chunk = 2 * _CHUNK_SIZE * 2 * (self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim)
+        inter_chunk = 6 * self.num_value_heads * self.key_dim * self.value_dim
+        return float(self.batch_size * self.seq_length * (intra_chunk + inter_chunk))
 
 
 SHAPE = DeltaShape("Qwen3-Next S4096 B8", 8, 4096, 16, 32, 128, 128)

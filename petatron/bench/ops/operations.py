@@ -256,12 +256,12 @@ def fp8_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> 
         *(torch.ones(1, device=context.device) for _ in range(3)),
     )
     casts: dict[str, tuple[int, Callable[[Fp8Kernels], Fp8Matrix]]] = {
-        "by tensor": (6, lambda k: k.cast_tensor(x, E4M3)),
-        "by tensor, guessed": (4, lambda k: k.cast_guessed(x, E4M3, last_scale=last)),
-        "by tensor, delayed": (4, lambda k: k.cast_delayed(x, E4M3, scale=one, amax=amax)),
-        "by rows": (6, lambda k: k.cast_rows(x, E4M3)),
-        "by blocks": (4, lambda k: k.cast_blocks(x, E4M3)),
-        "by squares": (4, lambda k: k.cast_blocks_2d(x, E4M3)),
+        "tensorwise": (6, lambda k: k.cast_tensor(x, E4M3)),
+        "tensorwise, speculative": (4, lambda k: k.cast_speculative(x, E4M3, previous_scale=last)),
+        "tensorwise, given scale": (4, lambda k: k.cast_with_scale(x, E4M3, scale=one, amax=amax)),
+        "rowwise": (6, lambda k: k.cast_rowwise(x, E4M3)),
+        "block_1x128": (4, lambda k: k.cast_block_1x128(x, E4M3)),
+        "block_128x128": (4, lambda k: k.cast_block_128x128(x, E4M3)),
     }
     for name, (each, cast) in casts.items():
         yield KernelCase(
@@ -297,9 +297,9 @@ def _fp8_gemm_cases(
         lambda: matmul(grad.t(), x),
     )
     recipes = {
-        "tensor": (kernels.cast_tensor, kernels.cast_tensor, E5M2),
-        "rows": (kernels.cast_rows, kernels.cast_rows, E5M2),
-        "blocks": (kernels.cast_blocks, kernels.cast_blocks_2d, E4M3),
+        "tensorwise": (kernels.cast_tensor, kernels.cast_tensor, E5M2),
+        "rowwise": (kernels.cast_rowwise, kernels.cast_rowwise, E5M2),
+        "blockwise": (kernels.cast_block_1x128, kernels.cast_block_128x128, E4M3),
     }
     for recipe, (cast, cast_weight, gradients) in recipes.items():
         left, right, up = cast(x, E4M3), cast_weight(weight, E4M3), cast(grad, gradients)

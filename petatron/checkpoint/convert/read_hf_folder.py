@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.model_companion_files import CONFIG_FILE
 from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
 from petatron.checkpoint.convert.mxfp4_folder import num_stored_elements, split_packed_tensors
@@ -36,6 +37,7 @@ from petatron.models.hf import (
     get_family,
     has_mxfp4_weights,
     has_separate_experts,
+    keys_of_flags,
     output_head_name,
     parse_config_json,
     stored_names_by_full_name,
@@ -81,11 +83,28 @@ def read_model_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Puts the path of the file before the key of every problem raised inside: several models may be open."""
+    """Puts the path of the file before the key of every problem raised inside: several models may be open.
+
+    What is wrong is said in the file's own keys, where these are known, and not in the flags that stand for them.
+    """
     try:
         yield
     except ConfigError as error:
-        raise ConfigError([replace(problem, where=f"{path}: {problem.where}") for problem in error.problems]) from error
+        keys = keys_of_flags(load_config_json(path.parent))
+        told = (
+            Problem(
+                f"{path}: {_with_keys(problem.where, keys)}",
+                problem.found,
+                _with_keys(problem.rule, keys),
+                _with_keys(problem.fix, keys),
+            )
+            for problem in error.problems
+        )
+        raise ConfigError(list(told)) from error
+
+
+def _with_keys(text: str, keys: Mapping[str, str]) -> str:
+    return re.sub(r"--[a-z][a-z0-9-]*", lambda found: keys.get(found[0], found[0]), text)
 
 
 def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.untrusted_files import read_limited_bytes
 from petatron.cli.generation.arguments import FP8_WEIGHTS_HELP, SPECULATIVE_HELP
+from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.infer.engine_options import EngineOptions
 from petatron.mesh.launch.environment import api_key_from_env
 from petatron.serve.serve_options import ServeLimits, ServeOptions, flag_of
@@ -47,7 +48,7 @@ MEGATRON_FLAGS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="petatron serve",
         usage="petatron serve CHECKPOINT [options] [flags of petatron train]",
         description="Serve a model over HTTP: OpenAI's /v1/completions, /v1/chat/completions and /v1/embeddings, Megatron's PUT /api, and "

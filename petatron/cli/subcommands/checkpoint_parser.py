@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from petatron.cli.subcommands.command_parser import CommandParser
+
 CHECKPOINT = "the folder of a run, of one of its steps, or of a Hugging Face model"
 
 
@@ -14,7 +16,7 @@ def checkpoint_parser(
 
     usage: what follows CHECKPOINT. description: its `{checkpoint}` becomes what a CHECKPOINT is. keep_lines: of the epilog.
     """
-    return argparse.ArgumentParser(
+    return CommandParser(
         prog=f"petatron {verb}",
         usage=f"petatron {verb} CHECKPOINT {usage}",
         description=description.format(checkpoint=CHECKPOINT),

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.cli.subcommands.command_parser import CommandParser
 
 MEGATRON_WORD = "--megatron-tasks"
 """The first word of a command line in Megatron's flags."""
@@ -32,7 +33,7 @@ _IGNORED_VALUES = ("--epochs", "--train-data", "--log-interval", "--pretrained-c
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = CommandParser(
         prog="tasks/main.py",
         description="Measures a checkpoint on WIKITEXT103 or LAMBADA, with Megatron-LM's flags.",
         epilog="All other words are flags of `petatron train`. `petatron eval` has more tasks, and compares checkpoints.",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.mesh.launch.environment import read_environment, run_rank_main
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _HEAD = f"{'layout':<46} {'ranks':>5} {'loss':>8} {'gradient':>8} {'weights':>8}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="petatron verify --matrix",
         description="Trains small models in every layout of the proof matrix, on ranks of this machine, and holds each "
         "against one process: the largest relative differences of loss, gradients and weights over all steps. Exits with 1 "

@@ -301,11 +301,11 @@ def _unused_moe(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     if config.train.device == "cpu":
         yield "moe_grouped_gemm", "the CPU multiplies for one expert after the other"
     elif moe.moe_pad_expert_input_to_capacity:
-        yield "moe_grouped_gemm", "inputs padded to capacity are one batched product anyway"
+        yield "moe_grouped_gemm", "inputs padded to capacity are one batched GEMM anyway"
     elif not config.precision.bf16:
         yield "moe_grouped_gemm", "the grouped kernel takes bfloat16 (--bf16)"
     elif config.precision.fp8_format is not None and not config.precision.first_last_layers_bf16:
-        yield "moe_grouped_gemm", "experts in FP8 are one product anyway"
+        yield "moe_grouped_gemm", "experts in FP8 are one grouped GEMM anyway"
     if moe.moe_expert_capacity_factor is None:
         yield "moe_token_drop_policy", "no token is dropped without --moe-expert-capacity-factor"
     if moe.moe_router_group_topk is None:

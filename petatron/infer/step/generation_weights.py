@@ -90,7 +90,7 @@ class GenerationWeights:
         if not fp8 and choice.name == "reference":
             return
         counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=model.mesh.device)
-        cast = choose_kernel("FP8 casts and GEMMs", context).functions.cast_rows_only
+        cast = choose_kernel("FP8 casts and GEMMs", context).functions.cast_rowwise_operand
         for module in _large_linears(model):
             quantised = self._quantise(module.weight, cast) if fp8 else None
             if quantised is None and gemm_of(module) is not PLAIN_GEMM:
@@ -108,7 +108,7 @@ class GenerationWeights:
     def forget_copies(self) -> None:
         """Drops what was computed from the weights, which have changed; those that FP8 training casts too, whose amax histories pause."""
         self.host_gemms.forget_copies()
-        self._fp8_gemms.weights_changed()
+        self._fp8_gemms.end_step()
 
     def release(self) -> None:
         """Gives the model its GEMMs back, and the dequantised weights."""

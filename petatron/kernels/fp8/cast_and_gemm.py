@@ -9,12 +9,12 @@ is cast in both orientations, from one read if both are wanted at the same time:
 
 A scale is the factor that dequantises. It belongs to
 
-    tensor    everything                                            one number
-    rows      each row of an operand, so each orientation has its own   [rows, 1]
-    blocks    each 128 numbers of a row                             [rows, ceil(length / 128)], rows adjacent in memory
-    squares   each 128 x 128 numbers                                [ceil(rows / 128), ceil(length / 128) up to a multiple of 4]
+    tensorwise      all elements                                          [1]
+    rowwise         each row of an operand, so each orientation has its own   [rows, 1]
+    block_1x128     each 128 elements of a row                            [rows, ceil(length / 128)], rows adjacent in memory
+    block_128x128   each 128 x 128 elements                               [ceil(rows / 128), ceil(length / 128) up to a multiple of 4]
 
-(the layouts of blocks and squares are cuBLAS's). Every scale is a power of two. Multiplying by one is exact, so a quantised number
+(the layouts of block scales are cuBLAS's). Every scale is a power of two. Multiplying by one is exact, so a quantised element
 does not depend on its neighbours, as long as it stays in the normal range; that costs up to one bit of range and none of precision.
 Hence both orientations hold the same values, and so do two ranks that shard a tensor, each with the scale of its own shard: layouts
 agree. With amax = 1.m x 2^e, and a format whose largest number is 1.75 x 2^top (448 is 1.75 x 2^8, 57344 is 1.75 x 2^15),
@@ -43,7 +43,7 @@ BLOCK = 128
 BLOCK_SCALE_MULTIPLE = 4
 _EXPONENT_LIMIT = 126
 
-Scaling = Literal["tensor", "rows", "blocks", "squares"]
+Scaling = Literal["tensorwise", "rowwise", "block_1x128", "block_128x128"]
 Orientation = Literal["both", "rows", "columns"]
 """Which orientations a cast writes."""
 
@@ -61,22 +61,22 @@ class Fp8Operand:
 class Fp8Matrix:
     """A matrix as it is, and transposed; None for an orientation that its cast was not asked for."""
 
-    cast_rows: Fp8Operand | None
-    cast_columns: Fp8Operand | None
+    rows_or_none: Fp8Operand | None
+    columns_or_none: Fp8Operand | None
 
     @property
     def rows(self) -> Fp8Operand:
-        assert self.cast_rows is not None, "only the columns were cast"
-        return self.cast_rows
+        assert self.rows_or_none is not None, "only the columns were cast"
+        return self.rows_or_none
 
     @property
     def columns(self) -> Fp8Operand:
-        assert self.cast_columns is not None, "only the rows were cast"
-        return self.cast_columns
+        assert self.columns_or_none is not None, "only the rows were cast"
+        return self.columns_or_none
 
 
 class CastKernel(Protocol):
-    """A cast with current scaling: the scale comes from the tensor itself."""
+    """A cast whose scales come from the tensor itself."""
 
     def __call__(self, x_RC: Tensor, dtype: torch.dtype, /, *, orientation: Orientation = "both") -> Fp8Matrix: ...
 
@@ -100,19 +100,19 @@ class CastTensorKernel(Protocol):
         ...
 
 
-class CastGuessedKernel(Protocol):
+class CastSpeculativeKernel(Protocol):
     def __call__(
-        self, x_RC: Tensor, dtype: torch.dtype, *, last_scale: Tensor, orientation: Orientation = "both"
+        self, x_RC: Tensor, dtype: torch.dtype, *, previous_scale: Tensor, orientation: Orientation = "both"
     ) -> Fp8Matrix:
-        """Casts as `cast_tensor` does, to the bit; `last_scale` [1] float32 is set to the scale.
+        """Casts with `previous_scale` [1] float32 while computing amax, and casts again if the scale of that amax differs.
 
-        It is a guess at the scale: if right, the tensor is read once in place of twice. Scales are powers of two and amax changes
-        little from step to step, so that of the cast before is right most of the time.
+        The result equals that of `cast_tensor` bit for bit; `previous_scale` is set to its scale. Scales are powers of two and amax
+        changes little from step to step, so that mostly the tensor is read once, where `cast_tensor` reads it twice.
         """
         ...
 
 
-class CastDelayedKernel(Protocol):
+class CastWithScaleKernel(Protocol):
     def __call__(
         self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
     ) -> Fp8Matrix:
@@ -143,12 +143,12 @@ class Fp8Kernels:
     update_amax: Callable[[Tensor, Tensor], None]
     update_scale: UpdateScaleKernel
     cast_tensor: CastTensorKernel
-    cast_guessed: CastGuessedKernel
-    cast_delayed: CastDelayedKernel
-    cast_rows: CastKernel
-    cast_blocks: CastKernel
-    cast_blocks_2d: CastKernel
-    cast_rows_only: Callable[[Tensor, torch.dtype], Fp8Operand]
+    cast_speculative: CastSpeculativeKernel
+    cast_with_scale: CastWithScaleKernel
+    cast_rowwise: CastKernel
+    cast_block_1x128: CastKernel
+    cast_block_128x128: CastKernel
+    cast_rowwise_operand: Callable[[Tensor, torch.dtype], Fp8Operand]
     cast_matrices: Callable[[Tensor, torch.dtype], Fp8Matrix]
     gemm: Fp8GemmKernel
     grouped_gemm: Fp8GroupedGemmKernel
@@ -176,7 +176,7 @@ def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def update_amax(x_RC: Tensor, amax: Tensor) -> None:
-    """Raises `amax` [1] float32 to the tensor's amax."""
+    """Updates `amax` [1] float32 to max(amax, that of the tensor)."""
     amax.copy_(torch.maximum(amax, amax_of(x_RC)))
 
 
@@ -192,59 +192,59 @@ def cast_tensor(
     x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None, orientation: Orientation = "both"
 ) -> Fp8Matrix:
     scale = power_of_two_scale(amax_of(x_RC) if amax is None else amax, dtype).reshape(1)
-    return _cast_with_scale(x_RC, dtype, scale, orientation)
+    return _quantise_matrix(x_RC, dtype, scale, orientation)
 
 
-def cast_guessed(
-    x_RC: Tensor, dtype: torch.dtype, *, last_scale: Tensor, orientation: Orientation = "both"
+def cast_speculative(
+    x_RC: Tensor, dtype: torch.dtype, *, previous_scale: Tensor, orientation: Orientation = "both"
 ) -> Fp8Matrix:
-    last_scale.copy_(scale := power_of_two_scale(amax_of(x_RC), dtype))
-    return _cast_with_scale(x_RC, dtype, scale, orientation)
+    previous_scale.copy_(scale := power_of_two_scale(amax_of(x_RC), dtype))
+    return _quantise_matrix(x_RC, dtype, scale, orientation)
 
 
-def cast_delayed(
+def cast_with_scale(
     x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
 ) -> Fp8Matrix:
     update_amax(x_RC, amax)
-    return _cast_with_scale(x_RC, dtype, scale, orientation)
+    return _quantise_matrix(x_RC, dtype, scale, orientation)
 
 
-def cast_rows(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
+def cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     return Fp8Matrix(
-        None if orientation == "columns" else cast_rows_only(x_RC, dtype),
-        None if orientation == "rows" else cast_rows_only(x_RC.t(), dtype),
+        None if orientation == "columns" else cast_rowwise_operand(x_RC, dtype),
+        None if orientation == "rows" else cast_rowwise_operand(x_RC.t(), dtype),
     )
 
 
-def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
+def cast_rowwise_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     """Casts one orientation, for grouped GEMMs."""
     scale = power_of_two_scale(x_RC.abs().amax(dim=1, keepdim=True), dtype)
-    return Fp8Operand(quantise(x_RC, scale, dtype).contiguous(), scale, "rows")
+    return Fp8Operand(quantise(x_RC, scale, dtype).contiguous(), scale, "rowwise")
 
 
 def cast_matrices(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
     """Casts the matrices of all experts in both orientations; values are [E, R, C] and [E, C, R], scales [E, R] and [E, C]."""
-    return Fp8Matrix(*(_cast_rows_of_each(x, dtype) for x in (x_ERC, x_ERC.transpose(1, 2))))
+    return Fp8Matrix(*(_cast_rowwise_each(x, dtype) for x in (x_ERC, x_ERC.transpose(1, 2))))
 
 
-def _cast_rows_of_each(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Operand:
-    cast = cast_rows_only(x_ERC.flatten(0, 1), dtype)
-    return Fp8Operand(cast.values.view(x_ERC.shape), cast.scale.view(x_ERC.shape[:2]), "rows")
+def _cast_rowwise_each(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Operand:
+    cast = cast_rowwise_operand(x_ERC.flatten(0, 1), dtype)
+    return Fp8Operand(cast.values.view(x_ERC.shape), cast.scale.view(x_ERC.shape[:2]), "rowwise")
 
 
-def cast_blocks(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
+def cast_block_1x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     return Fp8Matrix(
-        None if orientation == "columns" else _cast_blocks_only(x_RC, dtype),
-        None if orientation == "rows" else _cast_blocks_only(x_RC.t(), dtype),
+        None if orientation == "columns" else _cast_block_1x128_operand(x_RC, dtype),
+        None if orientation == "rows" else _cast_block_1x128_operand(x_RC.t(), dtype),
     )
 
 
-def cast_blocks_2d(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
+def cast_block_128x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     tiles = _pad_to_multiples(x_RC, BLOCK, BLOCK).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scale = power_of_two_scale(tiles.abs().amax(dim=(1, 3)), dtype)
     values = quantise(x_RC, _expand_block_scales(scale, x_RC.shape, BLOCK), dtype)
     rows, columns = (
-        Fp8Operand(each.contiguous(), _pad_block_scales(scales), "squares")
+        Fp8Operand(each.contiguous(), _pad_block_scales(scales), "block_128x128")
         for each, scales in ((values, scale), (values.t(), scale.t()))
     )
     return _wanted(rows, columns, orientation)
@@ -260,9 +260,9 @@ def emulated_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: boo
 def dequantise(operand: Fp8Operand) -> Tensor:
     """Returns the values of an operand, in float32."""
     values, scale = operand.values.to(torch.float32), operand.scale
-    if operand.scaling == "blocks":
+    if operand.scaling == "block_1x128":
         scale = scale.repeat_interleave(BLOCK, dim=1)[:, : values.shape[1]]
-    if operand.scaling == "squares":
+    if operand.scaling == "block_128x128":
         scale = _expand_block_scales(scale, values.shape, BLOCK)
     return values * scale
 
@@ -280,24 +280,24 @@ def emulated_grouped_gemm(
 
 
 def hardware_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
-    """cuBLAS's FP8 GEMM, for CUDA devices of capability 9.0. Sizes are multiples of 16; blocks and squares are of e4m3.
+    """cuBLAS's FP8 GEMM, for CUDA devices of capability 9.0. Sizes are multiples of 16; block scales are of e4m3.
 
-    Squares need `F.scaled_mm` (second), everything else uses `torch._scaled_mm` (first), which writes to `out`. Their layouts,
+    block_128x128 needs `F.scaled_mm` (second), everything else uses `torch._scaled_mm` (first), which writes to `out`. Their layouts,
     for a [M, K] and b [N, K] and scales as they are passed:
 
-        first     blocks of a  [M, K / 128], rows adjacent in memory;    blocks of b  [K / 128, N], N adjacent
-        second    blocks of a  [M, K / 128], rows adjacent in memory;    squares of b [K / 128 up to a multiple of 4, N / 128],
+        first     a 1x128   [M, K / 128], rows adjacent in memory;    b 1x128   [K / 128, N], N adjacent
+        second    a 1x128   [M, K / 128], rows adjacent in memory;    b 128x128 [K / 128 up to a multiple of 4, N / 128],
                   the first adjacent
     """
-    if b.scaling == "squares":
-        assert a.scaling == "blocks"
+    if b.scaling == "block_128x128":
+        assert a.scaling == "block_1x128"
         left, right = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
         result = F.scaled_mm(
             a.values, b.values.t(), a.scale, left, b.scale.t(), right, output_dtype=dtype, use_fast_accum=False
         )
         return result if out is None else out.copy_(result)
-    left, right = a.scale, b.scale if b.scaling == "tensor" else b.scale.t()
-    fast_accum = fast and a.scaling != "blocks"
+    left, right = a.scale, b.scale if b.scaling == "tensorwise" else b.scale.t()
+    fast_accum = fast and a.scaling != "block_1x128"
     if out is None or not _is_writable(out):
         result = torch._scaled_mm(a.values, b.values.t(), left, right, out_dtype=dtype, use_fast_accum=fast_accum)
         return result if out is None else out.copy_(result)
@@ -327,9 +327,9 @@ def hardware_grouped_gemm(
     return result.to(dtype)
 
 
-def _cast_with_scale(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, orientation: Orientation) -> Fp8Matrix:
+def _quantise_matrix(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, orientation: Orientation) -> Fp8Matrix:
     values = quantise(x_RC, scale, dtype)
-    rows, columns = (Fp8Operand(each.contiguous(), scale, "tensor") for each in (values, values.t()))
+    rows, columns = (Fp8Operand(each.contiguous(), scale, "tensorwise") for each in (values, values.t()))
     return _wanted(rows, columns, orientation)
 
 
@@ -337,11 +337,11 @@ def _wanted(rows: Fp8Operand, columns: Fp8Operand, orientation: Orientation) -> 
     return Fp8Matrix(None if orientation == "columns" else rows, None if orientation == "rows" else columns)
 
 
-def _cast_blocks_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
+def _cast_block_1x128_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     runs = _pad_to_multiples(x_RC, 1, BLOCK).unflatten(1, (-1, BLOCK))
     scale = power_of_two_scale(runs.abs().amax(dim=2), dtype)
     expanded = scale.repeat_interleave(BLOCK, dim=1)[:, : x_RC.shape[1]]
-    return Fp8Operand(quantise(x_RC, expanded, dtype).contiguous(), scale.t().contiguous().t(), "blocks")
+    return Fp8Operand(quantise(x_RC, expanded, dtype).contiguous(), scale.t().contiguous().t(), "block_1x128")
 
 
 def _pad_to_multiples(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -362,12 +362,12 @@ REFERENCE = Fp8Kernels(
     update_amax=update_amax,
     update_scale=update_scale,
     cast_tensor=cast_tensor,
-    cast_guessed=cast_guessed,
-    cast_delayed=cast_delayed,
-    cast_rows=cast_rows,
-    cast_blocks=cast_blocks,
-    cast_blocks_2d=cast_blocks_2d,
-    cast_rows_only=cast_rows_only,
+    cast_speculative=cast_speculative,
+    cast_with_scale=cast_with_scale,
+    cast_rowwise=cast_rowwise,
+    cast_block_1x128=cast_block_1x128,
+    cast_block_128x128=cast_block_128x128,
+    cast_rowwise_operand=cast_rowwise_operand,
     cast_matrices=cast_matrices,
     gemm=emulated_gemm,
     grouped_gemm=emulated_grouped_gemm,

@@ -14,11 +14,11 @@ the given amax, q = e4m3(w / s) rounded to nearest even, and w' = s q. Then
 
 Zeros have the scale 1 both times. Infinity and NaN are NaN after either cast, and give the other values of their set the scale 1.
 
-This holds for each set of values with one scale whose cast is the same in both orientations: a tensor, or a square of a tensor,
+This holds for each set of values with one scale whose cast is the same in both orientations: a tensor, or a block of 128 x 128,
 but not a row, which is cast once more as part of columns.
 
-A matrix is flattened, and a rank has a flat shard of it. `columns` None means one scale for all; otherwise each square of 128 x 128
-has its own, row of squares by row of squares. Flat shards of squares begin and end at multiples of 64 elements, so runs of 64 have
+A matrix is flattened, and a rank has a flat shard of it. `columns` None means one scale for all; otherwise each block of 128 x 128
+has its own, row of blocks by row of blocks. Flat shards of blocks begin and end at multiples of 64 elements, so runs of 64 have
 one scale. Elements after the end of a matrix are padding and use its last scale.
 
 N elements, T scales, P adjacent shards of a matrix.
@@ -39,7 +39,7 @@ RUN_LENGTH = 64
 
 class UpdateShardAmaxKernel(Protocol):
     def __call__(self, x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
-        """Raises each scale's amax (float32) to that of the elements from `begin` on."""
+        """Updates each scale's amax (float32) with the elements from `begin` on."""
         ...
 
 

@@ -215,10 +215,10 @@ def rows_to_choices(of_R: Tensor, permutation: Permutation) -> Tensor:
     return of_R[row_TK.clamp(max=rows - 1)].masked_fill(~kept_TK, 0) if rows else of_R.new_zeros(row_TK.shape)
 
 
-def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str, bounds: GluVariant | None = None) -> Tensor:
+def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str, variant: GluVariant | None = None) -> Tensor:
     """The activation, plain or gated, times the weight of each row, rounded once, [R, F]."""
     inner = to_compute_dtype(inner_RG)
-    active = gated_activation(inner, name, bounds) if name in GATE_ACTIVATIONS else activation(inner, name)
+    active = gated_activation(inner, name, variant) if name in GATE_ACTIVATIONS else activation(inner, name)
     return (active * weight_R[:, None]).to(inner_RG.dtype)
 
 
@@ -227,13 +227,13 @@ def weighted_activation_backward(
     inner_RG: Tensor,
     weight_R: Tensor,
     name: str,
-    bounds: GluVariant | None = None,
+    variant: GluVariant | None = None,
     *,
     recompute_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the gradients of the input and of the weights, and the weighted activation if `recompute_output`."""
     inner, grad = to_compute_dtype(inner_RG), to_compute_dtype(grad_RF)
-    backward = partial(gated_activation_backward, bounds=bounds) if name in GATE_ACTIVATIONS else activation_backward
+    backward = partial(gated_activation_backward, variant=variant) if name in GATE_ACTIVATIONS else activation_backward
     grad_inner, active = backward(grad * weight_R[:, None], inner, name, recompute_output=True)
     assert active is not None
     output = (active * weight_R[:, None]).to(inner_RG.dtype) if recompute_output else None

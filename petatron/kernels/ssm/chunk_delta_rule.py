@@ -1,20 +1,23 @@
 """The gated delta rule in chunks: GEMMs and one triangular solve per chunk instead of one step per token. The reference.
 
-What a token writes depends on what the tokens before it wrote. With s the running sum of g inside a chunk of Q tokens and S_c the
-state that enters it, the values w_i written by a chunk (beta_i times the difference in the definition, `delta_recurrence.py`) solve
+What a token writes depends on what the tokens before it wrote. With s the cumulative sum of g inside a chunk of Q tokens and S the state
+before it, the values v_new that a chunk writes (beta times the difference in the definition, `delta_recurrence.py`) solve
 
-    w_i + beta_i sum over j < i of exp(s_i - s_j) (k_i . k_j) w_j  =  beta_i v_i - beta_i exp(s_i) S_c^T k_i
+    v_new_i + sum over j < i of L_ij v_new_j  =  beta_i v_i - beta_i exp(s_i) S^T k_i          L_ij = beta_i exp(s_i - s_j) (k_i . k_j)
 
-a unit lower triangular system (I + L) w = beta v - (beta exp(s) k) S_c: w = U - W S_c, with U and W the solutions of its two sides
-(the WY form of a product of Householder-like matrices). So all but the states is independent of the chunks before:
+a unit lower triangular system (I + L) v_new = beta v - (beta exp(s) k) S. So v_new = U - W S, with U and W the solutions for its two
+right-hand sides, beta v and beta exp(s) k: the WY representation of a product of Householder-like matrices, by the UT transform
+T = (I + L)^{-1} (Yang et al., parallelizing linear transformers with the delta rule; v_new is its name in flash-linear-attention). So all
+but the states is independent of the chunks before:
 
-    output            o_i = exp(s_i) S_c^T q_i + sum over j <= i of exp(s_i - s_j) (q_i . k_j) w_j
-    state passing     S_{c+1} = exp(s_Q) S_c + E^T w,   E_j = exp(s_Q - s_j) k_j
+    output           o_i = exp(s_i) S^T q_i + sum over j <= i of A_ij v_new_j                  inter-chunk and intra-chunk
+                     A_ij = exp(s_i - s_j) (q_i . k_j)                                         the attention matrix
+    state passing    S' = exp(s_Q) S + sum over j of exp(s_Q - s_j) k_j v_new_j^T
 
-and the sequential part is two GEMMs per chunk, for w and the next state. A decay exp(s_i - s_j) is zero if a document begins after j
+and the sequential part is two GEMMs per chunk, for v_new and the next state. A decay exp(s_i - s_j) is zero if a document begins after j
 and up to i; all exponents are at most 0. A sequence is padded to whole chunks with g = beta = 0, which leaves a state as it is.
 
-Backward recomputes all of this from the inputs, so nothing else is saved. Gradients of states and of w go from the last chunk to the
+Backward recomputes all of this from the inputs, so nothing else is saved. Gradients of states and of v_new go from the last chunk to the
 first; a gradient of the solution X = (I + L)^{-1} Y is that of Y, (I + L)^{-T} dX, and of L, -dY X^T. A gradient of exp(s_i - s_j) is
 one of every g from j + 1 to i; these are added up without taking differences, since decays may be so strong that nothing else is left.
 
@@ -31,7 +34,7 @@ from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.ssm.chunks import decay_matrix, from_chunks, reverse_cumsum, to_chunks
-from petatron.kernels.ssm.delta_recurrence import l2_normalise, l2_normalise_backward, query_factor
+from petatron.kernels.ssm.delta_recurrence import l2_normalise, l2_normalise_backward, query_scale
 
 DeltaGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Of q, k, v, g, beta and the initial state."""
@@ -56,10 +59,10 @@ def chunk_delta_rule(
     """
     inputs = _chunked(q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH, chunk_size, starts_SB)
     decays = _decays(inputs.g, inputs.resets)
-    system = _solve(inputs, decays)
-    states, written = pass_states(system.U, system.W, system.E, decays.whole[..., None, None], initial_state)
-    scores = (inputs.q @ inputs.k.mT) * decays.inside
-    o = (inputs.q * decays.to_token[..., None]) @ states[:, :-1] + scores @ written
+    wy = _wy_representation(inputs, decays)
+    states, v_new = pass_states(wy.U, wy.W, wy.k_to_end, decays.chunk[..., None, None], initial_state)
+    A = (inputs.q @ inputs.k.mT) * decays.intra_chunk
+    o = (inputs.q * decays.from_start[..., None]) @ states[:, :-1] + A @ v_new
     return from_chunks(o, v_SBHP.shape[0]).to(v_SBHP.dtype), states[:, -1].flatten(1, 2)
 
 
@@ -80,26 +83,27 @@ def chunk_delta_rule_backward(
     length = v_SBHP.shape[0]
     inputs = _chunked(q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH, chunk_size, starts_SB)
     decays = _decays(inputs.g, inputs.resets)
-    system = _solve(inputs, decays)
-    states, written = pass_states(system.U, system.W, system.E, decays.whole[..., None, None], initial_state)
-    entering = states[:, :-1]
-    grad = to_chunks(grad_o_SBHP.to(inputs.v.dtype), inputs.chunk_size).unflatten(2, inputs.v.shape[2:4])
-    scores = (inputs.q @ inputs.k.mT) * decays.inside
-    decayed_q = inputs.q * decays.to_token[..., None]
-    grad_states, grad_written = _pass_state_grads(
-        system, decays.whole, (decayed_q, scores.mT @ grad, grad), grad_final_state
+    wy = _wy_representation(inputs, decays)
+    states, v_new = pass_states(wy.U, wy.W, wy.k_to_end, decays.chunk[..., None, None], initial_state)
+    states_before = states[:, :-1]
+    grad_o = to_chunks(grad_o_SBHP.to(inputs.v.dtype), inputs.chunk_size).unflatten(2, inputs.v.shape[2:4])
+    A = (inputs.q @ inputs.k.mT) * decays.intra_chunk
+    q_from_start = inputs.q * decays.from_start[..., None]
+    grad_states, grad_v_new = _pass_state_grads(
+        wy, decays.chunk, (q_from_start, A.mT @ grad_o, grad_o), grad_final_state
     )
-    leaving = grad_states[:, 1:]
-    grads = _product_grads(grad, system, (entering, written), (leaving, grad_written))
-    grad_g = _decay_grads(grads, scores, inputs, decays, system, (entering * leaving).sum(dim=(-2, -1)))
+    grad_states_after = grad_states[:, 1:]
+    grads = _operand_grads(grad_o, wy, (states_before, v_new), (grad_states_after, grad_v_new))
+    grad_chunk_decay = (states_before * grad_states_after).sum(dim=(-2, -1))
+    grad_g = _decay_grads(grads, A, inputs, decays, wy, grad_chunk_decay)
     grad_q, grad_k = _query_key_grads(grads, inputs, decays)
-    grad_beta = _beta_grads(grads, inputs, decays, system)
+    grad_beta = _beta_grads(grads, inputs, decays, wy)
     return (
         l2_normalise_backward(
-            from_chunks(grad_q[:, :, :, None], length), q_SBGN, factor=query_factor(q_SBGN.shape[-1])
+            from_chunks(grad_q[:, :, :, None], length), q_SBGN, scale=query_scale(q_SBGN.shape[-1])
         ).to(q_SBGN.dtype),
         l2_normalise_backward(from_chunks(grad_k[:, :, :, None], length), k_SBGN).to(k_SBGN.dtype),
-        from_chunks(grads.v_side * inputs.beta[..., None], length).to(v_SBHP.dtype),
+        from_chunks(grads.U_rhs * inputs.beta[..., None], length).to(v_SBHP.dtype),
         from_chunks(grad_g[..., None], length).squeeze(-1).to(g_SBH.dtype),
         from_chunks(grad_beta[..., None], length).squeeze(-1).to(beta_SBH.dtype),
         None if initial_state is None else grad_states[:, 0].flatten(1, 2).to(initial_state.dtype),
@@ -119,25 +123,29 @@ class _ChunkedInputs(NamedTuple):
 
 
 class _Decays(NamedTuple):
-    """inside: from token to token. to_token: from the start of the chunk to each token. to_end: from each token to the end of the chunk.
+    """The decays of a chunk: exp of differences of s, the cumulative sum of g.
 
-    whole: over the chunk.
+    intra_chunk: exp(s_i - s_j) for j <= i. from_start: exp(s_i), from the start of the chunk to each token. to_end: exp(s_Q - s_j), from
+    each token to the end of the chunk. chunk: exp(s_Q).
     """
 
-    inside: Tensor  # [b, c, g, r, q, k]
-    to_token: Tensor  # [b, c, g, r, q]
+    intra_chunk: Tensor  # [b, c, g, r, q, k]
+    from_start: Tensor  # [b, c, g, r, q]
     to_end: Tensor  # [b, c, g, r, q]
-    whole: Tensor  # [b, c, g, r]
+    chunk: Tensor  # [b, c, g, r]
 
 
-class _System(NamedTuple):
-    """lower: I + L. U, W: the solutions of its two sides. E: keys decayed to the end."""
+class _WYRepresentation(NamedTuple):
+    """kk: k k^T. I_plus_L: the unit lower triangular matrix. U, W: (I + L)^{-1} beta v and (I + L)^{-1} beta exp(s) k.
+
+    k_to_end: exp(s_Q - s) k, the keys decayed to the end of the chunk.
+    """
 
     kk: Tensor  # [b, c, g, 1, q, k]
-    lower: Tensor  # [b, c, g, r, q, k]
+    I_plus_L: Tensor  # [b, c, g, r, q, k]
     U: Tensor  # [b, c, g, r, q, p]
     W: Tensor  # [b, c, g, r, q, n]
-    E: Tensor  # [b, c, g, r, q, n]
+    k_to_end: Tensor  # [b, c, g, r, q, n]
 
 
 def _chunked(
@@ -149,7 +157,7 @@ def _chunked(
     g, beta = (to_chunks(x.to(dtype)[..., None], chunk_size).squeeze(-1).unflatten(2, heads) for x in (g, beta))
     resets = None if starts is None else to_chunks(starts[:, :, None, None].to(torch.int32), chunk_size)
     return _ChunkedInputs(
-        q=to_chunks(l2_normalise(q.to(dtype), factor=query_factor(q.shape[-1])), chunk_size).unsqueeze(3),
+        q=to_chunks(l2_normalise(q.to(dtype), scale=query_scale(q.shape[-1])), chunk_size).unsqueeze(3),
         k=to_chunks(l2_normalise(k.to(dtype)), chunk_size).unsqueeze(3),
         v=to_chunks(v.to(dtype), chunk_size).unflatten(2, heads),
         g=g,
@@ -160,119 +168,133 @@ def _chunked(
 
 
 def _decays(g: Tensor, resets: Tensor | None) -> _Decays:
-    sums = g.cumsum(dim=-1)
-    to_token, to_end = sums.exp(), (sums[..., -1:] - sums).exp()
+    g_cumsum = g.cumsum(dim=-1)
+    from_start, to_end = g_cumsum.exp(), (g_cumsum[..., -1:] - g_cumsum).exp()
     if resets is not None:
-        to_token = to_token.masked_fill(resets != 0, 0.0)
+        from_start = from_start.masked_fill(resets != 0, 0.0)
         to_end = to_end.masked_fill(resets != resets[..., -1:], 0.0)
-    return _Decays(decay_matrix(sums, resets), to_token, to_end, to_token[..., -1])
+    return _Decays(decay_matrix(g_cumsum, resets), from_start, to_end, from_start[..., -1])
 
 
-def _solve(inputs: _ChunkedInputs, decays: _Decays) -> _System:
+def _wy_representation(inputs: _ChunkedInputs, decays: _Decays) -> _WYRepresentation:
+    """Solves (I + L) (U | W) = (beta v | beta exp(s) k)."""
     kk, beta = inputs.k @ inputs.k.mT, inputs.beta[..., None]
     identity = torch.eye(inputs.chunk_size, dtype=kk.dtype, device=kk.device)
-    lower = (beta * kk * decays.inside).tril(-1) + identity
-    k_side = inputs.k * (beta * decays.to_token[..., None])
-    sides = torch.cat((beta * inputs.v, k_side), dim=-1)
-    solution = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
-    U, W = solution.split((inputs.v.shape[-1], k_side.shape[-1]), dim=-1)
-    return _System(kk, lower, U, W, inputs.k * decays.to_end[..., None])
+    I_plus_L = (beta * kk * decays.intra_chunk).tril(-1) + identity
+    W_rhs = inputs.k * (beta * decays.from_start[..., None])
+    rhs = torch.cat((beta * inputs.v, W_rhs), dim=-1)
+    solution = torch.linalg.solve_triangular(I_plus_L, rhs, upper=False, unitriangular=True)
+    U, W = solution.split((inputs.v.shape[-1], W_rhs.shape[-1]), dim=-1)
+    return _WYRepresentation(kk, I_plus_L, U, W, inputs.k * decays.to_end[..., None])
 
 
-def pass_states(U: Tensor, W: Tensor, E: Tensor, whole: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the states before each chunk and after the last [b, c + 1, g, r, n, p], and the values written [b, c, g, r, q, p].
+def pass_states(
+    U: Tensor, W: Tensor, k_to_end: Tensor, chunk_decays: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The inter-chunk recurrence: v_new = U - W S, S' = chunk_decay S + k_to_end^T v_new.
 
-    whole: decays over whole chunks, [b, c, g, r, n or 1, 1].
+    Returns the states before each chunk and after the last [b, c + 1, g, r, n, p], and v_new [b, c, g, r, q, p].
+
+    chunk_decays: exp(s_Q), over whole chunks, [b, c, g, r, n or 1, 1].
     """
     shape = (*U.shape[:1], *U.shape[2:4], W.shape[-1], U.shape[-1])
     state = U.new_zeros(shape) if initial_state is None else initial_state.to(U.dtype).reshape(shape)
-    states, written = [state], []
-    for U_c, W_c, E_c, decay in zip(*(part.unbind(1) for part in (U, W, E, whole)), strict=True):
-        written.append(U_c - W_c @ state)
-        state = decay * state + E_c.mT @ written[-1]
+    states, v_new = [state], []
+    for U_c, W_c, k_c, decay in zip(*(part.unbind(1) for part in (U, W, k_to_end, chunk_decays)), strict=True):
+        v_new.append(U_c - W_c @ state)
+        state = decay * state + k_c.mT @ v_new[-1]
         states.append(state)
-    return torch.stack(states, dim=1), torch.stack(written, dim=1)
+    return torch.stack(states, dim=1), torch.stack(v_new, dim=1)
 
 
 def _pass_state_grads(
-    system: _System, whole: Tensor, of_outputs: tuple[Tensor, Tensor, Tensor], grad_final_state: Tensor | None
+    wy: _WYRepresentation,
+    chunk_decays: Tensor,
+    by_outputs: tuple[Tensor, Tensor, Tensor],
+    grad_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of the states before each chunk and after the last, and of the values written.
+    """The inter-chunk recurrence in reverse: d_v_new = A^T do + k_to_end dS', dS = chunk_decay dS' + q_from_start^T do - W^T d_v_new.
 
-    of_outputs: decayed queries, the gradients of values written by the outputs alone, those of the outputs.
+    Returns the gradients of the states before each chunk and after the last, and of v_new.
+
+    by_outputs: q_from_start, exp(s) q; A^T do, the gradient of v_new by the outputs of its own chunk; do.
     """
-    decayed_q, own_written, grad_o = of_outputs
-    shape = (*grad_o.shape[:1], *grad_o.shape[2:4], system.W.shape[-1], grad_o.shape[-1])
+    q_from_start, intra_chunk_grad_v_new, grad_o = by_outputs
+    shape = (*grad_o.shape[:1], *grad_o.shape[2:4], wy.W.shape[-1], grad_o.shape[-1])
     grad = grad_o.new_zeros(shape) if grad_final_state is None else grad_final_state.to(grad_o.dtype).reshape(shape)
-    grads, grads_written = [grad], []
-    parts = (part.unbind(1)[::-1] for part in (system.W, system.E, whole, decayed_q, own_written, grad_o))
-    for W, E, decay, q, own, of_chunk in zip(*parts, strict=True):
-        grads_written.append(own + E @ grad)
-        grad = decay[..., None, None] * grad + q.mT @ of_chunk - W.mT @ grads_written[-1]
-        grads.append(grad)
-    return torch.stack(grads[::-1], dim=1), torch.stack(grads_written[::-1], dim=1)
+    grad_states, grad_v_new = [grad], []
+    operands = (wy.W, wy.k_to_end, chunk_decays, q_from_start, intra_chunk_grad_v_new, grad_o)
+    by_chunk = zip(*(part.unbind(1)[::-1] for part in operands), strict=True)
+    for W_c, k_c, decay, q_c, intra_chunk_c, grad_o_c in by_chunk:
+        grad_v_new.append(intra_chunk_c + k_c @ grad)
+        grad = decay[..., None, None] * grad + q_c.mT @ grad_o_c - W_c.mT @ grad_v_new[-1]
+        grad_states.append(grad)
+    return torch.stack(grad_states[::-1], dim=1), torch.stack(grad_v_new[::-1], dim=1)
 
 
-class _ProductGrads(NamedTuple):
-    """The gradients of what is multiplied: scores, decayed queries, keys decayed to the end, L, and the two sides of the system."""
+class _OperandGrads(NamedTuple):
+    """The gradients of the operands of a chunk's GEMMs and of its triangular system.
 
-    scores: Tensor  # [b, c, g, r, q, k]
-    decayed_q: Tensor  # [b, c, g, r, q, n]
-    E: Tensor  # [b, c, g, r, q, n]
-    L: Tensor  # [b, c, g, r, q, k]
-    v_side: Tensor  # [b, c, g, r, q, p]; of beta v
-    k_side: Tensor  # [b, c, g, r, q, n]; of beta exp(s) k
-
-
-def _product_grads(
-    grad: Tensor, system: _System, made: tuple[Tensor, Tensor], made_grads: tuple[Tensor, Tensor]
-) -> _ProductGrads:
-    """grad: of the outputs. made: the states before the chunks, and the values written.
-
-    made_grads: of the states after the chunks, and of the values written.
+    A: do v_new^T. q_from_start: do S^T. k_to_end: v_new dS'^T. L: of the system. U_rhs, W_rhs: of its right-hand sides.
     """
-    (entering, written), (leaving, grad_written) = made, made_grads
-    sides = torch.cat((grad_written, -grad_written @ entering.mT), dim=-1)
-    sides = torch.linalg.solve_triangular(system.lower.mT, sides, upper=True, unitriangular=True)
-    solution = torch.cat((system.U, system.W), dim=-1)
-    v_side, k_side = sides.split((system.U.shape[-1], system.W.shape[-1]), dim=-1)
-    return _ProductGrads(
-        scores=grad @ written.mT,
-        decayed_q=grad @ entering.mT,
-        E=written @ leaving.mT,
-        L=-(sides @ solution.mT).tril(-1),
-        v_side=v_side,
-        k_side=k_side,
+
+    A: Tensor  # [b, c, g, r, q, k]
+    q_from_start: Tensor  # [b, c, g, r, q, n]
+    k_to_end: Tensor  # [b, c, g, r, q, n]
+    L: Tensor  # [b, c, g, r, q, k]
+    U_rhs: Tensor  # [b, c, g, r, q, p]; of beta v
+    W_rhs: Tensor  # [b, c, g, r, q, n]; of beta exp(s) k
+
+
+def _operand_grads(
+    grad_o: Tensor, wy: _WYRepresentation, recurrence: tuple[Tensor, Tensor], recurrence_grads: tuple[Tensor, Tensor]
+) -> _OperandGrads:
+    """recurrence: the states before the chunks, and v_new. recurrence_grads: of the states after the chunks, and of v_new."""
+    (states_before, v_new), (grad_states_after, grad_v_new) = recurrence, recurrence_grads
+    grad_UW = torch.cat((grad_v_new, -grad_v_new @ states_before.mT), dim=-1)
+    grad_rhs = torch.linalg.solve_triangular(wy.I_plus_L.mT, grad_UW, upper=True, unitriangular=True)
+    UW = torch.cat((wy.U, wy.W), dim=-1)
+    U_rhs, W_rhs = grad_rhs.split((wy.U.shape[-1], wy.W.shape[-1]), dim=-1)
+    return _OperandGrads(
+        A=grad_o @ v_new.mT,
+        q_from_start=grad_o @ states_before.mT,
+        k_to_end=v_new @ grad_states_after.mT,
+        L=-(grad_rhs @ UW.mT).tril(-1),
+        U_rhs=U_rhs,
+        W_rhs=W_rhs,
     )
 
 
 def _decay_grads(
-    grads: _ProductGrads, scores: Tensor, inputs: _ChunkedInputs, decays: _Decays, system: _System, by_whole: Tensor
+    grads: _OperandGrads,
+    A: Tensor,
+    inputs: _ChunkedInputs,
+    decays: _Decays,
+    wy: _WYRepresentation,
+    grad_chunk_decay: Tensor,
 ) -> Tensor:
-    """Returns the gradient of g: that of exp(x) is the gradient of the product it is in, times that product.
-
-    `by_whole`: the gradients of the decays over whole chunks.
-    """
-    # From token j to token i: of every g after j and up to i.
-    inside = (grads.scores * scores + grads.L * system.lower).tril(-1)
-    crossing = reverse_cumsum(inside, dim=-2).tril(-1).sum(dim=-1)
-    # From the start to token i: of every g up to i. To the end from token j: of every g after j.
-    from_start = (grads.decayed_q * inputs.q + grads.k_side * inputs.k * inputs.beta[..., None]).sum(dim=-1)
-    to_end = torch.nn.functional.pad((grads.E * system.E).sum(dim=-1)[..., :-1], (1, 0)).cumsum(dim=-1)
-    whole = (by_whole * decays.whole)[..., None]
-    return crossing + reverse_cumsum(from_start * decays.to_token, dim=-1) + to_end + whole
+    """Returns the gradient of g: that of exp(x) is the gradient of the product it is in, times that product."""
+    # exp(s_i - s_j): of every g after j and up to i.
+    intra_chunk = (grads.A * A + grads.L * wy.I_plus_L).tril(-1)
+    by_intra_chunk = reverse_cumsum(intra_chunk, dim=-2).tril(-1).sum(dim=-1)
+    # exp(s_i): of every g up to i. exp(s_Q - s_j): of every g after j.
+    from_start = (grads.q_from_start * inputs.q + grads.W_rhs * inputs.k * inputs.beta[..., None]).sum(dim=-1)
+    by_to_end = torch.nn.functional.pad((grads.k_to_end * wy.k_to_end).sum(dim=-1)[..., :-1], (1, 0)).cumsum(dim=-1)
+    by_chunk = (grad_chunk_decay * decays.chunk)[..., None]
+    return by_intra_chunk + reverse_cumsum(from_start * decays.from_start, dim=-1) + by_to_end + by_chunk
 
 
-def _query_key_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Decays) -> tuple[Tensor, Tensor]:
+def _query_key_grads(grads: _OperandGrads, inputs: _ChunkedInputs, decays: _Decays) -> tuple[Tensor, Tensor]:
     """Returns the gradients of normalised queries and keys [b, c, g, q, n], added up over the value heads that share them."""
-    to_token, beta = decays.to_token[..., None], inputs.beta[..., None]
-    grad_qk, grad_kk = grads.scores * decays.inside, grads.L * beta * decays.inside
-    grad_q = grad_qk @ inputs.k + grads.decayed_q * to_token
+    from_start, beta = decays.from_start[..., None], inputs.beta[..., None]
+    grad_qk, grad_kk = grads.A * decays.intra_chunk, grads.L * beta * decays.intra_chunk
+    grad_q = grad_qk @ inputs.k + grads.q_from_start * from_start
     grad_k = grad_qk.mT @ inputs.q + (grad_kk + grad_kk.mT) @ inputs.k
-    grad_k = grad_k + grads.E * decays.to_end[..., None] + grads.k_side * (beta * to_token)
+    grad_k = grad_k + grads.k_to_end * decays.to_end[..., None] + grads.W_rhs * (beta * from_start)
     return grad_q.sum(dim=3), grad_k.sum(dim=3)
 
 
-def _beta_grads(grads: _ProductGrads, inputs: _ChunkedInputs, decays: _Decays, system: _System) -> Tensor:
-    by_sides = (grads.v_side * inputs.v).sum(dim=-1) + (grads.k_side * inputs.k).sum(dim=-1) * decays.to_token
-    return by_sides + (grads.L * decays.inside * system.kk).sum(dim=-1)
+def _beta_grads(grads: _OperandGrads, inputs: _ChunkedInputs, decays: _Decays, wy: _WYRepresentation) -> Tensor:
+    """Returns the gradient of beta, by which the right-hand sides and L are multiplied."""
+    by_rhs = (grads.U_rhs * inputs.v).sum(dim=-1) + (grads.W_rhs * inputs.k).sum(dim=-1) * decays.from_start
+    return by_rhs + (grads.L * decays.intra_chunk * wy.kk).sum(dim=-1)

@@ -28,22 +28,22 @@ L2_EPS = 1e-6
 """Added to the sum of squares of a query or key."""
 
 
-def l2_normalise(x: Tensor, *, factor: float = 1.0) -> Tensor:
-    """Returns x / |x| times a factor over the last dimension, in at least float32."""
+def l2_normalise(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    """Returns scale x / |x| over the last dimension, in at least float32."""
     wide = to_compute_dtype(x)
-    return wide * (torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + L2_EPS) * factor)
+    return wide * (torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + L2_EPS) * scale)
 
 
-def l2_normalise_backward(grad: Tensor, x: Tensor, *, factor: float = 1.0) -> Tensor:
-    """Returns the gradient of x, in at least float32: with y = x / |x|, that is (grad - y (y . grad)) / |x| times the factor."""
+def l2_normalise_backward(grad: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
+    """Returns the gradient of x, in at least float32: with y = x / |x|, that is scale (grad - y (y . grad)) / |x|."""
     wide = to_compute_dtype(x)
-    inverse = torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + L2_EPS)
-    unit = wide * inverse
-    return (grad - unit * (unit * grad).sum(dim=-1, keepdim=True)) * (inverse * factor)
+    inverse_norm = torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + L2_EPS)
+    y = wide * inverse_norm
+    return (grad - y * (y * grad).sum(dim=-1, keepdim=True)) * (inverse_norm * scale)
 
 
-def query_factor(key_dim: int) -> float:
-    """The factor on normalised queries."""
+def query_scale(key_dim: int) -> float:
+    """Returns 1 / sqrt(N), by which normalised queries are multiplied."""
     return 1.0 / math.sqrt(key_dim)
 
 
@@ -61,12 +61,12 @@ def delta_update(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output of one token of each sequence, and the state after it."""
     heads_per_group = v_BHP.shape[1] // k_BGN.shape[1]
-    q = l2_normalise(q_BGN, factor=query_factor(q_BGN.shape[-1])).repeat_interleave(heads_per_group, dim=1)
+    q = l2_normalise(q_BGN, scale=query_scale(q_BGN.shape[-1])).repeat_interleave(heads_per_group, dim=1)
     k = l2_normalise(k_BGN).repeat_interleave(heads_per_group, dim=1)
-    decayed = to_compute_dtype(g).exp().reshape(*state_BHNP.shape[:2], -1, 1) * state_BHNP
-    stored = (decayed * k[..., None]).sum(dim=-2)
-    written = to_compute_dtype(beta_BH)[..., None] * (to_compute_dtype(v_BHP) - stored)
-    state = decayed + k[..., None] * written[..., None, :]
+    decayed_state = to_compute_dtype(g).exp().reshape(*state_BHNP.shape[:2], -1, 1) * state_BHNP
+    old_value = (decayed_state * k[..., None]).sum(dim=-2)
+    v_new = to_compute_dtype(beta_BH)[..., None] * (to_compute_dtype(v_BHP) - old_value)
+    state = decayed_state + k[..., None] * v_new[..., None, :]
     return (state * q[..., None]).sum(dim=-2).to(v_BHP.dtype), state
 
 
@@ -93,7 +93,7 @@ def delta_rule_by_token(
     for token in range(v_SBHP.shape[0]):
         if starts_SB is not None:
             state = state.masked_fill(starts_SB[token, :, None, None, None], 0.0)
-        of_token = (part[token] for part in (q_SBGN, k_SBGN, v_SBHP, g, beta_SBH))
-        o, state = delta_update(state, *of_token)
+        inputs = (part[token] for part in (q_SBGN, k_SBGN, v_SBHP, g, beta_SBH))
+        o, state = delta_update(state, *inputs)
         outputs.append(o)
     return torch.stack(outputs), state

@@ -41,9 +41,9 @@ from torch import Tensor
 from petatron.kernels import activation as reference
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.strides import rows_and_stride
-from petatron.kernels.triton.amax import amax_bits, magnitude_bits, raise_amax
-from petatron.kernels.triton.dependent_launch import pdl_options, uses_pdl, wait_for_inputs
+from petatron.kernels.triton.amax import amax_bits, atomic_max_amax, magnitude_bits
 from petatron.kernels.triton.kernel_launch import KernelLauncher
+from petatron.kernels.triton.pdl import pdl_options, pdl_wait_and_trigger, uses_pdl
 
 NAMES = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
 _TILE = 2048
@@ -94,18 +94,18 @@ def _gated_activation_forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     AMAX: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     row, column, mask = _tile_offsets(rows, WIDTH, ROWS, COLUMNS)
     at = gate_up_RG + row * stride + column
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
     value, _ = activation_and_slope(gate, NAME)
     act = (value * up).to(act_RF.dtype.element_ty)
     tl.store(act_RF + row * WIDTH + column, act, mask=mask)
     if AMAX:
-        raise_amax(amax, magnitude_bits(act))
+        atomic_max_amax(amax, magnitude_bits(act))
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def _gated_activation_backward(
     if RECOMPUTE_OUTPUT:
         tl.store(act_RF + row * WIDTH + column, (value * up).to(dtype), mask=mask)
     if AMAX:
-        raise_amax(amax, tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)))
+        atomic_max_amax(amax, tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +182,14 @@ def _activation_constants(name: str, width: int) -> dict[str, Any]:
 
 
 def gated_activation(
-    gate_up_RG: Tensor, name: str, bounds: GluVariant | None = None, *, amax: Tensor | None = None
+    gate_up_RG: Tensor, name: str, variant: GluVariant | None = None, *, amax: Tensor | None = None
 ) -> Tensor:
-    """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half. One with bounds uses the reference.
+    """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half. One with variant uses the reference.
 
-    `amax` [1] float32 is raised to the output's.
+    `amax` [1] float32 is updated with the output.
     """
-    if bounds is not None:
-        return reference.gated_activation(gate_up_RG, name, bounds, amax=amax)
+    if variant is not None:
+        return reference.gated_activation(gate_up_RG, name, variant, amax=amax)
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
     source, stride = rows_and_stride(gate_up_RG)
     act = source.new_empty((rows, width))
@@ -202,15 +202,15 @@ def gated_activation_backward(
     grad_RF: Tensor,
     gate_up_RG: Tensor,
     name: str,
-    bounds: GluVariant | None = None,
+    variant: GluVariant | None = None,
     *,
     recompute_output: bool,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient of gate and up concatenated, to whose amax `amax` is raised, and the output if `recompute_output`."""
-    if bounds is not None:
+    if variant is not None:
         return reference.gated_activation_backward(
-            grad_RF, gate_up_RG, name, bounds, recompute_output=recompute_output, amax=amax
+            grad_RF, gate_up_RG, name, variant, recompute_output=recompute_output, amax=amax
         )
     rows, width = grad_RF.shape
     (grad, grad_stride), (source, stride) = rows_and_stride(grad_RF), rows_and_stride(gate_up_RG)

@@ -22,13 +22,13 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def raise_amax(amax, bits):
-    """Raises the number at `amax` to the largest of `bits`; most programs find it as large already, and write nothing."""
+def atomic_max_amax(amax, bits):
+    """Updates amax to max(amax, bits); most programs find it as large already, and write nothing."""
     largest = tl.max(bits)
     if largest > tl.load(amax):
         tl.atomic_max(amax, largest, sem="relaxed")
 
 
 def amax_bits(amax: Tensor | None, other: Tensor) -> Tensor:
-    """Returns the bits of `amax` [1] float32 for a kernel; where none is asked for, another tensor, which is not written."""
+    """Returns the bits of `amax` [1] float32 for a kernel; without one a placeholder, which is not written."""
     return other if amax is None else amax.view(torch.int32)

@@ -135,9 +135,9 @@ def embedding_grad(ids_T: Tensor, grad_TD: Tensor, out_VD: Tensor, *, accumulate
         tokens,
         (sorted_ids, order, grad_TD, out_VD, heads, tails),
         (tokens, rows, size, grad_TD.stride(0)),
-        across=triton.cdiv(size, block),
+        grid_y=triton.cdiv(size, block),
     )
     block = min(block, 256)
     kernel_launcher(_embedding_grad_segments, RUN=_RUN, BLOCK=block, **constants)(
-        windows, (sorted_ids, heads, tails, out_VD), (tokens, rows, size), across=triton.cdiv(size, block)
+        windows, (sorted_ids, heads, tails, out_VD), (tokens, rows, size), grid_y=triton.cdiv(size, block)
     )

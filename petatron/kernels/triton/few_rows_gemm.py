@@ -3,7 +3,7 @@
 A program reads a strip of 64 output rows, or a part of its length where there are fewer strips than multiprocessors (split-K); the
 program that ends last of a strip adds the parts, in their order, so the result does not depend on which was last. Weights do not depend
 on the kernel before, so the beginning of the strips is prefetched into the L2 cache before the program waits for it
-(`dependent_launch.py`); more than a few megabytes of them would displace each other.
+(`pdl.py`); more than a few megabytes of them would displace each other.
 
 FP8 weights are widened in registers. The bits of an e4m3 number, sign and the rest apart, are those of a bfloat16 number 2^120 times
 smaller, subnormal ones included: three instructions for two numbers in the high bytes of a word and four for those in the low bytes,
@@ -39,7 +39,7 @@ from torch import Tensor
 from petatron.kernels import few_rows_gemm as reference
 from petatron.kernels.few_rows_gemm import PERMUTED_ORDER, Fp8Weight
 from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand
-from petatron.kernels.triton.dependent_launch import FEW_ROWS, launch_options, wait_for_inputs
+from petatron.kernels.triton.pdl import pdl_options_for, pdl_wait_and_trigger
 
 _STRIP = 64
 _LENGTH = 128
@@ -49,6 +49,8 @@ _MAX_SPLITS = 4
 _MAX_PREFETCHED = 2 * 2**20
 _BLOCK_ROWS = 64
 """Rows of one program."""
+_MAX_ROWS = 64
+"""More rows of a 16-bit weight are the library's."""
 _MAX_FP8_ROWS = 128
 """More rows are worth a weight that is dequantised as a whole, and the library's GEMM."""
 _DEQUANTISED = 4096
@@ -73,7 +75,7 @@ def _few_rows_gemm(
     FP8: tl.constexpr,
     PERMUTED: tl.constexpr,
     PREFETCHED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     strip, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output, row, column = strip * STRIP + tl.arange(0, STRIP), block * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE)
@@ -81,9 +83,9 @@ def _few_rows_gemm(
     begin = split * each
     inside = output < outputs
     lines = weight + output.to(tl.int64) * LENGTH + begin
-    if DEPENDENT and PREFETCHED > 0:
+    if USE_PDL and PREFETCHED > 0:
         _prefetch(lines, inside, PREFETCHED)
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     # The operand of the tensor cores' longer side comes from shared memory, and widened weights are in registers.
     total = tl.zeros((ROWS, STRIP), tl.float32) if FP8 else tl.zeros((STRIP, ROWS), tl.float32)
     for start in range(0, each, TILE):
@@ -196,7 +198,7 @@ def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Weight, counters: Tensor) ->
     strips, block = triton.cdiv(outputs, _STRIP), min(_BLOCK_ROWS, max(16, triton.next_power_of_2(rows)))
     blocks, splits = triton.cdiv(rows, block), _num_splits(strips, length)
     lacks_counters = splits > 1 and strips * blocks > counters.numel()
-    if rows > (_MAX_FP8_ROWS if fp8 else FEW_ROWS) or length % _LENGTH or x_RD.stride(-1) != 1 or lacks_counters:
+    if rows > (_MAX_FP8_ROWS if fp8 else _MAX_ROWS) or length % _LENGTH or x_RD.stride(-1) != 1 or lacks_counters:
         return reference.many_rows_gemm(x_RD, dequantise_weight(weight, x_RD.dtype) if fp8 else weight)
     out = x_RD.new_empty((rows, outputs))
     operands = (x_RD, values.view(torch.int8), weight.scale) if fp8 else (x_RD, values, values)
@@ -219,7 +221,7 @@ def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Weight, counters: Tensor) ->
         PREFETCHED=_prefetched_bytes(outputs * splits, length // splits * values.element_size()),
         num_warps=4,
         num_stages=4,
-        **launch_options(rows, x_RD),
+        **pdl_options_for(rows, x_RD),
     )
     return out
 

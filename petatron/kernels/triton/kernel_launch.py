@@ -3,10 +3,10 @@
 `kernel[grid](...)` finds out at every call which compiled kernel it needs: Triton compiles one for each combination of constants,
 dtypes, and of what it specialises for (16-byte aligned addresses, integers that are 1 or multiples of 16, their width). That takes the
 host longer than most kernels of a small model take the device. A `KernelLauncher` has a kernel with its constants and launch options,
-which its module builds once for each width or kind; if all addresses are aligned, it remembers the compiled kernel by
+which its module builds once for each width or kind; if all addresses are aligned, it caches the compiled kernel by
 
-    device, dtypes of tensors, types and values of numbers                 the same call as before: one look-up
-    device, dtypes of tensors, what Triton specialises numbers for         numbers that change, as rows of experts do
+    device, dtypes of tensors, types and values of scalars                 the same call as before: one look-up
+    device, dtypes of tensors, what Triton specialises scalars for         scalars that change, as rows of experts do
 
 Whatever is new, not aligned, or watched by hooks takes Triton's own way; so does everything under Triton's interpreter.
 """
@@ -24,68 +24,68 @@ from triton import JITFunction, knobs
 from triton.runtime.driver import driver
 
 _ALIGNMENT = 16
-_MAX_REMEMBERED = 512
-"""Sizes may change with every call, as those of generation do: then as many are remembered."""
+_MAX_CALLS = 512
+"""Sizes may change with every call, as those of generation do: then as many calls are cached."""
 _INT32 = range(-(2**31), 2**31)
 _address, _dtype, _runtime = Tensor.data_ptr, attrgetter("dtype"), knobs.runtime
 
 
 class KernelLauncher:
-    """Launches one kernel with some constants; its parameters are tensors, then numbers, then constants.
+    """Launches one kernel with some constants; its parameters are tensors, then scalars, then constants.
 
-    Among the constants may be options of Triton's compiler.
+    constants: also compile options of Triton, such as `maxnreg`.
     """
 
     def __init__(self, kernel: Any, *, num_warps: int, launch_pdl: bool = False, **constants: Any) -> None:
         self._kernel, self._constants = kernel, constants
         self._options = {"num_warps": num_warps} | ({"launch_pdl": True} if launch_pdl else {})
-        self._remembers = isinstance(kernel, JITFunction)
-        self._remembered: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        self._by_kind: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._is_compiled = isinstance(kernel, JITFunction)
+        self._calls: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._by_specialisation: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(
-        self, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[int | float, ...] = (), across: int = 1
+        self, grid_x: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...] = (), grid_y: int = 1
     ) -> None:
-        """Launches so many programs, times those of the second axis."""
+        """Launches a grid of programs."""
         device, addresses = tensors[0].get_device(), [*map(_address, tensors)]
         aligned = reduce(or_, addresses) % _ALIGNMENT == 0
-        key = (device, numbers, *map(type, numbers), *map(_dtype, tensors))
-        found = self._remembered.get(key) if aligned else None
+        key = (device, scalars, *map(type, scalars), *map(_dtype, tensors))
+        found = self._calls.get(key) if aligned else None
         if found is None and aligned:
-            found = self._find_kind(key, tensors, numbers)
+            found = self._find_by_specialisation(key, tensors, scalars)
         if found is None or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:
-            compiled = self._kernel[(programs, across)](*tensors, *numbers, **self._constants, **self._options)
-            if self._remembers and aligned and device == torch.cuda.current_device():
-                self._remember(key, compiled, tensors, numbers)
+            compiled = self._kernel[(grid_x, grid_y)](*tensors, *scalars, **self._constants, **self._options)
+            if self._is_compiled and aligned and device == torch.cuda.current_device():
+                self._cache_compiled(key, compiled, tensors, scalars)
             return
         run, function, metadata, stream_of, others = found
         # An address is as good as a tensor, which Triton would only ask for it.
-        run(programs, across, 1, stream_of(device), function, metadata, None, None, None, *addresses, *others)
+        run(grid_x, grid_y, 1, stream_of(device), function, metadata, None, None, None, *addresses, *others)
 
-    def _find_kind(
-        self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], numbers: tuple[int | float, ...]
+    def _find_by_specialisation(
+        self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]
     ) -> tuple[Any, ...] | None:
-        """Returns the compiled kernel of other numbers for which Triton would compile none of its own, with these numbers."""
-        found = self._by_kind.get((key[0], *map(specialisation, numbers), *map(_dtype, tensors)))
+        """Returns the call of a kernel compiled for scalars of the same specialisation, with these scalars."""
+        found = self._by_specialisation.get((key[0], *map(specialisation, scalars), *map(_dtype, tensors)))
         if found is None:
             return None
         *call, constants = found
-        return self._keep(key, (*call, (*numbers, *constants)))
+        return self._cache_call(key, (*call, (*scalars, *constants)))
 
-    def _remember(
-        self, key: tuple[Any, ...], compiled: Any, tensors: tuple[Tensor, ...], numbers: tuple[int | float, ...]
+    def _cache_compiled(
+        self, key: tuple[Any, ...], compiled: Any, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]
     ) -> None:
-        """Remembers a compiled kernel, and its arguments after the tensors in the order of its parameters."""
+        """Caches a compiled kernel, with its arguments after the tensors in the order of its parameters."""
         constants = tuple(self._constants[name] for name in self._kernel.arg_names if name in self._constants)
         run = compiled.run  # loads the binary, without which there is no function
         call = (run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream)
-        self._by_kind[key[0], *map(specialisation, numbers), *map(_dtype, tensors)] = (*call, constants)
-        self._keep(key, (*call, (*numbers, *constants)))
+        self._by_specialisation[key[0], *map(specialisation, scalars), *map(_dtype, tensors)] = (*call, constants)
+        self._cache_call(key, (*call, (*scalars, *constants)))
 
-    def _keep(self, key: tuple[Any, ...], call: tuple[Any, ...]) -> tuple[Any, ...]:
-        if len(self._remembered) >= _MAX_REMEMBERED:
-            self._remembered.clear()
-        self._remembered[key] = call
+    def _cache_call(self, key: tuple[Any, ...], call: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(self._calls) >= _MAX_CALLS:
+            self._calls.clear()
+        self._calls[key] = call
         return call
 
 

@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.triton.pdl import pdl_options_for, pdl_wait_and_trigger
 
 _CHUNK = 4096
 
 
 @triton.jit
-def _chunk_maxima(logits, values, ids, size, stride, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
-    wait_for_inputs(DEPENDENT)
+def _chunk_maxima(logits, values, ids, size, stride, CHUNK: tl.constexpr, USE_PDL: tl.constexpr):
+    pdl_wait_and_trigger(USE_PDL)
     row, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = column < size
@@ -34,8 +34,8 @@ def _chunk_maxima(logits, values, ids, size, stride, CHUNK: tl.constexpr, DEPEND
 
 
 @triton.jit
-def _row_maxima(values, ids, out, chunks, ROW: tl.constexpr, DEPENDENT: tl.constexpr):
-    wait_for_inputs(DEPENDENT)
+def _row_maxima(values, ids, out, chunks, ROW: tl.constexpr, USE_PDL: tl.constexpr):
+    pdl_wait_and_trigger(USE_PDL)
     row, chunk = tl.program_id(0), tl.arange(0, ROW)
     inside = chunk < chunks
     x = tl.load(values + row * chunks + chunk, mask=inside, other=float("-inf"))
@@ -51,7 +51,7 @@ def most_likely(logits_RV: Tensor) -> Tensor:
     values = torch.empty((rows, chunks), dtype=logits.dtype, device=logits.device)
     ids = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    options = launch_options(rows, logits)
+    options = pdl_options_for(rows, logits)
     _chunk_maxima[(rows, chunks)](logits, values, ids, size, logits.stride(0), CHUNK=_CHUNK, num_warps=4, **options)
     _row_maxima[(rows,)](values, ids, out, chunks, ROW=triton.next_power_of_2(chunks), num_warps=1, **options)
     return out

@@ -42,9 +42,9 @@ from torch import Tensor
 from petatron.kernels import norm as reference
 from petatron.kernels.norm import SubmitWeightGrad
 from petatron.kernels.strides import rows_and_stride
-from petatron.kernels.triton.amax import amax_bits, magnitude_bits, raise_amax
-from petatron.kernels.triton.dependent_launch import pdl_options, uses_pdl, wait_for_inputs
+from petatron.kernels.triton.amax import amax_bits, atomic_max_amax, magnitude_bits
 from petatron.kernels.triton.kernel_launch import KernelLauncher
+from petatron.kernels.triton.pdl import pdl_options, pdl_wait_and_trigger, uses_pdl
 
 MAX_ROW_WIDTH = 16384
 """The widest row that fits in registers; wider ones use the reference."""
@@ -69,7 +69,7 @@ def _rms_norm_forward(
     ZERO_CENTERED_GAMMA: tl.constexpr,
     ADD: tl.constexpr,
     AMAX: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -77,7 +77,7 @@ def _rms_norm_forward(
     long_row = row.to(tl.int64)[:, None]
     dtype: tl.constexpr = normal_RD.dtype.element_ty
 
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     total = tl.load(x_RD + long_row * x_stride + column[None, :], mask=mask, other=0.0)
     wide = total.to(tl.float32)
     if ADD:
@@ -92,7 +92,7 @@ def _rms_norm_forward(
     normal = _apply_weight(wide * rstd[:, None], weight, dtype, ZERO_CENTERED_GAMMA)
     tl.store(normal_RD + long_row * WIDTH + column[None, :], normal, mask=mask)
     if AMAX:
-        raise_amax(amax, tl.where(mask, magnitude_bits(normal), 0))
+        atomic_max_amax(amax, tl.where(mask, magnitude_bits(normal), 0))
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def _rms_norm_backward(
             )
     tl.store(sums_PD + program.to(tl.int64) * WIDTH + column, tl.sum(sums, axis=0), mask=column < WIDTH)
     if AMAX:
-        raise_amax(amax, peaks)
+        atomic_max_amax(amax, peaks)
 
 
 @triton.jit
@@ -264,7 +264,7 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sum with `branch` (x itself without one), its norm, and 1 / rms of every row in float32.
 
-    `amax` [1] float32 is raised to the norm's.
+    `amax` [1] float32 is updated with the output.
     """
     rows, width = x_RD.shape
     if width > MAX_ROW_WIDTH:
@@ -301,7 +301,7 @@ def rms_norm_backward(
     """Returns the gradients of the sum (with `grad_total` added) and, in float32, of the weight; and the norm if `recompute_output`.
 
     `submit_weight_grad` gets the weight's gradient instead of the caller: the last sum over programs goes to its buffer. `amax` is
-    raised to that of the sum's gradient.
+    updated with the sum's gradient.
     """
     rows, width = total_RD.shape
     if width > MAX_ROW_WIDTH:

@@ -33,8 +33,8 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.strides import align_cos_sin, contiguous_rows, empty_heads, token_strides
-from petatron.kernels.triton.dependent_launch import pdl_options, uses_pdl, wait_for_inputs
 from petatron.kernels.triton.kernel_launch import KernelLauncher
+from petatron.kernels.triton.pdl import pdl_options, pdl_wait_and_trigger, uses_pdl
 
 
 @triton.jit
@@ -67,9 +67,9 @@ def _split_qkv_rope(
     TILE: tl.constexpr,
     BATCH_FIRST: tl.constexpr,
     BACKWARD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     token = tl.program_id(0)  # in memory order of the heads
     s = (token % length if BATCH_FIRST else token // batch).to(tl.int64)
     b = (token // length if BATCH_FIRST else token % batch).to(tl.int64)

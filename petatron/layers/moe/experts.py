@@ -25,7 +25,7 @@ from petatron.layers.mlp import Activation
 from petatron.layers.ops.linear_op import GemmOp, WeightGradSink
 from petatron.layers.ops.recompute_output import (
     MaybeTensors,
-    Recomputable,
+    RecomputableOutput,
     Tensors,
     apply_recomputable,
     as_recomputable,
@@ -50,7 +50,7 @@ class GroupedLinear(nn.Module):
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": "expert permutation"}
 
-    def forward(self, x_RD: Tensor | Recomputable, counts: ExpertCounts) -> Tensor:
+    def forward(self, x_RD: Tensor | RecomputableOutput, counts: ExpertCounts) -> Tensor:
         gemm = self.grouped_gemm(counts, self.kernels.write_grad)
         y_RO = GemmOp(gemm, self.weight_grad_sink)(as_recomputable(x_RD), self.weight)
         if self.bias is None:
@@ -70,8 +70,8 @@ class _RecomputableWeightedActivation:
 
     kernels: MoEKernels
     name: str
-    bounds: GluVariant | None
-    recast_in_fp8: bool = False
+    variant: GluVariant | None
+    requantised_in_backward: bool = False
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         return (self.recompute(inputs),), inputs
@@ -82,13 +82,13 @@ class _RecomputableWeightedActivation:
         (inner, weight), (grad,) = saved, grads
         assert grad is not None
         inner_grad, weight_grad, output = self.kernels.weighted_activation_backward(
-            grad.contiguous(), inner, weight, self.name, self.bounds, recompute_output=recompute_output
+            grad.contiguous(), inner, weight, self.name, self.variant, recompute_output=recompute_output
         )
         return (inner_grad, weight_grad), output
 
     def recompute(self, saved: Tensors) -> Tensor:
         inner, weight = saved
-        return self.kernels.weighted_activation(inner, weight, self.name, self.bounds)
+        return self.kernels.weighted_activation(inner, weight, self.name, self.variant)
 
 
 class RoutedExperts(nn.Module):
@@ -135,6 +135,6 @@ class RoutedExperts(nn.Module):
         if weight_R is None:
             return self.down(self.act(inner), counts)
         (value,), handle = apply_recomputable(
-            _RecomputableWeightedActivation(self.kernels, self.act.name, self.act.bounds), inner, weight_R
+            _RecomputableWeightedActivation(self.kernels, self.act.name, self.act.variant), inner, weight_R
         )
-        return self.down(Recomputable(value, handle), counts)
+        return self.down(RecomputableOutput(value, handle), counts)

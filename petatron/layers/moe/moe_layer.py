@@ -32,7 +32,7 @@ from petatron.layers.mlp import MLP, MLPSpec, mlp_flops
 from petatron.layers.moe.experts import RoutedExperts
 from petatron.layers.moe.load_balancing import ReductionGroup, attach_aux_loss
 from petatron.layers.moe.router import Router, Routing
-from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
@@ -273,9 +273,9 @@ class SharedExpertRun:
 
     __slots__ = ("_expert", "_intermediate", "_layer", "_output", "_x")
 
-    def __init__(self, layer: MoELayer, expert: MLP, x: Recomputable) -> None:
+    def __init__(self, layer: MoELayer, expert: MLP, x: RecomputableOutput) -> None:
         self._layer, self._expert, self._x = layer, expert, x
-        self._intermediate: Tensor | Recomputable | None = None
+        self._intermediate: Tensor | RecomputableOutput | None = None
         self._output: Tensor | None = None
 
     def first_half(self) -> None:
@@ -344,7 +344,7 @@ class MoELayer(BranchModule):
         self.router.sequence_group, self.router.stage_group = slots.sequence_group, slots.stage_group
         self.experts.down.bias_scale = 1.0 if slots.adds_bias else 0.0
 
-    def forward(self, x: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+    def forward(self, x: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         normal = as_recomputable(x)
         x_SBD = normal.value
         routing, aux_loss, statistics = self.router(x_SBD, with_loss=context.aux_loss_scale is not None)

@@ -4,7 +4,7 @@
     backward    g8 = cast(g), dx = g8 . w8 transposed;       dw = g8 transposed . x8 transposed
 
 Casts write both orientations (see `kernels/fp8/cast_and_gemm.py`). Where x is saved anyway by something else, or is recomputed in
-backward from what is saved (the output of a norm), x8 is not saved: `Fp8Gemm.recasting` casts x again in backward, with the same scale
+backward from what is saved (the output of a norm), x8 is not saved: `Fp8Gemm.requantising` casts x again in backward, with the same scale
 and so to the same bits. That costs 3 bytes of traffic per element, and 2 more to write what is recomputed; so the output of an
 activation function, which is four times as wide, is saved as x8. So are inputs that tensor-parallel ranks share.
 
@@ -54,18 +54,23 @@ from petatron.kernels.fp8.cast_and_gemm import (
 )
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad, WriteGrad, write_grad
-from petatron.layers.ops.fp8_scaling import CurrentScaling, DelayedScaling, Quantiser, TensorwiseScaling
+from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling, Quantiser, StatelessScaling
 from petatron.layers.ops.fp8_weight import (
     Fp8WeightCache,
     StatelessWeightCast,
     TensorwiseWeightCast,
     WeightCast,
-    cast_with_scale,
+    cast_with_known_scale,
 )
 
 _log = get_logger(__name__)
 
-_SCALINGS: dict[str, Scaling] = {"tensorwise": "tensor", "delayed": "tensor", "rowwise": "rows", "blockwise": "blocks"}
+_SCALINGS: dict[str, Scaling] = {
+    "tensorwise": "tensorwise",
+    "delayed": "tensorwise",
+    "rowwise": "rowwise",
+    "blockwise": "block_1x128",
+}
 
 
 def is_fp8_layer(config: PrecisionConfig, layer_index: int, *, num_layers: int) -> bool:
@@ -99,31 +104,31 @@ class Fp8Recipe:
     @property
     def size_multiple(self) -> int:
         """All sizes of an FP8 GEMM are multiples of this."""
-        return BLOCK if self.scaling == "blocks" else FP8_SIZE_MULTIPLE
+        return BLOCK if self.scaling == "block_1x128" else FP8_SIZE_MULTIPLE
 
     @property
-    def uses_amax_notes(self) -> bool:
-        """Whether casts use the amax that the kernel which wrote a tensor has noted."""
-        return self.scaling == "tensor" and not self.delayed
+    def uses_attached_amax(self) -> bool:
+        """Whether casts use the amax that a norm or activation attached to its output."""
+        return self.scaling == "tensorwise" and not self.delayed
 
     def quantiser(self, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
         """Builds the quantiser of activations or gradients."""
         if self.delayed:
             return DelayedScaling(kernels, dtype, length=self.amax_history_len, most_recent=self.most_recent)
-        if self.uses_amax_notes:
-            return TensorwiseScaling(kernels, dtype)
-        return CurrentScaling(kernels.cast_rows if self.scaling == "rows" else kernels.cast_blocks, dtype)
+        if self.uses_attached_amax:
+            return CurrentTensorwiseScaling(kernels, dtype)
+        return StatelessScaling(kernels.cast_rowwise if self.scaling == "rowwise" else kernels.cast_block_1x128, dtype)
 
     def weight_cast(self, kernels: Fp8Kernels) -> WeightCast:
-        if self.scaling == "tensor":
-            return TensorwiseWeightCast(TensorwiseScaling(kernels, E4M3), kernels)
-        return StatelessWeightCast(kernels.cast_rows if self.scaling == "rows" else kernels.cast_blocks_2d)
+        if self.scaling == "tensorwise":
+            return TensorwiseWeightCast(CurrentTensorwiseScaling(kernels, E4M3), kernels)
+        return StatelessWeightCast(kernels.cast_rowwise if self.scaling == "rowwise" else kernels.cast_block_128x128)
 
     def fp8_gather_scaling(self, shape: torch.Size) -> Scaling | None:
         """Returns the weight's scaling if both its orientations hold the same values; None if not, or if it is not quantised."""
-        if self.scaling == "rows" or not sizes_fit(shape, self.size_multiple):
+        if self.scaling == "rowwise" or not sizes_fit(shape, self.size_multiple):
             return None
-        return "squares" if self.scaling == "blocks" else "tensor"
+        return "block_128x128" if self.scaling == "block_1x128" else "tensorwise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ class Fp8WeightGrad:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fp8RecastWeightGrad:
+class _RequantisedInputWeightGrad:
     """dw = g8 transposed . cast(x) transposed."""
 
     grad: Fp8Operand
@@ -195,26 +200,26 @@ class Fp8Gemm:
         w = self._weight_cache.get(weight, "columns", num_rows=grad_RO.shape[0])
         return self._kernels.gemm(grad.rows, w.columns, dtype=grad_RO.dtype, fast=False), grad.columns
 
-    def recasting(self) -> Gemm:
+    def requantising(self) -> Gemm:
         """Returns the same GEMMs for an input that is available in backward: they save none of it, and cast it again."""
-        return _Fp8GemmRecasting(self)
+        return _RequantisingGemm(self)
 
-    def forward_rows(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
+    def forward_without_saving_input(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
         """Multiplies; saves the scale that a second cast of the input needs, if it needs one."""
         x = self._input_quantiser(x_RD, orientation="rows").rows
         w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
         y = self._kernels.gemm(x, w.rows, dtype=x_RD.dtype, fast=True)
-        return y, (x.scale,) if x.scaling == "tensor" else ()
+        return y, (x.scale,) if x.scaling == "tensorwise" else ()
 
-    def cast_again(self, x_RD: Tensor, saved: Tensors) -> Fp8Operand:
+    def requantise_input(self, x_RD: Tensor, saved: Tensors) -> Fp8Operand:
         """Returns the transposed input, to the bits that the cast of the forward pass would have given."""
         if not saved:
             return self._input_quantiser(x_RD, orientation="columns").columns
-        return cast_with_scale(x_RD, saved[0], self._kernels, orientation="columns").columns
+        return cast_with_known_scale(x_RD, saved[0], self._kernels, orientation="columns").columns
 
-    def backward_columns(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
+    def backward_requantising_input(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         x_grad, grad = self._input_grad(grad_RO, weight)
-        return x_grad, _Fp8RecastWeightGrad(grad, partial(self.cast_again, saved=saved), self._kernels)
+        return x_grad, _RequantisedInputWeightGrad(grad, partial(self.requantise_input, saved=saved), self._kernels)
 
     def supports(self, num_rows: int, weight: Tensor) -> bool:
         """Whether a GEMM with so many rows can run in FP8."""
@@ -229,8 +234,8 @@ class Fp8Gemm:
     def drop_cached_weight(self) -> None:
         self._weight_cache.drop()
 
-    def weight_changed(self) -> None:
-        """Drops the cached weight without a step; amax is not recorded until the next step."""
+    def end_step(self) -> None:
+        """Drops the cached weight; until the next step starts, amax is not recorded."""
         self._weight_cache.drop()
         for history in self.amax_histories().values():
             history.pause()
@@ -242,7 +247,7 @@ class Fp8Gemm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fp8GemmRecasting:
+class _RequantisingGemm:
     """The GEMMs of an input that is available in backward; of one that does not fit FP8, those in the precision of its tensors."""
 
     gemm: Fp8Gemm
@@ -250,12 +255,12 @@ class _Fp8GemmRecasting:
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
         if not self.gemm.supports(x_RD.shape[0], weight):
             return self.gemm.forward(x_RD, weight)
-        return self.gemm.forward_rows(x_RD, weight)
+        return self.gemm.forward_without_saving_input(x_RD, weight)
 
     def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         if not self.gemm.supports(grad_RO.shape[0], weight):
             return self.gemm.backward(grad_RO, weight, saved)
-        return self.gemm.backward_columns(grad_RO, weight, saved)
+        return self.gemm.backward_requantising_input(grad_RO, weight, saved)
 
 
 def fp8_gemm_factory(
@@ -286,14 +291,14 @@ class Fp8ExpertGemms:
         """Drops the cached weight. It is cached for any number of micro-batches: an expert has few rows for its weight."""
         self._weight_cache.drop()
 
-    def weight_changed(self) -> None:
+    def end_step(self) -> None:
         self._weight_cache.drop()
 
-    drop_cached_weight = weight_changed
+    drop_cached_weight = end_step
 
     def grouped_gemm(self, x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts, *, transposed: bool) -> Tensor:
         quantised = self._weight_cache.get(weight_EOD, "both")
-        x = self._kernels.cast_rows_only(x_RD, E4M3)
+        x = self._kernels.cast_rowwise_operand(x_RD, E4M3)
         if isinstance(counts, int):
             counts = torch.full(weight_EOD.shape[:1], counts, device=x_RD.device)
         matrices = quantised.columns if transposed else quantised.rows

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from petatron.kernels.fp8.amax import known_amax, zero_amax
+from petatron.kernels.fp8.amax import attached_amax, new_amax
 from petatron.kernels.fp8.cast_and_gemm import CastKernel, Fp8Kernels, Fp8Matrix, Orientation
 
 
@@ -21,31 +21,33 @@ class Quantiser(Protocol):
     def new_step(self) -> None: ...
 
 
-class TensorwiseScaling:
-    """One scale from the tensor itself: from the amax that the kernel which wrote it has noted, else guessed to be the last one.
+class CurrentTensorwiseScaling:
+    """One scale from the tensor itself: from its attached amax if it has one, else by a speculative cast with the previous scale.
 
-    A guess is checked, and costs time if it is wrong, never a bit: nothing of it is saved.
+    That is checked, and repeated where the scale differs. Bits never depend on the previous scale, so a checkpoint need not have it.
     """
 
     def __init__(self, kernels: Fp8Kernels, dtype: torch.dtype) -> None:
         self._kernels, self._dtype = kernels, dtype
-        self._last_scale: Tensor | None = None
+        self._previous_scale: Tensor | None = None
 
     def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix:
-        amax = known_amax(x_RC)
+        amax = attached_amax(x_RC)
         if amax is not None:
             return self._kernels.cast_tensor(x_RC, self._dtype, amax=amax, orientation=orientation)
-        if self._last_scale is None:
-            self._last_scale = _new_state(1, 1.0, x_RC.device)
-        return self._kernels.cast_guessed(x_RC, self._dtype, last_scale=self._last_scale, orientation=orientation)
+        if self._previous_scale is None:
+            self._previous_scale = _new_state(1, 1.0, x_RC.device)
+        return self._kernels.cast_speculative(
+            x_RC, self._dtype, previous_scale=self._previous_scale, orientation=orientation
+        )
 
     def new_step(self) -> None:
         pass
 
 
 @dataclass(frozen=True, slots=True)
-class CurrentScaling:
-    """A scale of each row or block, from the tensor itself."""
+class StatelessScaling:
+    """A scale for each row or block, from the tensor itself."""
 
     cast: CastKernel
     dtype: torch.dtype
@@ -75,9 +77,9 @@ class DelayedScaling:
     def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix:
         amax, kernels = self._current_amax(x_RC.device), self._kernels
         if self._scale is not None:
-            return kernels.cast_delayed(x_RC, self._dtype, scale=self._scale, amax=amax, orientation=orientation)
+            return kernels.cast_with_scale(x_RC, self._dtype, scale=self._scale, amax=amax, orientation=orientation)
         # Its own amax, not that of all micro-batches so far: one that is recomputed after others is cast to the same bits.
-        own = zero_amax(x_RC)
+        own = new_amax(x_RC)
         kernels.update_amax(x_RC, own)
         torch.maximum(amax, own, out=amax)
         return kernels.cast_tensor(x_RC, self._dtype, amax=own, orientation=orientation)

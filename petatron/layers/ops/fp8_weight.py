@@ -4,7 +4,7 @@ A GEMM of forward reads a weight's rows, one of backward its columns. Cast once 
 element for the whole step: 4 bytes of memory traffic per element with a scale per tensor (2 + 1 + 1), however many micro-batches use it.
 Cast for each use in the one orientation that is read, it takes nothing between forward and backward, and 6 bytes of traffic for one micro-
 batch (2 + 1 twice). The GEMMs of a weight take as long as 6 x rows operations per element; so with
-R rows the second way costs about 100 / R of their time: it is taken for one micro-batch of `MIN_ROWS_TO_CAST_AGAIN` rows or more.
+R rows the second way costs about 100 / R of their time: it is taken for one micro-batch of `MIN_ROWS_TO_REQUANTISE` rows or more.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from petatron.kernels.fp8.cast_and_gemm import E4M3, CastKernel, Fp8Kernels, Fp8Matrix, Orientation
 from petatron.layers.ops.fp8_scaling import Quantiser
 
-MIN_ROWS_TO_CAST_AGAIN = 8192
+MIN_ROWS_TO_REQUANTISE = 8192
 """Below, a weight that only one micro-batch uses is cached all the same."""
 
 
 def is_cast_for_each_use(*, micro_batches: int, num_rows: int) -> bool:
     """Whether a weight is cast for each use in a step, and nothing of it is kept in between."""
-    return micro_batches == 1 and num_rows >= MIN_ROWS_TO_CAST_AGAIN
+    return micro_batches == 1 and num_rows >= MIN_ROWS_TO_REQUANTISE
 
 
 class WeightCast(Protocol):
@@ -49,10 +49,10 @@ class StatelessWeightCast:
         pass
 
 
-def cast_with_scale(x_RC: Tensor, scale: Tensor, kernels: Fp8Kernels, *, orientation: Orientation) -> Fp8Matrix:
-    """Casts to e4m3 with the scale that an earlier cast of the same numbers found."""
+def cast_with_known_scale(x_RC: Tensor, scale: Tensor, kernels: Fp8Kernels, *, orientation: Orientation) -> Fp8Matrix:
+    """Casts to e4m3 with the scale of an earlier cast of the same tensor."""
     unused = torch.empty_like(scale)
-    return kernels.cast_delayed(x_RC, E4M3, scale=scale, amax=unused, orientation=orientation)
+    return kernels.cast_with_scale(x_RC, E4M3, scale=scale, amax=unused, orientation=orientation)
 
 
 class TensorwiseWeightCast:
@@ -64,7 +64,7 @@ class TensorwiseWeightCast:
 
     def __call__(self, weight: Tensor, *, orientation: Orientation) -> Fp8Matrix:
         if self._scale is not None:
-            return cast_with_scale(weight, self._scale, self._kernels, orientation=orientation)
+            return cast_with_known_scale(weight, self._scale, self._kernels, orientation=orientation)
         matrix = self._quantiser(weight, orientation=orientation)
         self._scale = (matrix.columns if orientation == "columns" else matrix.rows).scale
         return matrix

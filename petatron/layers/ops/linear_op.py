@@ -37,9 +37,9 @@ from torch import Tensor
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.layers.ops.recompute_output import (
-    PendingOutput,
-    Recomputable,
+    DeferredOutput,
     RecomputableFunction,
+    RecomputableOutput,
     RecomputeHandle,
     as_recomputable,
 )
@@ -145,23 +145,23 @@ LOCAL_GEMM = GatherThenGemm()
 class GemmOp:
     """A GEMM as an autograd op; `weight_grad_sink` None leaves weight gradients to autograd.
 
-    recasting_gemm: used for an input that is recomputed in backward, where that costs little; None: `gemm` is used for all.
+    requantising_gemm: used for an input that is recomputed in backward, where that costs little; None: `gemm` is used for all.
     """
 
     gemm: Gemm = PLAIN_GEMM
     weight_grad_sink: WeightGradSink | None = None
-    recasting_gemm: Gemm | None = None
+    requantising_gemm: Gemm | None = None
 
     def __call__(
         self,
-        x: Recomputable,
+        x: RecomputableOutput,
         weight: Tensor,
         *,
         input_comm: InputComm | None = None,
         gemm_forward: GemmForward | None = None,
     ) -> Tensor:
         """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
-        if isinstance(x, PendingOutput) and input_comm is None and gemm_forward is None and self._fuses(x):
+        if isinstance(x, DeferredOutput) and input_comm is None and gemm_forward is None and self._fuses(x):
             return self._apply_with_function(x, weight)
         if gemm_forward is None:
             gemm_forward = LOCAL_GEMM if input_comm is None else GatherThenGemm(input_comm)
@@ -169,30 +169,30 @@ class GemmOp:
         if not torch.is_grad_enabled():  # a node costs more than a small GEMM
             return gemm_forward.forward(value, weight, self.gemm).y
         gemm = self.gemm
-        if self.recasting_gemm is not None and input_comm is None and handle is not None:
-            gemm = self.recasting_gemm if handle.function.recast_in_fp8 else gemm
+        if self.requantising_gemm is not None and input_comm is None and handle is not None:
+            gemm = self.requantising_gemm if handle.function.requantised_in_backward else gemm
         # Autograd visits every parameter that is an input, also where its gradient goes to a sink: then it is none, unless it alone
         # makes the output require a gradient.
         sink = self.weight_grad_sink
         node_weight = weight if sink is None or not value.requires_grad else None
         return _GemmFunction.apply(value, node_weight, _GemmCall(weight, gemm, sink, handle, input_comm, gemm_forward))
 
-    def _fuses(self, x: PendingOutput) -> bool:
+    def _fuses(self, x: DeferredOutput) -> bool:
         """Whether a function and the GEMM of its output are one node: it has no weight for autograd, and there is a node.
 
         Not in FP8, where the GEMM may cast its input a second time: the input is saved, or recomputed, by a node of its own.
         """
         return (
             self.weight_grad_sink is not None
-            and self.recasting_gemm is None
+            and self.requantising_gemm is None
             and x.others is None
             and x.inputs[0].requires_grad
             and torch.is_grad_enabled()
         )
 
-    def _apply_with_function(self, x: PendingOutput, weight: Tensor) -> Tensor:
+    def _apply_with_function(self, x: DeferredOutput, weight: Tensor) -> Tensor:
         *others, y = _FusedFunctionGemm.apply((x.function, weight, self.gemm, self.weight_grad_sink), *x.inputs)
-        x.set_applied(tuple(others))
+        x.mark_applied(tuple(others))
         return y
 
 
@@ -362,7 +362,7 @@ def _submit_gathered(weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSi
     sink.submit(weight, write, start_comm=gather.start)
 
 
-def local_linear(x: Tensor | Recomputable, weight: Tensor) -> Tensor:
+def local_linear(x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:
     """x W^T on one device: the default of `linear_op` slots."""
     return DEFAULT_GEMM_OP(as_recomputable(x), weight)
 

@@ -11,7 +11,7 @@ from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
 from petatron.layers.forward_context import RopeCosSin
 from petatron.layers.norm import RMSNorm, submit_norm_grad
-from petatron.layers.ops.recompute_output import MaybeTensors, PendingOutput, Tensors
+from petatron.layers.ops.recompute_output import DeferredOutput, MaybeTensors, Tensors
 from petatron.layers.token_layout import TokenRows, is_batch_first
 
 QKNorms = tuple[RMSNorm, RMSNorm]
@@ -121,7 +121,7 @@ def split_qkv_rope(
 class _MergedHeads:
     """Heads [S, B, H, E] as rows [R, H E]; a view, which the GEMM that takes it saves."""
 
-    recast_in_fp8 = True
+    requantised_in_backward = True
 
     __slots__ = ("_num_heads", "_rows")
 
@@ -145,9 +145,9 @@ class _MergedHeads:
         return saved[0]
 
 
-def merge_heads(y_SBHE: Tensor, rows: TokenRows) -> PendingOutput:
+def merge_heads(y_SBHE: Tensor, rows: TokenRows) -> DeferredOutput:
     """Flattens attention's output to rows within the autograd node of the GEMM that takes them."""
-    return PendingOutput(_MergedHeads(rows, y_SBHE.shape[2]), y_SBHE)
+    return DeferredOutput(_MergedHeads(rows, y_SBHE.shape[2]), y_SBHE)
 
 
 class _SplitQKVNormRope(AutogradOp):

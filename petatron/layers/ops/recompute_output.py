@@ -9,7 +9,7 @@ weight-gradient computation with it:
                 function: one pass over x gives the gradient of x and the output; then the weight gradient; both are freed
 
 So recompute costs no read and one write. Where that GEMM is the output's only consumer, function and GEMM are one autograd node
-(`PendingOutput`). An output that is needed earlier (by a recomputed region, to be gathered over ranks, by a gradient that autograd
+(`DeferredOutput`). An output that is needed earlier (by a recomputed region, to be gathered over ranks, by a gradient that autograd
 wants at once) is recomputed by itself.
 """
 
@@ -31,13 +31,14 @@ MaybeTensors = tuple[Tensor | None, ...]
 class RecomputableFunction(Protocol):
     """A function of rows with its derivative. The tensors it saves for backward suffice to recompute its output.
 
-    recast_in_fp8: whether an FP8 GEMM of its output saves none of it, and casts the recomputed output again. Else it saves its own cast.
+    requantised_in_backward: whether an FP8 GEMM of its output saves none of it, and quantises the recomputed output again. Else it saves
+    its own cast.
 
     A module has one, and calls it in every forward pass.
     """
 
     @property
-    def recast_in_fp8(self) -> bool: ...
+    def requantised_in_backward(self) -> bool: ...
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         """Returns the outputs, the recomputable one last, and the tensors to save."""
@@ -91,11 +92,11 @@ class RecomputeHandle:
         assert self._saved is not None
         return self._saved
 
-    def expect_output(self) -> None:
-        """Announces one `fetch_output` in backward, in place of saving the output."""
+    def retain_output(self) -> None:
+        """Announces one `take_output` in backward, in place of saving the output."""
         self._expected += 1
 
-    def fetch_output(self) -> Tensor:
+    def take_output(self) -> Tensor:
         """Returns the output, recomputed once and freed with the last announced use."""
         if self._output is None:
             self._output, self._uses_left = self.recompute(), self._expected
@@ -120,7 +121,7 @@ def _no_node() -> None:
     return None
 
 
-class Recomputable:
+class RecomputableOutput:
     """An output with the handle that recomputes it; `handle` None means that a consumer must save it."""
 
     __slots__ = ("handle", "value")
@@ -128,8 +129,8 @@ class Recomputable:
     def __init__(self, value: Tensor, handle: RecomputeHandle | None) -> None:
         self.value, self.handle = value, handle
 
-    def apply(self) -> Recomputable:
-        """Returns the output, applied."""
+    def apply(self) -> RecomputableOutput:
+        """Returns the output of a function that has been applied: this one."""
         return self
 
 
@@ -161,7 +162,7 @@ def apply_recomputable(function: RecomputableFunction, *inputs: Tensor) -> tuple
     return outputs, handle if outputs[-1].requires_grad else None
 
 
-class PendingOutput(Recomputable):
+class DeferredOutput(RecomputableOutput):
     """The output of a function that is not applied yet, so that the one GEMM which takes it can apply both in one autograd node.
 
     Whoever asks for the value or the handle has the function applied by itself. `others`: its outputs before the recomputable one.
@@ -173,7 +174,7 @@ class PendingOutput(Recomputable):
         self.function = function
         self.inputs: Tensors = inputs
         self.others: Tensors | None = None
-        self._applied: Recomputable | None = None
+        self._applied: RecomputableOutput | None = None
 
     @property
     def value(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -183,24 +184,24 @@ class PendingOutput(Recomputable):
     def handle(self) -> RecomputeHandle | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.apply().handle
 
-    def apply(self) -> Recomputable:
+    def apply(self) -> RecomputableOutput:
         """Applies the function by itself, once."""
         if self._applied is None:
             assert self.others is None, "a GEMM has applied the function, and its output is gone"
             (*others, value), handle = apply_recomputable(self.function, *self.inputs)
-            self._applied = Recomputable(value, handle)
-            self.set_applied(tuple(others))
+            self._applied = RecomputableOutput(value, handle)
+            self.mark_applied(tuple(others))
         return self._applied
 
-    def set_applied(self, others: Tensors) -> None:
-        """Notes that the function was applied."""
+    def mark_applied(self, others: Tensors) -> None:
+        """Marks the function as applied, with its outputs before the recomputable one."""
         self.others, self.inputs = others, ()
 
 
 class _Identity:
     """The identity: its output is its input, which is saved."""
 
-    recast_in_fp8 = True
+    requantised_in_backward = True
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         (x,) = inputs
@@ -218,15 +219,15 @@ class _Identity:
 _IDENTITY = _Identity()
 
 
-def as_recomputable(x: Tensor | Recomputable) -> Recomputable:
+def as_recomputable(x: Tensor | RecomputableOutput) -> RecomputableOutput:
     """Wraps a tensor as an output that is saved before it is used.
 
     Autograd saves the operands of its own GEMMs before it multiplies, so a recomputed region that ends with a GEMM need not
     repeat it; this does the same.
     """
-    if isinstance(x, Recomputable):
+    if isinstance(x, RecomputableOutput):
         return x
     if not torch.is_grad_enabled():
-        return Recomputable(x, None)
+        return RecomputableOutput(x, None)
     (value,), handle = apply_recomputable(_IDENTITY, x)
-    return Recomputable(value, handle)
+    return RecomputableOutput(value, handle)

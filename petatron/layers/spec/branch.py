@@ -45,7 +45,7 @@ class BackwardMoment:
 
 
 class BranchModule(nn.Module):
-    """A residual branch, called as (normed input, ForwardContext); the input may be a tensor or `Recomputable`.
+    """A residual branch, called as (normed input, ForwardContext); the input may be a tensor or `RecomputableOutput`.
 
     Its linears are `Linear`s, so that tensor parallelism, FP8 and the weight-gradient sink can fill their slots. Modules inside
     may declare `fp8_linears`, the names of their children that may run in FP8, `absorbed_linears`, those of them whose weights they

@@ -36,7 +36,7 @@ from petatron.kernels.ssm.norm_then_gate import NormGate
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule
 from petatron.layers.spec.generation_state import GenerationStep, StateSlots, StateTensor
@@ -140,18 +140,18 @@ class GatedDeltaNetSpec(RecurrentBranchSpec):
         return self.inner_size // tp + 2 * max(self.num_key_heads // tp, 1) * self.key_head_dim
 
     def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
-        """Counts the convolution and the chunked delta rule: inside chunks, the triangular solve, into the states and out of them.
+        """Counts the convolution and the chunked delta rule: intra-chunk, the triangular solve for U and W, and inter-chunk.
 
-        Inside a chunk keys meet keys and queries (of a key head), and scores meet the values that are written; the solve has half a
-        chunk for each token and both of its sides. A state meets the second side, the queries and the keys.
+        Intra-chunk are k k^T and q k^T (of a key head), and A v_new; the solve has half a chunk for each token of U and W. Inter-chunk
+        are W S, q S and k^T v_new.
         """
         tokens_seen = min(self.chunk_size, seq_length) * (0.5 if causal else 1.0)
         states = self.num_value_heads * self.key_head_dim
-        inside = 2 * tokens_seen * (2 * self.product_size + self.inner_size)
+        intra_chunk = 2 * tokens_seen * (2 * self.product_size + self.inner_size)
         solve = 2 * tokens_seen * (self.inner_size + states)
-        through_states = 6 * states * self.value_head_dim
+        inter_chunk = 6 * states * self.value_head_dim
         conv = 2 * self.conv_width * self.conv_channels(1)
-        return 3.0 * seq_length * (inside + solve + through_states + conv)
+        return 3.0 * seq_length * (intra_chunk + solve + inter_chunk + conv)
 
     def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
         if self.region in recomputed:
@@ -162,7 +162,7 @@ class GatedDeltaNetSpec(RecurrentBranchSpec):
         saved = shape.activation_bytes(rows, channels + values + 2 * heads + channels + 2 * values)
         saved += rows * 4 * heads * shape.compute_bytes  # beta, a with its bias, softplus of it, g
         decays = 2 * heads * shape.compute_bytes  # the exponential of A_log, and its negative
-        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_recast_bytes(values)
+        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_requantised_bytes(values)
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         """The halo of the convolution, and a state with the matrix that a part multiplies a state with."""
@@ -235,7 +235,7 @@ class GatedDeltaNet(BranchModule):
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"delta": self}
 
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+    def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         if context.generation is not None:
             return self._generate(x_SBD, context.generation)
         channels_SBC, z_SBHP, b_SBH, a_SBH = self._project(x_SBD)
@@ -243,7 +243,7 @@ class GatedDeltaNet(BranchModule):
         o_SBHP = self.delta(self._delta_inputs(self.conv(channels_SBC, starts_SB), b_SBH, a_SBH), starts_SB)
         return self.out_proj(self.norm(o_SBHP, z_SBHP).flatten(-2))
 
-    def _generate(self, x_TD: Tensor | Recomputable, step: GenerationStep) -> Tensor:
+    def _generate(self, x_TD: Tensor | RecomputableOutput, step: GenerationStep) -> Tensor:
         channels_TC, z_THP, b_TH, a_TH = self._project(x_TD)
         slots = step.states[self.layer_index]
         outputs = [self._advance(group, channels_TC, b_TH, a_TH, slots) for group in step.groups]
@@ -276,7 +276,7 @@ class GatedDeltaNet(BranchModule):
         o = self.step_kernels.delta_step(q, k, v, gates, states=slots["delta"], slots_B=group.slots_B)
         return o.unsqueeze(0)
 
-    def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor | RecomputableOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the channels of the convolution, z, b and a."""
         q, k, v, z, b, a = self.in_proj.sections
         channels, z_part, b_part, a_part = self.in_proj(x).split((q + k + v, z, b, a), dim=-1)

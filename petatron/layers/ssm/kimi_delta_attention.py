@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from petatron.kernels.ssm import chunk_channel_delta_rule as channel_reference
 from petatron.layers.linear import Linear
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.layers.ssm.gated_delta_net import DeltaRule, GatedDeltaNet, GatedDeltaNetSpec, HeadNormThenGate
@@ -115,7 +115,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.delta = DeltaRule(spec.chunk_size, operation=OPERATION, kernels=channel_reference)
         self.norm = HeadNormThenGate(values, eps=spec.norm_eps, gate="sigmoid")
 
-    def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor | RecomputableOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q, k, v, b = self.in_proj.sections
         channels, b_part = self.in_proj(x).split((q + k + v, b), dim=-1)
         z, f = self.gate_up(self.gate_down(x)), self.decay_up(self.decay_down(x))

@@ -41,7 +41,7 @@ from petatron.kernels.ssm.recurrence import decay_rates, step_sizes
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule
 from petatron.layers.spec.generation_state import GenerationStep, StateSlots, StateTensor
@@ -166,7 +166,7 @@ class Mamba2Spec(RecurrentBranchSpec):
         saved += rows * steps_and_statistics * shape.compute_bytes
         saved += 0 if self.multipliers is None else shape.activation_bytes(1, inner + channels + heads)
         decays = 2 * heads * shape.compute_bytes  # A, and the exponential that it is the negative of
-        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_recast_bytes(inner)
+        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_requantised_bytes(inner)
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         """The halo of the convolution, and a state with its decay."""
@@ -263,7 +263,7 @@ class Mamba2(BranchModule):
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"mamba": self}
 
-    def forward(self, x_SBD: Tensor | Recomputable, context: ForwardContext) -> Tensor:
+    def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         if context.generation is not None:
             return self._generate(x_SBD, context.generation)
         z_SBC, channels_SBC, dt_SBH = self._project(x_SBD)
@@ -271,7 +271,7 @@ class Mamba2(BranchModule):
         y_SBHP = self.scan(self._scan_inputs(self.conv(channels_SBC, starts_SB), dt_SBH), starts_SB)
         return self.out_proj(self.norm(y_SBHP.flatten(-2), z_SBC))
 
-    def _generate(self, x_TD: Tensor | Recomputable, step: GenerationStep) -> Tensor:
+    def _generate(self, x_TD: Tensor | RecomputableOutput, step: GenerationStep) -> Tensor:
         z_TC, channels_TC, dt_TH = self._project(x_TD)
         outputs = [self._advance(group, channels_TC, dt_TH, step.states[self.layer_index]) for group in step.groups]
         return self.out_proj(self.norm(group_outputs(step.groups, outputs, like_T=z_TC), z_TC))
@@ -297,7 +297,7 @@ class Mamba2(BranchModule):
         y = self.step_kernels.scan_step(x, dt_BH, B, C, heads, states=slots["ssm"], slots_B=group.slots_B)
         return y.flatten(-2).unsqueeze(0)
 
-    def _project(self, x: Tensor | Recomputable) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor | RecomputableOutput) -> tuple[Tensor, Tensor, Tensor]:
         """Returns z, the channels of the convolution and dt."""
         z, x_rows, B, C, dt = self.in_proj.sections
         projected = self.in_proj(x)

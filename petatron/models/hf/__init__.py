@@ -8,16 +8,18 @@ folder_entries(spec)                                                         # t
 build_config_json(spec, dtype)                                               # its config.json
 """
 
-from petatron.models.hf.config_json import (
-    fp8_block_size,
-    from_hf_config,
-    has_mxfp4_weights,
-    matching_family,
-    to_hf_config,
-)
+from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family
 from petatron.models.hf.fill_model import fill_model
-from petatron.models.hf.find_family import FAMILIES, family_name_of_config, get_family, has_separate_experts
+from petatron.models.hf.find_family import (
+    FAMILIES,
+    family_name_of_config,
+    fp8_block_size,
+    get_family,
+    has_mxfp4_weights,
+    has_separate_experts,
+    keys_of_flags,
+)
 from petatron.models.hf.folder_config_json import build_config_json, parse_config_json
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries, folder_shapes
 from petatron.models.hf.tensor_names import (
@@ -46,6 +48,7 @@ __all__ = [
     "get_family",
     "has_mxfp4_weights",
     "has_separate_experts",
+    "keys_of_flags",
     "matching_family",
     "output_head_name",
     "parse_config_json",

@@ -12,6 +12,7 @@ from typing import Any
 
 from petatron.base.errors import PetatronError
 from petatron.base.untrusted_files import is_count
+from petatron.config.schema.hybrid_pattern import EXPERTS
 from petatron.config.schema.moe_layer_freq import MoELayerFreqError, parse_moe_layer_freq
 
 MAX_LAYERS = MAX_EXPERTS = MAX_HEADS = 100_000
@@ -41,12 +42,15 @@ def check_counts(
         raise refuse(path, f"says {_shown(layers)} layers and {_shown(experts)} experts")
     if layers > min(MAX_LAYERS, num_tensors):
         raise refuse(path, f"says {_shown(layers)} layers, and {num_tensors:,} tensors are stored")
-    expert_tensors = experts * _num_moe_layers(moe, layers) if separate_experts and moe else 0
+    expert_tensors = experts * _num_moe_layers(model, moe, layers) if separate_experts and moe else 0
     if experts > MAX_EXPERTS or expert_tensors > num_tensors:
         raise refuse(path, f"says {_shown(experts)} experts, and {num_tensors:,} tensors are stored")
 
 
-def _num_moe_layers(moe: Mapping[str, Any], num_layers: int) -> int:
+def _num_moe_layers(model: Mapping[str, Any], moe: Mapping[str, Any], num_layers: int) -> int:
+    hybrid = model.get("hybrid_layer_pattern")
+    if isinstance(hybrid, str):
+        return hybrid.count(EXPERTS)
     try:
         pattern = parse_moe_layer_freq(str(moe.get("moe_layer_freq", "1")))
     except MoELayerFreqError:  # building the config raises it

@@ -20,14 +20,19 @@ from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS
 from petatron.models.hf.family import OWN_FOLDER_FIX, Family, unsupported_setting
-from petatron.models.hf.find_family import FAMILIES, family_name_of_config
+from petatron.models.hf.find_family import FAMILIES, family_name_of_config, fp8_block_size, has_mxfp4_weights
 from petatron.models.hf.moe_config_json import (
     moe_from_hf_config,
     moe_to_hf_config,
     plain_moe_problems,
     unsupported_moe_settings,
 )
-from petatron.models.hf.rope_config_json import latent_yarn_problems, rope_from_hf_config, rope_to_hf_config
+from petatron.models.hf.rope_config_json import (
+    latent_yarn_problems,
+    rope_from_hf_config,
+    rope_to_hf_config,
+    unsupported_rope_type,
+)
 from petatron.models.hf.setting_types import stand_ins, wrong_types
 from petatron.models.hf.window_config_json import windows_from_hf_config, windows_to_hf_config
 from petatron.models.model_spec import ModelSpec
@@ -107,13 +112,13 @@ def _read_settings(family: Family, full: Mapping[str, Any]) -> tuple[dict[str, A
     windows, problems = windows_from_hf_config(family, full, values["num_layers"])
     values |= {"window_size": None, **windows}
     for part, found in (
-        _read_heads(values) if "num_attention_heads" in values else ({}, []),
+        _read_heads(family, full, values) if "num_attention_heads" in values else ({}, []),
         _read_activation(family, full) if family.activation_key else ({}, []),
         _read_biases(family, full),
         rope_from_hf_config(family, full, values) if family.has_rope else ({}, []),
         ({}, []) if family.read_more is None else family.read_more(full),
         _read_predictions(family, full),
-        ({}, latent_yarn_problems(full) if values.get("multi_latent_attention") else []),
+        ({}, latent_yarn_problems(family, full) if values.get("multi_latent_attention") else []),
     ):
         values |= part
         problems += found
@@ -146,7 +151,9 @@ def _missing_keys(family: Family, hf_config: Mapping[str, Any]) -> list[Problem]
     return problems
 
 
-def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _read_heads(
+    family: Family, hf_config: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Problem]]:
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     width = values.get("kv_channels")
     if values.get("multi_latent_attention"):
@@ -154,6 +161,10 @@ def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
     if width is None and hidden % heads:
         rule = f"does not divide the width {hidden}, and no head_dim is given"
         return {}, [Problem("num_attention_heads", f"{heads}", rule, OWN_FOLDER_FIX)]
+    given = hf_config.get("head_dim")
+    if "kv_channels" not in family.keys and "qk_head_dim" not in values and given not in (None, hidden // heads):
+        rule = f"is not hidden_size / num_attention_heads, and heads of a {family.name} model have no other width here"
+        return {}, [Problem("head_dim", f"{given!r:.40}", rule, "Use another model.")]
     groups = values.get("num_query_groups") or heads
     return {
         "num_query_groups": groups,
@@ -166,10 +177,12 @@ def _read_heads(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
 
 def _read_activation(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     name = hf_config[family.activation_key]
-    if name in family.activations:
+    if isinstance(name, str) and name in family.activations:
         return {"activation": family.activations[name]}, []
     known = ", ".join(family.activations)
-    return {}, [Problem(family.activation_key, f'"{name}"', "is not an activation the decoder has", f"It has {known}.")]
+    return {}, [
+        Problem(family.activation_key, f'"{name!s:.40}"', "is not an activation the decoder has", f"It has {known}.")
+    ]
 
 
 def _read_predictions(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -184,7 +197,7 @@ def _read_predictions(family: Family, hf_config: Mapping[str, Any]) -> tuple[dic
 
 
 def _read_biases(family: Family, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    if "mlp_bias" not in family.defaults:
+    if "mlp_bias" not in family.defaults or "mlp_bias" in family.single_values:
         return {}, []
     if hf_config["attention_bias"] == hf_config["mlp_bias"]:
         return {"add_bias_linear": bool(hf_config["mlp_bias"])}, []
@@ -196,7 +209,7 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
     problems = [
         Problem(key, str(hf_config[key]), f"is not {value}, the only value the decoder can express", _UNSUPPORTED_FIX)
         for key, value in family.single_values.items()
-        if hf_config[key] != value
+        if _null_if_off(hf_config[key]) != _null_if_off(value)
     ]
     for embedding, residual in _EMBEDDING_DROPOUTS.items():
         if embedding in family.defaults and hf_config[embedding] != hf_config[residual]:
@@ -209,30 +222,9 @@ def _unsupported_values(family: Family, hf_config: Mapping[str, Any]) -> list[Pr
     return problems
 
 
-def fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Returns the rows and columns of a block that has a scale, where config.json says that weights are in FP8 by blocks.
-
-    >>> fp8_block_size({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}})
-    (128, 128)
-    """
-    match hf_config.get("quantization_config"):
-        case {"quant_method": "fp8", "weight_block_size": [rows, columns], **others} if (
-            others.get("fmt", "e4m3") == "e4m3"
-        ):
-            return (rows, columns) if is_count(rows, 1) and is_count(columns, 1) else None
-    return None
-
-
-def has_mxfp4_weights(hf_config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that weights are in MXFP4, as those of gpt-oss.
-
-    >>> has_mxfp4_weights({"quantization_config": {"quant_method": "mxfp4"}})
-    True
-    """
-    match hf_config.get("quantization_config"):
-        case {"quant_method": "mxfp4"}:
-            return True
-    return False
+def _null_if_off(value: object) -> object:
+    """Returns null for a switch that is off: files have either."""
+    return None if value is False else value
 
 
 def matching_family(spec: ModelSpec) -> Family | None:
@@ -355,9 +347,9 @@ def _unsupported_by_family(model: ModelConfig, family: Family) -> list[Problem]:
         problems.append(
             unsupported_setting("position_embedding_type", model.position_embedding_type, family, "only rotary")
         )
-    both = model.yarn_mscale and model.yarn_mscale_all_dim
-    neither = model.yarn_mscale == 1.0 and not model.yarn_mscale_all_dim
-    if model.multi_latent_attention and model.position_embedding_type == "yarn" and not (both or neither):
+    problems += unsupported_rope_type(family, model)
+    scores_alone = model.yarn_mscale_all_dim and not model.yarn_mscale
+    if model.multi_latent_attention and model.position_embedding_type == "yarn" and scores_alone:
         problems.append(unsupported_setting("yarn_mscale", model.yarn_mscale, family, "both mscales or neither"))
     if family.activation_key and model.activation not in _activation_names(family):
         known = ", ".join(_activation_names(family))

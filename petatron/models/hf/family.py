@@ -44,18 +44,26 @@ class ModuleMapping:
     heads: str = "num_attention_heads"
 
 
+ROPE_TYPES: Mapping[str, str] = {
+    **{name: name for name in ("default", "linear", "llama3", "yarn", "longrope")},
+    "su": "longrope",  # its name in older files of Phi-3
+}
+
+
 @dataclass(frozen=True, slots=True)
 class HybridLayers:
     """How a family's layers are those of `--hybrid-layer-pattern`, which have one branch each.
 
     branches: how many of ours make one layer there. patterns: a regular expression of those that it has. read: returns the
-    pattern of a config.json, or what is wrong with it. write: returns the keys that say the pattern.
+    pattern of a config.json, or what is wrong with it. write: returns the keys that say the pattern. stand_ins: values of these keys by
+    which the other keys are checked where the pattern cannot be read.
     """
 
     branches: int
     patterns: str
     read: Callable[[Mapping[str, Any]], str | Problem]
     write: Callable[[str], Mapping[str, Any]]
+    stand_ins: Mapping[str, Any] = field(default_factory=dict)
 
 
 ReadMore = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[Problem]]]
@@ -78,6 +86,7 @@ class Family:
     moe_keys, moe_fixed: the same as `keys` and `fixed` for MoEConfig; no keys means that the family has no experts.
     single_values: keys for which the decoder supports a single value.
     has_rope: whether positions are rotary, with the keys of `rope_config_json.py`.
+    rope_types: the kinds of rotary scaling that transformers has for the family, by their names in files.
     rope_by_layer_type: whether layers with a window have rope settings of their own.
     full_attention_every: every n-th layer has no window, n being this, where `layer_types` does not say which.
     read_more, write_more: what tables cannot say: further ModelConfig values from config.json, with what the decoder cannot express,
@@ -112,6 +121,7 @@ class Family:
     moe_keys: Mapping[str, str] = field(default_factory=dict)
     moe_fixed: Mapping[str, Any] = field(default_factory=dict)
     has_rope: bool = True
+    rope_types: Mapping[str, str] = field(default_factory=lambda: ROPE_TYPES)
     rope_by_layer_type: bool = False
     full_attention_every: int | None = None
     read_more: ReadMore | None = None

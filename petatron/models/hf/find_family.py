@@ -1,4 +1,4 @@
-"""Finds the Hugging Face family that a config.json names."""
+"""Finds the Hugging Face family that a config.json names, and what it says of the files beside it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.untrusted_files import is_count
+from petatron.config.schema.fields import flag_name
 from petatron.models.hf.families import FAMILIES as ALL_FAMILIES
 from petatron.models.hf.family import Family
 
@@ -48,6 +50,8 @@ def family_name_of_config(config: Mapping[str, Any]) -> str:
     name = _first_name(str(config.get("model_type", "")))
     if name not in FAMILIES:
         raise ConfigError([_unknown_family(name, config)])
+    if name == "mistral" and config.get("layer_types") is not None:
+        return "ministral"  # published under the older name, and so transformers reads it
     return name
 
 
@@ -58,6 +62,56 @@ def has_separate_experts(config: Mapping[str, Any]) -> bool:
     (True, False)
     """
     return any("#" in mapping.hf_module for mapping in get_family(family_name_of_config(config)).mappings)
+
+
+def fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Returns the rows and columns of a block that has a scale, where config.json says that weights are in FP8 by blocks.
+
+    >>> fp8_block_size({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}})
+    (128, 128)
+    """
+    match hf_config.get("quantization_config"):
+        case {"quant_method": "fp8", "weight_block_size": [rows, columns], **others} if (
+            others.get("fmt", "e4m3") == "e4m3"
+        ):
+            return (rows, columns) if is_count(rows, 1) and is_count(columns, 1) else None
+    return None
+
+
+def has_mxfp4_weights(hf_config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that weights are in MXFP4, as those of gpt-oss.
+
+    >>> has_mxfp4_weights({"quantization_config": {"quant_method": "mxfp4"}})
+    True
+    """
+    match hf_config.get("quantization_config"):
+        case {"quant_method": "mxfp4"}:
+            return True
+    return False
+
+
+_ROPE_KEYS = {
+    "rotary_percent": "partial_rotary_factor",
+    "rotary_base": "rope_theta",
+    "rope_scaling_factor": "rope_scaling.factor",
+    "rotary_seq_len_interpolation_factor": "rope_scaling.factor",
+    "original_max_position_embeddings": "rope_scaling.original_max_position_embeddings",
+    "longrope_short_factor": "rope_scaling.short_factor",
+    "longrope_long_factor": "rope_scaling.long_factor",
+}
+
+
+def keys_of_flags(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the keys by which a config.json says what flags of ours do; none for a family that is not here.
+
+    >>> keys_of_flags({"model_type": "gpt2"})["--num-attention-heads"]
+    'n_head'
+    """
+    family = FAMILIES.get(_first_name(str(config.get("model_type", ""))))
+    if family is None:
+        return {}
+    named = {**(_ROPE_KEYS if family.has_rope else {}), **family.moe_keys, **family.keys}
+    return {flag_name(ours): key for ours, key in named.items()}
 
 
 def _first_name(name: str) -> str:

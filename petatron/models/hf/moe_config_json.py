@@ -37,46 +37,60 @@ def moe_from_hf_config(
         values["moe_router_pre_softmax"] = not hf_config["norm_topk_prob"]
     if "moe_latent_size" in family.defaults:
         values["moe_latent_size"] = hf_config["moe_latent_size"]
+    problems: list[Problem] = []
     if family.group_score_topk is not None:
         found, problems = deepseek_routing_from_hf_config(family, hf_config, values)
-        if problems:
-            return {}, problems
         values |= found
+    is_moe = _moe_layers(family, hf_config, num_layers)
+    if isinstance(is_moe, Problem):
+        problems = [*problems, is_moe]
+    if values["moe_router_topk"] > values["num_experts"]:
+        rule = f"is more than the {values['num_experts']} experts there are"
+        key, found = family.moe_keys["moe_router_topk"], str(values["moe_router_topk"])
+        problems = [*problems, Problem(key, found, rule, OWN_FOLDER_FIX)]
+    if problems or isinstance(is_moe, Problem):
+        return {}, problems
+    return values | {"moe_layer_freq": _layer_freq(is_moe)}, []
+
+
+def _moe_layers(family: Family, hf_config: Mapping[str, Any], num_layers: int) -> list[bool] | Problem:
+    """Returns which layers have experts."""
     is_moe = [True] * num_layers
     if "first_k_dense_replace" in family.defaults:
         dense = hf_config["first_k_dense_replace"] or 0
         if not is_count(dense) or dense >= num_layers:
             rule = f"leaves no layer of {num_layers} for the experts"
-            return {}, [Problem("first_k_dense_replace", f"{dense!r:.40}", rule, "Use fewer.")]
+            return Problem("first_k_dense_replace", f"{dense!r:.40}", rule, "Use fewer.")
         is_moe = [layer >= dense for layer in range(num_layers)]
     if hf_config.get("mlp_layer_types") is not None and "mlp_layer_types" in family.defaults:
         kinds = hf_config["mlp_layer_types"]
         if not isinstance(kinds, list) or len(kinds) != num_layers or {str(kind) for kind in kinds} - {_DENSE, _SPARSE}:
             rule = f"does not name each of the {num_layers} layers {_DENSE} or {_SPARSE}"
-            return {}, [Problem("mlp_layer_types", "", rule, OWN_FOLDER_FIX)]
+            return Problem("mlp_layer_types", "", rule, OWN_FOLDER_FIX)
         is_moe = [kind == _SPARSE for kind in kinds]
+        if not any(is_moe):
+            rule = f"leaves no layer of {num_layers} for the experts"
+            return Problem("mlp_layer_types", f"{_DENSE} in every layer", rule, "Use a dense family.")
     if "decoder_sparse_step" in family.defaults:
-        step, dense = hf_config["decoder_sparse_step"], set(hf_config["mlp_only_layers"] or ())
+        step, dense = hf_config["decoder_sparse_step"], hf_config["mlp_only_layers"] or []
+        if not isinstance(dense, list) or not all(map(is_count, dense)):
+            return Problem("mlp_only_layers", f"{dense!r:.40}", "is not a list of layers", OWN_FOLDER_FIX)
         if not is_count(step, 1):
             rule = "is not a positive whole number"
-            return {}, [Problem("decoder_sparse_step", f"{step!r:.40}", rule, "Use 1 for experts in every layer.")]
+            return Problem("decoder_sparse_step", f"{step!r:.40}", rule, "Use 1 for experts in every layer.")
         is_moe = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+        if not any(is_moe):
+            rule = f"and mlp_only_layers leave no layer of {num_layers} for the experts"
+            return Problem("decoder_sparse_step", str(step), rule, "Use a dense family.")
     if "moe_layers" in family.defaults:
         chosen, step = hf_config["moe_layers"], hf_config["interleave_moe_layer_step"]
         if chosen is None and is_count(step, 1):
             chosen = list(range(step - 1, num_layers, step))
         if not isinstance(chosen, list) or not chosen or any(layer not in range(num_layers) for layer in chosen):
             rule = f"and interleave_moe_layer_step {step!r:.20} name no layers of {num_layers} for the experts"
-            return {}, [Problem("moe_layers", f"{chosen!r:.40}", rule, "Use a dense family.")]
+            return Problem("moe_layers", f"{chosen!r:.40}", rule, "Use a dense family.")
         is_moe = [layer in chosen for layer in range(num_layers)]
-    if not any(is_moe):
-        rule = f"and mlp_only_layers leave no layer of {num_layers} for the experts"
-        return {}, [Problem("decoder_sparse_step", str(hf_config["decoder_sparse_step"]), rule, "Use a dense family.")]
-    if values["moe_router_topk"] > values["num_experts"]:
-        rule = f"is more than the {values['num_experts']} experts there are"
-        key, found = family.moe_keys["moe_router_topk"], str(values["moe_router_topk"])
-        return {}, [Problem(key, found, rule, OWN_FOLDER_FIX)]
-    return values | {"moe_layer_freq": _layer_freq(is_moe)}, []
+    return is_moe
 
 
 def format_moe_layer_freq(spec: ModelSpec) -> str:

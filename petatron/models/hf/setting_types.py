@@ -34,6 +34,7 @@ _COMMON: Mapping[str, SettingType] = {
     "rope_theta": "number",
     "partial_rotary_factor": "number",
     "rope_local_base_freq": "number",
+    "original_max_position_embeddings": "whole",
     "sliding_window_pattern": "whole",
     "sliding_window": "whole",
     "router_aux_loss_coef": "number",
@@ -44,6 +45,8 @@ _COMMON: Mapping[str, SettingType] = {
     "eos_token_id": "ids",
     "pad_token_id": "ids",
 }
+# Keys of defaults that are numbers, in which null means nothing; in others it turns something off, or is what sizes give.
+_NEEDED = ("query_pre_attn_scalar", "max_window_layers", "no_rope_layer_interval", "attn_scale", "floor_scale")
 _ROPE_TABLES = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = (
     "rope_theta",
@@ -61,8 +64,11 @@ _ROPE_NUMBERS = (
 
 
 def wrong_types(family: Family, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yields every setting of another type than it has; null is an unset one."""
+    """Yields every setting of another type than it has; null is an unset one, where there is such."""
+    needed = {*_NEEDED, family.keys.get("max_position_embeddings")} & family.defaults.keys()
     for key, kind in _key_types(family).items():
+        if key in needed and hf_config[key] is None:
+            yield _problem(key, None, _RULES[kind])
         if not _has_type(hf_config.get(key), kind):
             yield _problem(key, hf_config[key], _RULES[kind])
     for table in _ROPE_TABLES:
@@ -80,10 +86,15 @@ def wrong_types(family: Family, hf_config: Mapping[str, Any]) -> Iterator[Proble
 
 
 def stand_ins(family: Family, keys: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns two values of its type for each key, by key; none for tables, and for keys of which no type is known."""
+    """Returns two values of its type for each key, by key; none for tables, and for keys of which no type is known.
+
+    Keys of a hybrid's pattern have one that can be read.
+    """
     types = _key_types(family)
     known = [key for key in keys if key in types]
-    tables = dict.fromkeys(set(keys) & set(_ROPE_TABLES))
+    tables: dict[str, Any] = dict.fromkeys(set(keys) & set(_ROPE_TABLES))
+    if family.hybrid is not None:
+        tables |= {key: value for key, value in family.hybrid.stand_ins.items() if key in keys}
     first, second = ({key: _STAND_INS[types[key]][number] for key in known} for number in range(2))
     return {**first, **tables}, {**second, **tables}
 

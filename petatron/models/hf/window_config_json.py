@@ -69,8 +69,11 @@ def _default_types(
 def windows_to_hf_config(family: Family, model: ModelConfig) -> dict[str, Any]:
     """Returns the keys of windows that the family has."""
     slides = window_layers(model)
+    # Where kinds of layers alone say which have a window, transformers builds its mask even for none.
+    needed = "layer_types" in family.defaults and "use_sliding_window" not in family.defaults
+    unused = family.defaults.get("sliding_window") if needed else None
     content = {
-        "sliding_window": model.window_size,
+        "sliding_window": unused if model.window_size is None else model.window_size,
         "use_sliding_window": any(slides),
         "max_window_layers": 0 if any(slides) else model.num_layers,
         "layer_types": [SLIDING if here else FULL for here in slides],

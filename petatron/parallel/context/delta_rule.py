@@ -37,7 +37,7 @@ class ContextParallelDeltaRule(DeltaRule):
         key_dim = inputs.k_SBGN.shape[-1]
         wide_v = torch.nn.functional.pad(inputs.v_SBHP, (0, key_dim))
         unit = torch.eye(key_dim, value_dim + key_dim, dtype=inputs.g.dtype, device=inputs.g.device)
-        outputs, made = delta_rule(
+        outputs, affine_map = delta_rule(
             inputs._replace(v_SBHP=wide_v),
             kernels=self.kernels,
             chunk_size=self.chunk_size,
@@ -45,14 +45,17 @@ class ContextParallelDeltaRule(DeltaRule):
             initial_state=unit.roll(value_dim, dims=1).expand(batch, heads, -1, -1),
         )
         own, responses = outputs.split((value_dim, key_dim), dim=-1)
-        entering = _entering_state(made, value_dim, self.axis)
+        entering = _entering_state(affine_map, value_dim, self.axis)
         return own + torch.einsum("sbhn,bhnp->sbhp", responses.to(entering.dtype), entering).to(own.dtype)
 
 
-def _entering_state(made: Tensor, value_dim: int, axis: Axis) -> Tensor:
-    """Returns the state before this rank's part, of what the parts of all ranks make of states [B, H, N, P + N]."""
-    gathered = collectives.gather_from_region(made.unsqueeze(0), axis)
-    states, transitions = gathered.split((value_dim, made.shape[-2]), dim=-1)
+def _entering_state(affine_map: Tensor, value_dim: int, axis: Axis) -> Tensor:
+    """Returns the state before this rank's part, from what every part makes of a state.
+
+    affine_map: (Z | M) of this rank's part [B, H, N, P + N].
+    """
+    gathered = collectives.gather_from_region(affine_map.unsqueeze(0), axis)
+    states, transitions = gathered.split((value_dim, affine_map.shape[-2]), dim=-1)
     # The sum of none depends on what was gathered: the first rank takes part in the reduce-scatter of gradients as well.
     entering = states[:0].sum(dim=0)
     for rank in range(axis.rank):

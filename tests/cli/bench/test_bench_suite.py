@@ -73,7 +73,7 @@ FAMILIES = ("llama-125m", "llama-8b-fp8", "mixtral-slice", "qwen3-30b-a3b", "qwe
 def test_tiny_form_of_every_model_trains_like_its_peer(name: str, tmp_path: Path):
     """Two steps of each are timed; in float32 losses of both agree, in emulated FP8 they are near those of bf16."""
     entry = select_entries([name])[0]
-    plan = suite.SuitePlan(on_cuda=False, peer_paths=(), seconds=1e4)
+    plan = suite.SuiteRunner(on_cuda=False, peer_paths=(), seconds=1e4)
     words = [*plan.words(entry), "--steps", "2", "--json", str(tmp_path / "found.json")]
     values, _ = in_process(words, 1e4)
     assert values is not None
@@ -174,7 +174,7 @@ def test_fp8_has_no_share_of_the_peak_of_bf16():
 def test_models_beyond_the_time_budget_are_left_out(monkeypatch: pytest.MonkeyPatch):
     clock = iter(range(0, 1000, 30))
     monkeypatch.setattr(suite.time, "monotonic", lambda: float(next(clock)))
-    plan = suite.SuitePlan(on_cuda=True, peer_paths=(), seconds=140.0)
+    plan = suite.SuiteRunner(on_cuda=True, peer_paths=(), seconds=140.0)
     child = ScriptedChild([FOUND] * 5)
     entries = select_entries(["llama-1b,llama-8b,llama-125m"])
     rows, details = plan.measure(entries, child)
@@ -192,7 +192,7 @@ def test_whom_a_model_is_compared_with(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / package / package / "__init__.py").touch()
     llama, fp8, qwen = (select_entries([name])[0] for name in ("llama-1b", "llama-8b-fp8", "qwen3-0.6b"))
     paths = (str(tmp_path / "torchtitan"), str(tmp_path / "torchao"))
-    plan = suite.SuitePlan(on_cuda=True, peer_paths=paths, seconds=1.0)
+    plan = suite.SuiteRunner(on_cuda=True, peer_paths=paths, seconds=1.0)
     assert [plan.peer(entry) for entry in (llama, fp8, qwen)] == ["torchtitan", "torchtitan", "hf"]
     assert plan.words(llama)[-6:] == ["--against", "torchtitan", "--peer-path", paths[0], "--peer-path", paths[1]]
     assert plan.words(qwen)[-2:] == ["--against", "hf"] and "--breakdown" in plan.words(qwen)

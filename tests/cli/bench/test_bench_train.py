@@ -298,7 +298,7 @@ KERNELS = {
     "triton_red_fused__fused_rms_norm_add_5": "elementwise",
     "_forward": "elementwise",
     "_losses_and_gradient_kernel": "elementwise",
-    "cast_square_blocks_tile": "elementwise",
+    "cast_block_128x128_tile": "elementwise",
     "row_and_column_amax_of_tile": "elementwise",
     "update_scale_from_history": "elementwise",
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "elementwise",

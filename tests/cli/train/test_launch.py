@@ -105,18 +105,32 @@ def _has_trained(metrics: Path, running: Callable[[], bool]) -> bool:
     return False
 
 
-def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
-    flags = [*FLAGS, "--train-iters", "100000", "--save", "out"]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "petatron", "train", *flags], cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL
-    )
-    metrics = tmp_path / "out" / "metrics.jsonl"
+def _signal_after_two_steps(metrics: Path, number: int, wait_s: float, flags: list[str]) -> float:
+    """Trains with the launcher in this process, which takes its signals while the ranks run; returns how long it then took."""
+    ended, sent = threading.Event(), []
+
+    def send() -> None:
+        trained = _has_trained(metrics, lambda: not ended.is_set())
+        if not ended.wait(wait_s) and trained:
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), number)
+
+    other = threading.Thread(target=send)
+    other.start()
     try:
-        assert _has_trained(metrics, lambda: run.poll() is None)
-        run.send_signal(signal.SIGTERM)
-        assert run.wait(timeout=60) == 0
+        assert main(["train", *flags]) == 0
     finally:
-        run.kill()
+        ended.set()
+        other.join()
+    return time.monotonic() - sent[0]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_sigterm_saves_and_exits_cleanly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    monkeypatch.chdir(tmp_path)
+    flags = [*FLAGS, "--train-iters", "100000", "--save", "out"]
+    assert _signal_after_two_steps(metrics, signal.SIGTERM, 0.0, flags) < 60
     events = [json.loads(line) for line in metrics.read_text().splitlines()]
     last = max(event["iteration"] for event in events)
     assert any("received SIGTERM" in event.get("message", "") for event in events)
@@ -127,27 +141,12 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path: Path):
 def test_interrupt_ends_a_long_evaluation_of_two_ranks_and_the_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """The launcher is in this process, and takes its signals while the ranks run."""
     without_evaluation = " ".join(FLAGS).replace("--eval-iters 0", "").split()
     flags = [*without_evaluation, *"--train-iters 4 --save out --load out --lr-decay-iters 4".split()]
     metrics = tmp_path / "out" / "metrics.jsonl"
-    ended, sent = threading.Event(), []
-
-    def interrupt() -> None:
-        trained = _has_trained(metrics, lambda: not ended.is_set())
-        if not ended.wait(1) and trained:  # into the evaluation, which would last for hours
-            sent.append(time.monotonic())
-            os.kill(os.getpid(), signal.SIGINT)
-
+    endless = ["--eval-interval", "2", "--eval-iters", "100000"]  # hours: a second later it is in the evaluation
     monkeypatch.chdir(tmp_path)
-    other = threading.Thread(target=interrupt)
-    other.start()
-    try:
-        assert main(["train", *flags, "--eval-interval", "2", "--eval-iters", "100000"]) == 0
-    finally:
-        ended.set()
-        other.join()
-    assert time.monotonic() - sent[0] < 30
+    assert _signal_after_two_steps(metrics, signal.SIGINT, 1.0, [*flags, *endless]) < 30
     assert "SIGINT: stopping the evaluation and saving" in capfd.readouterr().err
     text = metrics.read_text()
     assert "was interrupted after" in text and '"kind": "valid"' not in text

@@ -18,7 +18,7 @@ CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CAPABLE, reason="needs a CUDA device of capability 9.0")]
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
-CASTS = ["cast_tensor", "cast_rows", "cast_blocks", "cast_blocks_2d"]
+CASTS = ["cast_tensor", "cast_rowwise", "cast_block_1x128", "cast_block_128x128"]
 SHAPES = [(128, 128), (272, 400), (2048, 1024), (1040, 4096)]
 
 
@@ -60,10 +60,30 @@ def test_delayed_cast(kernels: Any):
         ours, wanted = torch.zeros(2, 1, device="cuda")
         given = torch.tensor([scale], device="cuda")
         assert_casts_same(
-            kernels.cast_delayed(x, E4M3, scale=given, amax=ours),
-            cast_and_gemm.cast_delayed(x, E4M3, scale=given, amax=wanted),
+            kernels.cast_with_scale(x, E4M3, scale=given, amax=ours),
+            cast_and_gemm.cast_with_scale(x, E4M3, scale=given, amax=wanted),
         )
         assert torch.equal(ours, wanted) and ours == x.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("guess", ["right", 2.0**-20, 2.0**20, 0.0, math.nan])
+def test_a_guessed_scale_changes_no_bit(kernels: Any, guess: str | float, dtype: torch.dtype):
+    x = draw(1040, 4096, spread=4.0)
+    wanted = cast_and_gemm.cast_tensor(x, dtype)
+    last = wanted.rows.scale.clone() if guess == "right" else torch.tensor([guess], device="cuda")
+    assert_casts_same(kernels.cast_speculative(x, dtype, previous_scale=last), wanted)
+    assert torch.equal(last, wanted.rows.scale)
+    assert_same(kernels.cast_speculative(x, dtype, previous_scale=last, orientation="columns").columns, wanted.columns)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_guess_is_right_again_after_what_is_not_finite(kernels: Any, bad: float):
+    good, last = draw(256, 384), torch.ones(1, device="cuda")
+    wrong = good.clone()
+    wrong[5, 300] = bad
+    for x in (good, wrong, good, good.zero_()):
+        assert_casts_same(kernels.cast_speculative(x, E4M3, previous_scale=last), kernels.cast_tensor(x, E4M3))
 
 
 @pytest.mark.parametrize("name", CASTS)
@@ -80,14 +100,14 @@ def test_what_is_not_finite_becomes_nan(kernels: Any, name: str, bad: float):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(
-    ("name", "left"), [*((name, E4M3) for name in CASTS), ("cast_tensor", E5M2), ("cast_rows", E5M2)]
+    ("name", "left"), [*((name, E4M3) for name in CASTS), ("cast_tensor", E5M2), ("cast_rowwise", E5M2)]
 )
 @pytest.mark.parametrize("sizes", [(512, 256, 640), (256, 128, 1280), (1024, 4096, 512)])
 def test_product(
     kernels: Any, name: str, fast: bool, out_dtype: torch.dtype, left: torch.dtype, sizes: tuple[int, int, int]
 ):
     rows, width, length = sizes
-    a_cast = "cast_blocks" if name == "cast_blocks_2d" else name
+    a_cast = "cast_block_1x128" if name == "cast_block_128x128" else name
     a = getattr(cast_and_gemm, a_cast)(draw(rows, length, spread=2.0), left).rows
     b = getattr(cast_and_gemm, name)(draw(width, length, spread=2.0), E4M3).rows
     wanted = cast_and_gemm.emulated_gemm(a, b, dtype=torch.float64, fast=False)

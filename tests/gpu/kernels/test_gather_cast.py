@@ -31,7 +31,7 @@ def test_as_the_reference(kernels: Any, shape: tuple[int, int], squares: bool, t
     cuts = [RUN_LENGTH * 7, RUN_LENGTH * 80]
     ours, wanted = (gathered(w, squares=squares, cuts=cuts, kernels=way) for way in (kernels, REFERENCE))
     assert torch.equal(ours.view(torch.int16), wanted.view(torch.int16))
-    cast = cast_and_gemm.cast_blocks_2d if squares else cast_and_gemm.cast_tensor
+    cast = cast_and_gemm.cast_block_128x128 if squares else cast_and_gemm.cast_tensor
     assert_same_operands(cast(ours, E4M3), cast(w, E4M3))
 
 

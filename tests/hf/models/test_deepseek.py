@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -157,8 +158,8 @@ UNWRITABLE = {
     "norms": (_V3.replace("--qk-layernorm", ""), "--qk-layernorm False"),
     "window": (_V3 + "--window-size 4", "--window-size 4"),
     "temperature": (
-        _V3 + "--position-embedding-type yarn --mscale 0.5",
-        "--yarn-mscale 0.5 cannot be written as a Hugging Face deepseek_v3 model, which has both mscales or neither",
+        _V3 + "--position-embedding-type yarn --mscale 0 --mscale-all-dim 0.5",
+        "--yarn-mscale 0.0 cannot be written as a Hugging Face deepseek_v3 model, which has both mscales or neither",
     ),
 }  # fmt: skip
 
@@ -174,6 +175,13 @@ def test_family_is_told_by_the_model(flags: str):
     assert spec.moe is not None and found["multi_latent_attention"]
     names = ("moe_router_num_groups", "moe_router_group_topk", "moe_shared_expert_intermediate_size")
     assert all(experts[name] == getattr(spec.moe, name) for name in names)
+
+
+def test_a_temperature_of_the_rotation_alone_is_written_as_a_number():
+    content = to_hf_config(derived(_V3 + "--position-embedding-type yarn --mscale 0.5 --rotary-scaling-factor 40"))
+    rope = content["rope_parameters"]
+    assert rope["attention_factor"] == pytest.approx(1.0 + 0.05 * math.log(40)) and "mscale_all_dim" not in rope
+    assert from_hf_config(content)[0]["yarn_mscale"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("case", UNWRITABLE)

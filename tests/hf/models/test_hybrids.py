@@ -170,7 +170,7 @@ def test_what_the_decoder_cannot_express_is_named(content: dict[str, Any], messa
     [
         (
             {"mamba_d_head": None, "mamba_d_ssm": 100, "key_multiplier": -1.0, "hidden_act": "gelu", "mlp_bias": True},
-            ["mamba_d_head", "hidden_act", "attention_bias", "key_multiplier", "mlp_bias"],
+            ["mamba_d_head", "hidden_act", "key_multiplier", "mlp_bias"],
         ),
         ({"num_hidden_layers": 0, "mlp_multipliers": [1]}, ["num_hidden_layers", "mlp_multipliers"]),
         ({"rope_scaling": 3, "vocab_size": "x", "mamba_d_ssm": 64}, ["vocab_size", "rope_scaling", "mamba_d_ssm"]),

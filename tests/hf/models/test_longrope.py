@@ -75,7 +75,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"rope_scaling": {"type": "su", "short_factor": ["1"]}}, "rope_scaling.short_factor ['1'] is not a list of positive"),
     "negative": ({"rope_scaling": {"type": "su", "short_factor": [-1]}}, "rope_scaling.short_factor [-1] is not a list of positive"),
     "context": ({"original_max_position_embeddings": 1}, "original_max_position_embeddings 1 is not a length of a context"),
-    "other": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "It has default, linear, llama3, yarn and longrope."),
+    "other": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "It has default, longrope."),
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from petatron.kernels.fp8.cast_and_gemm import (
 )
 
 FORMATS = [E4M3, E5M2]
-CASTS = ["cast_tensor", "cast_rows", "cast_blocks", "cast_blocks_2d"]
+CASTS = ["cast_tensor", "cast_rowwise", "cast_block_1x128", "cast_block_128x128"]
 # Half a step of a number with 3 or 2 bits behind the point, relative to the number.
 ROUNDING = {E4M3: 2**-4, E5M2: 2**-3}
 
@@ -85,7 +85,7 @@ def test_finer_scales_keep_small_rows(name: str):
 
 def test_scales_of_blocks_and_squares_lie_as_cublas_wants():
     x = normal(256, 640, seed=3).float()
-    blocks, squares = cast_and_gemm.cast_blocks(x, E4M3), cast_and_gemm.cast_blocks_2d(x, E4M3)
+    blocks, squares = cast_and_gemm.cast_block_1x128(x, E4M3), cast_and_gemm.cast_block_128x128(x, E4M3)
     assert blocks.rows.scale.shape == (256, 5) and blocks.rows.scale.stride() == (1, 256)
     assert blocks.columns.scale.shape == (640, 2) and blocks.columns.scale.stride() == (1, 640)
     assert squares.rows.scale.shape == (2, 8) and squares.rows.scale.is_contiguous()
@@ -124,10 +124,10 @@ def test_what_is_not_finite_goes_on_as_nan(name: str, bad: float):
 def test_delayed_scaling_saturates_and_says_how_large_it_got():
     x = torch.tensor([[1.0, -1000.0, 3.0, 0.0]])
     amax = torch.tensor([2.0])
-    made = cast_and_gemm.cast_delayed(x, E4M3, scale=torch.ones(1), amax=amax)
+    made = cast_and_gemm.cast_with_scale(x, E4M3, scale=torch.ones(1), amax=amax)
     assert dequantise(made.rows).tolist() == [[1, -448, 3, 0]]
     assert amax == 1000
-    cast_and_gemm.cast_delayed(x / 1000, E4M3, scale=torch.ones(1), amax=amax)
+    cast_and_gemm.cast_with_scale(x / 1000, E4M3, scale=torch.ones(1), amax=amax)
     assert amax == 1000
 
 
@@ -144,7 +144,7 @@ def test_next_scale_goes_by_the_last_or_by_all():
 @pytest.mark.parametrize("out", [False, True])
 def test_product(name: str, out: bool):
     a, b = normal(144, 384, seed=7), normal(272, 384, seed=8)
-    left = cast("cast_blocks" if name == "cast_blocks_2d" else name, a, E4M3).rows
+    left = cast("cast_block_1x128" if name == "cast_block_128x128" else name, a, E4M3).rows
     right = cast(name, b, E4M3).rows
     buffer = torch.full((144, 272), math.nan) if out else None
     y = cast_and_gemm.emulated_gemm(left, right, dtype=torch.float32, fast=True, out=buffer)
@@ -155,7 +155,7 @@ def test_product(name: str, out: bool):
     assert 0.001 < (y - true).norm() / true.norm() < 0.05
 
 
-@pytest.mark.parametrize("name", ["cast_tensor", "cast_rows"])
+@pytest.mark.parametrize("name", ["cast_tensor", "cast_rowwise"])
 @pytest.mark.parametrize("start", [0, 3])
 def test_what_is_handed_to_the_hardware(name: str, start: int):
     """Torch's operation exists on the CPU too, for these scales; an `out` that is not aligned gets a copy."""
@@ -172,16 +172,16 @@ def test_what_is_handed_to_the_hardware(name: str, start: int):
 
 
 def test_product_in_float64():
-    a, b = (cast_and_gemm.cast_rows(normal(32, 64, seed=seed), E4M3).rows for seed in (9, 10))
+    a, b = (cast_and_gemm.cast_rowwise(normal(32, 64, seed=seed), E4M3).rows for seed in (9, 10))
     y = cast_and_gemm.emulated_gemm(a, b, dtype=torch.float64, fast=False)
     assert y.dtype == torch.float64
     assert torch.equal(y, dequantise(a).double() @ dequantise(b).double().t())
 
 
 def test_grouped_product_leaves_rows_of_no_expert_at_zero():
-    x = cast_and_gemm.cast_rows_only(normal(40, 32, seed=11), E4M3)
-    flat = cast_and_gemm.cast_rows_only(normal(3 * 16, 32, seed=12), E4M3)
-    weight = Fp8Operand(flat.values.view(3, 16, 32), flat.scale.view(3, 16), "rows")
+    x = cast_and_gemm.cast_rowwise_operand(normal(40, 32, seed=11), E4M3)
+    flat = cast_and_gemm.cast_rowwise_operand(normal(3 * 16, 32, seed=12), E4M3)
+    weight = Fp8Operand(flat.values.view(3, 16, 32), flat.scale.view(3, 16), "rowwise")
     counts = torch.tensor([7, 0, 20])
     y = cast_and_gemm.emulated_grouped_gemm(x.values, x.scale, weight, counts, dtype=torch.float32, fast=True)
     wide = dequantise(flat).view(3, 16, 32)

@@ -81,7 +81,7 @@ def test_what_arrives_is_cast_to_the_same_numbers(data: st.DataObject):
     cuts = [step * at for at in data.draw(st.lists(st.integers(0, w.numel() // step), max_size=4), "cuts")]
     back, cast = (
         gathered(w, squares=squares, cuts=cuts),
-        cast_and_gemm.cast_blocks_2d if squares else cast_and_gemm.cast_tensor,
+        cast_and_gemm.cast_block_128x128 if squares else cast_and_gemm.cast_tensor,
     )
     assert back.isfinite().all()
     assert_same_operands(cast(back, E4M3), cast(w, E4M3))
@@ -116,7 +116,7 @@ def test_every_scale_at_its_ends(largest: float):
 def test_what_is_not_finite_is_not_lost(squares: bool, spoiled: float):
     w = draw((256, 128), seed=1, spread=4.0, top=100.0, dtype=torch.bfloat16)
     w[200, 7] = spoiled
-    cast = cast_and_gemm.cast_blocks_2d if squares else cast_and_gemm.cast_tensor
+    cast = cast_and_gemm.cast_block_128x128 if squares else cast_and_gemm.cast_tensor
     back = gathered(w, squares=squares, cuts=[64 * 100])
     assert back[200, 7].isnan() and int(back.isnan().sum()) == 1
     assert_same_operands(cast(back, E4M3), cast(w, E4M3))
@@ -147,13 +147,14 @@ def test_a_scale_per_row_would_not_do():
     w = draw((64, 96), seed=6, spread=0.0, top=1.0, dtype=torch.bfloat16)
     w[0] *= 2.0**-18
     w[0, 0] = 1.0
-    back = dequantise(cast_and_gemm.cast_rows_only(w, E4M3)).to(w.dtype)
-    ours, wanted = cast_and_gemm.cast_rows(back, E4M3), cast_and_gemm.cast_rows(w, E4M3)
+    back = dequantise(cast_and_gemm.cast_rowwise_operand(w, E4M3)).to(w.dtype)
+    ours, wanted = cast_and_gemm.cast_rowwise(back, E4M3), cast_and_gemm.cast_rowwise(w, E4M3)
     assert same(dequantise(ours.rows), dequantise(wanted.rows))
     w[1:] *= 2.0**-18
-    back = dequantise(cast_and_gemm.cast_rows_only(w, E4M3)).to(w.dtype)
+    back = dequantise(cast_and_gemm.cast_rowwise_operand(w, E4M3)).to(w.dtype)
     assert not same(
-        dequantise(cast_and_gemm.cast_rows(back, E4M3).columns), dequantise(cast_and_gemm.cast_rows(w, E4M3).columns)
+        dequantise(cast_and_gemm.cast_rowwise(back, E4M3).columns),
+        dequantise(cast_and_gemm.cast_rowwise(w, E4M3).columns),
     )
 
 

@@ -103,12 +103,12 @@ def test_strided_rows(columns_apart: bool):
 
 def test_bounds_go_the_plain_way_and_other_names_are_refused():
     gate_up, grad = sample(1, 4, torch.float32)
-    bounds = plain.GluVariant(0.5, 1.0)
+    variant = plain.GluVariant(0.5, 1.0)
     assert torch.equal(
-        activation.gated_activation(gate_up, "swiglu", bounds), plain.gated_activation(gate_up, "swiglu", bounds)
+        activation.gated_activation(gate_up, "swiglu", variant), plain.gated_activation(gate_up, "swiglu", variant)
     )
     ours, wanted = (
-        kind.gated_activation_backward(grad, gate_up, "swiglu", bounds, recompute_output=True)
+        kind.gated_activation_backward(grad, gate_up, "swiglu", variant, recompute_output=True)
         for kind in (activation, plain)
     )
     assert all(torch.equal(mine, true) for mine, true in zip(ours, wanted, strict=True))

@@ -16,8 +16,8 @@ from tests.longform import later
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.ssm import chunk_delta_rule as ours
-from petatron.kernels.triton.ssm.delta.inverses import chunk_inverses
 from petatron.kernels.triton.ssm.delta.tiles import delta_chunks
+from petatron.kernels.triton.ssm.delta.ut_transform import ut_transform
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
@@ -112,16 +112,16 @@ def test_decays_of_all_sizes_and_strengths_of_zero_and_one():
 
 
 @pytest.mark.parametrize("chunk", [16, 64, later(32)])
-def test_inverses_where_powers_explode(chunk: int):
-    """Keys that are much alike: entries of L to a high power are astronomical, those of the inverse are at most 1."""
+def test_ut_transform_where_powers_of_L_explode(chunk: int):
+    """Keys that are much alike: entries of L to a high power are astronomical, those of T = (I + L)^{-1} are at most 1."""
     torch.manual_seed(chunk)
     k = torch.randn(chunk, 1, 1, 16, device=DEVICE) + 3.0
     v, g, beta = (torch.zeros(chunk, 1, 1, *width, device=DEVICE) for width in ((16,), (), ()))
-    inverse = chunk_inverses(k, delta_chunks(k, k, v, g, beta + 1.0, None, chunk)).squeeze()
-    unit = F.normalize(k.squeeze().double(), dim=-1)
-    lower = (unit @ unit.T).tril(-1)
-    assert float(torch.linalg.matrix_power(lower, chunk // 2).abs().max()) > 1e3
-    assert far(inverse, torch.linalg.inv(torch.eye(chunk, dtype=torch.float64, device=DEVICE) + lower)) <= 1e-5
+    T = ut_transform(k, delta_chunks(k, k, v, g, beta + 1.0, None, chunk)).squeeze()
+    unit_k = F.normalize(k.squeeze().double(), dim=-1)
+    L = (unit_k @ unit_k.T).tril(-1)
+    assert float(torch.linalg.matrix_power(L, chunk // 2).abs().max()) > 1e3
+    assert far(T, torch.linalg.inv(torch.eye(chunk, dtype=torch.float64, device=DEVICE) + L)) <= 1e-5
 
 
 @pytest.mark.matrix

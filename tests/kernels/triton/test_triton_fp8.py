@@ -18,7 +18,7 @@ from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Matrix, Fp8Operand
 pytest.importorskip("triton")
 twins = pytest.importorskip("petatron.kernels.triton.fp8.cast_and_gemm")
 
-CASTS = ["cast_tensor", "cast_rows", "cast_blocks", "cast_blocks_2d"]
+CASTS = ["cast_tensor", "cast_rowwise", "cast_block_1x128", "cast_block_128x128"]
 SHAPES = [(16, 16), (128, 128), (144, 272), (272, 96), (320, 16)]
 
 
@@ -67,7 +67,7 @@ def test_zeros(name: str):
 
 def test_one_orientation():
     x = representable((144, 272), E4M3, seed=3, spread=20)
-    assert_same(twins.cast_rows_only(x, E4M3), cast_and_gemm.cast_rows_only(x, E4M3))
+    assert_same(twins.cast_rowwise_operand(x, E4M3), cast_and_gemm.cast_rowwise_operand(x, E4M3))
 
 
 @pytest.mark.parametrize("name", CASTS)
@@ -79,7 +79,7 @@ def test_a_cast_of_one_orientation_equals_that_half_of_both(name: str):
         )
         assert_same(rows.rows, both.rows)
         assert_same(columns.columns, both.columns)
-        assert rows.cast_columns is None and columns.cast_rows is None
+        assert rows.columns_or_none is None and columns.rows_or_none is None
         with pytest.raises(AssertionError, match="only the rows"):
             _ = rows.columns
         with pytest.raises(AssertionError, match="only the columns"):
@@ -101,8 +101,8 @@ def test_delayed_cast_takes_a_scale_and_raises_the_maximum(start: float):
     scale = torch.tensor([0.25])
     ours, wanted = torch.tensor([start]), torch.tensor([start])
     assert_casts_same(
-        twins.cast_delayed(x, E4M3, scale=scale, amax=ours),
-        cast_and_gemm.cast_delayed(x, E4M3, scale=scale, amax=wanted),
+        twins.cast_with_scale(x, E4M3, scale=scale, amax=ours),
+        cast_and_gemm.cast_with_scale(x, E4M3, scale=scale, amax=wanted),
     )
     assert torch.equal(ours, wanted)
     assert wanted == max(start, float(x.abs().max()))
@@ -112,7 +112,7 @@ def test_what_is_too_large_becomes_the_largest():
     x = torch.full((16, 16), 3.0, dtype=torch.bfloat16)
     x[1] = -3.0
     amax = torch.zeros(1)
-    cast = twins.cast_delayed(x, E4M3, scale=torch.tensor([2.0**-9]), amax=amax)
+    cast = twins.cast_with_scale(x, E4M3, scale=torch.tensor([2.0**-9]), amax=amax)
     assert (cast.rows.values.float().abs() == 448).all() and amax == 3.0
     assert torch.equal(cast.columns.values.float(), cast.rows.values.float().t())
 
@@ -125,9 +125,12 @@ def test_a_guessed_scale_changes_no_bit(guess: str | float, orientation: Orienta
     wanted = cast_and_gemm.cast_tensor(x, E4M3, orientation=orientation)
     scale = (wanted.columns if orientation == "columns" else wanted.rows).scale
     last = scale.clone() if guess == "right" else torch.tensor([guess])
-    found = twins.cast_guessed(x, E4M3, last_scale=last, orientation=orientation)
-    assert (found.cast_rows is None, found.cast_columns is None) == (orientation == "columns", orientation == "rows")
-    for ours, true in ((found.cast_rows, wanted.cast_rows), (found.cast_columns, wanted.cast_columns)):
+    found = twins.cast_speculative(x, E4M3, previous_scale=last, orientation=orientation)
+    assert (found.rows_or_none is None, found.columns_or_none is None) == (
+        orientation == "columns",
+        orientation == "rows",
+    )
+    for ours, true in ((found.rows_or_none, wanted.rows_or_none), (found.columns_or_none, wanted.columns_or_none)):
         if ours is not None and true is not None:
             assert_same(ours, true)
     assert torch.equal(last, scale)
@@ -139,13 +142,13 @@ def test_a_right_guess_is_not_cast_again(monkeypatch: pytest.MonkeyPatch):
     last = cast_and_gemm.cast_tensor(x, E4M3).rows.scale.clone()
 
     def spoiling(kernel: Any, tensors: Any, *args: Any, **options: Any) -> None:
-        if kernel is twins.recast_tiles_if_scale_differs:
+        if kernel is twins.redo_cast_if_scale_differs:
             tensors[1].zero_()
         launch(kernel, tensors, *args, **options)
 
     monkeypatch.setattr(twins, "_launch", spoiling)
-    assert not twins.cast_guessed(x, E4M3, last_scale=last).rows.values.float().any()
-    assert twins.cast_guessed(x, E4M3, last_scale=2 * last).rows.values.float().any()
+    assert not twins.cast_speculative(x, E4M3, previous_scale=last).rows.values.float().any()
+    assert twins.cast_speculative(x, E4M3, previous_scale=2 * last).rows.values.float().any()
 
 
 def test_a_known_maximum_is_used():
@@ -161,10 +164,10 @@ def test_what_is_not_finite_is_found_and_stays_alone(bad: float):
     x = representable((144, 32), E5M2, seed=6)
     x[130, 3] = bad
     amax = torch.zeros(1)
-    values = twins.cast_delayed(x, E5M2, scale=torch.ones(1), amax=amax).columns.values.float()
+    values = twins.cast_with_scale(x, E5M2, scale=torch.ones(1), amax=amax).columns.values.float()
     assert not amax.isfinite()
     assert values[3, 130].isnan() and int(values.isnan().sum()) == 1
-    cast = twins.cast_rows(x, E5M2)
+    cast = twins.cast_rowwise(x, E5M2)
     assert cast.rows.scale[130] == 1 and (cast.rows.scale[:130] < 1).all()
 
 
@@ -181,13 +184,13 @@ def test_float32_is_refused_where_a_tile_is_transposed():
         with pytest.raises(AssertionError, match="float32 is not half precision"):
             cast(x, E4M3)
     with pytest.raises(AssertionError, match="float32 is not half precision"):
-        twins.cast_delayed(x, E4M3, scale=one, amax=one)
-    assert_same(twins.cast_rows_only(x, E4M3), cast_and_gemm.cast_rows_only(x, E4M3))
+        twins.cast_with_scale(x, E4M3, scale=one, amax=one)
+    assert_same(twins.cast_rowwise_operand(x, E4M3), cast_and_gemm.cast_rowwise_operand(x, E4M3))
 
 
 def test_a_transposed_tensor_is_cast_as_it_looks():
     x = representable((48, 144), E4M3, seed=8).t()
-    assert_casts_same(twins.cast_blocks(x, E4M3), cast_and_gemm.cast_blocks(x, E4M3))
+    assert_casts_same(twins.cast_block_1x128(x, E4M3), cast_and_gemm.cast_block_1x128(x, E4M3))
 
 
 @pytest.mark.parametrize("length", [1, 5, 16])

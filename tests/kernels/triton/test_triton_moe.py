@@ -135,12 +135,12 @@ def test_an_activation_without_a_gate_goes_the_plain_way(name: str):
 
 def test_a_bounded_activation_goes_the_plain_way():
     inner, grad, weight = (torch.randn(5, *rest, device=DEVICE) for rest in ((24,), (12,), ()))
-    bounds = GluVariant(0.4, 1.0)
-    value = twins.weighted_activation(inner, weight, "swiglu", bounds)
-    assert torch.equal(value, permute.weighted_activation(inner, weight, "swiglu", bounds))
+    variant = GluVariant(0.4, 1.0)
+    value = twins.weighted_activation(inner, weight, "swiglu", variant)
+    assert torch.equal(value, permute.weighted_activation(inner, weight, "swiglu", variant))
     assert not torch.equal(value, permute.weighted_activation(inner, weight, "swiglu"))
     ours, wanted = (
-        kind.weighted_activation_backward(grad, inner, weight, "swiglu", bounds, recompute_output=True)
+        kind.weighted_activation_backward(grad, inner, weight, "swiglu", variant, recompute_output=True)
         for kind in (twins, permute)
     )
     assert all(torch.equal(mine, true) for mine, true in zip(ours, wanted, strict=True))

@@ -119,7 +119,7 @@ def test_a_model_that_trains_in_fp8_generates_with_the_weights_it_has_now(recipe
         answers = [generate(model, PROMPT, max_new_tokens=8, temperature=0.0)]
         engine.forget_prefixes()
         answers.append(engine.complete([PROMPT], SamplingParams(max_new_tokens=8, temperature=0.0))[0][0].ids)
-        model.fp8_gemms.weights_changed()
+        model.fp8_gemms.end_step()
         answers.append(generate(model, PROMPT, max_new_tokens=8, temperature=0.0))
         assert answers[0] == answers[1] == answers[2]
         found.append(answers[0])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from petatron.layers.norm import RMSNorm
 from petatron.layers.ops.linear_op import GemmOp, PendingTensor
-from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from tests.unit.layers.logged import Logged
 from tests.unit.models.kept import alive_bytes, kept_bytes
@@ -66,7 +66,7 @@ class Case:
 
     def forward(self, *, source: bool = True) -> Tensor:
         _, normal = self.norm.add_and_norm(self.x)
-        normal = normal if source else Recomputable(normal.value, None)
+        normal = normal if source else RecomputableOutput(normal.value, None)
         return self.multiply(normal, self.weight, input_comm=self.entrance)
 
     def check(self, y: Tensor) -> None:

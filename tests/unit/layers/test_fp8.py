@@ -18,9 +18,9 @@ from petatron.kernels.gemm import PLAIN_GEMM
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, looped_linear
 from petatron.layers.ops import fp8_weight
 from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, fp8_gemm_factory, is_fp8_layer
-from petatron.layers.ops.fp8_scaling import DelayedScaling, TensorwiseScaling
+from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling
 from petatron.layers.ops.linear_op import GemmOp
-from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
 
@@ -112,17 +112,19 @@ def test_a_weight_is_cast_once_per_step(cache_weights: bool):
             _, kept = multiplication.forward(x, w)
             multiplication.backward(g, w, kept)
         multiplication.new_step(2)
-    assert calls["cast_blocks_2d"] == (2 if cache_weights else 12)
-    assert calls["cast_blocks"] == 12
+    assert calls["cast_block_128x128"] == (2 if cache_weights else 12)
+    assert calls["cast_block_1x128"] == 12
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_large_micro_batch_casts_a_weight_for_each_use(recipe: str, monkeypatch: pytest.MonkeyPatch):
     """In the orientation that is read, and to the same bits as a weight that is cached."""
-    monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_CAST_AGAIN", 128)
+    monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_REQUANTISE", 128)
     x, w, g = draw(128, 128, seed=0), draw(256, 128, seed=1), draw(128, 256, seed=2)
     wanted: list[str] = []
-    names = {"rowwise": ["cast_rows"], "blockwise": ["cast_blocks_2d"]}.get(recipe, ["cast_guessed", "cast_delayed"])
+    names = {"rowwise": ["cast_rowwise"], "blockwise": ["cast_block_128x128"]}.get(
+        recipe, ["cast_speculative", "cast_with_scale"]
+    )
 
     def noting(name: str) -> Any:
         def cast(matrix: Tensor, *args: Any, **options: Any) -> Any:
@@ -156,7 +158,7 @@ def test_an_input_that_is_cast_again_gives_the_same_bits(recipe: str, step: int)
         gemm = make()
         for scale in (1.0, 3.0)[: step + 1]:
             gemm.new_step(1)
-            way = gemm.recasting() if recasting else gemm
+            way = gemm.requantising() if recasting else gemm
             y, kept = way.forward(scale * x, w)
             x_grad, job = way.backward(g, w, kept)
             w_grad = torch.full(w.shape, float("nan"))
@@ -171,19 +173,19 @@ def test_an_input_that_is_cast_again_gives_the_same_bits(recipe: str, step: int)
 def test_sizes_that_do_not_fit_are_not_cast_again_either():
     gemm = fp8_gemm_factory(precision("blockwise"), kernels=REFERENCE)()
     x, w, g = draw(24, 16, seed=0), draw(16, 16, seed=1), draw(24, 16, seed=2)
-    y, kept = gemm.recasting().forward(x, w)
-    x_grad, job = gemm.recasting().backward(g, w, kept)
+    y, kept = gemm.requantising().forward(x, w)
+    x_grad, job = gemm.requantising().backward(g, w, kept)
     assert not kept and job.needs_input and torch.equal(y, x @ w.t()) and torch.equal(x_grad, g @ w)
 
 
 @pytest.mark.parametrize("available", [True, False])
 def test_only_an_input_that_is_available_is_cast_again(available: bool):
     gemm = fp8_gemm_factory(precision("tensorwise"), kernels=REFERENCE)()
-    op = GemmOp(gemm, recasting_gemm=gemm.recasting())
+    op = GemmOp(gemm, requantising_gemm=gemm.requantising())
     x, w = draw(32, 16, seed=0).requires_grad_(), draw(16, 16, seed=1).requires_grad_()
     saved: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, lambda x: x):
-        y = op(as_recomputable(x) if available else Recomputable(x * 1.0, None), w)
+        y = op(as_recomputable(x) if available else RecomputableOutput(x * 1.0, None), w)
     assert (torch.Size([16, 32]) in saved) is not available
     y.sum().backward()
     assert x.grad is not None and w.grad is not None
@@ -192,7 +194,7 @@ def test_only_an_input_that_is_available_is_cast_again(available: bool):
 
 
 def test_the_scale_of_a_weight_is_found_once_per_step(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_CAST_AGAIN", 16)
+    monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_REQUANTISE", 16)
     kernels, calls = counted()
     multiplication = fp8_gemm_factory(precision("tensorwise"), kernels=kernels)()
     x, w, g = draw(16, 16, seed=0), draw(16, 16, seed=1), draw(16, 16, seed=2)
@@ -200,11 +202,11 @@ def test_the_scale_of_a_weight_is_found_once_per_step(monkeypatch: pytest.Monkey
         multiplication.new_step(1)
         _, kept = multiplication.forward(x, w)
         multiplication.backward(g, w, kept)
-    assert calls == {"cast_guessed": 2 * 3, "cast_delayed": 2, "gemm": 4}  # of x, w and g; then the columns of w
+    assert calls == {"cast_speculative": 2 * 3, "cast_with_scale": 2, "gemm": 4}  # of x, w and g; then the columns of w
     w.mul_(-4.0)
-    multiplication.weight_changed()
+    multiplication.end_step()
     before = multiplication.forward(x, w / -4.0)[0]
-    multiplication.weight_changed()
+    multiplication.end_step()
     assert torch.equal(multiplication.forward(x, w)[0], -4.0 * before), "a scale of the old weight would saturate"
 
 
@@ -240,7 +242,7 @@ def test_sizes_the_hardware_does_not_take_stay_as_they_are(
 def test_through_autograd():
     multiply = GemmOp(fp8_gemm_factory(precision("rowwise"), kernels=REFERENCE)())
     x, w = draw(8, 4, 64, seed=0).requires_grad_(), draw(32, 64, seed=1).requires_grad_()
-    y = multiply(Recomputable(x, None), w)
+    y = multiply(RecomputableOutput(x, None), w)
     g = draw(8, 4, 32, seed=2)
     x_grad, w_grad = torch.autograd.grad(y, (x, w), g)
     true = torch.autograd.grad(x @ w.t(), (x, w), g)
@@ -387,7 +389,7 @@ def test_experts(counts: ExpertCounts):
         multiplication = layer(counts)
         y, kept = multiplication.forward(x, w)
         x_grad, job = multiplication.backward(g, w, kept)
-    assert calls["cast_rows_only"] == 4 and calls["cast_matrices"] == 1
+    assert calls["cast_rowwise_operand"] == 4 and calls["cast_matrices"] == 1
     assert distance(y, looped_linear(x, w, counts)) < 0.05
     assert distance(x_grad, looped_linear(g, w.transpose(1, 2), counts)) < 0.05
     exact = torch.autograd.functional.vjp(lambda weight: looped_linear(x, weight, counts), w, g)[1]
@@ -396,7 +398,7 @@ def test_experts(counts: ExpertCounts):
     assert job.needs_input and torch.allclose(w_grad, 1 + exact, atol=1e-4)
     layer.new_step(2)
     layer(counts).forward(x, w)
-    assert calls["cast_rows_only"] == 5 and calls["cast_matrices"] == 2
+    assert calls["cast_rowwise_operand"] == 5 and calls["cast_matrices"] == 2
 
 
 @pytest.mark.parametrize("rows", [0, 8])
@@ -426,7 +428,7 @@ def test_a_small_network_learns_as_well_as_in_full_precision(recipe: str):
             x = torch.randn(128, 128)
             y, goal = x, x
             for way, weight, wanted in zip(multiplications, weights, goals, strict=True):
-                y = GemmOp(way)(Recomputable(torch.tanh(y), None), weight)
+                y = GemmOp(way)(RecomputableOutput(torch.tanh(y), None), weight)
                 goal = torch.tanh(goal) @ wanted.t()
             loss = (y - goal).square().mean()
             optimizer.zero_grad()
@@ -456,18 +458,18 @@ def test_weights_that_change_between_two_uses_are_cast_again():
         optimizer.step()
         with torch.no_grad():
             now = model.module.logits(tokens)
-            model.fp8_gemms.weights_changed()
+            model.fp8_gemms.end_step()
             assert torch.equal(now, model.module.logits(tokens))
 
 
 def test_a_scale_is_guessed_to_be_the_last_one():
     guesses: list[float] = []
 
-    def cast(x: Tensor, *args: Any, last_scale: Tensor, **options: Any) -> Any:
-        guesses.append(float(last_scale))
-        return REFERENCE.cast_guessed(x, *args, last_scale=last_scale, **options)
+    def cast(x: Tensor, *args: Any, previous_scale: Tensor, **options: Any) -> Any:
+        guesses.append(float(previous_scale))
+        return REFERENCE.cast_speculative(x, *args, previous_scale=previous_scale, **options)
 
-    quantiser = TensorwiseScaling(dataclasses.replace(REFERENCE, cast_guessed=cast), E4M3)
+    quantiser = CurrentTensorwiseScaling(dataclasses.replace(REFERENCE, cast_speculative=cast), E4M3)
     x = draw(32, 32, seed=0)
     scales = [float(quantiser(factor * x).rows.scale) for factor in (1.0, 1.0, 16.0, 2.0)]
     assert guesses == [1.0, *scales[:-1]]

@@ -137,7 +137,7 @@ def test_memory_of_the_casts_is_counted(monkeypatch: pytest.MonkeyPatch):
     def counted(x: Tensor, *args: Any, **options: Any) -> Fp8Matrix:
         matrix = cast(x, *args, **options)
         held[tuple(x.shape)] = sum(
-            part.values.nbytes for part in (matrix.cast_rows, matrix.cast_columns) if part is not None
+            part.values.nbytes for part in (matrix.rows_or_none, matrix.columns_or_none) if part is not None
         )
         return matrix
 

@@ -9,7 +9,7 @@ import torch
 
 from petatron.config import load_config
 from petatron.layers.moe.moe_layer import MoELayer, SharedExpertRun
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
@@ -86,7 +86,7 @@ def test_the_first_half_of_a_shared_expert_has_its_activation(monkeypatch: pytes
             return original(*args, **options)
 
     monkeypatch.setattr(layer.shared.act, "kernels", Counted())
-    run = SharedExpertRun(layer, layer.shared, Recomputable(torch.randn(16, 32, requires_grad=True), None))
+    run = SharedExpertRun(layer, layer.shared, RecomputableOutput(torch.randn(16, 32, requires_grad=True), None))
     run.first_half()
     assert applied == [1]
     run.output()

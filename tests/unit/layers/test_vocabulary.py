@@ -21,7 +21,7 @@ from petatron.parallel.tensor_parallel import set_weight_grad_sink
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.kernels.loss_cases import Ranks
 from tests.run_stage import run_stage
-from tests.unit.layers.test_product import Buffers, leaf
+from tests.unit.layers.test_linear_op import Buffers, leaf
 from tests.unit.models.test_activations import BASE, LLAMA, batch_of, build, run_of
 
 S, B, D = 5, 2, 3

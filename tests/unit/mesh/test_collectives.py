@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petatron.kernels.fp8.amax import amax_of, known_amax, note_amax
+from petatron.kernels.fp8.amax import amax_of, attach_amax, attached_amax
 from petatron.mesh import collectives, object_collectives
 from petatron.mesh.gloo_collectives import ONE_ROUND_BYTES
 from petatron.mesh.mesh import ParallelMesh
@@ -188,10 +188,10 @@ def _changes(elements: int) -> dict[str, bool]:
     found = {}
     for name, change in (("all_reduce", collectives.all_reduce), ("broadcast", collectives.broadcast)):
         x, weight = torch.full((elements,), 2.0), torch.ones(elements, requires_grad=True)
-        note_amax(x, amax_of(x))
+        attach_amax(x, amax_of(x))
         total = (weight * x).sum()
         change(x, tp)
-        found[f"{name}: amax"] = known_amax(x) is None
+        found[f"{name}: amax"] = attached_amax(x) is None
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             total.backward()
     with torch.inference_mode():  # whose tensors have no version

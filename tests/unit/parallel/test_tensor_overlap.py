@@ -13,7 +13,7 @@ from torch import Tensor
 
 from petatron.kernels.gemm import PlainGemm
 from petatron.layers.ops.linear_op import GemmOp
-from petatron.layers.ops.recompute_output import Recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
@@ -92,7 +92,7 @@ class Case:
             overlap = AllGatherOverlap(axis, self.chunks)
             return ColumnParallelOp(axis, True, multiply, regather=not self.saves, overlap=overlap)
         product = RowParallelOp(axis, True, multiply, overlap=ReduceScatterOverlap(axis, self.chunks))
-        return (lambda x, weight: product(Recomputable(x, None), weight)) if self.saves else product
+        return (lambda x, weight: product(RecomputableOutput(x, None), weight)) if self.saves else product
 
     def whole(self) -> dict[str, Tensor]:
         mid = () if self.batch is None else (self.batch,)

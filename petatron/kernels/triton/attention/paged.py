@@ -30,7 +30,7 @@ from petatron.kernels.triton.attention.split_kv import (
     split_range,
     visible_scores,
 )
-from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.triton.pdl import pdl_options_for, pdl_wait_and_trigger
 
 __all__ = ["chunk_attention", "decode_attention", "store_and_decode", "store_key_value"]
 
@@ -88,9 +88,9 @@ def _decode_split(
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     STORE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     begin, end = split_range(length, split, WINDOW, SPLITS, TILE, TILE)
@@ -223,8 +223,8 @@ def _decode(
         STORE=new is not None,
         num_warps=2 if columns <= _NARROW else 4,
         num_stages=3,
-        **launch_options(count, q),
+        **pdl_options_for(count, q),
     )
     if splits > 1:
-        launch_merge(partial, lse, out, pairs=count * kv_heads, columns=columns, launch=launch_options(count, q))
+        launch_merge(partial, lse, out, pairs=count * kv_heads, columns=columns, launch=pdl_options_for(count, q))
     return out

@@ -38,7 +38,7 @@ from petatron.kernels.triton.attention.split_kv import (
     split_range,
     visible_scores,
 )
-from petatron.kernels.triton.dependent_launch import device_capability, launch_options, wait_for_inputs
+from petatron.kernels.triton.pdl import device_capability, pdl_options_for, pdl_wait_and_trigger
 
 
 class _Blocking(NamedTuple):
@@ -83,9 +83,9 @@ def _store_rows(
     COLUMNS: tl.constexpr,
     ROTARY: tl.constexpr,
     ROTARY_COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     column, rotary = tl.arange(0, COLUMNS), tl.arange(0, ROTARY_COLUMNS)
@@ -112,7 +112,7 @@ def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, pa
         COLUMNS=triton.next_power_of_2(width),
         ROTARY=rotary,
         ROTARY_COLUMNS=triton.next_power_of_2(rotary),
-        **launch_options(tokens, latent),
+        **pdl_options_for(tokens, latent),
     )
 
 
@@ -144,9 +144,9 @@ def _decode_split(
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     LEAST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     block, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
     begin, end = split_range(length, split, WINDOW, SPLITS, TILE, LEAST)
@@ -238,11 +238,11 @@ def decode_latents(
         LEAST=_MIN_SPLIT_TOKENS,
         num_warps=blocking.warps,
         num_stages=blocking.stages,
-        **launch_options(count, out),
+        **pdl_options_for(count, out),
     )
     if splits > 1:
         merged = min(columns, _MERGED_COLUMNS)
-        launch_merge(partial, lse, out, pairs=count, columns=merged, launch=launch_options(count, out))
+        launch_merge(partial, lse, out, pairs=count, columns=merged, launch=pdl_options_for(count, out))
     return out
 
 

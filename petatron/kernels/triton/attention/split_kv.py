@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.triton.dependent_launch import wait_for_inputs
+from petatron.kernels.triton.pdl import pdl_wait_and_trigger
 
 _WANTED_PROGRAMS = 512
 """Two or more rounds on a large GPU, which has room for 132 or 264 at once: the last round is seldom nearly empty."""
@@ -102,10 +102,10 @@ def merge_splits(
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
     """Writes the output [pairs, GROUP, WIDTH] of partial ones [pairs, SPLITS, GROUP, WIDTH]: a program has a query head's columns."""
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     pair, member = tl.program_id(0), tl.program_id(1)  # of (sequence, kv head), and a query head of it
     split, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     place = (pair * SPLITS + split).to(tl.int64) * GROUP + member

@@ -1,18 +1,18 @@
 """FP8 casts that read a tensor once and write it in both orientations: the Triton implementation of `kernels/fp8/cast_and_gemm.py`.
 
-A tile of 128 x 128 numbers is read, scaled, rounded, and written as it is and transposed, in runs of 128 bytes both ways
-(`cast_tiles.py`); a cast that is asked for one orientation writes a byte less per number. The cost of a cast depends on its scale. Per
-number of a bfloat16 tensor, at 4.0 TB/s and 10^9 numbers:
+A tile of 128 x 128 elements is read, scaled, rounded, and written as it is and transposed, in runs of 128 bytes both ways
+(`cast_tiles.py`); a cast that is asked for one orientation writes a byte less per element. The cost of a cast depends on its scale. Per
+element of a bfloat16 tensor, at 4.0 TB/s and 10^9 elements:
 
-    | scale of         | passes                                  | bytes    | ms   |
-    |------------------|-----------------------------------------|----------|------|
-    | tensor           | amax (2), cast (2 + 1 + 1)              | 6        | 1.50 |
-    | tensor, known    | cast; `amax` is given                   | 4        | 1.00 |
-    | tensor, guessed  | cast, which computes amax as well; another cast if the scale is not that of the last time | 4 or 8 | 1.00 or 2.00 |
-    | tensor, delayed  | cast, which computes amax as well       | 4        | 1.00 |
-    | rows             | amax by row and column (2), cast (4)    | 6        | 1.50 |
-    | rows, only       | cast, a program holds its row           | 3        | 0.75 |
-    | blocks, squares  | cast, each tile has its own amax        | 4 + 8/128| 1.02 |
+    | scale                     | passes                                       | bytes     | ms           |
+    |---------------------------|----------------------------------------------|-----------|--------------|
+    | tensorwise                | amax (2), cast (2 + 1 + 1)                   | 6         | 1.50         |
+    | tensorwise, given amax    | cast                                         | 4         | 1.00         |
+    | tensorwise, given scale   | cast, which computes amax as well            | 4         | 1.00         |
+    | tensorwise, speculative   | the same; another cast if the scale differs  | 4 or 8    | 1.00 or 2.00 |
+    | rowwise                   | amax by row and column (2), cast (4)         | 6         | 1.50         |
+    | rowwise, untransposed     | cast, a program holds its row                | 3         | 0.75         |
+    | block_1x128, 128x128      | cast, each tile has its own amax             | 4 + 8/128 | 1.02         |
 
 So a scale per row costs no more than one per tensor. The second of two passes goes through the tensor backwards: what the
 first read last is still in the L2 cache (50 MB, of 134 for 16384 x 4096).
@@ -44,12 +44,12 @@ from petatron.kernels.fp8.cast_and_gemm import (
 )
 from petatron.kernels.triton.fp8.cast_tiles import (
     amax_of_run,
-    cast_blocks_tile,
+    cast_block_1x128_tile,
+    cast_block_128x128_tile,
     cast_rows_and_columns_tile,
-    cast_square_blocks_tile,
     cast_tensor_tile,
     cast_whole_row,
-    recast_tiles_if_scale_differs,
+    redo_cast_if_scale_differs,
     row_and_column_amax_of_tile,
     update_scale_from_history,
 )
@@ -84,44 +84,48 @@ def cast_tensor(
     if amax is None:
         amax = torch.zeros(1, dtype=torch.float32, device=x_RC.device)
         update_amax(x_RC, amax)
-    return _cast_with_scale(x_RC, dtype, torch.empty_like(amax), amax, delayed=False, orientation=orientation)
+    return _cast_tensorwise(x_RC, dtype, torch.empty_like(amax), amax, given_scale=False, orientation=orientation)
 
 
-def cast_guessed(
-    x_RC: Tensor, dtype: torch.dtype, *, last_scale: Tensor, orientation: Orientation = "both"
+def cast_speculative(
+    x_RC: Tensor, dtype: torch.dtype, *, previous_scale: Tensor, orientation: Orientation = "both"
 ) -> Fp8Matrix:
     x_RC = x_RC.contiguous()
-    scale, used_scale, amax = torch.empty_like(last_scale), torch.empty_like(last_scale), torch.zeros_like(last_scale)
+    scale, used_scale, amax = (
+        torch.empty_like(previous_scale),
+        torch.empty_like(previous_scale),
+        torch.zeros_like(previous_scale),
+    )
     out = _Outputs.allocate(x_RC, dtype, orientation, scale, scale)
     options = {**out.flags, "TOP": max_exponent(dtype)}
-    last, used, peak = _bits(last_scale), _bits(used_scale), _bits(amax)
-    _launch(cast_tensor_tile, (x_RC, *out.values, last, peak, used), DELAYED=True, GUESSED=True, **options)
+    last, used, peak = _bits(previous_scale), _bits(used_scale), _bits(amax)
+    _launch(cast_tensor_tile, (x_RC, *out.values, last, peak, used), GIVEN_SCALE=True, SPECULATIVE=True, **options)
     _launch(
-        recast_tiles_if_scale_differs,
+        redo_cast_if_scale_differs,
         (x_RC, *out.values, used, peak, _bits(scale), last),
-        most=_recasting_programs(x_RC.device),
+        most=_redoing_programs(x_RC.device),
         **options,
     )
-    return out.matrix("tensor")
+    return out.matrix("tensorwise")
 
 
 @cache
-def _recasting_programs(device: torch.device) -> int:
-    """Programs that are launched to cast again, and most of the time do nothing: as many as are resident."""
+def _redoing_programs(device: torch.device) -> int:
+    """Returns how many programs are launched to redo a cast, which mostly have nothing to do: as many as are resident."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def cast_delayed(
+def cast_with_scale(
     x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
 ) -> Fp8Matrix:
-    return _cast_with_scale(x_RC.contiguous(), dtype, scale, amax, delayed=True, orientation=orientation)
+    return _cast_tensorwise(x_RC.contiguous(), dtype, scale, amax, given_scale=True, orientation=orientation)
 
 
-def cast_rows(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
+def cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     return _cast_each(x_RC[None], dtype, orientation).of_one()
 
 
-def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
+def cast_rowwise_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     x_RC = x_RC.contiguous()
     R, C = x_RC.shape
     rows, scale_R = torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty((R, 1), dtype=torch.float32)
@@ -129,12 +133,12 @@ def cast_rows_only(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     warps = min(max(width // _ELEMENTS_OF_WARP, 1), _WARPS)
     launch = kernel_launcher(cast_whole_row, TOP=max_exponent(dtype), WIDTH=width, num_warps=warps)
     launch(R, (x_RC, rows, _bits(scale_R)), (C,))
-    return Fp8Operand(rows, scale_R, "rows")
+    return Fp8Operand(rows, scale_R, "rowwise")
 
 
 def cast_matrices(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
     """Two launches per expert, and no copy: the transposed matrices come out of the same pass."""
-    return _cast_each(x_ERC, dtype, "both").matrix("rows")
+    return _cast_each(x_ERC, dtype, "both").matrix("rowwise")
 
 
 def _cast_each(x_ERC: Tensor, dtype: torch.dtype, orientation: Orientation) -> _Outputs:
@@ -150,35 +154,35 @@ def _cast_each(x_ERC: Tensor, dtype: torch.dtype, orientation: Orientation) -> _
     return out
 
 
-def cast_blocks(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
+def cast_block_1x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     x_RC = x_RC.contiguous()
     R, C = x_RC.shape
     scale_R = x_RC.new_empty((triton.cdiv(C, BLOCK), R), dtype=torch.float32)
     scale_C = x_RC.new_empty((triton.cdiv(R, BLOCK), C), dtype=torch.float32)
     out = _Outputs.allocate(x_RC, dtype, orientation, scale_R, scale_C)
     options = {**out.flags, "TOP": max_exponent(dtype), "maxnreg": _REGISTERS_BLOCKS}
-    _launch(cast_blocks_tile, (x_RC, *out.values, *out.scale_bits), **options)
-    return replace(out, scale_rows=scale_R.t(), scale_columns=scale_C.t()).matrix("blocks")
+    _launch(cast_block_1x128_tile, (x_RC, *out.values, *out.scale_bits), **options)
+    return replace(out, scale_rows=scale_R.t(), scale_columns=scale_C.t()).matrix("block_1x128")
 
 
-def cast_blocks_2d(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
+def cast_block_128x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     x_RC = x_RC.contiguous()
     R, C = x_RC.shape
     scales = _empty_block_scales(x_RC, R, C), _empty_block_scales(x_RC, C, R)
     out = _Outputs.allocate(x_RC, dtype, orientation, *scales)
     strides = (scale.stride(0) for scale in scales)
     options = {**out.flags, "TOP": max_exponent(dtype)}
-    _launch(cast_square_blocks_tile, (x_RC, *out.values, *out.scale_bits), *strides, **options)
-    return out.matrix("squares")
+    _launch(cast_block_128x128_tile, (x_RC, *out.values, *out.scale_bits), *strides, **options)
+    return out.matrix("block_128x128")
 
 
-def _cast_with_scale(
-    x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, delayed: bool, orientation: Orientation
+def _cast_tensorwise(
+    x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, given_scale: bool, orientation: Orientation
 ) -> Fp8Matrix:
     out = _Outputs.allocate(x_RC, dtype, orientation, scale, scale)
-    options = {**out.flags, "DELAYED": delayed, "GUESSED": False, "TOP": max_exponent(dtype)}
+    options = {**out.flags, "GIVEN_SCALE": given_scale, "SPECULATIVE": False, "TOP": max_exponent(dtype)}
     _launch(cast_tensor_tile, (x_RC, *out.values, _bits(scale), _bits(amax), _bits(amax)), **options)
-    return out.matrix("tensor")
+    return out.matrix("tensorwise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +228,7 @@ class _Outputs:
     def of_one(self) -> Fp8Matrix:
         """Returns the first of the matrices, with a scale per row."""
         scales = self.scale_rows[0, :, None], self.scale_columns[0, :, None]
-        return _Outputs(self.rows[0], self.columns[0], *scales, self.orientation).matrix("rows")
+        return _Outputs(self.rows[0], self.columns[0], *scales, self.orientation).matrix("rowwise")
 
 
 def _empty_block_scales(x: Tensor, rows: int, length: int) -> Tensor:
@@ -251,12 +255,12 @@ TRITON = Fp8Kernels(
     update_amax=update_amax,
     update_scale=update_scale,
     cast_tensor=cast_tensor,
-    cast_guessed=cast_guessed,
-    cast_delayed=cast_delayed,
-    cast_rows=cast_rows,
-    cast_blocks=cast_blocks,
-    cast_blocks_2d=cast_blocks_2d,
-    cast_rows_only=cast_rows_only,
+    cast_speculative=cast_speculative,
+    cast_with_scale=cast_with_scale,
+    cast_rowwise=cast_rowwise,
+    cast_block_1x128=cast_block_1x128,
+    cast_block_128x128=cast_block_128x128,
+    cast_rowwise_operand=cast_rowwise_operand,
     cast_matrices=cast_matrices,
     gemm=hardware_gemm,
     grouped_gemm=hardware_grouped_gemm,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from petatron.kernels.triton.amax import magnitude_bits, raise_amax
+from petatron.kernels.triton.amax import atomic_max_amax, magnitude_bits
 
 _NOT_FINITE = tl.constexpr(0x7F800000)
 
@@ -73,7 +73,7 @@ def _store_columns(out_CR, values, row, column, R, C):
 @triton.jit
 def amax_of_run(x, amax, count, RUN: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * RUN + tl.arange(0, RUN)
-    raise_amax(amax, magnitude_bits(tl.load(x + at, mask=at < count, other=0.0)))
+    atomic_max_amax(amax, magnitude_bits(tl.load(x + at, mask=at < count, other=0.0)))
 
 
 @triton.jit
@@ -101,21 +101,24 @@ def cast_tensor_tile(
     used_scale,
     R,
     C,
-    DELAYED: tl.constexpr,
-    GUESSED: tl.constexpr,
+    GIVEN_SCALE: tl.constexpr,
+    SPECULATIVE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """DELAYED: with the scale at `scale`, raising amax; else with that of amax, which is written there. GUESSED: `used_scale` gets it."""
+    """Casts with `scale`, updating amax, if GIVEN_SCALE, else with the scale of amax, which it writes there.
+
+    SPECULATIVE: the scale is copied to `used_scale`.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     row, column, inside = _tile_offsets(tile, R, C, TILE)
     x = _load(x_RC, row, column, inside, C)
     dtype: tl.constexpr = rows_RC.dtype.element_ty
-    if DELAYED:
+    if GIVEN_SCALE:
         scale_bits = tl.load(scale)
-        if GUESSED and tile == 0:
+        if SPECULATIVE and tile == 0:
             tl.store(used_scale, scale_bits)
         values = _quantise_clamped(x, inverse_scale(scale_bits), dtype, TOP)
     else:
@@ -127,19 +130,19 @@ def cast_tensor_tile(
         _store_rows(rows_RC, values, row, column, inside, C)
     if COLUMNS:
         _store_columns(columns_CR, values, row, column, R, C)
-    if DELAYED:  # last, so that fewer registers are in use at once
-        raise_amax(amax, magnitude_bits(x))
+    if GIVEN_SCALE:  # last, so that fewer registers are in use at once
+        atomic_max_amax(amax, magnitude_bits(x))
 
 
 @triton.jit
-def recast_tiles_if_scale_differs(
+def redo_cast_if_scale_differs(
     x_RC,
     rows_RC,
     columns_CR,
     used_scale,
     amax,
     scale,
-    last_scale,
+    previous_scale,
     R,
     C,
     ROWS: tl.constexpr,
@@ -147,12 +150,12 @@ def recast_tiles_if_scale_differs(
     TOP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Writes the scale of amax to `scale` and `last_scale`; where another was used, casts all tiles again, by a few programs."""
+    """Writes the scale of amax to `scale` and `previous_scale`; if the cast before used another, a few programs redo all of its tiles."""
     scale_bits = _scale_bits(tl.load(amax), TOP)
     first = tl.program_id(0)
     if first == 0:
         tl.store(scale, scale_bits)
-        tl.store(last_scale, scale_bits)
+        tl.store(previous_scale, scale_bits)
     if scale_bits != tl.load(used_scale):
         inverse = inverse_scale(scale_bits)
         for tile in range(first, tl.cdiv(R, TILE) * tl.cdiv(C, TILE), tl.num_programs(0)):
@@ -217,7 +220,7 @@ def cast_whole_row(x_RC, rows_RC, scale_R, C, TOP: tl.constexpr, WIDTH: tl.const
 
 
 @triton.jit
-def cast_blocks_tile(
+def cast_block_1x128_tile(
     x_RC,
     rows_RC,
     columns_CR,
@@ -248,7 +251,7 @@ def cast_blocks_tile(
 
 
 @triton.jit
-def cast_square_blocks_tile(
+def cast_block_128x128_tile(
     x_RC,
     rows_RC,
     columns_CR,

@@ -47,14 +47,14 @@ def _update_shard_amax(
     begin,
     columns,
     scales,
-    SQUARES: tl.constexpr,
+    BLOCKS_128X128: tl.constexpr,
     BLOCK: tl.constexpr,
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
     run, at, inside = _run_offsets(N, RUNS, RUN)
     bits = magnitude_bits(tl.load(x + at, mask=inside, other=0.0))
-    if SQUARES:
+    if BLOCKS_128X128:
         first = run * RUN
         where = _scale_index(first + begin, columns, scales, BLOCK)
         tl.atomic_max(amax + where, tl.max(bits, axis=1), mask=first < N, sem="relaxed")
@@ -71,14 +71,14 @@ def _quantise_shard(
     begin,
     columns,
     scales,
-    SQUARES: tl.constexpr,
+    BLOCKS_128X128: tl.constexpr,
     BLOCK: tl.constexpr,
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
     run, at, inside = _run_offsets(N, RUNS, RUN)
     numbers = tl.load(x + at, mask=inside, other=0.0)
-    if SQUARES:
+    if BLOCKS_128X128:
         bits = tl.load(scale + _scale_index(run * RUN + begin, columns, scales, BLOCK))[:, None]
     else:
         bits = tl.load(scale)
@@ -96,7 +96,7 @@ def _dequantise_shards(
     columns,
     scales,
     LIMIT: tl.constexpr,
-    SQUARES: tl.constexpr,
+    BLOCKS_128X128: tl.constexpr,
     BLOCK: tl.constexpr,
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
@@ -104,7 +104,7 @@ def _dequantise_shards(
     part = tl.program_id(1).to(tl.int64)
     run, at, inside = _run_offsets(N, RUNS, RUN)
     numbers = tl.load(values + part * values_stride + at, mask=inside, other=0.0).to(tl.float32)
-    if SQUARES:
+    if BLOCKS_128X128:
         factor = tl.load(scale + _scale_index(part * N + run * RUN, columns, scales, BLOCK))[:, None]
     else:
         factor = tl.load(scale)
@@ -158,7 +158,13 @@ def _grid(numbers: int) -> tuple[int]:
 
 
 def _constants(columns: int | None) -> dict[str, int | bool]:
-    return {"SQUARES": columns is not None, "BLOCK": BLOCK, "RUNS": _RUNS, "RUN": RUN_LENGTH, "num_warps": _WARPS}
+    return {
+        "BLOCKS_128X128": columns is not None,
+        "BLOCK": BLOCK,
+        "RUNS": _RUNS,
+        "RUN": RUN_LENGTH,
+        "num_warps": _WARPS,
+    }
 
 
 TRITON = GatherCastKernels(

@@ -233,10 +233,10 @@ def unpermute_backward(
     return grad_RD, grad_weights
 
 
-def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str, bounds: GluVariant | None = None) -> Tensor:
+def weighted_activation(inner_RG: Tensor, weight_R: Tensor, name: str, variant: GluVariant | None = None) -> Tensor:
     """The activation times the weight of each row; an ungated or a bounded one uses the reference."""
-    if name not in GATE_ACTIVATIONS or bounds is not None:
-        return reference.weighted_activation(inner_RG, weight_R, name, bounds)
+    if name not in GATE_ACTIVATIONS or variant is not None:
+        return reference.weighted_activation(inner_RG, weight_R, name, variant)
     rows, width = inner_RG.shape[0], inner_RG.shape[1] // 2
     out = inner_RG.new_empty(rows, width)
     if rows:
@@ -252,14 +252,14 @@ def weighted_activation_backward(
     inner_RG: Tensor,
     weight_R: Tensor,
     name: str,
-    bounds: GluVariant | None = None,
+    variant: GluVariant | None = None,
     *,
     recompute_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the gradients of the input and of the weights, and the weighted activation if `recompute_output`."""
-    if name not in GATE_ACTIVATIONS or bounds is not None:
+    if name not in GATE_ACTIVATIONS or variant is not None:
         return reference.weighted_activation_backward(
-            grad_RF, inner_RG, weight_R, name, bounds, recompute_output=recompute_output
+            grad_RF, inner_RG, weight_R, name, variant, recompute_output=recompute_output
         )
     rows, width = grad_RF.shape
     inner_RG, weight_R = inner_RG.contiguous(), weight_R.contiguous()

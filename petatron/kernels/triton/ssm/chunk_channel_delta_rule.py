@@ -1,17 +1,17 @@
-"""The gated delta rule with a decay of every key channel in Triton. `chunk_delta_rule.py` has the steps; two are other ones here.
+"""The gated delta rule with a decay of every key channel in Triton, forward and backward. `chunk_delta_rule.py` has the steps; some are
+other ones here.
 
-| step                                                | reads, besides gates       | writes                          |
-|-----------------------------------------------------|----------------------------|---------------------------------|
-| `delta/channel_rows.py`                             | q, k, g                    | sums of g; rows with decays     |
-| `delta/channel_scores.py`                           | q, k, sums                 | scores A, T                     |
-| `delta/states.py`, sequential                       | rows, v, T                 | states, written values w        |
-| `delta/outputs.py`                                  | rows, A, w, states         | o                               |
-| backward: the first three again; written gradients  | A, do                      | dw                              |
-| `delta/states.py`, sequential, in reverse           | rows, do, dw, T            | gradients of states; dy over dw |
-| `delta/channel_grads.py`                            | all but rows, A and T      | all gradients                   |
+| step                                                    | reads, besides gates       | writes                                |
+|---------------------------------------------------------|----------------------------|---------------------------------------|
+| `delta/channel_decays.py`                               | q, k, g                    | s; q exp(s), k exp(s), k exp(s_Q - s) |
+| `delta/channel_intra_chunk.py`                          | q, k, s                    | A, T                                  |
+| `delta/states.py`, sequential                           | decayed k, v, T            | states, v_new                         |
+| `delta/outputs.py`                                      | decayed q, A, v_new, states| o                                     |
+| backward: the first three again; `delta/outputs.py`     | A, do                      | d_v_new                               |
+| `delta/states.py`, sequential, in reverse               | decayed q, k, do, d_v_new, T | gradients of states; d_rhs over d_v_new |
+| `delta/channel_grads.py`                                | all but decayed q, k, A, T | all gradients                         |
 
-Decays of channels are inside the products, so every value head has rows, scores and gradients of queries and keys of its own.
-The registry chooses the forward pass alone: `docs/delta.md` says what kept the backward pass from being right on a GPU.
+Decays of channels are inside the products, so every value head has queries, keys, A and gradients of queries and keys of its own.
 
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim.
 """
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads
 from petatron.kernels.strides import contiguous_rows
+from petatron.kernels.triton.ssm.delta.channel_decays import decayed_qk
 from petatron.kernels.triton.ssm.delta.channel_grads import channel_grads
-from petatron.kernels.triton.ssm.delta.channel_rows import decayed_rows
-from petatron.kernels.triton.ssm.delta.channel_scores import channel_scores
-from petatron.kernels.triton.ssm.delta.grads import DeltaIntermediates
-from petatron.kernels.triton.ssm.delta.outputs import chunk_outputs, chunk_written_grads
+from petatron.kernels.triton.ssm.delta.channel_intra_chunk import channel_intra_chunk
+from petatron.kernels.triton.ssm.delta.inter_chunk_grads import DeltaIntermediates
+from petatron.kernels.triton.ssm.delta.outputs import chunk_outputs, intra_chunk_v_new_grads
 from petatron.kernels.triton.ssm.delta.states import chunk_state_grads, chunk_states
 from petatron.kernels.triton.ssm.delta.tiles import chunk_tokens, delta_chunks
 
@@ -45,10 +45,10 @@ def chunk_delta_rule(
     """See the reference; `chunk_size` is an upper bound."""
     q, k, v, g = (contiguous_rows(tensor) for tensor in (q_SBGN, k_SBGN, v_SBHP, g_SBHN))
     chunks = delta_chunks(q, k, v, g, beta_SBH, starts_SB, chunk_tokens(chunk_size, k))
-    rows = decayed_rows(q, k, g, chunks)
-    scores, inverses = channel_scores(q, k, chunks)
-    states, written, final = chunk_states(k, v, inverses, chunks, initial_state, rows)
-    return chunk_outputs(q, k, written, states, chunks, rows, scores), final
+    decayed = decayed_qk(q, k, g, chunks)
+    A, T = channel_intra_chunk(q, k, chunks)
+    states, v_new, final_state = chunk_states(k, v, T, chunks, initial_state, decayed)
+    return chunk_outputs(q, k, v_new, states, chunks, decayed, A), final_state
 
 
 def chunk_delta_rule_backward(
@@ -67,15 +67,15 @@ def chunk_delta_rule_backward(
     """See the reference; `chunk_size` is an upper bound."""
     grad_o, q, k, v, g = (contiguous_rows(tensor) for tensor in (grad_o_SBHP, q_SBGN, k_SBGN, v_SBHP, g_SBHN))
     chunks = delta_chunks(q, k, v, g, beta_SBH, starts_SB, chunk_tokens(chunk_size, k))
-    rows = decayed_rows(q, k, g, chunks)
-    scores, inverses = channel_scores(q, k, chunks)
-    states, written, _ = chunk_states(k, v, inverses, chunks, initial_state, rows)
-    grad_written = chunk_written_grads(q, k, grad_o, chunks, scores)
-    grad_states, grad_sides, grad_initial = chunk_state_grads(
-        q, k, grad_o, grad_written, inverses, chunks, grad_final_state, rows
+    decayed = decayed_qk(q, k, g, chunks)
+    A, T = channel_intra_chunk(q, k, chunks)
+    states, v_new, _ = chunk_states(k, v, T, chunks, initial_state, decayed)
+    grad_v_new = intra_chunk_v_new_grads(q, k, grad_o, chunks, A)
+    grad_states, grad_rhs, grad_initial_state = chunk_state_grads(
+        q, k, grad_o, grad_v_new, T, chunks, grad_final_state, decayed
     )
-    made = DeltaIntermediates(states, grad_states, written, grad_sides)
+    intermediates = DeltaIntermediates(states, grad_states, v_new, grad_rhs)
     return (
-        *channel_grads(grad_o, q, k, v, g_SBHN, beta_SBH, made, chunks),
-        None if initial_state is None else grad_initial.to(initial_state.dtype),
+        *channel_grads(grad_o, q, k, v, g_SBHN, beta_SBH, intermediates, chunks),
+        None if initial_state is None else grad_initial_state.to(initial_state.dtype),
     )

@@ -130,7 +130,7 @@ DEEPSEEK_V2 = like_llama(
         "norm_topk_prob": False,
     },
     fixed=_FIXED,
-    single_values={**_SINGLE_VALUES, "scoring_func": "softmax", "norm_topk_prob": False},
+    single_values={**_SINGLE_VALUES, "mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
     heads_divide_width=True,
     moe_keys=V3_MOE_KEYS,
     moe_fixed={

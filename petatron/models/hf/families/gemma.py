@@ -39,7 +39,7 @@ GEMMA = like_llama(
         "scale_embeddings": True,
     },
     single_values={"attention_bias": False, "use_bidirectional_attention": None},
-    # Older files say "gelu" and mean its approximation by tanh, as transformers reads them.
+    # Older files of this family, and of no other, say "gelu" and mean its approximation by tanh, as transformers reads them.
     activations={"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh", "silu": "swiglu", "relu": "reglu"},
 )
 
@@ -89,7 +89,7 @@ GEMMA2 = like_llama(
     },
     fixed={**GEMMA.fixed, "norm_placement": "both"},
     single_values=GEMMA.single_values,
-    activations=GEMMA.activations,
+    activations={**GEMMA.activations, "gelu": "geglu"},
     heads_divide_width=True,
     full_attention_every=2,
     read_more=_read_query_scale,
@@ -103,7 +103,7 @@ GEMMA3 = like_llama(
     models="Gemma 3 (text)",
     what_differs="qk-norm, windows in five of six layers, with a rope of their own",
     mappings=_POST_NORM_MAPPINGS,
-    keys=GEMMA2.keys,
+    keys={name: key for name, key in GEMMA2.keys.items() if name != "attn_logit_softcapping"},
     activation_key="hidden_activation",
     defaults={
         **GEMMA2.defaults,
@@ -115,8 +115,9 @@ GEMMA3 = like_llama(
         "use_bidirectional_attention": False,
     },
     fixed={**GEMMA2.fixed, "qk_layernorm": True},
-    single_values={"attention_bias": False, "use_bidirectional_attention": False},
-    activations=GEMMA.activations,
+    # transformers caps no scores here, whatever the key says.
+    single_values={"attention_bias": False, "use_bidirectional_attention": False, "attn_logit_softcapping": None},
+    activations=GEMMA2.activations,
     heads_divide_width=True,
     rope_by_layer_type=True,
     full_attention_every=6,

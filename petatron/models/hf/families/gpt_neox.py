@@ -27,12 +27,24 @@ _MAPPINGS = (
 )
 
 
-def _read_residual(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    return {"residual_branches": "parallel" if hf_config["use_parallel_residual"] else "sequential"}, []
+_ROPE_KEYS = {"rope_theta": ("rotary_emb_base", 10000.0), "partial_rotary_factor": ("rotary_pct", 0.25)}
+"""The keys of other families, with those of this one and transformers' defaults."""
 
 
-def _write_residual(spec: ModelSpec) -> dict[str, Any]:
-    return {"use_parallel_residual": spec.config.residual_branches == "parallel"}
+def _read_more(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    table = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    problems = [
+        Problem(key, str(hf_config[key]), f"is not read by transformers, which has {own} here", f"Write {own} too.")
+        for key, (own, default) in _ROPE_KEYS.items()
+        if key not in table and hf_config.get(key, default) != hf_config.get(own, default)
+    ]
+    return {"residual_branches": "parallel" if hf_config["use_parallel_residual"] else "sequential"}, problems
+
+
+def _write_more(spec: ModelSpec) -> dict[str, Any]:
+    model = spec.config
+    own = {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent}
+    return {"use_parallel_residual": model.residual_branches == "parallel", **own}
 
 
 GPT_NEOX = Family(
@@ -81,8 +93,8 @@ GPT_NEOX = Family(
     single_values={"attention_bias": True},
     activations=GPT2.activations,
     heads_divide_width=True,
-    read_more=_read_residual,
-    write_more=_write_residual,
+    read_more=_read_more,
+    write_more=_write_more,
     more_settings=("residual_branches",),
     unsupported_choices={"residual_branches": ("parallel_shared_norm",)},
 )

@@ -1,7 +1,8 @@
 """Phi-3 and Phi-4: a Llama with q, k and v in one matrix, gate and up in another, and part of each head rotated in some.
 
 Their long contexts ("longrope") have two lists of factors. transformers chooses by the length of each input; here a run has one, by its
-`--seq-length`, and generates up to the original context with the short ones.
+`--seq-length`, and generates up to the original context with the short ones. Files before that name say "su" or "yarn", and it is their
+only kind of scaling in transformers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ PHI3 = like_llama(
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 4096,
     },
+    rope_types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")},
     fixed={
         **{name: value for name, value in LLAMA_FIXED.items() if name not in ("hidden_dropout", "rotary_percent")},
         "add_bias_linear": False,

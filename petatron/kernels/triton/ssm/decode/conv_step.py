@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.triton.pdl import pdl_options_for, pdl_wait_and_trigger
 from petatron.kernels.triton.ssm.decode.step_tiles import contiguous_tokens
 
 _CHANNELS = 256
@@ -34,7 +34,7 @@ def conv_step(x_BC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *, windows
         TAPS=weight_CW.shape[1],
         CHANNELS=_CHANNELS,
         num_warps=2,
-        **launch_options(count, x),
+        **pdl_options_for(count, x),
     )
     return y
 
@@ -51,9 +51,9 @@ def _conv_step(
     x_stride,
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     sequence = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
-from petatron.kernels.ssm.delta_recurrence import L2_EPS, query_factor
-from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.ssm.delta_recurrence import L2_EPS, query_scale
+from petatron.kernels.triton.pdl import pdl_options_for, pdl_wait_and_trigger
 from petatron.kernels.triton.ssm.decode.step_tiles import contiguous_tokens, softplus
 
 _CHANNELS = 32
@@ -43,7 +43,7 @@ def delta_step(
         states,
         slots_B,
         o,
-        query_factor(key_dim),
+        query_scale(key_dim),
         L2_EPS,
         q.stride(0),
         k.stride(0),
@@ -57,7 +57,7 @@ def delta_step(
         CHANNELS=channels,
         DECAY_BY_ROW=a.dim() == 3,
         num_warps=4,
-        **launch_options(count, v),
+        **pdl_options_for(count, v),
     )
     return o
 
@@ -74,7 +74,7 @@ def _delta_step(
     states,
     slots,
     o,
-    q_factor,
+    q_scale,
     eps,
     q_stride,
     k_stride,
@@ -87,42 +87,45 @@ def _delta_step(
     VALUE_DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
     DECAY_BY_ROW: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    wait_for_inputs(DEPENDENT)
+    """S' = exp(g) S + beta k (v - (exp(g) S)^T k)^T, o = S'^T q for some columns of one head's state S."""
+    pdl_wait_and_trigger(USE_PDL)
     head, num_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     row, channel = tl.arange(0, ROWS), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     slot = tl.load(slots + sequence).to(tl.int64)
-    at = states + (slot * num_heads + head) * KEY_DIM * VALUE_DIM + row[:, None] * VALUE_DIM + channel[None, :]
-    inside = (row < KEY_DIM)[:, None] & (channel < VALUE_DIM)[None, :]
-    state = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    state_pointers = (
+        states + (slot * num_heads + head) * KEY_DIM * VALUE_DIM + row[:, None] * VALUE_DIM + channel[None, :]
+    )
+    state_mask = (row < KEY_DIM)[:, None] & (channel < VALUE_DIM)[None, :]
+    state = tl.load(state_pointers, mask=state_mask, other=0.0).to(tl.float32)
 
-    of_key = head // HEADS_PER_KEY * KEY_DIM + row
-    query = _unit(q + sequence * q_stride + of_key, row < KEY_DIM, eps) * q_factor
-    key = _unit(k + sequence * k_stride + of_key, row < KEY_DIM, eps)
-    there = channel < VALUE_DIM
-    value = tl.load(v + sequence * v_stride + head * VALUE_DIM + channel, mask=there, other=0.0).to(tl.float32)
+    key_offsets = head // HEADS_PER_KEY * KEY_DIM + row
+    query = _l2_normalised(q + sequence * q_stride + key_offsets, row < KEY_DIM, eps) * q_scale
+    key = _l2_normalised(k + sequence * k_stride + key_offsets, row < KEY_DIM, eps)
+    value_mask = channel < VALUE_DIM
+    value = tl.load(v + sequence * v_stride + head * VALUE_DIM + channel, mask=value_mask, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
     if DECAY_BY_ROW:
-        of_row, there_rows = head * KEY_DIM + row, row < KEY_DIM
-        raw = tl.load(a + sequence * a_stride + of_row, mask=there_rows, other=0.0).to(tl.float32)
-        raw += tl.load(dt_bias + of_row, mask=there_rows, other=0.0).to(tl.float32)
-        state = tl.exp(-rate * softplus(raw))[:, None] * state
+        row_offsets, row_mask = head * KEY_DIM + row, row < KEY_DIM
+        step_input = tl.load(a + sequence * a_stride + row_offsets, mask=row_mask, other=0.0).to(tl.float32)
+        step_input += tl.load(dt_bias + row_offsets, mask=row_mask, other=0.0).to(tl.float32)
+        state = tl.exp(-rate * softplus(step_input))[:, None] * state
     else:
-        raw = tl.load(a + sequence * a_stride + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-        state = tl.exp(-rate * softplus(raw)) * state
+        step_input = tl.load(a + sequence * a_stride + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+        state = tl.exp(-rate * softplus(step_input)) * state
     beta = tl.sigmoid(tl.load(b + sequence * b_stride + head).to(tl.float32))
 
-    written = beta * (value - tl.sum(state * key[:, None], 0))
-    state = state + key[:, None] * written[None, :]
-    tl.store(at, state.to(states.dtype.element_ty), mask=inside)
-    result = tl.sum(state * query[:, None], 0)
-    to = o + (sequence * num_heads + head) * VALUE_DIM + channel
-    tl.store(to, result.to(o.dtype.element_ty), mask=there)
+    new_value = beta * (value - tl.sum(state * key[:, None], 0))
+    state = state + key[:, None] * new_value[None, :]
+    tl.store(state_pointers, state.to(states.dtype.element_ty), mask=state_mask)
+    output = tl.sum(state * query[:, None], 0)
+    output_pointers = o + (sequence * num_heads + head) * VALUE_DIM + channel
+    tl.store(output_pointers, output.to(o.dtype.element_ty), mask=value_mask)
 
 
 @triton.jit
-def _unit(at, there, eps):
-    """Returns a vector divided by its length."""
-    x = tl.load(at, mask=there, other=0.0).to(tl.float32)
+def _l2_normalised(pointers, mask, eps):
+    """Loads a vector x and returns x / sqrt(|x|^2 + eps)."""
+    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 0) + eps)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.ssm.decode.scan_step import ScanParams
-from petatron.kernels.triton.dependent_launch import launch_options, wait_for_inputs
+from petatron.kernels.triton.pdl import pdl_options_for, pdl_wait_and_trigger
 from petatron.kernels.triton.ssm.decode.step_tiles import contiguous_tokens, softplus
 
 _ELEMENTS = 4096
@@ -51,7 +51,7 @@ def scan_step(
         STATE_DIM=state_dim,
         COLUMNS=columns,
         num_warps=4,
-        **launch_options(count, x),
+        **pdl_options_for(count, x),
     )
     return y
 
@@ -77,9 +77,9 @@ def _scan_step(
     ROWS: tl.constexpr,
     STATE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    wait_for_inputs(DEPENDENT)
+    pdl_wait_and_trigger(USE_PDL)
     head, num_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     slot = tl.load(slots + sequence).to(tl.int64)

@@ -56,7 +56,7 @@ GPT_OSS = like_llama(
         "sliding_window": 128,
         "layer_types": None,
         "rope_theta": 150000.0,
-        "rope_scaling": _YARN,
+        "rope_parameters": _YARN,
         "num_experts_per_tok": 4,
         "num_local_experts": 128,
     },

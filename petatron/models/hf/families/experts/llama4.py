@@ -31,7 +31,7 @@ def _read_attention(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         return {}, problems
     chunk, kinds, rotary = hf_config["attention_chunk_size"], hf_config["layer_types"], rotary_layers(hf_config)
     by_positions = [_CHUNKED if rotates else FULL for rotates in rotary]
-    if kinds is not None and kinds != by_positions and set(kinds) != {FULL}:
+    if kinds is not None and kinds != by_positions and kinds != [FULL] * len(rotary):
         rule = "does not have chunks in the layers with rotary positions, and in no others"
         return {}, [Problem("layer_types", "", rule, "Use another model; the decoder has no such part.")]
     if chunk is not None and kinds in (None, by_positions):

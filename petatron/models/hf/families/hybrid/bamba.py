@@ -79,5 +79,5 @@ BAMBA = Family(
     read_more=lambda hf_config: ({"mamba_norm_groups": 1}, time_step_problems(hf_config)),
     write_more=bamba_expansion,
     unsupported=_unsupported,
-    hybrid=HybridLayers(2, r"([M*]-)+", _read_layers, _write_layers),
+    hybrid=HybridLayers(2, r"([M*]-)+", _read_layers, _write_layers, {"attn_layer_indices": None}),
 )

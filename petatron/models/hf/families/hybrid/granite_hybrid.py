@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from petatron.base.errors import Problem
+from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
 from petatron.models.hf.families.hybrid.mamba_tables import (
@@ -21,6 +22,7 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     bamba_expansion,
     mixer_mappings,
     mixer_problems,
+    read_layer_count,
     read_layer_types,
     time_step_problems,
 )
@@ -42,6 +44,13 @@ _MAPPINGS = (
     ModuleMapping(("norm",), "model.norm"),
     ModuleMapping(("head",), "lm_head"),
 )
+_NO_SCALING: Mapping[str, Any] = {
+    "use_rope_scaling": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "longrope_short_factor": None,
+    "longrope_long_factor": None,
+    "longrope_attention_factor": None,
+}
 _EXPERT_PARTS = ("layers.*.mlp.router", "layers.*.mlp.experts")
 
 
@@ -52,15 +61,21 @@ def _expert_mappings(mappings: tuple[ModuleMapping, ...]) -> tuple[ModuleMapping
 def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
     count = hf_config.get("num_hidden_layers")
     kinds = hf_config.get("layer_types") or hf_config.get("layers_block_type")
+    if kinds is None:
+        layers = read_layer_count(hf_config)
+        return layers if isinstance(layers, Problem) else (MAMBA + _channel_mixer(hf_config)) * layers
     mixers = read_layer_types("layer_types", kinds, MAMBA + ATTENTION)
     if isinstance(mixers, Problem):
         return mixers
-    if count is not None and len(mixers) != count:
+    if is_count(count) and len(mixers) != count:
         return Problem(
             "layer_types", f"{len(mixers)} kinds", f"are not those of {count!r:.20} layers", "Correct config.json."
         )
-    channel_mixer = EXPERTS if hf_config.get("num_local_experts", 8) else MLP
-    return "".join(mixer + channel_mixer for mixer in mixers)
+    return "".join(mixer + _channel_mixer(hf_config) for mixer in mixers)
+
+
+def _channel_mixer(hf_config: Mapping[str, Any]) -> str:
+    return EXPERTS if hf_config.get("num_local_experts", 8) else MLP
 
 
 def _write_layers(pattern: str) -> Mapping[str, Any]:
@@ -70,7 +85,7 @@ def _write_layers(pattern: str) -> Mapping[str, Any]:
 
 def _read_more(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     rotary = hf_config.get("position_embedding_type") == "rope"
-    positions = {} if rotary else {"position_embedding_type": "none"}
+    positions = {} if rotary else {"position_embedding_type": "none", **_NO_SCALING}
     return {"mamba_norm_groups": 1, **positions}, time_step_problems(hf_config)
 
 
@@ -128,5 +143,5 @@ GRANITE_HYBRID = Family(
     write_more=_write_more,
     more_settings=("position_embedding_type",),
     unsupported=_unsupported,
-    hybrid=HybridLayers(2, r"([M*]-)+|([M*]E)+", _read_layers, _write_layers),
+    hybrid=HybridLayers(2, r"([M*]-)+|([M*]E)+", _read_layers, _write_layers, {"layer_types": None}),
 )

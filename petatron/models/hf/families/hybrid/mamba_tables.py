@@ -96,10 +96,12 @@ def read_layer_types(key: str, kinds: object, letters: str) -> str | Problem:
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not 0 < len(kinds) <= MAX_LAYERS:
         return Problem(key, "", "is no list of the kinds of layers", OWN_FOLDER_FIX)
     found = [_LETTERS.get(kind, "") if isinstance(kind, str) else "" for kind in kinds]
-    unknown = next((kind for kind, letter in zip(kinds, found) if not letter or letter not in letters), None)
-    if unknown is not None:
+    unknown = [kind for kind, letter in zip(kinds, found) if not letter or letter not in letters]
+    if unknown:
         known = ", ".join(LAYER_TYPES[letter] for letter in letters)
-        return Problem(key, f"{unknown!r:.40}", "is a kind of layer that the decoder does not have", f"It has {known}.")
+        return Problem(
+            key, f"{unknown[0]!r:.40}", "is a kind of layer that the decoder does not have", f"It has {known}."
+        )
     return "".join(found)
 
 

@@ -168,7 +168,13 @@ NEMOTRON_H = Family(
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
-    aliases={"n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv", "chunk_size": "mamba_chunk_size"},
+    aliases={
+        "n_groups": "mamba_n_groups",
+        "conv_kernel": "mamba_d_conv",
+        "chunk_size": "mamba_chunk_size",
+        "use_conv_bias": "mamba_conv_bias",
+        "time_step_limit": "mamba_dt_limit",
+    },
     has_rope=False,
     moe_keys={**V3_MOE_KEYS, "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"},
     moe_fixed=V3_ROUTER_FIXED,
@@ -177,5 +183,7 @@ NEMOTRON_H = Family(
     write_more=_write_more,
     unsupported=_unsupported,
     more_settings=("mamba_norm_groups",),
-    hybrid=HybridLayers(1, r"[ME-]*\*[M*E-]*", _read_layers, _write_layers),
+    hybrid=HybridLayers(
+        1, r"[ME-]*\*[M*E-]*", _read_layers, _write_layers, {"hybrid_override_pattern": "M*", "layers_block_type": None}
+    ),
 )

@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: a kernel of a decode step starts while the one before it ends.
+"""Programmatic dependent launch (PDL): a kernel of a decode step starts while the one before it ends.
 
 A decode step of one sequence is a chain of kernels of a few microseconds, and between two of them a GPU is idle for about one. A kernel
-that is launched this way is resident before its predecessor has ended: it does what needs no input (a GEMM prefetches its weights), then
+that is launched with PDL is resident before its predecessor has ended: it does what needs no input (a GEMM prefetches its weights), then
 waits. Every such kernel waits, so what comes after it also comes after all before it. Without the launch option both instructions do
 nothing, and large kernels are launched without it: their gaps are nothing beside their work.
 """
@@ -17,23 +17,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-FEW_ROWS = 64
+MAX_PDL_ROWS = 64
 """Up to so many rows a kernel is short enough for its launch to matter."""
 _HOPPER = (9, 0)
 
 
-def launch_options(rows: int, x: Tensor) -> dict[str, bool]:
-    """Returns the `DEPENDENT` argument of a kernel over so many rows, and the launch option that goes with it."""
+def pdl_options_for(rows: int, x: Tensor) -> dict[str, bool]:
+    """Returns the `USE_PDL` constant of a kernel over so many rows, and the launch option that goes with it."""
     return pdl_options(uses_pdl(rows, x))
 
 
 def uses_pdl(rows: int, x: Tensor) -> bool:
-    """Whether a kernel over so many rows is launched this way."""
-    return rows <= FEW_ROWS and x.is_cuda and device_capability(x.get_device()) >= _HOPPER
+    """Whether a kernel over so many rows is launched with PDL."""
+    return rows <= MAX_PDL_ROWS and x.is_cuda and device_capability(x.get_device()) >= _HOPPER
 
 
 def pdl_options(pdl: bool) -> dict[str, bool]:
-    return {"DEPENDENT": True, "launch_pdl": True} if pdl else {"DEPENDENT": False}
+    return {"USE_PDL": True, "launch_pdl": True} if pdl else {"USE_PDL": False}
 
 
 @cache
@@ -43,8 +43,8 @@ def device_capability(index: int) -> tuple[int, int]:
 
 
 @triton.jit
-def wait_for_inputs(DEPENDENT: tl.constexpr):
+def pdl_wait_and_trigger(USE_PDL: tl.constexpr):
     """Waits until all kernels before have ended, and lets the next one start."""
-    if DEPENDENT:
+    if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()

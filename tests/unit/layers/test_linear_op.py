@@ -1,4 +1,4 @@
-"""Products: gradients against autograd in float64, where weights' gradients go and when, and in which order memory lies."""
+"""GEMMs of linears: gradients against autograd in float64, where weights' gradients go and when, and in which order memory lies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from petatron.layers.linear import Linear
 from petatron.layers.mlp import Activation
 from petatron.layers.norm import RMSNorm
 from petatron.layers.ops.linear_op import GemmOp, WriteWeightGrad, local_linear
-from petatron.layers.ops.recompute_output import Recomputable, as_recomputable
+from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
 from petatron.layers.token_layout import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
 from petatron.layers.vocabulary.embedding import TokenEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
@@ -75,7 +75,7 @@ def test_a_product_and_its_gradients(case: str, takes: bool):
     x, weight = leaf(*shape, batch_first=batch_first), leaf(OUT, D)
     buffers = Buffers(weight)
     multiply = GemmOp(weight_grad_sink=buffers.queue() if takes else None)
-    for found in (multiply(as_recomputable(x), weight), multiply(Recomputable(x, None), weight)):
+    for found in (multiply(as_recomputable(x), weight), multiply(RecomputableOutput(x, None), weight)):
         wanted = F.linear(x, weight)
         torch.testing.assert_close(found, wanted)
         assert is_batch_first(found) == is_batch_first(x)

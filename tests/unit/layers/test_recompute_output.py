@@ -15,9 +15,9 @@ from petatron.layers.mlp import Activation
 from petatron.layers.norm import LayerNorm, RMSNorm
 from petatron.layers.ops.linear_op import GemmOp, WriteWeightGrad
 from petatron.layers.ops.recompute_output import (
+    DeferredOutput,
     MaybeTensors,
-    PendingOutput,
-    Recomputable,
+    RecomputableOutput,
     RecomputeHandle,
     Tensors,
     apply_recomputable,
@@ -30,7 +30,7 @@ S, B, D, OUT = 6, 3, 8, 5
 class Sine:
     """A maker that counts: (x, y) to (x + y, sin(x + y))."""
 
-    recast_in_fp8 = True
+    requantised_in_backward = True
 
     def __init__(self) -> None:
         self.made = 0
@@ -124,7 +124,7 @@ def test_one_value_into_several_products(takes: bool, batch_first: bool):
     x, y = leaf(S, B, D, batch_first=batch_first), leaf(S, B, D, batch_first=batch_first)
     weights = [leaf(OUT, D) for _ in range(3)]
     (total, value), source = apply_recomputable(maker, x, y)
-    products = [multiply(Recomputable(value, source), weight) for weight in weights]
+    products = [multiply(RecomputableOutput(value, source), weight) for weight in weights]
     wanted = [F.linear((x + y).sin(), weight) for weight in weights]
     check(torch.stack(products).prod(0), torch.stack(wanted).prod(0), [x, y, *weights], taker and taker.grads)
     assert (maker.made, maker.made_in_passing) == ((0, 1) if takes else (3, 0))
@@ -136,7 +136,7 @@ def test_a_value_that_others_use_too(takes: bool):
     taker = Taker() if takes else None
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
     (total, value), source = apply_recomputable(Sine(), x, y)
-    product = GemmOp(weight_grad_sink=taker)(Recomputable(value, source), weight)
+    product = GemmOp(weight_grad_sink=taker)(RecomputableOutput(value, source), weight)
     wanted = F.linear((x + y).sin(), weight)
     ours, theirs = (
         torch.cat([p, 2 * v, 3 * t], -1) for p, v, t in ((product, value, total), (wanted, (x + y).sin(), x + y))
@@ -146,14 +146,14 @@ def test_a_value_that_others_use_too(takes: bool):
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("takes", [False, True])
-def test_a_pending_output_is_made_with_its_product(takes: bool, batch_first: bool):
+def test_a_deferred_output_is_made_with_its_product(takes: bool, batch_first: bool):
     """One node instead of two, where a taker has the weight's gradient; the same numbers to the bit."""
     weight, found, inputs = leaf(OUT, D), [], [leaf(S, B, D, batch_first=batch_first) for _ in range(2)]
     for pending in (False, True):
         taker, maker = Taker() if takes else None, Sine()
         x, y = (each.detach().requires_grad_() for each in inputs)
         if pending:
-            value = PendingOutput(maker, x, y)
+            value = DeferredOutput(maker, x, y)
             product = GemmOp(weight_grad_sink=taker)(value, weight)
             assert value.others is not None
             (total,) = value.others
@@ -161,7 +161,7 @@ def test_a_pending_output_is_made_with_its_product(takes: bool, batch_first: boo
             assert (nodes[0] is nodes[1]) == takes
         else:
             (total, made), source = apply_recomputable(maker, x, y)
-            product = GemmOp(weight_grad_sink=taker)(Recomputable(made, source), weight)
+            product = GemmOp(weight_grad_sink=taker)(RecomputableOutput(made, source), weight)
         grads = torch.autograd.grad(product.square().sum() + total.pow(3).sum(), [x, y] if takes else [x, y, weight])
         assert (maker.made, maker.made_in_passing) == ((0, 1) if takes else (1, 0))
         found.append([product.detach(), total.detach(), *grads, *([] if taker is None else taker.grads.values())])
@@ -169,39 +169,39 @@ def test_a_pending_output_is_made_with_its_product(takes: bool, batch_first: boo
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
 
 
-def test_a_pending_output_that_somebody_asks_for_is_made_by_itself():
+def test_a_deferred_output_that_somebody_asks_for_is_made_by_itself():
     x, y, weight, taker = leaf(S, D), leaf(S, D), leaf(OUT, D), Taker()
-    value = PendingOutput(Sine(), x, y)
+    value = DeferredOutput(Sine(), x, y)
     assert isinstance(value.handle, RecomputeHandle) and value.value is value.value
     product = GemmOp(weight_grad_sink=taker)(value, weight) + value.value.sum()
     check(product, F.linear((x + y).sin(), weight) + (x + y).sin().sum(), [x, y, weight], taker.grads)
 
 
-def test_a_pending_output_is_gone_with_its_product():
-    value = PendingOutput(Sine(), leaf(S, D), leaf(S, D))
+def test_a_deferred_output_is_gone_with_its_product():
+    value = DeferredOutput(Sine(), leaf(S, D), leaf(S, D))
     GemmOp(weight_grad_sink=Taker())(value, leaf(OUT, D))
     assert value.inputs == ()
     with pytest.raises(AssertionError, match="its output is gone"):
         value.apply()
 
 
-def test_a_pending_output_without_gradients():
+def test_a_deferred_output_without_gradients():
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
     with torch.no_grad():
-        product = GemmOp(weight_grad_sink=Taker())(PendingOutput(Sine(), x, y), weight)
+        product = GemmOp(weight_grad_sink=Taker())(DeferredOutput(Sine(), x, y), weight)
     assert product.grad_fn is None
     torch.testing.assert_close(product, F.linear((x + y).sin(), weight).detach())
 
 
-def test_a_frozen_weight_of_a_pending_output_makes_nothing_again():
+def test_a_frozen_weight_of_a_deferred_output_makes_nothing_again():
     x, y, weight, maker, taker = leaf(S, D), leaf(S, D), leaf(OUT, D).detach(), Sine(), Taker()
-    check(GemmOp(weight_grad_sink=taker)(PendingOutput(maker, x, y), weight), F.linear((x + y).sin(), weight), [x, y])
+    check(GemmOp(weight_grad_sink=taker)(DeferredOutput(maker, x, y), weight), F.linear((x + y).sin(), weight), [x, y])
     assert (maker.made, maker.made_in_passing) == (0, 0) and not taker.grads
 
 
-def test_a_product_that_nobody_uses_leaves_the_others_of_a_pending_output():
+def test_a_product_that_nobody_uses_leaves_the_others_of_a_deferred_output():
     x, y, weight, taker = leaf(S, D), leaf(S, D), leaf(OUT, D), Taker()
-    value = PendingOutput(Sine(), x, y)
+    value = DeferredOutput(Sine(), x, y)
     GemmOp(weight_grad_sink=taker)(value, weight)
     assert value.others is not None
     check(value.others[0], x + y, [x, y])
@@ -221,7 +221,7 @@ class _NoGradient(torch.autograd.Function):
 def test_a_gemm_whose_consumer_returns_no_gradient_passes_none_on():
     """Neither is a weight's gradient submitted; what else the inputs feed has its own."""
     x, y, weight, sink = leaf(S, D), leaf(S, D), leaf(OUT, D), Taker()
-    product = GemmOp(weight_grad_sink=sink)(PendingOutput(Sine(), x, y), weight)
+    product = GemmOp(weight_grad_sink=sink)(DeferredOutput(Sine(), x, y), weight)
     (_NoGradient.apply(product).sum() + 2 * x.sum()).backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2.0)) and y.grad is None and not sink.grads
 
@@ -230,7 +230,7 @@ def test_a_value_is_let_go_after_the_forward_pass():
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
     (_, value), source = apply_recomputable(Sine(), x, y)
     memory = value.untyped_storage()._weak_ref()
-    product = GemmOp(weight_grad_sink=Taker())(Recomputable(value, source), weight)
+    product = GemmOp(weight_grad_sink=Taker())(RecomputableOutput(value, source), weight)
     del value
     assert torch.UntypedStorage._expired(memory)
     product.sum().backward()
@@ -265,7 +265,7 @@ def test_nothing_outlives_the_graph():
     """No cycle holds it, so memory is free at once and not when garbage is collected."""
     x, y, weight, maker = leaf(S, D), leaf(S, D), leaf(OUT, D), Sine()
     (total, value), source = apply_recomputable(maker, x, y)
-    loss = GemmOp(weight_grad_sink=Taker())(Recomputable(value, source), weight).sum() + total.sum()
+    loss = GemmOp(weight_grad_sink=Taker())(RecomputableOutput(value, source), weight).sum() + total.sum()
     alive = weakref.ref(maker)
     loss.backward()
     del loss, value, total, source, maker
@@ -277,7 +277,7 @@ def test_a_graph_may_be_used_twice(takes: bool):
     taker = Taker() if takes else None
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
     (_, value), source = apply_recomputable(Sine(), x, y)
-    loss = GemmOp(weight_grad_sink=taker)(Recomputable(value, source), weight).square().sum()
+    loss = GemmOp(weight_grad_sink=taker)(RecomputableOutput(value, source), weight).square().sum()
     (true,) = torch.autograd.grad(F.linear((x + y).sin(), weight).square().sum(), weight)
     loss.backward(retain_graph=True)
     first = x.grad
@@ -299,8 +299,8 @@ def test_expected_values_are_made_once_and_let_go_with_the_last():
     x, y, maker = leaf(S, D), leaf(S, D), Sine()
     (_, value), source = apply_recomputable(maker, x, y)
     for _ in range(2):
-        source.expect_output()
-    first, second = source.fetch_output(), source.fetch_output()
+        source.retain_output()
+    first, second = source.take_output(), source.take_output()
     assert first is second and maker.made == 1 and torch.equal(first, value)
     memory = first.untyped_storage()._weak_ref()
     del first, second
@@ -324,7 +324,7 @@ def test_a_tensor_as_a_value_is_kept_before_it_is_multiplied():
         product = GemmOp(Watched(), taker)(as_recomputable(x), weight)
     assert order == ["kept", "multiplied"]
     check(product, F.linear(x, weight), [x, weight], taker.grads)
-    same = Recomputable(x, None)
+    same = RecomputableOutput(x, None)
     assert as_recomputable(same) is same and isinstance(as_recomputable(x).handle, RecomputeHandle)
 
 

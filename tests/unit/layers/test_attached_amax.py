@@ -15,7 +15,7 @@ from petatron.config import RunConfig
 from petatron.kernels import activation, norm
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.fp8 import cast_and_gemm
-from petatron.kernels.fp8.amax import amax_of, known_amax, note_amax
+from petatron.kernels.fp8.amax import amax_of, attach_amax, attached_amax
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Matrix
 from petatron.layers.mlp import Activation
 from petatron.verify.trace import StepTrace
@@ -44,11 +44,11 @@ class Casts:
             self.seen.append((dtype, tuple(x.shape), True))
             return REFERENCE.cast_tensor(x, dtype, amax=amax, **options)
 
-        def cast_guessed(x: Tensor, dtype: torch.dtype, **options: Any) -> Fp8Matrix:
+        def cast_speculative(x: Tensor, dtype: torch.dtype, **options: Any) -> Fp8Matrix:
             self.seen.append((dtype, tuple(x.shape), False))
-            return REFERENCE.cast_guessed(x, dtype, **options)
+            return REFERENCE.cast_speculative(x, dtype, **options)
 
-        kernels = replace(REFERENCE, cast_tensor=cast, cast_guessed=cast_guessed)
+        kernels = replace(REFERENCE, cast_tensor=cast, cast_speculative=cast_speculative)
         monkeypatch.setattr(cast_and_gemm, "REFERENCE", kernels)
 
     def of(self, dtype: torch.dtype, width: int) -> Counter[bool]:
@@ -69,7 +69,7 @@ def test_casts_of_a_step_know_amax_and_change_no_bit(monkeypatch: pytest.MonkeyP
     # Gradients of the MLP's first GEMM, and of qkv; of what each branch adds, but for the last one's, from the final norm.
     assert casts.of(E5M2, 192) == {True: LAYERS * MICRO_BATCHES, False: LAYERS * MICRO_BATCHES}
     assert casts.of(E5M2, 64) == {True: (2 * LAYERS - 1) * MICRO_BATCHES, False: MICRO_BATCHES}
-    monkeypatch.setattr("petatron.layers.ops.fp8_scaling.known_amax", lambda x: None)
+    monkeypatch.setattr("petatron.layers.ops.fp8_scaling.attached_amax", lambda x: None)
     computed, casts = steps("tensorwise", monkeypatch)
     assert True not in casts.of(E4M3, 64) | casts.of(E4M3, 96) | casts.of(E5M2, 192) | casts.of(E5M2, 64)
     for one, other in zip(noted, computed, strict=True):
@@ -93,7 +93,7 @@ def test_recipes_without_a_scale_of_the_tensor_at_hand_note_nothing(recipe: str,
         raise AssertionError("noted")
 
     for module in ("norm", "mlp"):
-        monkeypatch.setattr(f"petatron.layers.{module}.note_amax", fail)
+        monkeypatch.setattr(f"petatron.layers.{module}.attach_amax", fail)
     assert train(fp8_run(recipe))
     with pytest.raises(AssertionError, match="noted"):
         train(fp8_run("tensorwise"))
@@ -101,21 +101,21 @@ def test_recipes_without_a_scale_of_the_tensor_at_hand_note_nothing(recipe: str,
 
 def test_a_note_is_of_one_tensor_as_it_was():
     x = torch.tensor([[1.0, -3.0], [2.0, 0.5]])
-    assert known_amax(x) is None
-    note_amax(x, amax := amax_of(x))
-    assert known_amax(x) is amax and amax.tolist() == [3.0]
-    assert all(known_amax(other) is None for other in (x.view(-1), x[:1], x + 0, x.detach(), x.clone()))
+    assert attached_amax(x) is None
+    attach_amax(x, amax := amax_of(x))
+    assert attached_amax(x) is amax and amax.tolist() == [3.0]
+    assert all(attached_amax(other) is None for other in (x.view(-1), x[:1], x + 0, x.detach(), x.clone()))
     x.mul_(2)
-    assert known_amax(x) is None
-    note_amax(x, amax_of(x))
-    assert known_amax(x) is not None
+    assert attached_amax(x) is None
+    attach_amax(x, amax_of(x))
+    assert attached_amax(x) is not None
 
 
 def test_a_tensor_of_inference_mode_gets_no_note():
     with torch.inference_mode():
         x = torch.ones(2)
-        note_amax(x, amax_of(x))
-        assert known_amax(x) is None
+        attach_amax(x, amax_of(x))
+        assert attached_amax(x) is None
 
 
 @pytest.mark.parametrize("used_twice", [False, True])
@@ -130,12 +130,12 @@ def test_a_note_reaches_the_node_before_unless_gradients_were_added(used_twice: 
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            seen.append(known_amax(grads[0]))
+            seen.append(attached_amax(grads[0]))
             return grads[0]
 
     x = torch.randn(4, 8, requires_grad=True)
     act = Activation("swiglu")
-    act.notes_amax = True
+    act.attaches_amax = True
     y = Watch.apply(x)
     out = act(y).value.sum() + (y.square().sum() if used_twice else 0.0)
     out.backward()
@@ -145,7 +145,7 @@ def test_a_note_reaches_the_node_before_unless_gradients_were_added(used_twice: 
 
 
 @pytest.mark.parametrize("shape", [(6, 16), (3, 2, 16)], ids=["rows", "tokens"])
-def test_amax_is_computed_where_its_note_arrives(shape: tuple[int, ...]):
+def test_amax_is_computed_where_it_stays_attached(shape: tuple[int, ...]):
     asked: list[bool] = []
 
     class Kernels:
@@ -159,26 +159,28 @@ def test_amax_is_computed_where_its_note_arrives(shape: tuple[int, ...]):
             return call
 
     act = Activation("swiglu")
-    act.notes_amax, act.kernels = True, Kernels()
+    act.attaches_amax, act.kernels = True, Kernels()
     x = torch.randn(shape, requires_grad=True)
     y = act(x).value
     y.sum().backward()
-    assert asked == [len(shape) == 2] * 2 and (known_amax(y) is not None) == (len(shape) == 2)
+    assert asked == [len(shape) == 2] * 2 and (attached_amax(y) is not None) == (len(shape) == 2)
 
 
-@pytest.mark.parametrize("bounds", [None, GluVariant(clamp=1.0)], ids=["plain", "bounded"])
-def test_the_reference_raises_amax(bounds: GluVariant | None):
+@pytest.mark.parametrize("variant", [None, GluVariant(clamp=1.0)], ids=["plain", "bounded"])
+def test_the_reference_raises_amax(variant: GluVariant | None):
     x, weight, grad = torch.randn(6, 16), torch.rand(16) + 0.5, torch.randn(6, 16)
     low, high = (torch.tensor([number]) for number in (0.0, 1e9))
     for amax in (low, high):
         total, normal, rstd = norm.rms_norm(x, weight, eps=1e-6, zero_centered_gamma=False, amax=amax)
         assert torch.equal(amax, torch.maximum(amax, amax_of(normal)))
-        act = activation.gated_activation(x, "swiglu", bounds, amax=amax)
+        act = activation.gated_activation(x, "swiglu", variant, amax=amax)
         assert float(amax) >= float(amax_of(act))
     assert high.tolist() == [1e9] and torch.equal(low, torch.maximum(amax_of(normal), amax_of(act)))
     low.zero_()
     x_grad, *_ = norm.rms_norm_backward(grad, total, rstd, weight, zero_centered_gamma=False, amax=low)
     assert torch.equal(low, amax_of(x_grad))
     low.zero_()
-    x_grad, _ = activation.gated_activation_backward(grad[:, :8], x, "swiglu", bounds, recompute_output=False, amax=low)
+    x_grad, _ = activation.gated_activation_backward(
+        grad[:, :8], x, "swiglu", variant, recompute_output=False, amax=low
+    )
     assert torch.equal(low, amax_of(x_grad))

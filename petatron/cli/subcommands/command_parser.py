@@ -1,0 +1,87 @@
+"""The parser of a verb's own words: argparse's, which stops at the first wrong one, made to tell all of them at once."""
+
+# pyright: reportIncompatibleMethodOverride=false
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+_WRONG = object()
+"""Stands for a value that could not be read, so that parsing goes on to the other problems."""
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Tells wrong values, unknown flags and missing ones together, below the usage of the command, and exits with 2.
+
+    root: the parser that this one is a subparser of.
+    """
+
+    def __init__(self, *args: Any, root: CommandParser | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._root = root or self
+        self._command: CommandParser = self
+        self._problems: list[str] = []
+
+    def add_subparsers(self, **kwargs: Any) -> Any:
+        subparser: Any = partial(type(self), root=self._root)
+        return super().add_subparsers(parser_class=subparser, **kwargs)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Returns the values; words that the command does not know are a problem too."""
+        found, unknown = super().parse_known_args(args, namespace)
+        self.refuse(unknown)
+        return found
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Returns the values, and the words that the command does not know."""
+        self._root._command = self  # the last one that begins is the command that was chosen
+        found, unknown = super().parse_known_args(args, namespace)
+        if self._root is self:
+            self.refuse([])
+        return found, unknown
+
+    def refuse(self, unknown: Sequence[str]) -> None:
+        """Ends the program if there were problems, or words that are not known."""
+        if unknown:
+            self._problems.append(f"unrecognized arguments: {' '.join(unknown)}{self._command._suggestion(unknown)}")
+        if self._problems:
+            self._command.error(self._problems.pop())
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with this problem and those before it."""
+        problems = [*self._root._problems, message]
+        super().error(
+            message if len(problems) == 1 else "\n  ".join((f"{len(problems)} problems in these arguments:", *problems))
+        )
+
+    def _suggestion(self, unknown: Sequence[str]) -> str:
+        flags = [flag for action in self._actions if action.dest != "help" for flag in action.option_strings]
+        meant = [
+            match[0]
+            for word in unknown
+            if word.startswith("--") and (match := difflib.get_close_matches(word.partition("=")[0], flags, n=1))
+        ]
+        return f". Did you mean {' and '.join(meant)}?" if meant else ""
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)  # pyright: ignore[reportAttributeAccessIssue]
+        except argparse.ArgumentError as error:
+            kind = _KINDS.get(action.type)
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            self._root._problems.append(f"{name} {arg_string!r} is not {kind}" if kind else str(error))
+            return _WRONG
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if value is _WRONG:
+            return
+        try:
+            super()._check_value(action, value)  # pyright: ignore[reportAttributeAccessIssue]
+        except argparse.ArgumentError as error:
+            if action.nargs == argparse.PARSER:  # without a command there is nothing to go on with
+                raise
+            self._root._problems.append(str(error))
