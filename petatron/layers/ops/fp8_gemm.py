@@ -234,6 +234,10 @@ class Fp8Gemm:
     def drop_cached_weight(self) -> None:
         self._weight_cache.drop()
 
+    @property
+    def cached_weight(self) -> Fp8Matrix | None:
+        return self._weight_cache.cached
+
     def end_step(self) -> None:
         """Drops the cached weight; until the next step starts, amax is not recorded."""
         self._weight_cache.drop()
@@ -295,6 +299,10 @@ class Fp8ExpertGemms:
         self._weight_cache.drop()
 
     drop_cached_weight = end_step
+
+    @property
+    def cached_weight(self) -> Fp8Matrix | None:
+        return self._weight_cache.cached
 
     def grouped_gemm(self, x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts, *, transposed: bool) -> Tensor:
         quantised = self._weight_cache.get(weight_EOD, "both")

@@ -95,6 +95,11 @@ class Fp8WeightCache:
         self._micro_batches = micro_batches
         self.drop()
 
+    @property
+    def cached(self) -> Fp8Matrix | None:
+        """What is cached; a CUDA graph reads its memory, and does not keep it alive."""
+        return self._cached
+
     def drop(self) -> None:
         self._cached = None
         self._cast.drop()

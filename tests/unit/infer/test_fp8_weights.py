@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,8 +14,10 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.generate import generate
 from petatron.infer.sampling_params import SamplingParams
+from petatron.infer.step import model_steps
 from petatron.layers.linear import Linear
 from petatron.mesh.mesh import ParallelMesh
+from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
@@ -133,3 +139,35 @@ def test_generation_changes_no_amax_history():
     generate(model, PROMPT, max_new_tokens=2)
     for key, rows in model.fp8_gemms.state().items():
         assert torch.equal(rows, before[key])
+
+
+class GraphStub:
+    """A CUDA graph that captures nothing."""
+
+    def reset(self) -> None:
+        pass
+
+
+def test_cached_weights_live_as_long_as_the_graphs_that_read_them(monkeypatch: pytest.MonkeyPatch):
+    """An evaluation, or another engine, drops them; a graph knows their addresses alone."""
+    for name in ("graph_pool_handle", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args: SimpleNamespace(wait_stream=lambda other: None))
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, **options: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", GraphStub)
+    monkeypatch.setattr(model_steps, "can_capture", lambda model: True)
+    monkeypatch.setattr(model_steps, "can_capture_prompts", lambda model: False)
+    model = build_model(tiny_run(f"{FP8_RUN} tensorwise"), ParallelMesh.single())
+    steps = Engine(model, options=EngineOptions(cuda_graphs=True))._steps
+    assert steps.graphs is not None
+    capture = steps.graphs._graph_capture
+    batch = Batch(torch.zeros(1, 32, dtype=torch.int64), torch.zeros(1, 32, dtype=torch.int64), torch.ones(1, 32))
+    graph, _ = capture.capture(lambda: model.evaluate([batch]))
+    memory = [weakref.ref(weight.rows.values) for weight in model.fp8_gemms.cached_weights()]
+    assert len(memory) == 8
+    model.fp8_gemms.end_step()
+    assert not model.fp8_gemms.cached_weights() and all(values() is not None for values in memory)
+    capture.free([graph])
+    assert all(values() is None for values in memory)
