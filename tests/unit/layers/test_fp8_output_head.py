@@ -20,7 +20,7 @@ from petatron.kernels.vocab_parallel_cross_entropy import (
     WriteWeightGrad,
     linear_cross_entropy,
 )
-from petatron.layers.ops import fp8_output_head_backward
+from petatron.layers.ops import fp8_output_head
 from petatron.layers.ops.fp8_output_head import Fp8OutputHeadGemm, fp8_output_head_factory
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.registry import model_spec
@@ -61,7 +61,7 @@ def losses_and_grads(gemm: Gemm, *, chunk: int) -> tuple[Tensor, Tensor, Tensor]
 @pytest.mark.parametrize(("chunk", "rows_at_once"), [(TOKENS, 8192), (16, 8192), (16, 16), (16, 48)])
 def test_gemms_of_quantised_operands(monkeypatch: pytest.MonkeyPatch, chunk: int, rows_at_once: int):
     """One scale for all chunks, from the largest weight of a token; losses are those without FP8."""
-    monkeypatch.setattr(fp8_output_head_backward, "_ACCUMULATE_CHUNK_ROWS", rows_at_once)
+    monkeypatch.setattr(fp8_output_head, "_ACCUMULATE_CHUNK_ROWS", rows_at_once)
     x, weight, targets, loss_weights = inputs()
     losses, x_grad, weight_grad = losses_and_grads(fp8_output_head_factory(REFERENCE)(loss_weights), chunk=chunk)
     plain_losses, plain_x_grad, plain_weight_grad = losses_and_grads(PLAIN_GEMM, chunk=chunk)
