@@ -75,6 +75,13 @@ def their_logits(model: Any, tokens: Tensor) -> Tensor:
         return model(tokens, use_cache=False).logits
 
 
+def rounding(model: Any, tokens: Tensor, logits: Tensor) -> float:
+    """How far their own logits are from those in float64: some weights amplify rounding, on some CPUs more than on others."""
+    exact = their_logits(model.double(), tokens)
+    model.float()
+    return (logits - exact).abs().max().item()
+
+
 def check_refusal(error: ConfigError, config: dict[str, Any]) -> None:
     """Every problem names a key that is in the file, or that its family has."""
     family = FAMILIES[config["model_type"]]
@@ -118,7 +125,7 @@ def test_a_random_configuration_is_that_of_transformers(family: str, number: int
     with torch.no_grad():
         found = ours.module.eval().logits(tokens)
     bound = BOUNDS.get(family, BOUND) * max(1.0, wanted.std().item())
-    torch.testing.assert_close(found, wanted, rtol=0, atol=bound)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=bound + 4 * rounding(theirs, tokens, wanted))
     engine = Engine(ours, options=EngineOptions(page_size=4, max_step_tokens=6))
     prompts = tokens[:, :PROMPT]
     answers = engine.complete_on_all_ranks(prompts.tolist(), SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0))
