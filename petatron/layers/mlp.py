@@ -146,15 +146,16 @@ class _RecomputableActivation:
     def recompute(self, saved: Tensors) -> Tensor:
         (x,) = saved
         if x.dim() == 2:
-            return self._of_rows(x)
+            return self._of_rows(x, attaches_amax=self._module.attaches_amax)
         rows, batch_first = rows_in_memory_order(x)
-        return from_rows(self._of_rows(rows), x, batch_first=batch_first)
+        return from_rows(self._of_rows(rows, attaches_amax=False), x, batch_first=batch_first)
 
-    def _of_rows(self, rows: Tensor) -> Tensor:
+    def _of_rows(self, rows: Tensor, *, attaches_amax: bool) -> Tensor:
+        """`attaches_amax`: not to rows that become tokens, a tensor to which it is not attached."""
         module = self._module
         if not module.gated:
             return module.kernels.activation(rows, module.name)
-        amax = new_amax(rows) if module.attaches_amax else None
+        amax = new_amax(rows) if attaches_amax else None
         act = module.kernels.gated_activation(rows, module.name, module.variant, amax=amax)
         if amax is not None:
             attach_amax(act, amax)

@@ -62,6 +62,8 @@ def causal_attention(
     tokens, which are then documents of their own.
     """
     length = q_SBHE.shape[0]
+    if not q_SBHE.numel():
+        return _no_attention(q_SBHE, k_SBKE, v_SBKE)
     if chunk is not None and chunk < length:
         documents = cut_into_chunks(documents, chunk, batch=q_SBHE.shape[1], length=length, device=q_SBHE.device)
     limit = window if window is not None and window < length else None
@@ -108,7 +110,15 @@ def _attention_in_blocks(
 
 def full_attention(q_SBHE: Tensor, k_TBKE: Tensor, v_TBKE: Tensor, *, dropout: float = 0.0) -> Tensor:
     """Softmax attention of each token to all T keys, which may be those of another sequence."""
+    if not q_SBHE.numel():
+        return _no_attention(q_SBHE, k_TBKE, v_TBKE)
     return _dense_attention(q_SBHE, k_TBKE, v_TBKE, dropout=dropout, causal=False)
+
+
+def _no_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor) -> Tensor:
+    """Returns the output of no tokens, of which gradients are zero; PyTorch's kernels for the CPU divide by how many there are."""
+    nothing = q_SBHE.sum(dim=-1, keepdim=True) + 0.0 * (k_SBKE.sum() + v_SBKE.sum())
+    return nothing.expand(*q_SBHE.shape[:-1], v_SBKE.shape[-1])
 
 
 def block_attention(

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from petatron.config.checks.fp8 import FP8_SIZE_MULTIPLE
+from petatron.kernels.fp8.amax import amax_of
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Operand
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.layers.ops.fp8_gemm import LogOnce, fallback_message, sizes_fit
@@ -38,7 +39,7 @@ class Fp8OutputHeadGemm:
 
     def __init__(self, kernels: Fp8Kernels, loss_weights_T: Tensor, report: Callable[[str], None]) -> None:
         self._kernels, self._report = kernels, report
-        self._amax = loss_weights_T.abs().amax().float().reshape(1)
+        self._amax = amax_of(loss_weights_T)
         self._weight_columns: Fp8Operand | None = None
 
     def forward(self, x_RD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensors]:

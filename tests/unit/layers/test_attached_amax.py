@@ -144,6 +144,28 @@ def test_a_note_reaches_the_node_before_unless_gradients_were_added(used_twice: 
     assert used_twice or torch.equal(seen[0], amax_of(x.grad))
 
 
+@pytest.mark.parametrize("shape", [(6, 16), (3, 2, 16)], ids=["rows", "tokens"])
+def test_amax_is_computed_where_it_stays_attached(shape: tuple[int, ...]):
+    asked: list[bool] = []
+
+    class Kernels:
+        """The reference, which records whether it is asked for amax."""
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*args: Any, amax: Tensor | None = None, **options: Any) -> Any:
+                asked.append(amax is not None)
+                return getattr(activation, name)(*args, amax=amax, **options)
+
+            return call
+
+    act = Activation("swiglu")
+    act.attaches_amax, act.kernels = True, Kernels()
+    x = torch.randn(shape, requires_grad=True)
+    y = act(x).value
+    y.sum().backward()
+    assert asked == [len(shape) == 2] * 2 and (attached_amax(y) is not None) == (len(shape) == 2)
+
+
 @pytest.mark.parametrize("variant", [None, GluVariant(clamp=1.0)], ids=["plain", "bounded"])
 def test_the_reference_raises_amax(variant: GluVariant | None):
     x, weight, grad = torch.randn(6, 16), torch.rand(16) + 0.5, torch.randn(6, 16)
