@@ -4,7 +4,7 @@ A CUDA graph replays the kernels of one step with the launch parameters and addr
 no device-to-host synchronisation, no communication by the host, and no host state that changes from step to step. What is before
 or after a step's forward and backward is unrestricted: the optimizer and its offload, saving, reduction that does not overlap.
 With `--cuda-graphs on` each of these is an error; with `auto` they are the reasons for which nothing is captured. Whether a config is
-valid does not depend on the machine that checks it, so `--device auto` is checked as a GPU. On a CPU nothing is captured: with `--device cpu`
+valid does not depend on the machine that checks it, so `--device auto` is checked as CUDA. A CPU captures nothing: with `--device cpu`
 the flag has no effect.
 
 Here are the rules that a config can break. Anything else that cannot be captured fails at capture (`parallel/pipeline/cuda_graph.py`).
