@@ -4,6 +4,7 @@ line prints, and the core imports with nothing but its five dependencies."""
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -63,6 +64,14 @@ def _imports(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
 def _nodes(path: Path) -> tuple[ast.AST, ...]:
     """Every node of a source, its module first; each file is parsed and walked once."""
     return tuple(ast.walk(ast.parse(path.read_text(), filename=str(path))))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nodes_are_no_garbage() -> Iterator[None]:
+    """All nodes of the package are kept, and the collector would search them again and again while they become more."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def test_imports_go_down():

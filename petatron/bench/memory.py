@@ -58,7 +58,7 @@ CASES = {
     "8b": MemoryCase(_8B, _8B_SHAPE, _TINY_8B),
     "8b-two-micro-batches": MemoryCase(_8B, _8B_SHAPE, None, "--global-batch-size 4"),
     "8b-fp8-tensorwise": MemoryCase(_8B, _8B_SHAPE, None, "--fp8-format hybrid --fp8-recipe tensorwise"),
-    "8b-fp8-output-grad": MemoryCase(_8B, _8B_SHAPE, None, "--fp8-format hybrid --fp8-output-grad"),
+    "8b-fp8-output-head-backward": MemoryCase(_8B, _8B_SHAPE, None, "--fp8-format hybrid --fp8-output-head-backward"),
     "8b-fp8-blockwise": MemoryCase(_8B, _8B_SHAPE, None, "--fp8-format hybrid --fp8-recipe blockwise"),
     "8b-recompute-mlp": MemoryCase(_8B, _8B_SHAPE, None, "--recompute-granularity selective --recompute-modules mlp"),
     "8b-recompute-full": MemoryCase(_8B, _8B_SHAPE, None, _FULL),

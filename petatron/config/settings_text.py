@@ -36,14 +36,14 @@ def precision_name(precision: PrecisionConfig) -> str:
 def precision_text(precision: PrecisionConfig) -> str:
     """Describes the precision of a run, with all that is in FP8.
 
-    >>> precision_text(PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_output_grad=True))
+    >>> precision_text(PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_output_head_backward=True))
     "bf16, fp32 master weights, GEMMs in FP8 hybrid (tensorwise), those of the output head's backward too"
     """
     name = precision_name(precision)
     parts = [name] if name in ("fp32", "fp64") else [name, "fp32 master weights"]
     if precision.fp8_format is not None:
         parts.append(f"GEMMs in FP8 {precision.fp8_format} ({precision.fp8_recipe})")
-        parts += ["those of the output head's backward too"] if precision.fp8_output_grad else []
+        parts += ["those of the output head's backward too"] if precision.fp8_output_head_backward else []
         if precision.first_last_layers_bf16:
             first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
             parts.append(f"not in the first {first} and last {count_with_noun(last, 'layer')}")

@@ -221,8 +221,8 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "FP8 casts and GEMMs": _triton_and_reference(
         "fp8.cast_and_gemm", as_record=True, unsupported_reason=_fp8_unsupported_reason, reference_name="emulation"
     ),
-    "FP8 weight gather": _triton_and_reference(
-        "fp8.gather_cast", as_record=True, unsupported_reason=_fp8_unsupported_reason
+    "FP8 param gather": _triton_and_reference(
+        "fp8.param_gather", as_record=True, unsupported_reason=_fp8_unsupported_reason
     ),
 }
 

@@ -49,7 +49,7 @@ class _RecomputableNorm:
             rows, batch_first = rows_in_memory_order(x)
             branch = None if branch is None else to_rows(branch, batch_first=batch_first)
         amax = new_amax(x) if norm.attaches_amax and is_rows else None
-        total, normal, statistics = getattr(norm.kernels, norm.operation)(
+        residual, normed, statistics = getattr(norm.kernels, norm.operation)(
             rows,
             *weights,
             eps=norm.eps,
@@ -58,48 +58,48 @@ class _RecomputableNorm:
             **({} if amax is None else {"amax": amax}),
         )
         if branch is None:
-            total = x.view_as(x)
+            residual = x.view_as(x)
         elif not is_rows:
-            total = from_rows(total, x, batch_first=batch_first)
-        normal = normal if is_rows else from_rows(normal, x, batch_first=batch_first)
+            residual = from_rows(residual, x, batch_first=batch_first)
+        normed = normed if is_rows else from_rows(normed, x, batch_first=batch_first)
         if amax is not None:
-            attach_amax(normal, amax)
+            attach_amax(normed, amax)
         # Autograd would detach a saved output itself, and once more in backward.
-        return (total, normal), (total.detach(), statistics, *weights)
+        return (residual, normed), (residual.detach(), statistics, *weights)
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
     ) -> tuple[MaybeTensors, Tensor | None]:
-        norm, total, (grad_total, grad) = self._norm, saved[0], grads
-        rows, is_rows, batch_first = total, total.dim() == 2, False
+        norm, residual, (grad_residual, grad) = self._norm, saved[0], grads
+        rows, is_rows, batch_first = residual, residual.dim() == 2, False
         if not is_rows:
-            rows, batch_first = rows_in_memory_order(total)
+            rows, batch_first = rows_in_memory_order(residual)
             grad = None if grad is None else to_rows(grad, batch_first=batch_first)
-            grad_total = None if grad_total is None else to_rows(grad_total, batch_first=batch_first)
-        amax = new_amax(total) if norm.attaches_amax and is_rows else None
-        x_grad, weight_grads, normal = norm.run_backward(
+            grad_residual = None if grad_residual is None else to_rows(grad_residual, batch_first=batch_first)
+        amax = new_amax(residual) if norm.attaches_amax and is_rows else None
+        x_grad, weight_grads, normed = norm.run_backward(
             torch.zeros_like(rows) if grad is None else grad,
             rows,
             *saved[1:],
             zero_centered_gamma=norm.zero_centered_gamma,
-            grad_total=grad_total,
+            grad_residual=grad_residual,
             recompute_output=recompute_output,
             **({} if amax is None else {"amax": amax}),
         )
         if amax is not None:
             attach_amax(x_grad, amax)
         if not is_rows:
-            x_grad = from_rows(x_grad, total, batch_first=batch_first)
-            normal = None if normal is None else from_rows(normal, total, batch_first=batch_first)
-        return ((x_grad, x_grad, *weight_grads) if self._adds else (x_grad, *weight_grads)), normal
+            x_grad = from_rows(x_grad, residual, batch_first=batch_first)
+            normed = None if normed is None else from_rows(normed, residual, batch_first=batch_first)
+        return ((x_grad, x_grad, *weight_grads) if self._adds else (x_grad, *weight_grads)), normed
 
     def recompute(self, saved: Tensors) -> Tensor:
-        norm, total = self._norm, saved[0]
-        rows, batch_first = rows_in_memory_order(total)
-        _, normal, _ = getattr(norm.kernels, norm.operation)(
+        norm, residual = self._norm, saved[0]
+        rows, batch_first = rows_in_memory_order(residual)
+        _, normed, _ = getattr(norm.kernels, norm.operation)(
             rows, *saved[2:], eps=norm.eps, zero_centered_gamma=norm.zero_centered_gamma
         )
-        return from_rows(normal, total, batch_first=batch_first)
+        return from_rows(normed, residual, batch_first=batch_first)
 
 
 def submit_norm_grad(norm: NormWeights, weight: Tensor, grad: Tensor | None) -> Tensor | None:
@@ -151,8 +151,8 @@ class Norm(NormWeights):
 
     def run_backward(self, *args: Any, **options: Any) -> tuple[Tensor, MaybeTensors, Tensor | None]:
         """Runs the derivative's kernel; returns the input's gradient, those of weights that autograd gets, and the output if asked for."""
-        x_grad, *weight_grads, normal = getattr(self.kernels, self.backward_operation)(*args, **options)
-        return x_grad, tuple(map(submit_norm_grad, repeat(self), self.weights(), weight_grads)), normal
+        x_grad, *weight_grads, normed = getattr(self.kernels, self.backward_operation)(*args, **options)
+        return x_grad, tuple(map(submit_norm_grad, repeat(self), self.weights(), weight_grads)), normed
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add_and_norm(x)[1].value
@@ -160,8 +160,8 @@ class Norm(NormWeights):
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, RecomputableOutput]:
         """Returns x + branch, and its norm."""
         function, inputs = self._function_and_inputs(x, branch)
-        (total, value), handle = apply_recomputable(function, *inputs)
-        return total, RecomputableOutput(value, handle)
+        (residual, value), handle = apply_recomputable(function, *inputs)
+        return residual, RecomputableOutput(value, handle)
 
     def deferred_norm(self, x: Tensor, branch: Tensor | None = None) -> DeferredOutput:
         """Returns the norm of x + branch, to be computed with the GEMM that takes it; its other output is the sum."""
@@ -185,8 +185,8 @@ class RMSNorm(Norm):
         if sink is None or not weight.requires_grad:
             return super().run_backward(*args, **options)
         submit = partial(sink.submit, weight, now=True)
-        x_grad, _, normal = self.kernels.rms_norm_backward(*args, **options, submit_weight_grad=submit)
-        return x_grad, (None,), normal
+        x_grad, _, normed = self.kernels.rms_norm_backward(*args, **options, submit_weight_grad=submit)
+        return x_grad, (None,), normed
 
 
 class LayerNorm(Norm):

@@ -17,7 +17,7 @@ from petatron.layers.mlp import MLP
 from petatron.layers.moe.experts import GroupedLinear
 from petatron.layers.norm import RMSNorm
 from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, Fp8Gemm, Fp8Recipe, fp8_gemm_factory, is_fp8_layer
-from petatron.layers.ops.fp8_output_grad import fp8_output_grad_factory
+from petatron.layers.ops.fp8_output_head import fp8_output_head_factory
 from petatron.layers.ops.fp8_scaling import DelayedScaling
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.mesh.rng import stable_seed
@@ -123,7 +123,7 @@ def apply_fp8(
                     weight = f"layers.{layer_index}.{name}.weight"
                     linears[weight] = make_gemm()
                     set_gemm(module, linears[weight], requantising_gemm=linears[weight].requantising())
-                    scaling = recipe.fp8_gather_scaling(module.weight.shape)
+                    scaling = recipe.param_gather_scaling(module.weight.shape)
                     gather_scalings |= {} if scaling is None else {weight: scaling}
                 else:
                     experts.append(Fp8ExpertGemms(choice.functions, cache_weights=cache_weights))
@@ -134,9 +134,9 @@ def apply_fp8(
                 elif isinstance(module, MLP):
                     # Variants are compiled, and the compiler would take the amax of elements that it has not rounded yet.
                     module.act.attaches_amax = module.act.variant is None
-        if precision.fp8_output_grad:
+        if precision.fp8_output_head_backward:
             for head in (module for module in stage.modules() if isinstance(module, OutputHead)):
-                head.make_loss_gemm = fp8_output_grad_factory(choice.functions)
+                head.make_loss_gemm = fp8_output_head_factory(choice.functions)
     return Fp8GemmSet(linears, experts, gather_scalings)
 
 

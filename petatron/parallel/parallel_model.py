@@ -21,7 +21,7 @@ from petatron.models.stage_module import StageModule
 from petatron.parallel.context import split_batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.parallelize import ParallelizeResult
-from petatron.parallel.pipeline.auto_cuda_graphs import AutoGraphedSteps, GraphFacts
+from petatron.parallel.pipeline.auto_cuda_graphs import AutoGraphedSteps, CaptureInputs
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture, GraphedSteps
 from petatron.parallel.pipeline.executor import LossScales, PipelineExecutor, StepResult
 from petatron.parallel.router_statistics import RouterStatistics
@@ -89,7 +89,7 @@ class ParallelModel:
         )
         self._mean_losses: Tensor | None = None
 
-    def use_cuda_graphs(self, graph_capture: CudaGraphCapture, facts: GraphFacts | None = None) -> None:
+    def use_cuda_graphs(self, graph_capture: CudaGraphCapture, facts: CaptureInputs | None = None) -> None:
         """Captures and replays training steps as CUDA graphs from now on (`parallel/pipeline/cuda_graph.py`).
 
         With `facts` they decide, after some steps, whether anything is captured (`parallel/pipeline/auto_cuda_graphs.py`).

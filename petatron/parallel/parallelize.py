@@ -188,7 +188,7 @@ def _fp8_weights(
     """Returns the weights with one scale for both orientations, with kernels to quantise them if they are all-gathered in FP8."""
     if not (run.precision.fp8_param_gather and fp8_gemms.fp8_gather_scalings and mesh["shard"].size > 1):
         return Fp8Weights(scalings=fp8_gemms.fp8_gather_scalings)
-    choice = choose_kernel("FP8 weight gather", kernel_context)
+    choice = choose_kernel("FP8 param gather", kernel_context)
     _log.info("%d weights of this rank are all-gathered in FP8; %s", len(fp8_gemms.fp8_gather_scalings), choice)
     return Fp8Weights(scalings=fp8_gemms.fp8_gather_scalings, kernels=choice.functions)
 

@@ -2,7 +2,7 @@
 
 A rank owns flat shards of matrices that end anywhere, inside a row or a square. So the ranks first max-reduce the amax of
 each set of numbers with one scale, in one exchange for all weights; then each quantises what it owns, and FP8 values are
-all-gathered. `kernels/fp8/gather_cast.py` says why GEMMs get the same operands.
+all-gathered. `kernels/fp8/param_gather.py` says why GEMMs get the same operands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, Scaling, power_of_two_scale
-from petatron.kernels.fp8.gather_cast import GatherCastKernels
+from petatron.kernels.fp8.param_gather import Fp8ParamGatherKernels
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
@@ -28,7 +28,7 @@ class Fp8Weights:
     """The weights of FP8 GEMMs and the scaling of each; `kernels` only where they are also all-gathered in FP8."""
 
     scalings: Mapping[str, Scaling]
-    kernels: GatherCastKernels | None = None
+    kernels: Fp8ParamGatherKernels | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class MatrixShard:
 
 
 def all_reduce_scales(
-    shards: Iterable[MatrixShard], num_scales: int, axis: Axis, kernels: GatherCastKernels, device: torch.device
+    shards: Iterable[MatrixShard], num_scales: int, axis: Axis, kernels: Fp8ParamGatherKernels, device: torch.device
 ) -> Tensor:
     """Returns the scales of all matrices, from the shards that each rank of the axis owns."""
     amax = torch.zeros(num_scales, dtype=torch.float32, device=device)
@@ -76,7 +76,7 @@ def all_reduce_scales(
     return power_of_two_scale(amax, E4M3)
 
 
-def quantise_shard(shard: MatrixShard, scales: Tensor, out: Tensor, kernels: GatherCastKernels) -> None:
+def quantise_shard(shard: MatrixShard, scales: Tensor, out: Tensor, kernels: Fp8ParamGatherKernels) -> None:
     """Quantises this rank's shard of a matrix."""
     matrix = shard.matrix
     kernels.quantise_shard(
@@ -85,7 +85,7 @@ def quantise_shard(shard: MatrixShard, scales: Tensor, out: Tensor, kernels: Gat
 
 
 def dequantise_shards(
-    matrix: ScaledMatrix, received: Tensor, scales: Tensor, out: Tensor, kernels: GatherCastKernels
+    matrix: ScaledMatrix, received: Tensor, scales: Tensor, out: Tensor, kernels: Fp8ParamGatherKernels
 ) -> None:
     """Dequantises a matrix [shards, elements]."""
     kernels.dequantise_shards(received.view(E4M3), matrix.scales_in(scales), out, columns=matrix.columns)
@@ -95,7 +95,7 @@ class BucketFp8Gather:
     """All-gathers buckets of FP8 weights alone, of which each rank owns an equal shard."""
 
     def __init__(
-        self, buckets: Sequence[Sequence[tuple[int, Shape, Scaling]]], axis: Axis, kernels: GatherCastKernels
+        self, buckets: Sequence[Sequence[tuple[int, Shape, Scaling]]], axis: Axis, kernels: Fp8ParamGatherKernels
     ) -> None:
         """`buckets` has for each matrix of each bucket its offset, shape and scaling."""
         self._axis, self._kernels = axis, kernels

@@ -48,7 +48,7 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.parallelize import parallelize
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
-from petatron.train.cuda_graphs import use_cuda_graphs
+from petatron.train.cuda_graphs import enable_requested_cuda_graphs
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.run_model import Model
 from petatron.train.state.start_tokenizer import check_start_tokenizer, find_start_tokenizer, with_start_tokenizer
@@ -171,7 +171,7 @@ def build_model(
         dtype=dtype,
         sequence_parallel=run.parallel.sequence_parallel,
     )
-    use_cuda_graphs(run, model)
+    enable_requested_cuda_graphs(run, model)
     return model
 
 

@@ -14,15 +14,15 @@ from petatron.config.schema.fields import replace_fields
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.parallel.pipeline.auto_cuda_graphs import CudaMemory, GraphFacts
+from petatron.parallel.pipeline.auto_cuda_graphs import CaptureInputs, CudaMemory
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture, unsupported_device
 from petatron.parallel.pipeline.device_idle import CudaEvents, IdleMeter
 
 _log = get_logger(__name__)
 
 
-def use_cuda_graphs(run: RunConfig, model: ParallelModel) -> None:
-    """Captures the steps of a model that is to be captured, whatever it gains."""
+def enable_requested_cuda_graphs(run: RunConfig, model: ParallelModel) -> None:
+    """With `--cuda-graphs on`, captures the steps of a model."""
     mesh = model.mesh
     if run.train.cuda_graphs != "on":
         return
@@ -32,8 +32,8 @@ def use_cuda_graphs(run: RunConfig, model: ParallelModel) -> None:
         _log.info("note: --cuda-graphs has no effect: the CPU computes")
 
 
-def use_cuda_graphs_if_faster(run: RunConfig, model: ParallelModel) -> None:
-    """Lets a model that is trained by our own loop decide whether its steps are captured; says why, if they cannot be.
+def enable_auto_cuda_graphs(run: RunConfig, model: ParallelModel) -> None:
+    """With `--cuda-graphs auto`, lets a model that our own loop trains decide whether its steps are captured; logs why, if they cannot be.
 
     A loop of someone else may change the model between steps (hooks, frozen weights), which a replay would not notice.
     """
@@ -46,7 +46,7 @@ def use_cuda_graphs_if_faster(run: RunConfig, model: ParallelModel) -> None:
         return
     layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
     memory = run.memory
-    facts = GraphFacts(
+    facts = CaptureInputs(
         IdleMeter(layers, CudaEvents(mesh.device)),
         CudaMemory(mesh.device),
         model.rng_streams.state,

@@ -45,7 +45,7 @@ NORMS = [
 @pytest.mark.parametrize(("shape", "dtype", "joined", "zero_centered_gamma"), NORMS, ids=str)
 def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, joined: bool, zero_centered_gamma: bool):
     found = kernels("rms_norm", dtype, "triton")
-    x, branch, grad, grad_total = (draw(*shape, dtype=dtype) for _ in range(4))
+    x, branch, grad, grad_residual = (draw(*shape, dtype=dtype) for _ in range(4))
     weight = draw(shape[1], dtype=dtype)
     total, normal, rstd = found.rms_norm(
         x, weight, eps=1e-5, zero_centered_gamma=zero_centered_gamma, branch=branch if joined else None
@@ -55,15 +55,15 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, joined: bool, zero
         total.double(), weight.double(), eps=1e-5, zero_centered_gamma=zero_centered_gamma
     )
     assert far(normal, true) <= BOUNDS[dtype] and far(rstd, true_rstd) <= 2e-6
-    joining = grad_total if joined else None
+    joining = grad_residual if joined else None
     ours = found.rms_norm_backward(
-        grad, total, rstd, weight, zero_centered_gamma=zero_centered_gamma, grad_total=joining, recompute_output=True
+        grad, total, rstd, weight, zero_centered_gamma=zero_centered_gamma, grad_residual=joining, recompute_output=True
     )
     wide = [tensor.double() for tensor in (grad, total, rstd, weight)]
     true = norm.rms_norm_backward(
         *wide,
         zero_centered_gamma=zero_centered_gamma,
-        grad_total=grad_total.double() if joined else None,
+        grad_residual=grad_residual.double() if joined else None,
         recompute_output=False,
     )
     assert far(ours[0], true[0]) <= BOUNDS[dtype]
@@ -181,18 +181,25 @@ def test_attention_takes_values_that_lie_in_the_product():
 
 def test_compiled_layer_norm():
     found, dtype = kernels("layer_norm", torch.bfloat16, "compiled"), torch.bfloat16
-    x, grad, grad_total = (draw(1001, 1536, dtype=dtype) for _ in range(3))
+    x, grad, grad_residual = (draw(1001, 1536, dtype=dtype) for _ in range(3))
     weight, bias = draw(1536, dtype=dtype), draw(1536, dtype=dtype)
     total, normal, statistics = found.layer_norm(x, weight, bias, eps=1e-5, zero_centered_gamma=False)
     wide = [tensor.double() for tensor in (x, weight, bias)]
     _, true_normal, _ = norm.layer_norm(*wide, eps=1e-5, zero_centered_gamma=False)
     assert far(normal, true_normal) <= BOUNDS[dtype]
     *ours, again = found.layer_norm_backward(
-        grad, total, statistics, weight, bias, zero_centered_gamma=False, grad_total=grad_total, recompute_output=True
+        grad,
+        total,
+        statistics,
+        weight,
+        bias,
+        zero_centered_gamma=False,
+        grad_residual=grad_residual,
+        recompute_output=True,
     )
     wide = [tensor.double() for tensor in (grad, total, statistics, weight, bias)]
     *true, _ = norm.layer_norm_backward(
-        *wide, zero_centered_gamma=False, grad_total=grad_total.double(), recompute_output=False
+        *wide, zero_centered_gamma=False, grad_residual=grad_residual.double(), recompute_output=False
     )
     for mine, wanted, bound in zip(ours, true, (BOUNDS[dtype], 1e-5, 1e-5), strict=True):
         assert far(mine, wanted) <= bound

@@ -39,7 +39,7 @@ CASES = {
     "delayed": f"{FP8} delayed",
     "rowwise": f"{FP8} rowwise",
     "blockwise": f"{FP8} blockwise",
-    "output grad": f"{FP8} tensorwise --fp8-output-grad",
+    "output grad": f"{FP8} tensorwise --fp8-output-head-backward",
     "fp8 experts": f"{FP8} tensorwise --num-experts 8 --moe-router-topk 2",
 }
 WARM_UP, CHECKED = 8, 3  # auto decides after seven steps

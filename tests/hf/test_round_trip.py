@@ -145,6 +145,17 @@ def test_a_transformers_model_in_memory(name: str, tmp_path: Path):
         close(model.module.logits(true.tokens), true.logits)
 
 
+def test_a_tied_head_in_memory_may_have_another_name_than_in_files():
+    """That of GPT-NeoX is `embed_out` there."""
+    model = build("gpt-neox")
+    tied = transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(**{**model.config.to_dict(), "tie_word_embeddings": True})
+    )
+    tokens = truth("gpt-neox").tokens
+    with torch.no_grad():
+        close(petatron.from_pretrained(tied).module.eval().logits(tokens), tied.eval()(tokens).logits)
+
+
 @pytest.mark.parametrize(("name", "layout"), [("qwen3-head-norm", {"tp": 2}), ("mixtral", {"pp": 2})])
 def test_a_split_model_is_saved_whole(ranks: RankPool, name: str, layout: dict[str, int], tmp_path: Path):
     true = truth(name)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.convert.open_model import open_model_source
-from petatron.models.hf import build_config_json, family_name_of_config, from_hf_config
+from petatron.models.hf import build_config_json, family_name_of_config, from_hf_config, keys_of_flags
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.registry import model_spec
 from tests.hf.ours import run_config
@@ -143,6 +143,15 @@ def test_a_model_without_windows_is_written_with_one_where_transformers_needs_it
     assert from_hf_config(written)[0]["window_size"] is None
 
 
+def test_longrope_of_latent_attention_has_a_factor_for_each_of_its_rotary_pairs(tmp_path: Path):
+    """And not for those of channels without positions."""
+    table = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+    config = {**DEEPSEEK_V3, "qk_rope_head_dim": 4, "num_nextn_predict_layers": 0, "rope_parameters": table}
+    assert run_config(config, tmp_path).model.longrope_long_factor == "[2.0, 3.0]"
+    with pytest.raises(ConfigError, match="has 2 numbers, and a head has 4 rotary pairs"):
+        run_config({**config, "qk_rope_head_dim": 8}, tmp_path)
+
+
 def test_granite_4_without_kinds_of_layers_has_no_attention():
     assert from_hf_config(GRANITE_4)[0]["hybrid_layer_pattern"] == "M-M-"
 
@@ -254,6 +263,9 @@ def test_a_problem_of_a_folder_is_told_in_its_own_keys(tmp_path: Path):
         with pytest.raises(ConfigError) as caught:
             opened(tmp_path)
         assert "config.json: partial_rotary_factor 0.5 rotates 3 of head_dim 6, which is not" in str(caught.value)
+    for key in ("rope_parameters", "rope_scaling"):
+        assert keys_of_flags({**config, key: {"factor": 2.0}})["--rope-scaling-factor"] == f"{key}.factor"
+    assert keys_of_flags({"model_type": "unknown"}) == {}
 
 
 def test_biases_that_are_refused_are_told_once():

@@ -53,10 +53,10 @@ NORM_CASES = {
 def test_rms_norm(case: str, shape: tuple[int, int]):
     branched, streamed, zero_centered_gamma = NORM_CASES[case]
     x, branch, weight = leaf(rows(*shape)), leaf(rows(*shape)), leaf(rows(shape[1]))
-    grad, grad_total = rows(*shape), rows(*shape) if streamed else None
+    grad, grad_residual = rows(*shape), rows(*shape) if streamed else None
     total = x + branch if branched else x * 1.0
     wanted = F.rms_norm(total, (shape[1],), whole(weight, zero_centered_gamma), eps=1e-5)
-    loss = (wanted * grad).sum() + (0 if grad_total is None else (total * grad_total).sum())
+    loss = (wanted * grad).sum() + (0 if grad_residual is None else (total * grad_residual).sum())
     grads = torch.autograd.grad(loss, [total, weight])
     options = {"eps": 1e-5, "zero_centered_gamma": zero_centered_gamma}
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_rms_norm(case: str, shape: tuple[int, int]):
                 rstd,
                 weight,
                 zero_centered_gamma=zero_centered_gamma,
-                grad_total=grad_total,
+                grad_residual=grad_residual,
                 recompute_output=again,
             )
             close(found[0], grads[0])
@@ -98,10 +98,10 @@ def test_layer_norm(case: str, shape: tuple[int, int]):
     branched, streamed, zero_centered_gamma = NORM_CASES[case]
     x, branch = leaf(rows(*shape) + 3.0), leaf(rows(*shape))
     weight, bias = leaf(rows(shape[1])), leaf(rows(shape[1]))
-    grad, grad_total = rows(*shape), rows(*shape) if streamed else None
+    grad, grad_residual = rows(*shape), rows(*shape) if streamed else None
     total = x + branch if branched else x * 1.0
     wanted = F.layer_norm(total, (shape[1],), whole(weight, zero_centered_gamma), bias, eps=1e-5)
-    loss = (wanted * grad).sum() + (0 if grad_total is None else (total * grad_total).sum())
+    loss = (wanted * grad).sum() + (0 if grad_residual is None else (total * grad_residual).sum())
     grads = torch.autograd.grad(loss, [total, weight, bias])
     options = {"eps": 1e-5, "zero_centered_gamma": zero_centered_gamma}
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_layer_norm(case: str, shape: tuple[int, int]):
                 weight,
                 bias,
                 zero_centered_gamma=zero_centered_gamma,
-                grad_total=grad_total,
+                grad_residual=grad_residual,
                 recompute_output=again,
             )
             for ours, true in zip(found[:3], grads, strict=True):
@@ -128,18 +128,25 @@ def test_layer_norm(case: str, shape: tuple[int, int]):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_norms_in_half_precision(kind: str, dtype: torch.dtype):
     """Statistics and weight gradients are in float32, and what is made again is made bit for bit."""
-    x, branch, grad, grad_total = (rows(40, 96, dtype=dtype) for _ in range(4))
+    x, branch, grad, grad_residual = (rows(40, 96, dtype=dtype) for _ in range(4))
     weight, bias = rows(96, dtype=dtype), rows(96, dtype=dtype)
     parameters = (weight,) if kind == "rms" else (weight, bias)
     forward, backward = (getattr(norm, f"{kind}_norm{end}") for end in ("", "_backward"))
     total, normal, statistics = forward(x, *parameters, eps=1e-5, zero_centered_gamma=False, branch=branch)
     assert total.dtype == normal.dtype == dtype and statistics.dtype == torch.float32
-    *found, made = backward(grad, total, statistics, *parameters, zero_centered_gamma=False, grad_total=grad_total)
+    *found, made = backward(
+        grad, total, statistics, *parameters, zero_centered_gamma=False, grad_residual=grad_residual
+    )
     assert torch.equal(made, normal) and found[0].dtype == dtype and found[1].dtype == torch.float32
     wide = [tensor.to(WIDE) for tensor in parameters]
     _, true_normal, true_statistics = forward(total.to(WIDE), *wide, eps=1e-5, zero_centered_gamma=False)
     wanted = backward(
-        grad.to(WIDE), total.to(WIDE), true_statistics, *wide, zero_centered_gamma=False, grad_total=grad_total.to(WIDE)
+        grad.to(WIDE),
+        total.to(WIDE),
+        true_statistics,
+        *wide,
+        zero_centered_gamma=False,
+        grad_residual=grad_residual.to(WIDE),
     )
     rounding = torch.finfo(dtype).eps
     assert far(normal, true_normal) < 2 * rounding and far(found[0], wanted[0]) < 2 * rounding

@@ -18,7 +18,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 import petatron.kernels.triton
 from petatron.kernels import registry
 from petatron.kernels.fp8.cast_and_gemm import Fp8Kernels
-from petatron.kernels.fp8.gather_cast import GatherCastKernels
+from petatron.kernels.fp8.param_gather import Fp8ParamGatherKernels
 from petatron.kernels.moe import permute
 from petatron.kernels.registry import OPERATIONS, KernelContext, choose_all_kernels, choose_kernel, compiled
 from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
@@ -185,7 +185,7 @@ CALLED: dict[str, set[str]] = {
     "GEMM of few rows": {"few_rows_gemm", "pack_fp8", "dequantise_weight"},
     "most likely id": {"most_likely"},
     "FP8 casts and GEMMs": {field.name for field in dataclasses.fields(Fp8Kernels)},
-    "FP8 weight gather": {field.name for field in dataclasses.fields(GatherCastKernels)},
+    "FP8 param gather": {field.name for field in dataclasses.fields(Fp8ParamGatherKernels)},
 }
 
 

@@ -24,7 +24,7 @@ def test_fp8_parameter_gather_changes_no_loss(gpu_ranks: RankPool, name: str):
 @pytest.mark.parametrize("name", ["dense:tp2-sp", "dense:tp2-sp.dp2-zero1", "dense:tp2-sp.pp2"])
 def test_fp8_gradients_of_the_output_head_are_those_of_one_process(gpu_ranks: RankPool, name: str):
     case = parse_entry(name)
-    model = f"{wide_flags(case.model_flags)} --vocab-size 1024 --fp8-format hybrid --fp8-recipe tensorwise --fp8-output-grad"
+    model = f"{wide_flags(case.model_flags)} --vocab-size 1024 --fp8-format hybrid --fp8-recipe tensorwise --fp8-output-head-backward"
     wanted = wide_reference(gpu_ranks, model)
     run = wide_run(model, case.flags, world_size=case.world_size)
     for (steps,), _ in gpu_ranks.run(train, case.world_size, [run], timeout_s=120):

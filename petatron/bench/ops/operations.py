@@ -46,9 +46,9 @@ _CHUNK_TOKENS = 4096
 
 def norm_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
     rows, width = shape.num_tokens, shape.hidden_size
-    x, branch, grad, grad_total = (context.randn(rows, width) for _ in range(4))
+    x, branch, grad, grad_residual = (context.randn(rows, width) for _ in range(4))
     weight, bias = context.randn(width), context.randn(width)
-    exact = [t.double() for t in (x, weight, branch, grad, grad_total)]
+    exact = [t.double() for t in (x, weight, branch, grad, grad_residual)]
     made = norm.rms_norm(exact[0], exact[1], eps=EPSILON, zero_centered_gamma=False, branch=exact[2])
     statistics = made[2].to(context.accumulate_dtype)
     total, moved = made[0].to(context.dtype), x.numel() * x.itemsize
@@ -65,9 +65,9 @@ def norm_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
         label=f"rms_norm backward, {shape.name}",
         implementations=ways,
         call=lambda k: k.rms_norm_backward(
-            grad, total, statistics, weight, zero_centered_gamma=False, grad_total=grad_total
+            grad, total, statistics, weight, zero_centered_gamma=False, grad_residual=grad_residual
         ),
-        reference=lambda: again(grad_total=exact[4]),
+        reference=lambda: again(grad_residual=exact[4]),
         moved_bytes=5 * moved,
     )
     if not first:

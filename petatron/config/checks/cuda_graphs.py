@@ -3,8 +3,8 @@
 A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step, NCCL's among them. Inside it there is
 no device-to-host synchronisation, no communication by the host, and no host state that changes from step to step. What is before
 or after a step's forward and backward is unrestricted: the optimizer and its offload, saving, reduction that does not overlap.
-With `--cuda-graphs on` each of these is an error; with `auto` they are the reasons for which nothing is recorded. Whether a config is
-valid does not depend on the machine that checks it, so `--device auto` is checked as a GPU. A CPU records nothing: with `--device cpu`
+With `--cuda-graphs on` each of these is an error; with `auto` they are the reasons for which nothing is captured. Whether a config is
+valid does not depend on the machine that checks it, so `--device auto` is checked as CUDA. A CPU captures nothing: with `--device cpu`
 the flag has no effect.
 
 Here are the rules that a config can break. Anything else that cannot be captured fails at capture (`parallel/pipeline/cuda_graph.py`).
@@ -34,9 +34,9 @@ CaptureProblem = tuple[str, str, str]
 def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
     if config.train.cuda_graphs != "on" or config.train.device == "cpu":  # there it has no effect
         return
-    elsewhere = " With --device cpu nothing is recorded." if config.train.device == "auto" else ""
+    elsewhere = " With --device cpu nothing is captured." if config.train.device == "auto" else ""
     for found, why, fix in capture_problems(config):
-        yield Problem(CUDA_GRAPHS_FLAG, "", f"cannot record a step with {found}: {why}", f"{fix}{elsewhere}")
+        yield Problem(CUDA_GRAPHS_FLAG, "", f"cannot capture a step with {found}: {why}", f"{fix}{elsewhere}")
 
 
 def capture_problems(config: RawRunConfig) -> list[CaptureProblem]:

@@ -29,7 +29,7 @@ def check_fp8(config: RawRunConfig) -> Iterator[Problem]:
     yield from _sizes(config)
     if precision.fp8_param_gather:
         yield from _param_gather(config)
-    if precision.fp8_output_grad:
+    if precision.fp8_output_head_backward:
         yield from _output_grad(config)
 
 
@@ -42,7 +42,7 @@ def _output_grad(config: RawRunConfig) -> Iterator[Problem]:
         has = f"a rank has {rows}" if model.vocab_size is not None else f"it is padded to multiples of {divisor}"
         rule = f"takes multiples of {FP8_SIZE_MULTIPLE} rows of the vocabulary, but {has}"
         fix = f"Use --make-vocab-size-divisible-by {multiples_near(divisor, FP8_SIZE_MULTIPLE)}; or leave it out."
-        yield Problem("--fp8-output-grad", "", rule, fix)
+        yield Problem("--fp8-output-head-backward", "", rule, fix)
 
 
 def _bf16_layers(config: RawRunConfig) -> Iterator[Problem]:

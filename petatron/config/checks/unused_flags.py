@@ -229,7 +229,7 @@ def _unused_attention(config: RawRunConfig) -> Iterator[tuple[str, str]]:
 def _unused_fp8(config: RawRunConfig) -> Iterator[tuple[str, str]]:
     precision = config.precision
     if precision.fp8_format is None:
-        names = ("fp8_recipe", "fp8_param_gather", "fp8_output_grad", *_HISTORY, *_LAYERS_BF16)
+        names = ("fp8_recipe", "fp8_param_gather", "fp8_output_head_backward", *_HISTORY, *_LAYERS_BF16)
         yield from ((name, "it is for --fp8-format") for name in names)
         return
     if not _weights_are_replicated(config):

@@ -145,14 +145,14 @@ class PrecisionConfig:
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Run GEMMs in FP8; hybrid uses e5m2 for gradients."""
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "tensorwise"
-    """How the scales of `--fp8-format` are chosen: by tensor, by tensor from past steps, by row, or by block of 128."""
+    """How the scales of `--fp8-format` are chosen: per tensor from the amax of past steps, per tensor, per row, or per block of 128."""
     fp8_amax_history_len: SmallCount = 1
-    """Steps whose largest magnitudes the delayed recipe remembers."""
+    """Steps in the amax history of the delayed recipe."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
-    """Which of the remembered magnitudes the delayed recipe goes by: the last, or the largest."""
+    """Which amax of its history the delayed recipe uses: the last, or the largest."""
     fp8_param_gather: bool = False
     """All-gather weights of FP8 GEMMs over data-parallel ranks in FP8, half the bytes; no FP8 GEMM changes."""
-    fp8_output_grad: bool = False
+    fp8_output_head_backward: bool = False
     """Run the two GEMMs of the output head's backward in FP8 too; its logits stay in bf16."""
     first_last_layers_bf16: bool = False
     """Keep some of the first and last layers out of FP8."""

@@ -25,16 +25,16 @@ def gated_square_sums(y_RD: Tensor, z_RD: Tensor | None, *, num_groups: int) -> 
 
 def gate_then_norm(y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor, weight_D: Tensor) -> Tensor:
     """Returns the norm, given 1 / rms of every row and group."""
-    normal = _normalised(y_RD, z_RD, rstd_RK)
-    return normal.to(y_RD.dtype) * weight_D
+    normed = _normalised(y_RD, z_RD, rstd_RK)
+    return normed.to(y_RD.dtype) * weight_D
 
 
 def gate_then_norm_backward_sums(
     grad_RD: Tensor, y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the sum of h n of every row and group [R, K], and the gradient of the weight; both in at least float32."""
-    normal, grad = _normalised(y_RD, z_RD, rstd_RK), to_compute_dtype(grad_RD)
-    by_weight = grad * normal
+    normed, grad = _normalised(y_RD, z_RD, rstd_RK), to_compute_dtype(grad_RD)
+    by_weight = grad * normed
     products = (by_weight * to_compute_dtype(weight_D)).unflatten(-1, (rstd_RK.shape[-1], -1))
     return products.sum(dim=-1), by_weight.sum(dim=0)
 
@@ -44,9 +44,9 @@ def gate_then_norm_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradients of y and z, given the mean of h n of every row and group."""
     groups = (rstd_RK.shape[-1], -1)
-    normal = _normalised(y_RD, z_RD, rstd_RK).unflatten(-1, groups)
+    normed = _normalised(y_RD, z_RD, rstd_RK).unflatten(-1, groups)
     h = (to_compute_dtype(grad_RD) * to_compute_dtype(weight_D)).unflatten(-1, groups)
-    grad = ((h - normal * means_RK[..., None]) * rstd_RK[..., None]).flatten(-2)
+    grad = ((h - normed * means_RK[..., None]) * rstd_RK[..., None]).flatten(-2)
     if z_RD is None:
         return grad.to(y_RD.dtype), None
     z = to_compute_dtype(z_RD)

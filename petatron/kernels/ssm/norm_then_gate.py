@@ -23,8 +23,8 @@ NormGate = Literal["silu", "sigmoid"]
 
 def norm_then_gate(y_RP: Tensor, z_RP: Tensor, weight_P: Tensor, *, eps: float, gate: NormGate = "silu") -> Tensor:
     """Returns the norm of y, times silu(z) or sigmoid(z), in the dtype of y."""
-    normal, z = to_compute_dtype(y_RP) * _rstd(y_RP, eps), to_compute_dtype(z_RP)
-    return (normal * to_compute_dtype(weight_P) * (F.silu(z) if gate == "silu" else z.sigmoid())).to(y_RP.dtype)
+    normed, z = to_compute_dtype(y_RP) * _rstd(y_RP, eps), to_compute_dtype(z_RP)
+    return (normed * to_compute_dtype(weight_P) * (F.silu(z) if gate == "silu" else z.sigmoid())).to(y_RP.dtype)
 
 
 def norm_then_gate_backward(
@@ -32,15 +32,15 @@ def norm_then_gate_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of y, z and, in at least float32, weight."""
     rstd, z, weight = _rstd(y_RP, eps), to_compute_dtype(z_RP), to_compute_dtype(weight_P)
-    normal, grad, sigmoid = to_compute_dtype(y_RP) * rstd, to_compute_dtype(grad_RP), z.sigmoid()
+    normed, grad, sigmoid = to_compute_dtype(y_RP) * rstd, to_compute_dtype(grad_RP), z.sigmoid()
     value, slope = sigmoid, sigmoid * (1.0 - sigmoid)
     if gate == "silu":
         value, slope = z * sigmoid, sigmoid * (1.0 + z * (1.0 - sigmoid))
     h = grad * value
     t = h * weight
-    grad_y = (t - normal * (t * normal).mean(dim=-1, keepdim=True)) * rstd
-    grad_z = grad * normal * weight * slope
-    return grad_y.to(y_RP.dtype), grad_z.to(z_RP.dtype), (h * normal).flatten(0, -2).sum(dim=0)
+    grad_y = (t - normed * (t * normed).mean(dim=-1, keepdim=True)) * rstd
+    grad_z = grad * normed * weight * slope
+    return grad_y.to(y_RP.dtype), grad_z.to(z_RP.dtype), (h * normed).flatten(0, -2).sum(dim=0)
 
 
 def _rstd(y_RP: Tensor, eps: float) -> Tensor:

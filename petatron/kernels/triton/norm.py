@@ -20,7 +20,7 @@ Device memory traffic in bf16, Llama-1B (R 32768, D 2048), at 4.0 TB/s:
 | rms_norm with branch                                          | 4       | 8                 | 0.134 |
 | rms_norm_backward                                             | 3       | 6                 | 0.103 |
 | rms_norm_backward, recompute_output                           | 4       | 8                 | 0.136 |
-| rms_norm_backward, recompute_output, with gradient of total   | 5       | 10                | 0.170 |
+| rms_norm_backward, recompute_output, with gradient of residual   | 5       | 10                | 0.170 |
 
 The backward rows include the partial sums, 528 x D float32 written and read.
 
@@ -55,8 +55,8 @@ def _rms_norm_forward(
     x_RD,
     branch_RD,
     weight_D,
-    total_RD,
-    normal_RD,
+    residual_RD,
+    normed_RD,
     rstd_R,
     amax,
     rows,
@@ -75,24 +75,24 @@ def _rms_norm_forward(
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
     long_row = row.to(tl.int64)[:, None]
-    dtype: tl.constexpr = normal_RD.dtype.element_ty
+    dtype: tl.constexpr = normed_RD.dtype.element_ty
 
     pdl_wait_and_trigger(USE_PDL)
-    total = tl.load(x_RD + long_row * x_stride + column[None, :], mask=mask, other=0.0)
-    wide = total.to(tl.float32)
+    residual = tl.load(x_RD + long_row * x_stride + column[None, :], mask=mask, other=0.0)
+    wide = residual.to(tl.float32)
     if ADD:
         branch = tl.load(branch_RD + long_row * branch_stride + column[None, :], mask=mask, other=0.0)
-        total = (wide + branch.to(tl.float32)).to(dtype)
-        tl.store(total_RD + long_row * WIDTH + column[None, :], total, mask=mask)
-        wide = total.to(tl.float32)  # the norm is of the rounded sum
+        residual = (wide + branch.to(tl.float32)).to(dtype)
+        tl.store(residual_RD + long_row * WIDTH + column[None, :], residual, mask=mask)
+        wide = residual.to(tl.float32)  # the norm is of the rounded sum
 
     rstd = tl.rsqrt(tl.sum(wide * wide, axis=1) / WIDTH + eps)
     tl.store(rstd_R + row, rstd, mask=row < rows)
     weight = _load_weight(weight_D, column, WIDTH, ROWS)
-    normal = _apply_weight(wide * rstd[:, None], weight, dtype, ZERO_CENTERED_GAMMA)
-    tl.store(normal_RD + long_row * WIDTH + column[None, :], normal, mask=mask)
+    normed = _apply_weight(wide * rstd[:, None], weight, dtype, ZERO_CENTERED_GAMMA)
+    tl.store(normed_RD + long_row * WIDTH + column[None, :], normed, mask=mask)
     if AMAX:
-        atomic_max_amax(amax, tl.where(mask, magnitude_bits(normal), 0))
+        atomic_max_amax(amax, tl.where(mask, magnitude_bits(normed), 0))
 
 
 @triton.jit
@@ -106,27 +106,27 @@ def _load_weight(weight_D, column, WIDTH: tl.constexpr, ROWS: tl.constexpr):
 def _apply_weight(unit, weight, dtype: tl.constexpr, ZERO_CENTERED_GAMMA: tl.constexpr):
     """Rounds equally in forward and backward, so that a recomputed output has the same bits."""
     if ZERO_CENTERED_GAMMA:
-        normal = unit * (1.0 + weight)
+        normed = unit * (1.0 + weight)
     else:
-        normal = unit.to(dtype).to(tl.float32) * weight
-    return normal.to(dtype)
+        normed = unit.to(dtype).to(tl.float32) * weight
+    return normed.to(dtype)
 
 
 @triton.jit
 def _rms_norm_backward(
     grad_RD,
-    total_RD,
+    residual_RD,
     rstd_R,
     weight_D,
-    grad_total_RD,
+    grad_residual_RD,
     grad_x_RD,
-    normal_RD,
+    normed_RD,
     sums_PD,
     amax,
     rows,
     grad_stride,
-    total_stride,
-    grad_total_stride,
+    residual_stride,
+    grad_residual_stride,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -144,27 +144,29 @@ def _rms_norm_backward(
     if AMAX:  # of every column's elements, so that rows need not be reduced
         peaks = tl.zeros((ROWS, BLOCK), dtype=tl.int32)
     row = program * ROWS + tl.arange(0, ROWS)
-    grad, total, rstd = _load_rows(grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH)
+    grad, residual, rstd = _load_rows(
+        grad_RD, residual_RD, rstd_R, row, rows, grad_stride, residual_stride, column, WIDTH
+    )
     first = program * ROWS
     while first < rows:
         this, this_rstd = row.to(tl.int64)[:, None], rstd[:, None]
         mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
         at = this * WIDTH + column[None, :]
-        joining_at = grad_total_RD + this * grad_total_stride + column[None, :]
+        joining_at = grad_residual_RD + this * grad_residual_stride + column[None, :]
         row += step
         first += step
         if PREFETCH:
             if ADD:
                 joining = tl.load(joining_at, mask=mask, other=0.0)
-            after, total_after, rstd_after = _load_rows(
-                grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH
+            after, residual_after, rstd_after = _load_rows(
+                grad_RD, residual_RD, rstd_R, row, rows, grad_stride, residual_stride, column, WIDTH
             )
         # From the nearest cache; held across iterations it would cost the registers that the next row needs.
         weight = _load_weight(weight_D, column, WIDTH, ROWS)
-        wide, unit = grad.to(tl.float32), total.to(tl.float32) * this_rstd
+        wide, unit = grad.to(tl.float32), residual.to(tl.float32) * this_rstd
         sums += wide * unit
         if RECOMPUTE_OUTPUT:
-            tl.store(normal_RD + at, _apply_weight(unit, weight, dtype, ZERO_CENTERED_GAMMA), mask=mask)
+            tl.store(normed_RD + at, _apply_weight(unit, weight, dtype, ZERO_CENTERED_GAMMA), mask=mask)
         weighted = wide * (1.0 + weight) if ZERO_CENTERED_GAMMA else wide * weight
         along = tl.sum(weighted * unit, axis=1) / WIDTH
         grad_x = (weighted - unit * along[:, None]) * this_rstd
@@ -176,10 +178,10 @@ def _rms_norm_backward(
         if AMAX:
             peaks = tl.maximum(peaks, magnitude_bits(grad_x.to(dtype)))
         if PREFETCH:
-            grad, total, rstd = after, total_after, rstd_after
+            grad, residual, rstd = after, residual_after, rstd_after
         else:
-            grad, total, rstd = _load_rows(
-                grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH
+            grad, residual, rstd = _load_rows(
+                grad_RD, residual_RD, rstd_R, row, rows, grad_stride, residual_stride, column, WIDTH
             )
     tl.store(sums_PD + program.to(tl.int64) * WIDTH + column, tl.sum(sums, axis=0), mask=column < WIDTH)
     if AMAX:
@@ -187,12 +189,12 @@ def _rms_norm_backward(
 
 
 @triton.jit
-def _load_rows(grad_RD, total_RD, rstd_R, row, rows, grad_stride, total_stride, column, WIDTH: tl.constexpr):
+def _load_rows(grad_RD, residual_RD, rstd_R, row, rows, grad_stride, residual_stride, column, WIDTH: tl.constexpr):
     there, this = row < rows, row.to(tl.int64)[:, None]
     mask = there[:, None] & (column < WIDTH)[None, :]
     grad = tl.load(grad_RD + this * grad_stride + column[None, :], mask=mask, other=0.0)
-    total = tl.load(total_RD + this * total_stride + column[None, :], mask=mask, other=0.0)
-    return grad, total, tl.load(rstd_R + row, mask=there, other=0.0)
+    residual = tl.load(residual_RD + this * residual_stride + column[None, :], mask=mask, other=0.0)
+    return grad, residual, tl.load(rstd_R + row, mask=there, other=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,60 +276,60 @@ def rms_norm(
     add = branch is not None
     x, x_stride = rows_and_stride(x_RD)
     added, added_stride = rows_and_stride(branch) if add else (x, x_stride)
-    normal = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = torch.empty_like(normal) if add else normal
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    residual = torch.empty_like(normed) if add else normed
     rstd = x.new_empty(rows, dtype=torch.float32)
     launch = _forward_launcher(width, zero_centered_gamma, add, amax is not None, uses_pdl(rows, x))
     launch(
         -(-rows // _norm_tile(width).rows),
-        (x, added, weight_D.contiguous(), total, normal, rstd, amax_bits(amax, rstd)),
+        (x, added, weight_D.contiguous(), residual, normed, rstd, amax_bits(amax, rstd)),
         (rows, x_stride, added_stride, eps),
     )
-    return (total if add else x_RD), normal, rstd
+    return (residual if add else x_RD), normed, rstd
 
 
 def rms_norm_backward(
     grad_RD: Tensor,
-    total_RD: Tensor,
+    residual_RD: Tensor,
     rstd_R: Tensor,
     weight_D: Tensor,
     *,
     zero_centered_gamma: bool,
-    grad_total: Tensor | None = None,
+    grad_residual: Tensor | None = None,
     recompute_output: bool = True,
     submit_weight_grad: SubmitWeightGrad | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of the sum (with `grad_total` added) and, in float32, of the weight; and the norm if `recompute_output`.
+    """Returns the gradients of the sum (with `grad_residual` added) and, in float32, of the weight; and the norm if `recompute_output`.
 
     `submit_weight_grad` gets the weight's gradient instead of the caller: the last sum over programs goes to its buffer. `amax` is
     updated with the sum's gradient.
     """
-    rows, width = total_RD.shape
+    rows, width = residual_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm_backward(
             grad_RD,
-            total_RD,
+            residual_RD,
             rstd_R,
             weight_D,
             zero_centered_gamma=zero_centered_gamma,
-            grad_total=grad_total,
+            grad_residual=grad_residual,
             recompute_output=recompute_output,
             submit_weight_grad=submit_weight_grad,
             amax=amax,
         )
-    add = grad_total is not None
-    (grad, grad_stride), (total, total_stride) = rows_and_stride(grad_RD), rows_and_stride(total_RD)
-    joining, joining_stride = rows_and_stride(grad_total) if add else (grad, grad_stride)
-    grad_x = torch.empty_like(total, memory_format=torch.contiguous_format)
-    normal = torch.empty_like(grad_x) if recompute_output else grad_x
-    programs = min(-(-rows // _norm_tile(width).rows), _resident_programs(total.device, width))
-    sums_PD = total.new_empty((programs, width), dtype=torch.float32)
+    add = grad_residual is not None
+    (grad, grad_stride), (residual, residual_stride) = rows_and_stride(grad_RD), rows_and_stride(residual_RD)
+    joining, joining_stride = rows_and_stride(grad_residual) if add else (grad, grad_stride)
+    grad_x = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    normed = torch.empty_like(grad_x) if recompute_output else grad_x
+    programs = min(-(-rows // _norm_tile(width).rows), _resident_programs(residual.device, width))
+    sums_PD = residual.new_empty((programs, width), dtype=torch.float32)
     launch = _backward_launcher(width, zero_centered_gamma, add, recompute_output, amax is not None)
     launch(
         programs,
-        (grad, total, rstd_R, weight_D.contiguous(), joining, grad_x, normal, sums_PD, amax_bits(amax, sums_PD)),
-        (rows, grad_stride, total_stride, joining_stride),
+        (grad, residual, rstd_R, weight_D.contiguous(), joining, grad_x, normed, sums_PD, amax_bits(amax, sums_PD)),
+        (rows, grad_stride, residual_stride, joining_stride),
     )
     weight_grad = None
     if submit_weight_grad is None:
@@ -335,7 +337,7 @@ def rms_norm_backward(
         _sum_columns(sums_PD, weight_grad, False)
     else:
         submit_weight_grad(partial(_sum_columns, sums_PD))
-    return grad_x, weight_grad, normal if recompute_output else None
+    return grad_x, weight_grad, normed if recompute_output else None
 
 
 @triton.jit

@@ -345,18 +345,18 @@ class MoELayer(BranchModule):
         self.experts.down.bias_scale = 1.0 if slots.adds_bias else 0.0
 
     def forward(self, x: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
-        normal = as_recomputable(x)
-        x_SBD = normal.value
+        normed = as_recomputable(x)
+        x_SBD = normed.value
         routing, aux_loss, statistics = self.router(x_SBD, with_loss=context.aux_loss_scale is not None)
         context.router_statistics[self.layer_index] = statistics
-        inner = x_SBD if self.latent_down is None else self.latent_down(normal)
+        inner = x_SBD if self.latent_down is None else self.latent_down(normed)
         batch_first = is_batch_first(x_SBD)
         inner_TD = to_rows(inner, batch_first=batch_first)
         if self.applies_weights_to_input:  # one expert per token: the weight of its only choice
             weights_T1 = routing.weights_TK
             inner_TD = (inner_TD * weights_T1).to(inner_TD.dtype)
             routing = replace(routing, weights_TK=torch.ones_like(weights_T1))
-        shared = None if self.shared is None else SharedExpertRun(self, self.shared, normal)
+        shared = None if self.shared is None else SharedExpertRun(self, self.shared, normed)
         y_TD = self.dispatcher(inner_TD, routing, self.experts, shared)
         y_SBD = from_rows(y_TD, x_SBD, batch_first=batch_first)
         if self.latent_up is not None:

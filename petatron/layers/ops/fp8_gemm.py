@@ -124,7 +124,7 @@ class Fp8Recipe:
             return TensorwiseWeightCast(CurrentTensorwiseScaling(kernels, E4M3), kernels)
         return StatelessWeightCast(kernels.cast_rowwise if self.scaling == "rowwise" else kernels.cast_block_128x128)
 
-    def fp8_gather_scaling(self, shape: torch.Size) -> Scaling | None:
+    def param_gather_scaling(self, shape: torch.Size) -> Scaling | None:
         """Returns the weight's scaling if both its orientations hold the same values; None if not, or if it is not quantised."""
         if self.scaling == "rowwise" or not sizes_fit(shape, self.size_multiple):
             return None

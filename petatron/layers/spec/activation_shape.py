@@ -19,7 +19,7 @@ class ActivationShape:
     ep, etp: expert-parallel and expert-tensor-parallel size.
     fully_sharded: autograd receives the weight gradients, the output head's between forward and backward.
     fp8_recipe: the recipe of FP8 GEMMs; None where there are none.
-    fp8_output_grad: the output head's backward casts a chunk's gradient, and the weight, to FP8.
+    fp8_output_head_backward: the output head's backward casts a chunk's gradient, and the weight, to FP8.
     """
 
     element_bytes: int
@@ -33,7 +33,7 @@ class ActivationShape:
     byte_dropout_masks: bool
     fully_sharded: bool
     fp8_recipe: str | None = None
-    fp8_output_grad: bool = False
+    fp8_output_head_backward: bool = False
 
     @classmethod
     def from_config(cls, run: RunConfig, *, device: Literal["cpu", "cuda"]) -> ActivationShape:
@@ -53,7 +53,7 @@ class ActivationShape:
             byte_dropout_masks=device == "cuda" and (sequence_parallel or parallel.tensor_model_parallel_size == 1),
             fully_sharded=parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES and parallel.world_size > 1,
             fp8_recipe=None if precision.fp8_format is None else precision.fp8_recipe,
-            fp8_output_grad=precision.fp8_format is not None and precision.fp8_output_grad,
+            fp8_output_head_backward=precision.fp8_format is not None and precision.fp8_output_head_backward,
         )
 
     @property

@@ -90,14 +90,15 @@ def has_mxfp4_weights(hf_config: Mapping[str, Any]) -> bool:
     return False
 
 
-_ROPE_KEYS = {
-    "rotary_percent": "partial_rotary_factor",
-    "rotary_base": "rope_theta",
-    "rope_scaling_factor": "rope_scaling.factor",
-    "rotary_seq_len_interpolation_factor": "rope_scaling.factor",
-    "original_max_position_embeddings": "rope_scaling.original_max_position_embeddings",
-    "longrope_short_factor": "rope_scaling.short_factor",
-    "longrope_long_factor": "rope_scaling.long_factor",
+_ROPE_KEYS = {"rotary_percent": "partial_rotary_factor", "rotary_base": "rope_theta"}
+_SCALING_KEYS = {
+    "rope_scaling_factor": "factor",
+    "rotary_seq_len_interpolation_factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "longrope_short_factor": "short_factor",
+    "longrope_long_factor": "long_factor",
 }
 
 
@@ -110,7 +111,9 @@ def keys_of_flags(config: Mapping[str, Any]) -> dict[str, str]:
     family = FAMILIES.get(_first_name(str(config.get("model_type", ""))))
     if family is None:
         return {}
-    named = {**(_ROPE_KEYS if family.has_rope else {}), **family.moe_keys, **family.keys}
+    table = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = {**_ROPE_KEYS, **{ours: f"{table}.{key}" for ours, key in _SCALING_KEYS.items()}} if family.has_rope else {}
+    named = {**rope, **family.moe_keys, **family.keys}
     return {flag_name(ours): key for ours, key in named.items()}
 
 

@@ -34,7 +34,10 @@ def to_logical(family: str, hf_tensors: Mapping[str, Tensor], spec: ModelSpec) -
     shapes = folder_shapes(spec)
     entries = _matching_entries(table, spec, hf_tensors)
     stored = stored_names_by_full_name(table, hf_tensors, {entry.name for entry in entries})
-    tied_head = stored.pop(output_head_name(table), None) if _OUTPUT_HEAD not in shapes else None
+    tied_heads = [
+        stored.pop(name) for name in _output_head_names(table) if name in stored and _OUTPUT_HEAD not in shapes
+    ]
+    tied_head = tied_heads[0] if tied_heads else None
     problems = _name_problems(entries, stored)
     problems += [
         f"{stored[entry.name]} is {list(hf_tensors[stored[entry.name]].shape)}, "
@@ -117,7 +120,13 @@ def _region_in_entry(region: EntryRegion, logical: Mapping[str, Tensor]) -> Tens
 
 def output_head_name(family: Family) -> str:
     """Returns the family's name of the output head's weight; a checkpoint of a tied model may hold it as a copy of the embedding."""
-    return next(mapping.hf_module for mapping in family.mappings if mapping.logical_modules == ("head",)) + ".weight"
+    return _output_head_names(family)[0]
+
+
+def _output_head_names(family: Family) -> list[str]:
+    """Returns its name in files, and that in memory if it is another."""
+    rows = (*family.mappings, *family.in_memory_mappings)
+    return list(dict.fromkeys(f"{row.hf_module}.weight" for row in rows if row.logical_modules == ("head",)))
 
 
 def stored_names_by_full_name(family: Family, names: Iterable[str], expected: Container[str]) -> dict[str, str]:

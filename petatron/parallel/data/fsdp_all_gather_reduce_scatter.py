@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from petatron.kernels.fp8.gather_cast import GatherCastKernels
+from petatron.kernels.fp8.param_gather import Fp8ParamGatherKernels
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.sharding.fp8_gather import MatrixShard, ScaledMatrix, all_reduce_scales, dequantise_shards, quantise_shard
@@ -70,7 +70,7 @@ class Fp8AllGather(RecordedAllGather):
     """
 
     def __init__(
-        self, axis: Axis, segments: Sequence[MessageSegment], *, itemsize: int, kernels: GatherCastKernels
+        self, axis: Axis, segments: Sequence[MessageSegment], *, itemsize: int, kernels: Fp8ParamGatherKernels
     ) -> None:
         """`segments` in the order of a message; `itemsize` is that of its dtype."""
         super().__init__(axis)

@@ -87,7 +87,7 @@ class CudaMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphFacts:
+class CaptureInputs:
     """What decides: the meter of steps, memory, the states of all random streams, and whether passes are recomputed."""
 
     meter: IdleMeter
@@ -101,7 +101,7 @@ class AutoGraphedSteps:
     """Runs training steps like `PipelineExecutor.run`, and decides whether they are captured."""
 
     def __init__(
-        self, run: RunStep, graphed: GraphedSteps, facts: GraphFacts, *, restart_step: Callable[[int], None]
+        self, run: RunStep, graphed: GraphedSteps, facts: CaptureInputs, *, restart_step: Callable[[int], None]
     ) -> None:
         """`run` runs a step as it is. `restart_step` starts a step of so many micro-batches again, after a failed capture."""
         self._run_plain, self._graphed, self._facts, self._restart_step = run, graphed, facts, restart_step

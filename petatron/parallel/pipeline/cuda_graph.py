@@ -83,7 +83,7 @@ class CaptureError(TrainError):
 
     def __init__(self, reason: str, message: str | None = None) -> None:
         """`reason` is short; `message` says what to do, by default to leave graphs out."""
-        own = f"This step cannot be recorded as a CUDA graph. Leave --cuda-graphs out, or say auto. What torch says: {reason}"
+        own = f"This step cannot be captured as a CUDA graph. Leave --cuda-graphs out, or say auto. What torch says: {reason}"
         super().__init__(message or own)
         self.reason = reason
 
@@ -229,7 +229,7 @@ class GraphedSteps:
             del self._captured_steps[next(iter(self._captured_steps))]
         self._captured_steps[key] = self._capture_on_all_ranks(run, batches, scales)
         kind = "a step" if scales is not None else "an evaluation"
-        _log.debug("%s of %d micro-batches is recorded, and replayed from now on", kind, len(batches))
+        _log.debug("%s of %d micro-batches is captured, and replayed from now on", kind, len(batches))
 
     def _shapes(self, batches: Sequence[Batch]) -> tuple[_BatchShape, ...]:
         """Returns what a capture of these micro-batches depends on: their shapes, and the room for documents, which only grows."""
@@ -319,7 +319,7 @@ def _batch_shape(batch: Batch, most_documents: int) -> _BatchShape:
     if documents.padded_rows is not None:
         raise CaptureError(
             "attention of long packed documents is planned from their lengths",
-            f"A step over packed documents of {MIN_PADDED_DOCUMENT} tokens or more cannot be recorded as a CUDA graph: attention is "
+            f"A step over packed documents of {MIN_PADDED_DOCUMENT} tokens or more cannot be captured as a CUDA graph: attention is "
             "planned from their lengths. Leave --cuda-graphs out, or --reset-attention-mask.",
         )
     room = torch.Size((documents.equal_length or 0, most_documents))

@@ -48,7 +48,7 @@ _EFFECTS: Mapping[str, str] = {
     "precision.fp8_recipe": _FP8_CHANGES,
     "precision.fp8_amax_history_len": _FP8_CHANGES,
     "precision.fp8_amax_compute_algo": _FP8_CHANGES,
-    "precision.fp8_output_grad": _FP8_CHANGES,
+    "precision.fp8_output_head_backward": _FP8_CHANGES,
     "precision.fp8_param_gather": _FP8_GATHER_CHANGES,
     "precision.first_last_layers_bf16": _FP8_CHANGES,
     "precision.num_layers_at_start_in_bf16": _FP8_CHANGES,

@@ -24,7 +24,7 @@ from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import HasConfig, RunLength, build_model, build_optimizer, config_of
-from petatron.train.cuda_graphs import use_cuda_graphs_if_faster
+from petatron.train.cuda_graphs import enable_auto_cuda_graphs
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.resume_diff import config_for_checkpoint, resume_changes
 from petatron.train.state.save_and_load import LoadedState, has_weights, load_checkpoint, load_state, save_with_manager
@@ -92,7 +92,7 @@ class TrainState:
         """
         run = config_of(run)
         model = model or build_model(run, mesh, init_weights=init_weights)
-        use_cuda_graphs_if_faster(run, model)
+        enable_auto_cuda_graphs(run, model)
         return cls(
             run=run,
             mesh=mesh,

@@ -79,7 +79,10 @@ def test_a_run_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[s
         ("--fp16", "fp16, fp32 master weights"),
         ("--fp64", "fp64"),
         ("--bf16 --fp8-hybrid --fp8-recipe rowwise", f"{FP8} (rowwise)"),
-        ("--bf16 --fp8-hybrid --fp8-output-grad", f"{FP8} (tensorwise), those of the output head's backward too"),
+        (
+            "--bf16 --fp8-hybrid --fp8-output-head-backward",
+            f"{FP8} (tensorwise), those of the output head's backward too",
+        ),
         (
             "--bf16 --fp8-hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 2 --num-layers 4",
             f"{FP8} (tensorwise), not in the first 2 and last 1 layer",

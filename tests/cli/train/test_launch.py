@@ -17,7 +17,7 @@ import pytest
 
 from petatron.cli.main import main
 from petatron.mesh.launch.local_launcher import run_ranks
-from tests.forked_python import ForkedPython
+from tests.forked_python import ForkedPython, run_forked
 
 ROOT = Path(__file__).parents[3]
 FLAGS = (
@@ -39,13 +39,13 @@ def _run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedP
 def test_three_launchers_one_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """torchrun's ranks are started as users start them; the next tests do that with the launcher of the package."""
+    """torchrun starts its ranks itself, from a process that has torch loaded; the next test starts all as users do."""
     monkeypatch.chdir(tmp_path)
     flags = [*FLAGS, "--train-iters", "3"]
     assert main(["train", *flags]) == 0
     own = capfd.readouterr().out
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    theirs = _run([*torchrun, str(ROOT / "pretrain_gpt.py"), *flags], tmp_path)
+    theirs = run_forked([*torchrun, str(ROOT / "pretrain_gpt.py"), *flags], cwd=tmp_path, env=ENV)
     slurm = {
         "SLURM_NTASKS": "2",
         "SLURM_JOB_ID": str(os.getpid()),

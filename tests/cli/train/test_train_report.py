@@ -73,7 +73,7 @@ def test_a_layout_and_its_recompute_are_said_in_words(tmp_path: Path, capsys: py
 
 
 def test_all_that_is_in_fp8_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    flags = "--bf16 --fp8-hybrid --fp8-output-grad --vocab-size 128".split()
+    flags = "--bf16 --fp8-hybrid --fp8-output-head-backward --vocab-size 128".split()
     assert run("--train-iters", "1", "--log-dir", str(tmp_path), *flags) == 0
     said = "precision: bf16, fp32 master weights, GEMMs in FP8 hybrid (tensorwise), those of the output head's backward too\n"
     assert said in capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_amax_of_what_is_written(shape: tuple[int, int], eps: float):
         amax, grad_amax = torch.full((2, 1), first, device=DEVICE)
         total, normal, rstd = norm.rms_norm(x, weight, eps=eps, zero_centered_gamma=False, branch=branch, amax=amax)
         x_grad, *_ = norm.rms_norm_backward(
-            grad, total, rstd, weight, zero_centered_gamma=False, grad_total=branch, amax=grad_amax
+            grad, total, rstd, weight, zero_centered_gamma=False, grad_residual=branch, amax=grad_amax
         )
         assert torch.equal(normal, norm.rms_norm(x, weight, eps=eps, zero_centered_gamma=False, branch=branch)[1])
         for found, tensor in ((amax, normal), (grad_amax, x_grad)):
@@ -82,16 +82,16 @@ def backward_cases() -> list:
 
 @pytest.mark.parametrize(("shape", "dtype", "joined", "again", "zero_centered_gamma"), backward_cases(), ids=str)
 def test_backward(shape: tuple[int, int], dtype: torch.dtype, joined: bool, again: bool, zero_centered_gamma: bool):
-    (x, grad, grad_total), weight = sample(shape, dtype, 3)
-    joining = grad_total if joined else None
+    (x, grad, grad_residual), weight = sample(shape, dtype, 3)
+    joining = grad_residual if joined else None
     _, normal, rstd = norm.rms_norm(x, weight, eps=1e-5, zero_centered_gamma=zero_centered_gamma)
     ours = norm.rms_norm_backward(
-        grad, x, rstd, weight, zero_centered_gamma=zero_centered_gamma, grad_total=joining, recompute_output=again
+        grad, x, rstd, weight, zero_centered_gamma=zero_centered_gamma, grad_residual=joining, recompute_output=again
     )
     doubles = [tensor.double() for tensor in (grad, x, rstd, weight)]
     wide = None if joining is None else joining.double()
     true = plain.rms_norm_backward(
-        *doubles, zero_centered_gamma=zero_centered_gamma, grad_total=wide, recompute_output=again
+        *doubles, zero_centered_gamma=zero_centered_gamma, grad_residual=wide, recompute_output=again
     )
     assert ours[0].dtype == dtype and ours[1].dtype == torch.float32
     # A row of one element has no gradient but what joins: all that is left is rounding.
@@ -125,13 +125,13 @@ def test_a_sink_gets_the_gradient_of_the_weight(kernels: Any, dtype: torch.dtype
 
 def test_gradients_are_those_of_the_forward():
     """Independent of the formula: autograd through the plain forward in float64."""
-    (x, branch, grad, grad_total), weight = sample((6, 96), torch.float32, 4)
+    (x, branch, grad, grad_residual), weight = sample((6, 96), torch.float32, 4)
     inputs = [tensor.double().requires_grad_() for tensor in (x, branch, weight)]
     total, normal, _ = plain.rms_norm(inputs[0], inputs[2], eps=1e-6, zero_centered_gamma=True, branch=inputs[1])
-    true = torch.autograd.grad((normal * grad).sum() + (total * grad_total).sum(), inputs)
+    true = torch.autograd.grad((normal * grad).sum() + (total * grad_residual).sum(), inputs)
     total, _, rstd = norm.rms_norm(x, weight, eps=1e-6, zero_centered_gamma=True, branch=branch)
     grad_x, grad_weight, _ = norm.rms_norm_backward(
-        grad, total, rstd, weight, zero_centered_gamma=True, grad_total=grad_total
+        grad, total, rstd, weight, zero_centered_gamma=True, grad_residual=grad_residual
     )
     assert far(grad_x, true[0]) <= 1e-6 and far(grad_x, true[1]) <= 1e-6
     assert far(grad_weight, true[2]) <= 1e-6
@@ -142,13 +142,15 @@ def test_strided_rows(columns_apart: bool):
     def strided(x: Tensor) -> Tensor:
         return x.t().contiguous().t() if columns_apart else torch.cat((x, x + 1), dim=1)[:, : x.shape[1]]
 
-    (x, branch, grad, grad_total), weight = sample((5, 48), torch.float32, 4)
+    (x, branch, grad, grad_residual), weight = sample((5, 48), torch.float32, 4)
     forward = {"eps": 1e-5, "zero_centered_gamma": False}
     want = norm.rms_norm(x, weight, **forward, branch=branch)
     have = norm.rms_norm(strided(x), weight, **forward, branch=strided(branch))
-    want += norm.rms_norm_backward(grad, want[0], want[2], weight, zero_centered_gamma=False, grad_total=grad_total)
-    apart = [strided(tensor) for tensor in (grad, want[0], grad_total)]
-    have += norm.rms_norm_backward(*apart[:2], want[2], weight, zero_centered_gamma=False, grad_total=apart[2])
+    want += norm.rms_norm_backward(
+        grad, want[0], want[2], weight, zero_centered_gamma=False, grad_residual=grad_residual
+    )
+    apart = [strided(tensor) for tensor in (grad, want[0], grad_residual)]
+    have += norm.rms_norm_backward(*apart[:2], want[2], weight, zero_centered_gamma=False, grad_residual=apart[2])
     for one, other in zip(have, want, strict=True):
         assert torch.equal(one, other)
 
@@ -167,7 +169,7 @@ def test_rows_too_wide_for_registers(again: bool):
     ours, wanted = (
         [*kind.rms_norm(x, weight, eps=1e-5, zero_centered_gamma=True, branch=branch)] for kind in (norm, plain)
     )
-    options = {"zero_centered_gamma": True, "grad_total": joining, "recompute_output": again}
+    options = {"zero_centered_gamma": True, "grad_residual": joining, "recompute_output": again}
     for kind, found in ((norm, ours), (plain, wanted)):
         found += kind.rms_norm_backward(grad, found[0], found[2], weight, **options)
     for mine, true in zip(ours, wanted, strict=True):

@@ -18,7 +18,7 @@ MODELS = {
     "gate": "--attention-output-gate",
     "experts": "--num-experts 4 --moe-router-topk 2 --moe-shared-expert-intermediate-size 16",
     "fp8": "--hidden-size 64 --ffn-hidden-size 96 --fp8-format hybrid --fp8-recipe tensorwise",
-    "fp8 output grad": "--hidden-size 64 --fp8-format hybrid --fp8-output-grad --vocab-size 128",
+    "fp8 output grad": "--hidden-size 64 --fp8-format hybrid --fp8-output-head-backward --vocab-size 128",
     "latent": "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8",
     "recurrent": "--hybrid-layer-pattern M-*G --num-layers 4 --mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 "
     "--linear-key-head-dim 8 --linear-value-head-dim 8 --linear-num-key-heads 2 --linear-num-value-heads 4",

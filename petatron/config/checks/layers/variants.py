@@ -88,7 +88,9 @@ def _longrope(model: RawModelConfig) -> Iterator[Problem]:
     yield from above("longrope_attention_factor", model.longrope_attention_factor, 0)
     if all(text is None for text in lists.values()):
         return
-    pairs = int((model.kv_channels or 0) * model.rotary_percent) // 2
+    latent = model.multi_latent_attention
+    width = model.qk_pos_emb_head_dim if latent else int((model.kv_channels or 0) * model.rotary_percent)
+    pairs = width // 2
     for flag, text in lists.items():
         try:
             count = None if text is None else len(parse_longrope_factors(text))
@@ -97,7 +99,7 @@ def _longrope(model: RawModelConfig) -> Iterator[Problem]:
             continue
         if count is None:
             yield Problem(flag, "", "is missing, and LongRoPE has two lists of factors", "Give both, or neither.")
-        elif model.kv_channels and count != pairs:
+        elif width and count != pairs:
             rule = f"has {count} numbers, and a head has {pairs} rotary pairs"
             yield Problem(flag, f"{text:.40}", rule, "Give one number per rotary pair.")
     if model.position_embedding_type != "rope" or model.use_rope_scaling:

@@ -114,12 +114,12 @@ def test_what_can_be_recorded(flags: str, world_size: int):
 )  # fmt: skip
 def test_what_cannot_be_recorded(flags: str, world_size: int, found: str):
     [message] = messages(flags, world_size=world_size)
-    assert message.startswith("--cuda-graphs cannot record a step with ")
+    assert message.startswith("--cuda-graphs cannot capture a step with ")
     assert found in message
-    assert message.endswith(" With --device cpu nothing is recorded."), "auto is checked as a GPU, on every machine"
+    assert message.endswith(" With --device cpu nothing is captured."), "auto is checked as a GPU, on every machine"
     assert message.rsplit(": ", 1)[1].count(". ") == 2, "it says what to do"
     assert (
-        f"{messages(f'{flags} --device cuda', world_size=world_size)[0]} With --device cpu nothing is recorded."
+        f"{messages(f'{flags} --device cuda', world_size=world_size)[0]} With --device cpu nothing is captured."
         == message
     )
 

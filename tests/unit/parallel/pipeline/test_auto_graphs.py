@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from petatron.config import load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.parallel.pipeline.auto_cuda_graphs import CudaMemory, GraphFacts
+from petatron.parallel.pipeline.auto_cuda_graphs import CaptureInputs, CudaMemory
 from petatron.parallel.pipeline.cuda_graph import CaptureError, Replay, StepFunction
 from petatron.parallel.pipeline.device_idle import CudaEvents, IdleMeter, StepTime
 from petatron.parallel.pipeline.executor import StepResult
 from petatron.schedule.actions import TimedAction
 from petatron.train.build_run import build_model, build_optimizer
-from petatron.train.cuda_graphs import max_over_ranks, reasons_against_capture, use_cuda_graphs_if_faster
+from petatron.train.cuda_graphs import enable_auto_cuda_graphs, max_over_ranks, reasons_against_capture
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
@@ -185,7 +185,9 @@ def train(flags: str, options: Options | None) -> Trained:
             [StepTime(1.0, options.idle_s), StepTime(1.2, options.idle_s)],
             [*warm_up_and_capture, StepTime(options.replay_s + 0.2), StepTime(options.replay_s)],
         )
-        facts = GraphFacts(meter, options.memory, model.rng_streams.state, options.recomputes, options.max_over_ranks)
+        facts = CaptureInputs(
+            meter, options.memory, model.rng_streams.state, options.recomputes, options.max_over_ranks
+        )
         model.use_cuda_graphs(stand_in, facts)
     losses = []
     for step in range(STEPS):
@@ -295,7 +297,7 @@ def test_a_later_kind_of_step_may_fail_too(caplog: pytest.LogCaptureFixture):
         model = build_model(tiny_run(), ParallelMesh.single())
         meter: Any = ScriptedMeter([StepTime(1.0, 0.9)] * 2, [StepTime(0.1)] * 4)
         if auto:
-            facts = GraphFacts(meter, ScriptedMemory(), model.rng_streams.state, recomputes=False)
+            facts = CaptureInputs(meter, ScriptedMemory(), model.rng_streams.state, recomputes=False)
             model.use_cuda_graphs(FailsLater(model), facts)
         losses.append([float(model.train_step(batches(1 + step // 8, step))) for step in range(11)])
     assert losses[0] == losses[1]
@@ -319,7 +321,7 @@ def test_an_evaluation_is_captured_where_steps_are(caplog: pytest.LogCaptureFixt
         stand_in = (capture or StandIn)(model)
         if capture is not None:
             model.use_cuda_graphs(
-                stand_in, GraphFacts(meter, ScriptedMemory(), model.rng_streams.state, recomputes=False)
+                stand_in, CaptureInputs(meter, ScriptedMemory(), model.rng_streams.state, recomputes=False)
             )
         found = [float(model.evaluate(batches(2, 99))[0])]
         found += [float(model.train_step(batches(1, step))) for step in range(8)]
@@ -335,7 +337,7 @@ def test_a_step_that_is_timed_decides_nothing():
     model = build_model(tiny_run(), ParallelMesh.single())
     meter: Any = ScriptedMeter([], [])
     model.use_cuda_graphs(
-        StandIn(model), GraphFacts(meter, ScriptedMemory(), model.rng_streams.state, recomputes=False)
+        StandIn(model), CaptureInputs(meter, ScriptedMemory(), model.rng_streams.state, recomputes=False)
     )
     timed: list[TimedAction] = []
     for _ in range(4):
@@ -361,7 +363,7 @@ def test_what_cannot_be_captured_is_said_before_training(
     FakeCuda(capability=(7, 5)).install(monkeypatch)
     run = load_config([*BASE.split(), *"--dp 2 --softmax-type learnable".split()], world_size=2).config
     mesh: Any = SimpleNamespace(device=torch.device("cuda", 0), backend="gloo")
-    use_cuda_graphs_if_faster(run, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
+    enable_auto_cuda_graphs(run, SimpleNamespace(mesh=mesh))  # type: ignore[arg-type]
     assert caplog.messages == [
         "CUDA graphs: off: --overlap-grad-reduce: gloo communicates inside it, on the host; --softmax-type learnable: "
         "without FlashAttention the host makes the mask; it needs a GPU of compute capability 8.0 (Ampere) or later; this one has 7.5"
@@ -384,7 +386,7 @@ def test_it_is_used_with_what_the_device_tells(monkeypatch: pytest.MonkeyPatch):
         rng_streams=SimpleNamespace(tp_shared=None, state=dict),
         use_cuda_graphs=lambda *given: found.extend(given),
     )
-    use_cuda_graphs_if_faster(load_config([*BASE.split(), "--recompute-activations"]).config, model)
+    enable_auto_cuda_graphs(load_config([*BASE.split(), "--recompute-activations"]).config, model)
     facts = found[1]
     assert facts.recomputes and facts.max_over_ranks([3.0, -1.0]) == [3.0, -1.0]
     assert isinstance(facts.memory, CudaMemory) and isinstance(facts.meter._device, CudaEvents)
@@ -406,7 +408,7 @@ def fallen_back_losses(auto: bool) -> list[float]:
     optimizer = build_optimizer(run, model)
     meter: Any = ScriptedMeter([StepTime(1.0, 0.9)] * 2, [StepTime(0.1)] * 4)
     if auto:
-        facts = GraphFacts(meter, ScriptedMemory(), model.rng_streams.state, recomputes=False)
+        facts = CaptureInputs(meter, ScriptedMemory(), model.rng_streams.state, recomputes=False)
         model.use_cuda_graphs(FailsForThree(model), facts)
     losses = []
     for step in range(12):

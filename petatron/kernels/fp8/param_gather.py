@@ -34,7 +34,7 @@ from torch import Tensor
 
 from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, quantise
 
-RUN_LENGTH = 64
+SCALE_RUN_ELEMENTS = 64
 
 
 class UpdateShardAmaxKernel(Protocol):
@@ -56,7 +56,7 @@ class DequantiseShardsKernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GatherCastKernels:
+class Fp8ParamGatherKernels:
     """One implementation of each operation."""
 
     update_shard_amax: UpdateShardAmaxKernel
@@ -68,19 +68,19 @@ def update_shard_amax(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int |
     if not x_N.numel():
         return
     # Without the sign, a float's bits order as its value, with NaN above all, which no maximum of floats guarantees.
-    runs = x_N.view(1, -1) if columns is None else x_N.view(-1, RUN_LENGTH)
+    runs = x_N.view(1, -1) if columns is None else x_N.view(-1, SCALE_RUN_ELEMENTS)
     bits = runs.abs().amax(dim=1).to(torch.float32).abs().view(torch.int32)
     index = _scale_index_of_each_run(bits, amax_T.numel(), begin=begin, columns=columns)
     amax_T.view(torch.int32).scatter_reduce_(0, index, bits, "amax")
 
 
 def quantise_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
-    x, out = (x_N, out_N) if columns is None else (x_N.view(-1, RUN_LENGTH), out_N.view(-1, RUN_LENGTH))
+    x, out = (x_N, out_N) if columns is None else (x_N.view(-1, SCALE_RUN_ELEMENTS), out_N.view(-1, SCALE_RUN_ELEMENTS))
     out.copy_(quantise(x, _scale_of_each_run(x, scale_T, begin=begin, columns=columns), E4M3))
 
 
 def dequantise_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
-    runs = values_PN.reshape(-1, RUN_LENGTH) if columns is not None else values_PN
+    runs = values_PN.reshape(-1, SCALE_RUN_ELEMENTS) if columns is not None else values_PN
     values = runs.to(torch.float32) * _scale_of_each_run(runs, scale_T, begin=0, columns=columns)
     limit = torch.finfo(out_PN.dtype).max
     out_PN.copy_(values.clamp(-limit, limit).view(out_PN.shape))
@@ -98,13 +98,13 @@ def _scale_index_of_each_run(firsts: Tensor, scales: int, *, begin: int, columns
     runs = torch.arange(firsts.numel(), device=firsts.device)
     if columns is None:
         return runs * 0
-    assert begin % RUN_LENGTH == 0 and columns % BLOCK == 0, f"{begin} elements into rows of {columns}"
-    element = begin + runs * RUN_LENGTH
+    assert begin % SCALE_RUN_ELEMENTS == 0 and columns % BLOCK == 0, f"{begin} elements into rows of {columns}"
+    element = begin + runs * SCALE_RUN_ELEMENTS
     square = element // columns // BLOCK * (columns // BLOCK) + element % columns // BLOCK
     return square.clamp(max=scales - 1)
 
 
-REFERENCE = GatherCastKernels(
+REFERENCE = Fp8ParamGatherKernels(
     update_shard_amax=update_shard_amax, quantise_shard=quantise_shard, dequantise_shards=dequantise_shards
 )
 """Plain torch on any device."""

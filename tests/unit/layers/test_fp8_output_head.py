@@ -20,8 +20,8 @@ from petatron.kernels.vocab_parallel_cross_entropy import (
     WriteWeightGrad,
     linear_cross_entropy,
 )
-from petatron.layers.ops import fp8_output_grad
-from petatron.layers.ops.fp8_output_grad import Fp8OutputHeadGemm, fp8_output_grad_factory
+from petatron.layers.ops import fp8_output_head
+from petatron.layers.ops.fp8_output_head import Fp8OutputHeadGemm, fp8_output_head_factory
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.registry import model_spec
 from petatron.verify.compare_traces import Tolerances, compare_traces
@@ -61,9 +61,9 @@ def losses_and_grads(gemm: Gemm, *, chunk: int) -> tuple[Tensor, Tensor, Tensor]
 @pytest.mark.parametrize(("chunk", "rows_at_once"), [(TOKENS, 8192), (16, 8192), (16, 16), (16, 48)])
 def test_gemms_of_quantised_operands(monkeypatch: pytest.MonkeyPatch, chunk: int, rows_at_once: int):
     """One scale for all chunks, from the largest weight of a token; losses are those without FP8."""
-    monkeypatch.setattr(fp8_output_grad, "_ADDED_ROWS", rows_at_once)
+    monkeypatch.setattr(fp8_output_head, "_ACCUMULATE_CHUNK_ROWS", rows_at_once)
     x, weight, targets, loss_weights = inputs()
-    losses, x_grad, weight_grad = losses_and_grads(fp8_output_grad_factory(REFERENCE)(loss_weights), chunk=chunk)
+    losses, x_grad, weight_grad = losses_and_grads(fp8_output_head_factory(REFERENCE)(loss_weights), chunk=chunk)
     plain_losses, plain_x_grad, plain_weight_grad = losses_and_grads(PLAIN_GEMM, chunk=chunk)
     assert torch.equal(losses, plain_losses)
     grad = torch.softmax(x @ weight.t(), dim=1)
@@ -99,10 +99,10 @@ def test_sizes_that_the_hardware_does_not_support_are_told():
 def fp8_run(layout: str, *, world_size: int = 2, output_grad: bool = True) -> RunConfig:
     """FP8 operands, multiplied and added in float64; a config asks for at most float32."""
     made = tiny_run(
-        f"{SIZES} --make-vocab-size-divisible-by 32 --fp8-format hybrid --fp8-output-grad {layout}",
+        f"{SIZES} --make-vocab-size-divisible-by 32 --fp8-format hybrid --fp8-output-head-backward {layout}",
         world_size=world_size,
     )
-    return replace(made, precision=replace(made.precision, fp64=True, fp8_output_grad=output_grad))
+    return replace(made, precision=replace(made.precision, fp64=True, fp8_output_head_backward=output_grad))
 
 
 @cache
@@ -119,13 +119,16 @@ def test_a_layout_trains_the_model_of_one_process(ranks: RankPool, layout: str):
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused():
-    flags = f"{SIZES} --fp8-format hybrid --fp8-output-grad"
+    flags = f"{SIZES} --fp8-format hybrid --fp8-output-head-backward"
     with pytest.raises(ConfigError, match="multiples of 16 rows of the vocabulary, but a rank has 136"):
         tiny_run(flags)
     with pytest.raises(ConfigError, match=r"but a rank has 72.*--make-vocab-size-divisible-by 16"):
         tiny_run(f"{flags} --vocab-size 144 --tp 2", world_size=2)
-    assert tiny_run(f"{flags} --vocab-size 144").precision.fp8_output_grad
-    unknown = [*SIZES.split(), *"--fp8-format hybrid --fp8-output-grad --make-vocab-size-divisible-by 8".split()]
+    assert tiny_run(f"{flags} --vocab-size 144").precision.fp8_output_head_backward
+    unknown = [
+        *SIZES.split(),
+        *"--fp8-format hybrid --fp8-output-head-backward --make-vocab-size-divisible-by 8".split(),
+    ]
     with pytest.raises(ConfigError, match="but it is padded to multiples of 8"):
         load_config(unknown, preset="tiny-llama", require_training=False)
 
@@ -142,12 +145,12 @@ def test_memory_of_the_casts_is_counted(monkeypatch: pytest.MonkeyPatch):
         return matrix
 
     _, weight, _, loss_weights = inputs()
-    losses_and_grads(fp8_output_grad_factory(replace(REFERENCE, cast_tensor=counted))(loss_weights), chunk=TOKENS)
+    losses_and_grads(fp8_output_head_factory(replace(REFERENCE, cast_tensor=counted))(loss_weights), chunk=TOKENS)
     assert set(held) == {(TOKENS, IDS), (IDS, WIDTH), (TOKENS, WIDTH)}
     del held[TOKENS, WIDTH]  # x, when the gradient's rows are free again
     flags = f"--hidden-size {WIDTH} --seq-length {TOKENS // 2} --vocab-size {IDS} --make-vocab-size-divisible-by 16 --fp8-format hybrid"
     plain, more = (
         model_spec(run).loss_workspace_bytes(ActivationShape.from_config(run, device="cuda"))
-        for run in (tiny_run(flags), tiny_run(f"{flags} --fp8-output-grad"))
+        for run in (tiny_run(flags), tiny_run(f"{flags} --fp8-output-head-backward"))
     )
     assert more - plain == sum(held.values()) and weight.shape == (IDS, WIDTH)

@@ -10,8 +10,8 @@ import torch
 
 from petatron.kernels.fp8 import cast_and_gemm
 from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, power_of_two_scale
-from petatron.kernels.fp8.gather_cast import REFERENCE, RUN_LENGTH
-from tests.kernels.gemm.test_gather_cast import assert_same_operands, draw, gathered, same
+from petatron.kernels.fp8.param_gather import REFERENCE, SCALE_RUN_ELEMENTS
+from tests.kernels.gemm.test_param_gather import assert_same_operands, draw, gathered, same
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CAPABLE, reason="needs a CUDA device of capability 9.0")]
@@ -21,14 +21,14 @@ CASES = [((48, 144), False), ((4096, 1040), False), ((256, 384), True), ((4096, 
 
 @pytest.fixture
 def kernels() -> Any:
-    return pytest.importorskip("petatron.kernels.triton.fp8.gather_cast").TRITON
+    return pytest.importorskip("petatron.kernels.triton.fp8.param_gather").TRITON
 
 
 @pytest.mark.parametrize("top", [225.0, 1e-20, 2.0**127 * 1.99])
 @pytest.mark.parametrize(("shape", "squares"), CASES)
 def test_as_the_reference(kernels: Any, shape: tuple[int, int], squares: bool, top: float):
     w = draw(shape, seed=1, spread=30.0, top=top, dtype=torch.bfloat16).cuda()
-    cuts = [RUN_LENGTH * 7, RUN_LENGTH * 80]
+    cuts = [SCALE_RUN_ELEMENTS * 7, SCALE_RUN_ELEMENTS * 80]
     ours, wanted = (gathered(w, squares=squares, cuts=cuts, kernels=way) for way in (kernels, REFERENCE))
     assert torch.equal(ours.view(torch.int16), wanted.view(torch.int16))
     cast = cast_and_gemm.cast_block_128x128 if squares else cast_and_gemm.cast_tensor
@@ -39,7 +39,9 @@ def test_as_the_reference(kernels: Any, shape: tuple[int, int], squares: bool, t
 def test_what_is_not_finite(kernels: Any, shape: tuple[int, int], squares: bool):
     w = draw(shape, seed=2, spread=4.0, top=100.0, dtype=torch.bfloat16).cuda()
     w[3, 3], w[-1, -1] = math.inf, math.nan
-    ours, wanted = (gathered(w, squares=squares, cuts=[RUN_LENGTH * 9], kernels=way) for way in (kernels, REFERENCE))
+    ours, wanted = (
+        gathered(w, squares=squares, cuts=[SCALE_RUN_ELEMENTS * 9], kernels=way) for way in (kernels, REFERENCE)
+    )
     assert same(ours, wanted) and int(ours.isnan().sum()) == 2
 
 

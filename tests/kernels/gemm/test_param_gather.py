@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.fp8 import cast_and_gemm, gather_cast
+from petatron.kernels.fp8 import cast_and_gemm, param_gather
 from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, Fp8Matrix, dequantise, power_of_two_scale
-from petatron.kernels.fp8.gather_cast import REFERENCE, RUN_LENGTH, GatherCastKernels
+from petatron.kernels.fp8.param_gather import REFERENCE, SCALE_RUN_ELEMENTS, Fp8ParamGatherKernels
 
 TENSORS = [(16, 16), (48, 144), (112, 32)]
 SQUARES = [(128, 128), (256, 384)]
 
 
-def gathered(w: Tensor, *, squares: bool, cuts: Sequence[int], kernels: GatherCastKernels = REFERENCE) -> Tensor:
+def gathered(w: Tensor, *, squares: bool, cuts: Sequence[int], kernels: Fp8ParamGatherKernels = REFERENCE) -> Tensor:
     """A weight whose elements up to each cut belong to one rank each, as all of them get it."""
     flat, columns = w.flatten(), w.shape[1] if squares else None
     amax = torch.zeros(w.numel() // BLOCK**2 if squares else 1, device=w.device)
@@ -77,7 +77,7 @@ def test_what_arrives_is_cast_to_the_same_numbers(data: st.DataObject):
     spread = data.draw(st.sampled_from([0.0, 4.0, 30.0, 150.0]), "spread")
     w = draw(shape, seed=data.draw(st.integers(0, 10**6), "seed"), spread=spread, top=top, dtype=dtype)
     assert w.isfinite().all()
-    step = RUN_LENGTH if squares else 1
+    step = SCALE_RUN_ELEMENTS if squares else 1
     cuts = [step * at for at in data.draw(st.lists(st.integers(0, w.numel() // step), max_size=4), "cuts")]
     back, cast = (
         gathered(w, squares=squares, cuts=cuts),
@@ -183,9 +183,9 @@ def test_parts_that_lie_apart_and_end_in_padding(kernels: str, squares: bool):
     assert (out[:, :16] == 7.0).all() and (messages[:, :32] == 0).all() and (messages[:, 32 + length :] == 0).all()
 
 
-def _triton() -> GatherCastKernels:
+def _triton() -> Fp8ParamGatherKernels:
     pytest.importorskip("triton")
-    return pytest.importorskip("petatron.kernels.triton.fp8.gather_cast").TRITON
+    return pytest.importorskip("petatron.kernels.triton.fp8.param_gather").TRITON
 
 
 WIRE = {"plain": lambda: REFERENCE, "triton": _triton}
@@ -195,13 +195,13 @@ WIRE = {"plain": lambda: REFERENCE, "triton": _triton}
 def test_triton_does_the_same(shape: tuple[int, int], squares: bool):
     """With numbers that are not rounded, as its interpreter rounds in a way of its own."""
     kernels, w = _triton(), exact(shape, seed=3)
-    cuts = [RUN_LENGTH * 3, RUN_LENGTH * 80]
+    cuts = [SCALE_RUN_ELEMENTS * 3, SCALE_RUN_ELEMENTS * 80]
     assert torch.equal(gathered(w, squares=squares, cuts=cuts, kernels=kernels), w)
     columns, flat = shape[1] if squares else None, w.flatten()
     flat[-3] = math.nan
-    for begin in (0, RUN_LENGTH * 80):
+    for begin in (0, SCALE_RUN_ELEMENTS * 80):
         ours, wanted = torch.zeros(2, w.numel() // BLOCK**2 if squares else 1)
-        for way, amax in ((kernels, ours), (gather_cast.REFERENCE, wanted)):
+        for way, amax in ((kernels, ours), (param_gather.REFERENCE, wanted)):
             way.update_shard_amax(flat[begin:], amax, begin=begin, columns=columns)
         assert same(ours, wanted) and ours.isnan().any()
 

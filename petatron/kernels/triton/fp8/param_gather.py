@@ -1,4 +1,4 @@
-"""Quantises and dequantises weights in one pass each: the Triton implementation of `kernels/fp8/gather_cast.py`.
+"""Quantises and dequantises weights in one pass each: the Triton implementation of `kernels/fp8/param_gather.py`.
 
 Per number of a bfloat16 weight: 2 bytes for amax and 2 + 1 to quantise, both over the rank's owned range, 1 + 2 to dequantise, over
 all. With n weights, r ranks and 4.0 TB/s that is (5 / r + 3) n / 4 ms for n in billions: for one billion over 8 ranks 0.91 ms,
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.fp8.cast_and_gemm import BLOCK
-from petatron.kernels.fp8.gather_cast import RUN_LENGTH, GatherCastKernels
+from petatron.kernels.fp8.param_gather import SCALE_RUN_ELEMENTS, Fp8ParamGatherKernels
 from petatron.kernels.triton.fp8.cast_tiles import inverse_scale, magnitude_bits, quantise_unclamped
 
 _RUNS = 64
@@ -154,7 +154,7 @@ def dequantise_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, col
 
 
 def _grid(numbers: int) -> tuple[int]:
-    return (triton.cdiv(numbers, _RUNS * RUN_LENGTH),)
+    return (triton.cdiv(numbers, _RUNS * SCALE_RUN_ELEMENTS),)
 
 
 def _constants(columns: int | None) -> dict[str, int | bool]:
@@ -162,12 +162,12 @@ def _constants(columns: int | None) -> dict[str, int | bool]:
         "BLOCKS_128X128": columns is not None,
         "BLOCK": BLOCK,
         "RUNS": _RUNS,
-        "RUN": RUN_LENGTH,
+        "RUN": SCALE_RUN_ELEMENTS,
         "num_warps": _WARPS,
     }
 
 
-TRITON = GatherCastKernels(
+TRITON = Fp8ParamGatherKernels(
     update_shard_amax=update_shard_amax, quantise_shard=quantise_shard, dequantise_shards=dequantise_shards
 )
 """For CUDA devices of capability 9.0."""

@@ -30,7 +30,7 @@ from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Operan
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.layers.ops.fp8_gemm import LogOnce, fallback_message, sizes_fit
 
-_ADDED_ROWS = 8192
+_ACCUMULATE_CHUNK_ROWS = 8192
 """Vocabulary rows whose gradient is computed at a time where it is added to another."""
 
 
@@ -70,13 +70,13 @@ class _OutputWeightGrad:
         if not accumulate:
             self.kernels.gemm(self.grad, x, dtype=out.dtype, fast=False, out=out)
             return
-        for start in range(0, out.shape[0], _ADDED_ROWS):
-            part = slice(start, start + _ADDED_ROWS)
+        for start in range(0, out.shape[0], _ACCUMULATE_CHUNK_ROWS):
+            part = slice(start, start + _ACCUMULATE_CHUNK_ROWS)
             rows = replace(self.grad, values=self.grad.values[part])
             out[part].add_(self.kernels.gemm(rows, x, dtype=out.dtype, fast=False))
 
 
-def fp8_output_grad_factory(kernels: Fp8Kernels) -> Callable[[Tensor], Gemm]:
+def fp8_output_head_factory(kernels: Fp8Kernels) -> Callable[[Tensor], Gemm]:
     """Returns a function that makes the GEMMs of a micro-batch from its tokens' weights in the loss."""
     report = LogOnce()
     return lambda loss_weights_T: Fp8OutputHeadGemm(kernels, loss_weights_T, report)

@@ -1,0 +1,1 @@
+"""Random configurations of every family, as published models vary, against transformers."""
