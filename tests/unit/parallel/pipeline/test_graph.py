@@ -303,7 +303,7 @@ def test_long_packed_documents_are_refused_and_evaluated_as_ever():
     model.use_cuda_graphs(stand_in)
     text = torch.zeros(1, 1024, dtype=torch.int64)
     long = Batch(text, text, torch.ones(1, 1024), documents=Documents.of(torch.zeros_like(text)))
-    with pytest.raises(TrainError, match="packed documents of 1024 tokens or more cannot be recorded"):
+    with pytest.raises(TrainError, match="packed documents of 1024 tokens or more cannot be captured"):
         model.train_step([long])
     for step in range(WARM_UP_STEPS + 1):
         model.train_step(batches(1, step))
