@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Alternate, and compare what both wrote: at the same weights it is the same, but for ties."""
     from petatron.bench.measure.timing import alternating_orders, elapsed_seconds
-    from petatron.bench.peers.bench_model import bench_spec, precision_text
+    from petatron.bench.peers.bench_model import bench_precision_text, bench_spec
     from petatron.bench.result import BenchResult
 
     spec = bench_spec(flags)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     ragged = ", of several lengths" if args.ragged else ""
     rows = [
         ("prompt", f"{args.prompt_tokens} tokens{ragged}, {args.new_tokens} new ones, greedy, {together}"),
-        ("precision", precision_text(spec)),
+        ("precision", bench_precision_text(spec)),
     ]
     for name, (first, each) in medians.items():
         speed = f"({prompt_tokens / first:,.0f} tok/s), then {args.batch / each:,.1f} tok/s"

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     from petatron.bench.measure.timing import elapsed_seconds
-    from petatron.bench.peers.bench_model import bench_spec, precision_text
+    from petatron.bench.peers.bench_model import bench_precision_text, bench_spec
     from petatron.bench.result import BenchResult
 
     spec = bench_spec(flags)
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     prompts = sum(len(prompt) for prompt, _ in requests)
     rows = [
         ("requests", f"{len(requests)} at once, {prompts:,} tokens of prompts and {wanted:,} new ones, greedy"),
-        ("precision", precision_text(spec)),
+        ("precision", bench_precision_text(spec)),
         *(
             (
                 name,

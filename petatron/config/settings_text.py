@@ -29,7 +29,7 @@ def layout_text(parallel: Mapping[str, Any]) -> str:
 
 
 def precision_name(precision: PrecisionConfig) -> str:
-    """Returns what a run computes in, but for GEMMs in FP8."""
+    """Returns the short name of the compute dtype; FP8 is not part of it."""
     return next((name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)), "fp32")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from petatron.base.log import get_logger
 from petatron.config.schema.parallel import PrecisionConfig
-from petatron.kernels.fp8.cast_and_gemm import Fp8Matrix, Scaling
+from petatron.kernels.fp8.cast_and_gemm import Scaling
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.linear import Linear
 from petatron.layers.mlp import MLP
@@ -60,10 +60,9 @@ class Fp8GemmSet:
         for gemm in (*self.linears.values(), *self.experts):
             gemm.end_step()
 
-    def cached_weights(self) -> list[Fp8Matrix]:
-        """Returns the weights that are cached in FP8 now."""
-        found = (gemm.cached_weight for gemm in (*self.linears.values(), *self.experts))
-        return [weight for weight in found if weight is not None]
+    def weight_memory(self) -> list[object]:
+        """Returns the memory of weights and scales that are cached in FP8 now, which a CUDA graph may read."""
+        return [gemm.weight_memory for gemm in (*self.linears.values(), *self.experts)]
 
     def state(self) -> dict[str, Tensor]:
         """Returns the amax histories of delayed scaling, one per row, under a key of the GEMMs' names; empty if there are none."""

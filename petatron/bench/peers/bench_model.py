@@ -46,7 +46,7 @@ def bench_spec(flags: Sequence[str], *, silenced_flags: Collection[str] = ()) ->
     return BenchSpec(run=run, device=device, compile=device.type == "cuda", fp8_recipe=None)
 
 
-def precision_text(spec: BenchSpec) -> str:
+def bench_precision_text(spec: BenchSpec) -> str:
     """Returns the precision for a table, with why it is a bad choice where the device emulates it."""
     dtype = compute_dtype(spec.run.precision)
     name, reason = str(dtype).removeprefix("torch."), unsupported_reason(spec.device.type, dtype)

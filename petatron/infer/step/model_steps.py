@@ -59,7 +59,7 @@ class ModelSteps:
             )
         self.graphs = self._prompt_graphs = None
         if options.cuda_graphs and can_capture(model):
-            capture = GraphCapture(self.device, read_memory=model.fp8_gemms.cached_weights)
+            capture = GraphCapture(self.device, read_memory=model.fp8_gemms.weight_memory)
             self.graphs = DecodeGraphs(
                 self._run_last,
                 capture,

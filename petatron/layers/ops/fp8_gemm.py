@@ -235,8 +235,9 @@ class Fp8Gemm:
         self._weight_cache.drop()
 
     @property
-    def cached_weight(self) -> Fp8Matrix | None:
-        return self._weight_cache.cached
+    def weight_memory(self) -> object:
+        """The memory of the weight in FP8, of whatever is cached now."""
+        return self._weight_cache.memory
 
     def end_step(self) -> None:
         """Drops the cached weight; until the next step starts, amax is not recorded."""
@@ -301,8 +302,9 @@ class Fp8ExpertGemms:
     drop_cached_weight = end_step
 
     @property
-    def cached_weight(self) -> Fp8Matrix | None:
-        return self._weight_cache.cached
+    def weight_memory(self) -> object:
+        """The memory of the weight in FP8, of whatever is cached now."""
+        return self._weight_cache.memory
 
     def grouped_gemm(self, x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts, *, transposed: bool) -> Tensor:
         quantised = self._weight_cache.get(weight_EOD, "both")

@@ -27,7 +27,9 @@ def is_cast_for_each_use(*, micro_batches: int, num_rows: int) -> bool:
 
 
 class WeightCast(Protocol):
-    """Quantises a weight, with what is known of it in a step."""
+    """Quantises a weight, with the scale that is known of it in a step, if any."""
+
+    scale: Tensor | None
 
     def __call__(self, weight: Tensor, *, orientation: Orientation) -> Fp8Matrix: ...
 
@@ -41,6 +43,7 @@ class StatelessWeightCast:
 
     def __init__(self, cast: CastKernel) -> None:
         self._cast = cast
+        self.scale: Tensor | None = None
 
     def __call__(self, weight: Tensor, *, orientation: Orientation) -> Fp8Matrix:
         return self._cast(weight, E4M3, orientation=orientation)
@@ -60,17 +63,17 @@ class TensorwiseWeightCast:
 
     def __init__(self, quantiser: Quantiser, kernels: Fp8Kernels) -> None:
         self._quantiser, self._kernels = quantiser, kernels
-        self._scale: Tensor | None = None
+        self.scale: Tensor | None = None
 
     def __call__(self, weight: Tensor, *, orientation: Orientation) -> Fp8Matrix:
-        if self._scale is not None:
-            return cast_with_known_scale(weight, self._scale, self._kernels, orientation=orientation)
+        if self.scale is not None:
+            return cast_with_known_scale(weight, self.scale, self._kernels, orientation=orientation)
         matrix = self._quantiser(weight, orientation=orientation)
-        self._scale = (matrix.columns if orientation == "columns" else matrix.rows).scale
+        self.scale = (matrix.columns if orientation == "columns" else matrix.rows).scale
         return matrix
 
     def drop(self) -> None:
-        self._scale = None
+        self.scale = None
 
 
 class Fp8WeightCache:
@@ -96,9 +99,9 @@ class Fp8WeightCache:
         self.drop()
 
     @property
-    def cached(self) -> Fp8Matrix | None:
-        """What is cached; a CUDA graph reads its memory, and does not keep it alive."""
-        return self._cached
+    def memory(self) -> tuple[Fp8Matrix | None, Tensor | None]:
+        """What is cached, and a known scale: a CUDA graph reads their memory, and does not keep it alive."""
+        return self._cached, self._cast.scale
 
     def drop(self) -> None:
         self._cached = None

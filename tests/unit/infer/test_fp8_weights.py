@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from petatron.base.errors import ConfigError
 from petatron.infer.engine import Engine
@@ -16,6 +17,7 @@ from petatron.infer.generate import generate
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.step import model_steps
 from petatron.layers.linear import Linear
+from petatron.layers.ops import fp8_weight
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
@@ -148,8 +150,9 @@ class GraphStub:
         pass
 
 
-def test_cached_weights_live_as_long_as_the_graphs_that_read_them(monkeypatch: pytest.MonkeyPatch):
-    """An evaluation, or another engine, drops them; a graph knows their addresses alone."""
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_is_cached_lives_as_long_as_the_graphs_that_read_it(cached: bool, monkeypatch: pytest.MonkeyPatch):
+    """Weights, or their scales alone where each use casts them. An evaluation drops them; a graph knows their addresses alone."""
     for name in ("graph_pool_handle", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
     for name in ("Stream", "current_stream"):
@@ -164,10 +167,19 @@ def test_cached_weights_live_as_long_as_the_graphs_that_read_them(monkeypatch: p
     assert steps.graphs is not None
     capture = steps.graphs._graph_capture
     batch = Batch(torch.zeros(1, 32, dtype=torch.int64), torch.zeros(1, 32, dtype=torch.int64), torch.ones(1, 32))
+    if not cached:
+        monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_REQUANTISE", 16)
+        model.fp8_gemms.new_step(1)
     graph, _ = capture.capture(lambda: model.evaluate([batch]))
-    memory = [weakref.ref(weight.rows.values) for weight in model.fp8_gemms.cached_weights()]
-    assert len(memory) == 8
+    memory = _cached_tensors(model)
+    assert len(memory) == (16 if cached else 8)
     model.fp8_gemms.end_step()
-    assert not model.fp8_gemms.cached_weights() and all(values() is not None for values in memory)
+    assert not _cached_tensors(model) and all(tensor() is not None for tensor in memory)
     capture.free([graph])
-    assert all(values() is None for values in memory)
+    assert all(tensor() is None for tensor in memory)
+
+
+def _cached_tensors(model: ParallelModel) -> list[weakref.ref[Tensor]]:
+    weights = [gemm._weight_cache.memory for gemm in model.fp8_gemms.linears.values()]
+    tensors = [part for matrix, scale in weights for part in (matrix and matrix.rows.values, scale) if part is not None]
+    return [weakref.ref(tensor) for tensor in tensors]
