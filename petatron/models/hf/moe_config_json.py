@@ -78,7 +78,8 @@ def _moe_layers(family: Family, hf_config: Mapping[str, Any], num_layers: int) -
         if not is_count(step, 1):
             rule = "is not a positive whole number"
             return Problem("decoder_sparse_step", f"{step!r:.40}", rule, "Use 1 for experts in every layer.")
-        is_moe = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+        without = frozenset(dense)  # a file may name very many
+        is_moe = [layer not in without and (layer + 1) % step == 0 for layer in range(num_layers)]
         if not any(is_moe):
             rule = f"and mlp_only_layers leave no layer of {num_layers} for the experts"
             return Problem("decoder_sparse_step", str(step), rule, "Use a dense family.")
@@ -89,7 +90,8 @@ def _moe_layers(family: Family, hf_config: Mapping[str, Any], num_layers: int) -
         if not isinstance(chosen, list) or not chosen or any(layer not in range(num_layers) for layer in chosen):
             rule = f"and interleave_moe_layer_step {step!r:.20} name no layers of {num_layers} for the experts"
             return Problem("moe_layers", f"{chosen!r:.40}", rule, "Use a dense family.")
-        is_moe = [layer in chosen for layer in range(num_layers)]
+        named = frozenset(chosen)
+        is_moe = [layer in named for layer in range(num_layers)]
     return is_moe
 
 
