@@ -20,7 +20,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
-from tests.dist import PRELOADED
+from tests.dist import PRELOADED, schedule_as_batch
 from tests.quick_disk import skip_flushes
 
 
@@ -128,6 +128,7 @@ def _descriptor(own: int, wanted: IO[Any] | int | None, nowhere: IO[bytes]) -> i
 def _run_command(words: list[str], env: dict[str, str], cwd: str, stdout: int, stderr: int, new_session: bool) -> None:
     """In the forked process: what the interpreter does with its command line."""
     skip_flushes()
+    schedule_as_batch()
     if new_session:
         os.setsid()
     for own, stream in ((1, stdout), (2, stderr)):
