@@ -56,7 +56,8 @@ def schedule_as_batch() -> None:
     in a loop until that one runs again, for which it needs the core. Ranks on few cores so use a quarter less CPU time.
     """
     if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with contextlib.suppress(OSError):  # a container may not allow it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _serve(rank: int, connection: Connection, port: int, stack_file: str, nccl: int) -> None:
