@@ -136,7 +136,8 @@ def folder_manifest(path: Path, spec: ModelSpec) -> Manifest:
     slots, packed = split_packed_tensors(slots) if has_mxfp4_weights(load_config_json(path)) else (slots, {})
     block = fp8_block_size(load_config_json(path))
     scales = {} if block is None else {n: n + _SCALE_SUFFIX for n in slots if n + _SCALE_SUFFIX in slots}
-    weights = {name: slots[name] for name in slots.keys() - set(scales.values())}
+    apart = set(scales.values())
+    weights = {name: slot for name, slot in slots.items() if name not in apart}  # in order: errors name the first ones
     weights |= {name: (found.file, found.info) for name, found in packed.items()}
     stored = _stored_names(path, weights, known)
     problems = [f"{entry.name} is missing" for entry in entries if entry.name not in stored]
