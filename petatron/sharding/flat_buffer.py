@@ -149,7 +149,9 @@ class FlatParamGroup:
         return [slot.placement for slot in self.params]
 
     def frozen(self) -> list[Placement]:
-        return [slot.placement for slot in self.params if not slot.parameter.requires_grad]
+        # Not through `params`, whose generator is a call per parameter, at every step.
+        slots = [slot for bucket in self.buckets for slot in bucket.params]
+        return [slot.placement for slot in slots if not slot.parameter.requires_grad]
 
     def shard_axis(self, placement: Placement) -> Axis:
         """Returns the ranks that shard optimizer state; this rank alone where it is not sharded."""

@@ -204,7 +204,7 @@ def test_a_setting_that_this_version_does_not_have_is_named(folder: Path, tmp_pa
     [problem] = problems("--from", str(tmp_path / "odd"))
     assert problem.startswith(f"--num-query-groups 3 of {tmp_path / 'odd'} does not divide --num-attention-heads 4")
     for read_model in (petatron.from_pretrained, open_model_source):
-        with pytest.raises(ConfigError, match=r"odd/config\.json: --num-query-groups 3 does not divide"):
+        with pytest.raises(ConfigError, match=r"odd/config\.json: num_key_value_heads 3 does not divide"):
             read_model(tmp_path / "odd")
 
 

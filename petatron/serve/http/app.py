@@ -57,7 +57,13 @@ _POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], ty
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer} for status in (400, 401, 404, 405, 413, 415, 429, 500, 503, 504)
 }
-_STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_EVENT = {
+    "type": "object",
+    "description": "One event of the stream: data is a chunk of the answer in JSON, or [DONE].",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+_STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
 
 def build_app(

@@ -126,7 +126,7 @@ def on_mesh(modules: Mapping[int, nn.Module], io: ModelIO, plan: PipelinePlan, m
         start_step=lambda *_: None,
         finish_grad_sync=lambda: None,
         new_step=lambda micro_batches: None,
-        weights_changed=lambda: None,
+        end_step=lambda: None,
         update=lambda _: None,
     )
     parts = SimpleNamespace(
