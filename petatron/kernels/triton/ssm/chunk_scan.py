@@ -33,7 +33,7 @@ from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.ssm.scan_grads import chunk_grads
 from petatron.kernels.triton.ssm.scan_outputs import chunk_outputs
 from petatron.kernels.triton.ssm.scan_states import chunk_states
-from petatron.kernels.triton.ssm.scan_tiles import chunk_decays
+from petatron.kernels.triton.ssm.scan_tiles import chunk_cumsum
 from petatron.kernels.triton.ssm.sequential_scan import (
     MOST_HEAD_DIM,
     MOST_STATE_DIM,
@@ -66,7 +66,7 @@ def chunk_scan(
 ) -> tuple[Tensor, Tensor]:
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN))
-    decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
+    decays = chunk_cumsum(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
     if _is_sequential(x, B, C):
         return scan_forward(x, B, C, D_H, decays, initial_state)
     states, final = chunk_states(x, B, decays, initial_state, reverse=False)
@@ -89,7 +89,7 @@ def chunk_scan_backward(
 ) -> ScanGrads:
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C, grad_y = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN, grad_y_SBHP))
-    decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
+    decays = chunk_cumsum(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
     if _is_sequential(x, B, C, grad_y):
         states = sequential_states(x, B, D_H, decays, initial_state)
         grad_x, grad_states, grad_initial = scan_reverse(grad_y, B, C, D_H, decays, grad_final_state)

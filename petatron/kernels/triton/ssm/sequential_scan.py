@@ -81,7 +81,7 @@ def chunk_scores(queries_SBGN: Tensor, keys_SBGN: Tensor, decays: ChunkDecays, *
     Zero where a query does not see a key: one of a later token (in reverse, of an earlier one) or of another document.
     """
     length, batch, groups, state_dim = keys_SBGN.shape
-    chunk, chunks = decays.chunk, decays.num_chunks
+    chunk, chunks = decays.chunk_size, decays.num_chunks
     scores = torch.empty((batch, chunks, groups, chunk, chunk), dtype=keys_SBGN.dtype, device=keys_SBGN.device)
     _chunk_scores[(chunks, groups, batch)](
         queries_SBGN,
@@ -158,7 +158,7 @@ def _launch(
     rows_SBHP, keys_SBGN, queries_SBGN = rows
     (length, batch, heads, head_dim), (groups, state_dim) = rows_SBHP.shape, keys_SBGN.shape[2:]
     last = torch.empty((batch, heads, state_dim, head_dim), dtype=torch.float32, device=rows_SBHP.device)
-    chunk = decays.chunk
+    chunk = decays.chunk_size
     scores = None if out is None else chunk_scores(queries_SBGN, keys_SBGN, decays, reverse=reverse)
     _sequential_scan[(batch * heads,)](
         row_tiles(rows_SBHP, chunk),
@@ -167,8 +167,8 @@ def _launch(
         None if scores is None else TensorDescriptor.from_tensor(scores.view(-1, chunk), [chunk, chunk]),
         None if out is None else row_tiles(out, chunk),
         states,
-        decays.steps,
-        decays.sums,
+        decays.dt,
+        decays.dA_cumsum,
         decays.documents,
         D_H,
         None if first is None else state_tiles(first.float().mT.contiguous(), state_dim),

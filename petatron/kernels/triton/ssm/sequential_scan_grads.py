@@ -29,8 +29,8 @@ from petatron.kernels.triton.ssm.scan_tiles import (
     document_before,
     document_of,
     dot_precision,
-    head_parts,
     load_rows,
+    num_head_parts,
 )
 from petatron.kernels.triton.ssm.sequential_scan import documents_of_chunk, row_tiles, state_tiles
 
@@ -66,14 +66,14 @@ def group_grads(
     states: those before the chunks; grad_states: of those after them [B, c, H, N, P].
     """
     (length, batch, heads, head_dim), (groups, state_dim) = x_SBHP.shape, B_SBGN.shape[2:]
-    chunks, chunk, columns = decays.num_chunks, decays.chunk, min(_COLUMNS, B_SBGN.shape[3])
+    chunks, chunk, columns = decays.num_chunks, decays.chunk_size, min(_COLUMNS, B_SBGN.shape[3])
     splits = triton.cdiv(state_dim, columns)
-    parts = head_parts(heads // groups, programs=chunks * batch * groups, wanted=_PROGRAMS)
+    parts = num_head_parts(heads // groups, programs=chunks * batch * groups, wanted=_PROGRAMS)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x_SBHP.device)
 
-    by_head, by_group = decays.sums.shape, (parts, length, batch, groups, state_dim)
+    by_head, by_group = decays.dA_cumsum.shape, (parts, length, batch, groups, state_dim)
     sums = TokenSums(new(2, *by_head), new(2 * splits, *by_head), new(splits, chunks, batch, heads))
     grad_D, score_B, score_C = new(chunks, batch, heads), new(*by_group), new(*by_group)
     dtype = B_SBGN.dtype if parts == 1 else torch.float32
@@ -85,7 +85,7 @@ def group_grads(
     _score_sums[(chunks * parts, groups, batch)](
         *tiles,
         *both,
-        (decays.steps, decays.sums, decays.documents),
+        (decays.dt, decays.dA_cumsum, decays.documents),
         sums.of_scores,
         grad_D,
         score_B,
@@ -101,7 +101,7 @@ def group_grads(
         state_tiles(states, columns),
         state_tiles(grad_states, columns),
         *both,
-        (decays.steps, decays.sums, decays.documents),
+        (decays.dt, decays.dA_cumsum, decays.documents),
         sums.of_states,
         sums.state_products,
         score_B,
@@ -249,14 +249,14 @@ def _state_sums(
 
 def step_grads(A_H: Tensor, decays: ChunkDecays, sums: TokenSums, *, length: int) -> tuple[Tensor, Tensor]:
     """Returns the gradients of dt [S, B, H] and of A [H] in float32."""
-    batch, heads = decays.sums.shape[:2]
+    batch, heads = decays.dA_cumsum.shape[:2]
     chunks = decays.num_chunks
     grad_dt = torch.empty((length, batch, heads), dtype=torch.float32, device=A_H.device)
     grad_A = torch.empty((chunks, batch, heads), dtype=torch.float32, device=A_H.device)
     _step_grads[(chunks, batch, triton.cdiv(heads, _HEADS))](
         A_H,
-        decays.steps,
-        decays.sums,
+        decays.dt,
+        decays.dA_cumsum,
         decays.documents,
         *sums,
         grad_dt,
@@ -264,7 +264,7 @@ def step_grads(A_H: Tensor, decays: ChunkDecays, sums: TokenSums, *, length: int
         length,
         heads,
         SPLITS=len(sums.state_products),
-        CHUNK=decays.chunk,
+        CHUNK=decays.chunk_size,
         HEADS=_HEADS,
     )
     return grad_dt, grad_A.sum(dim=(0, 1))
