@@ -17,8 +17,8 @@ each count twice. What the kernels took on an H200:
 | forward                    | x, y                                                       | 0.17  | 0.56  |
 | backward, states           | x, states                                                  | 0.25  | 0.30  |
 | backward, in reverse       | gradients of y, of x and of states                         | 0.34  | 0.67  |
-| backward, scores           | x, gradient of y                                           | 0.17  | 0.39  |
-| backward, B and C          | x, gradient of y, states and their gradients               | 0.50  | 0.60  |
+| backward, intra-chunk      | x, gradient of y                                           | 0.17  | 0.39  |
+| backward, inter-chunk      | x, gradient of y, states and their gradients               | 0.50  | 0.60  |
 
 S sequence, B batch, H heads, P head dim, G groups, N state dim.
 """
@@ -41,9 +41,9 @@ from petatron.kernels.triton.ssm.sequential_scan import (
     scan_reverse,
     sequential_states,
 )
-from petatron.kernels.triton.ssm.sequential_scan_grads import group_grads, step_grads
+from petatron.kernels.triton.ssm.sequential_scan_grads import B_C_D_grads, dt_A_grads
 
-_CHUNK = 64
+_CHUNK_SIZE = 64
 _WIDE_STATE = 128
 """A state of more columns leaves fewer registers for a chunk."""
 _MIN_PROGRAMS = 256
@@ -66,11 +66,11 @@ def chunk_scan(
 ) -> tuple[Tensor, Tensor]:
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN))
-    decays = chunk_cumsum(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
+    decays = chunk_cumsum(dt_SBH, A_H, starts_SB, _chunk_size(chunk_size, B))
     if _is_sequential(x, B, C):
         return scan_forward(x, B, C, D_H, decays, initial_state)
-    states, final = chunk_states(x, B, decays, initial_state, reverse=False)
-    return chunk_outputs(x, B, C, D_H, decays, states), final
+    states, final_state = chunk_states(x, B, decays, initial_state, reverse=False)
+    return chunk_outputs(x, B, C, D_H, decays, states), final_state
 
 
 def chunk_scan_backward(
@@ -89,15 +89,15 @@ def chunk_scan_backward(
 ) -> ScanGrads:
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C, grad_y = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN, grad_y_SBHP))
-    decays = chunk_cumsum(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
+    decays = chunk_cumsum(dt_SBH, A_H, starts_SB, _chunk_size(chunk_size, B))
     if _is_sequential(x, B, C, grad_y):
         states = sequential_states(x, B, D_H, decays, initial_state)
-        grad_x, grad_states, grad_initial = scan_reverse(grad_y, B, C, D_H, decays, grad_final_state)
-        grad_B, grad_C, grad_D, sums = group_grads(grad_y, x, B, C, decays, states, grad_states)
-        grad_dt, grad_A = step_grads(A_H, decays, sums, length=len(x))
+        grad_x, grad_states, grad_initial_state = scan_reverse(grad_y, B, C, D_H, decays, grad_final_state)
+        grad_B, grad_C, grad_D, cumsum_grads = B_C_D_grads(grad_y, x, B, C, decays, states, grad_states)
+        grad_dt, grad_A = dt_A_grads(A_H, decays, cumsum_grads, length=len(x))
     else:
         states, _ = chunk_states(x, B, decays, initial_state, reverse=False)
-        grad_states, grad_initial = chunk_states(grad_y, C, decays, grad_final_state, reverse=True)
+        grad_states, grad_initial_state = chunk_states(grad_y, C, decays, grad_final_state, reverse=True)
         grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D = chunk_grads(
             grad_y, x, A_H, B, C, D_H, decays, states, grad_states
         )
@@ -108,7 +108,7 @@ def chunk_scan_backward(
         grad_B.to(B_SBGN.dtype),
         grad_C.to(C_SBGN.dtype),
         grad_D.to(D_H.dtype),
-        None if initial_state is None else grad_initial.to(initial_state.dtype),
+        None if initial_state is None else grad_initial_state.to(initial_state.dtype),
     )
 
 
@@ -132,12 +132,12 @@ def _fits_sequential_scan(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bo
 
 def _aligned(tensor: Tensor) -> bool:
     strides = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
-    return all(place % _ALIGNED_BYTES == 0 for place in (tensor.data_ptr(), *strides))
+    return all(offset % _ALIGNED_BYTES == 0 for offset in (tensor.data_ptr(), *strides))
 
 
-def _chunk(most: int, B_SBGN: Tensor) -> int:
+def _chunk_size(most: int, B_SBGN: Tensor) -> int:
     """Returns the tokens of a chunk: a power of two of at least 16, the fewest rows of a GEMM."""
-    tokens = _CHUNK
+    tokens = _CHUNK_SIZE
     if B_SBGN.shape[3] > _WIDE_STATE or B_SBGN.dtype == torch.float32:
         tokens //= 2
     return max(1 << min(tokens, most).bit_length() - 1, 16)

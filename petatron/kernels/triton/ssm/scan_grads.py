@@ -163,9 +163,7 @@ def _CB_grads(
         tl.store(grad_dA_cumsum + offsets, tl.sum(dM_M, axis=1) - tl.sum(dM_M, axis=0))
     rounded_dCB = dCB.to(C_tile.dtype)
     grad_B, grad_C, group_grad_strides = group_grads
-    offsets, mask = _group_grad_offsets(
-        head_part, token, b, group, group_grad_strides, length, state_dim, STATE_DIM
-    )  # fmt: skip
+    offsets, mask = _group_grad_offsets(head_part, token, b, group, group_grad_strides, length, state_dim, STATE_DIM)
     tl.store(grad_C + offsets, tl.dot(rounded_dCB, B_tile, input_precision=PRECISION), mask=mask)
     tl.store(grad_B + offsets, tl.dot(tl.trans(rounded_dCB), C_tile, input_precision=PRECISION), mask=mask)
 
@@ -202,7 +200,7 @@ def _C_grads(
     _, grad_C, group_grad_strides = group_grads
     dC_offsets, dC_mask = _group_grad_offsets(
         head_part, token, b, group, group_grad_strides, length, state_dim, STATE_DIM
-    )  # fmt: skip
+    )
     dC = tl.load(grad_C + dC_offsets, mask=dC_mask, other=0.0)
     first_head = (group * HEAD_PARTS + head_part) * heads_per_part
     for head in range(first_head, first_head + heads_per_part):
@@ -270,7 +268,7 @@ def _x_dt_B_grads(
     grad_B, _, group_grad_strides = group_grads
     dB_offsets, dB_mask = _group_grad_offsets(
         head_part, token, b, group, group_grad_strides, length, state_dim, STATE_DIM
-    )  # fmt: skip
+    )
     dB = tl.load(grad_B + dB_offsets, mask=dB_mask, other=0.0)
     first_head = (group * HEAD_PARTS + head_part) * heads_per_part
     for head in range(first_head, first_head + heads_per_part):

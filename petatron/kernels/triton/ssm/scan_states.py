@@ -137,9 +137,7 @@ def _chunk_states(
 
 
 @triton.jit
-def _state_decays(
-    dA_cs, dA_cs_last, documents, token, chunk, b, length, CHUNK: tl.constexpr, REVERSE: tl.constexpr
-):  # fmt: skip
+def _state_decays(dA_cs, dA_cs_last, documents, token, chunk, b, length, CHUNK: tl.constexpr, REVERSE: tl.constexpr):
     """Returns to_end = exp(s_Q - s_j), REVERSE: from_start = exp(s_i), of each token; and chunk_decay = exp(s_Q)."""
     decay, chunk_decay = tl.exp(dA_cs if REVERSE else dA_cs_last - dA_cs), tl.exp(dA_cs_last)
     if documents is not None:
