@@ -1,18 +1,18 @@
 """The selective scan of Mamba-2 in Triton: sequential over chunks where there are many heads, else all chunks at once.
 
-The equations are those of `kernels/ssm/chunk_scan.py`. How long a chunk is changes no result but by rounding, so the kernels take
-their own: a longer one means fewer states in memory, and more work inside a chunk.
+The equations are those of `kernels/ssm/chunk_scan.py`, the kernels' notation is in `scan_tiles.py`. How long a chunk is changes
+no result but by rounding, so the kernels take their own: a longer one means fewer states in memory, and more work inside a chunk.
 
 - Sequential (`sequential_scan.py`, `sequential_scan_grads.py`): a program has one head of one sequence, and its state never leaves
   the chip, but in backward. For at least so many heads and sequences that every multiprocessor has some, and for states that fit
   into registers.
-- All chunks at once (`scan_states.py`, `scan_outputs.py`, `scan_grads.py`): states at the boundaries of chunks first, then outputs or
-  gradients of all chunks.
+- All chunks at once (`scan_states.py`, `scan_outputs.py`, `scan_grads.py`): chunk states and state passing first, then the chunk scan, or
+  the gradients, of all chunks.
 
 Device memory traffic in bf16, Mamba-2 2.7B (S 4096, B 8, H 80, P 64, G 1, N 128), at 4.0 TB/s; x, and y, are 335 MB; states of 64 tokens
 each count twice. What the kernels took on an H200:
 
-| step of a sequential scan  | tensors as large as x                                      | ms    | found |
+| step of a sequential scan  | tensors as large as x                                      | ms    | taken |
 |----------------------------|------------------------------------------------------------|-------|-------|
 | forward                    | x, y                                                       | 0.17  | 0.56  |
 | backward, states           | x, states                                                  | 0.25  | 0.30  |
@@ -35,8 +35,8 @@ from petatron.kernels.triton.ssm.scan_outputs import chunk_outputs
 from petatron.kernels.triton.ssm.scan_states import chunk_states
 from petatron.kernels.triton.ssm.scan_tiles import chunk_cumsum
 from petatron.kernels.triton.ssm.sequential_scan import (
-    MOST_HEAD_DIM,
-    MOST_STATE_DIM,
+    MAX_HEAD_DIM,
+    MAX_STATE_DIM,
     scan_forward,
     scan_reverse,
     sequential_states,
@@ -121,11 +121,11 @@ def _is_sequential(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
 def _fits_sequential_scan(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
     """Returns whether there are enough programs, their states have the size of a tile, and tiles begin at multiples of 16 bytes."""
     _, batch, heads, head_dim = x_SBHP.shape
-    sizes = ((head_dim, MOST_HEAD_DIM), (B_SBGN.shape[3], MOST_STATE_DIM))
+    sizes = ((head_dim, MAX_HEAD_DIM), (B_SBGN.shape[3], MAX_STATE_DIM))
     return (
         x_SBHP.itemsize == 2
         and batch * heads >= _MIN_PROGRAMS
-        and all(16 <= size <= most and size.bit_count() == 1 for size, most in sizes)
+        and all(16 <= size <= limit and size.bit_count() == 1 for size, limit in sizes)
         and all(_aligned(tensor) for tensor in (x_SBHP, B_SBGN, *others))
     )
 
@@ -135,9 +135,9 @@ def _aligned(tensor: Tensor) -> bool:
     return all(offset % _ALIGNED_BYTES == 0 for offset in (tensor.data_ptr(), *strides))
 
 
-def _chunk_size(most: int, B_SBGN: Tensor) -> int:
+def _chunk_size(limit: int, B_SBGN: Tensor) -> int:
     """Returns the tokens of a chunk: a power of two of at least 16, the fewest rows of a GEMM."""
     tokens = _CHUNK_SIZE
     if B_SBGN.shape[3] > _WIDE_STATE or B_SBGN.dtype == torch.float32:
         tokens //= 2
-    return max(1 << min(tokens, most).bit_length() - 1, 16)
+    return max(1 << min(tokens, limit).bit_length() - 1, 16)

@@ -35,7 +35,7 @@ from petatron.kernels.triton.ssm.scan_tiles import (
     load_rows,
 )
 
-MOST_HEAD_DIM, MOST_STATE_DIM = 64, 128
+MAX_HEAD_DIM, MAX_STATE_DIM = 64, 128
 """A state of 64 x 128 takes 64 registers of each of 128 threads."""
 
 
