@@ -45,49 +45,52 @@ def causal_conv_backward(
     window: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of input, weight, bias and window; those of weight and bias in at least float32."""
-    inner = _convolution(x_SBC, weight_CW, bias_C, starts_SB, window)
-    gate = inner.sigmoid()
-    grad = to_compute_dtype(grad_SBC) * gate * (1.0 + inner * (1.0 - gate))
-    wide, weight = _with_window(x_SBC, weight_CW.shape[1], window), to_compute_dtype(weight_CW)
-    grad_wide, weight_grads = torch.zeros_like(wide), []
-    for tap, rows, seen in _taps(wide, weight_CW.shape[1], starts_SB):
-        seen_grad = grad if seen is None else grad * seen
-        weight_grads.append((seen_grad * wide[rows]).sum(dim=(0, 1)))
-        grad_wide[rows] += seen_grad * weight[:, tap]
-    before = weight_CW.shape[1] - 1
+    preactivation = _convolution(x_SBC, weight_CW, bias_C, starts_SB, window)
+    sigmoid = preactivation.sigmoid()
+    grad = to_compute_dtype(grad_SBC) * sigmoid * (1.0 + preactivation * (1.0 - sigmoid))
+    x, weight = _with_window(x_SBC, weight_CW.shape[1], window), to_compute_dtype(weight_CW)
+    grad_x, weight_grads = torch.zeros_like(x), []
+    for tap, rows, same_document in _taps(x, weight_CW.shape[1], starts_SB):
+        tap_grad = grad if same_document is None else grad * same_document
+        weight_grads.append((tap_grad * x[rows]).sum(dim=(0, 1)))
+        grad_x[rows] += tap_grad * weight[:, tap]
+    window_size = weight_CW.shape[1] - 1
     return (
-        grad_wide[before:].to(x_SBC.dtype),
+        grad_x[window_size:].to(x_SBC.dtype),
         torch.stack(weight_grads, dim=1),
         None if bias_C is None else grad.sum(dim=(0, 1)),
-        None if window is None else grad_wide[:before].to(window.dtype),
+        None if window is None else grad_x[:window_size].to(window.dtype),
     )
 
 
 def _convolution(
-    x: Tensor, weight_CW: Tensor, bias: Tensor | None, starts: Tensor | None, window: Tensor | None
+    x_SBC: Tensor, weight_CW: Tensor, bias: Tensor | None, starts: Tensor | None, window: Tensor | None
 ) -> Tensor:
-    wide, weight = _with_window(x, weight_CW.shape[1], window), to_compute_dtype(weight_CW)
-    total = None if bias is None else to_compute_dtype(bias)
-    for tap, rows, seen in _taps(wide, weight_CW.shape[1], starts):
-        product = wide[rows] * weight[:, tap]
-        product = product if seen is None else product * seen
-        total = product if total is None else total + product
-    assert total is not None
-    return total
+    """Returns the preactivation, bias + sum over k of weight_k x_{t - W + 1 + k}, in at least float32."""
+    x, weight = _with_window(x_SBC, weight_CW.shape[1], window), to_compute_dtype(weight_CW)
+    preactivation = None if bias is None else to_compute_dtype(bias)
+    for tap, rows, same_document in _taps(x, weight_CW.shape[1], starts):
+        term = x[rows] * weight[:, tap]
+        term = term if same_document is None else term * same_document
+        preactivation = term if preactivation is None else preactivation + term
+    assert preactivation is not None
+    return preactivation
 
 
 def _with_window(x_SBC: Tensor, num_taps: int, window: Tensor | None) -> Tensor:
-    """Returns window and input in at least float32, one after the other."""
+    """Returns the window followed by the input [W - 1 + S, B, C], in at least float32."""
     x = to_compute_dtype(x_SBC)
     before = x.new_zeros((num_taps - 1, *x.shape[1:])) if window is None else window.to(x.dtype)
     return torch.cat((before, x))
 
 
-def _taps(wide: Tensor, num_taps: int, starts_SB: Tensor | None) -> Iterator[tuple[int, slice, Tensor | None]]:
-    """Yields each tap, the rows that it is multiplied with, and whether a token may see them [S, B, 1]; None: all may."""
-    length = wide.shape[0] - num_taps + 1
-    counts = None if starts_SB is None else F.pad(starts_SB.to(torch.int32).cumsum(dim=0), (0, 0, num_taps - 1, 0))
+def _taps(x_with_window: Tensor, num_taps: int, starts_SB: Tensor | None) -> Iterator[tuple[int, slice, Tensor | None]]:
+    """Yields each tap, the rows it multiplies, and 1 where they are of the token's document, else 0 [S, B, 1]; None: all are."""
+    length, window_size = x_with_window.shape[0] - num_taps + 1, num_taps - 1
+    documents = None if starts_SB is None else F.pad(starts_SB.to(torch.int32).cumsum(dim=0), (0, 0, window_size, 0))
     for tap in range(num_taps):
         rows = slice(tap, tap + length)
-        seen = None if counts is None else (counts[rows] == counts[num_taps - 1 :])[..., None].to(wide.dtype)
-        yield tap, rows, seen
+        same_document = None
+        if documents is not None:
+            same_document = (documents[rows] == documents[window_size:])[..., None].to(x_with_window.dtype)
+        yield tap, rows, same_document

@@ -1,18 +1,21 @@
-"""The selective scan of Mamba-2 in chunks (Dao and Gu, state-space duality): GEMMs instead of one step per token. The reference.
+"""The selective scan of Mamba-2 in chunks (Dao and Gu, "Transformers are SSMs": state-space duality, SSD): GEMMs instead of one step per
+token. The reference.
 
-With s the running sum of dt A inside a chunk of Q tokens, and h_c the state that enters chunk c,
+With dA = dt A the log decay of a token, s its cumulative sum inside a chunk of Q tokens (`dA_cumsum`), and h_c the state before chunk c,
 
-    inside a chunk    y_i = sum over j <= i of exp(s_i - s_j) (C_i . B_j) dt_j x_j            a masked Q x Q GEMM, as attention's
-    chunk state       z_c = sum over j of exp(s_Q - s_j) dt_j x_j B_j^T                       what the chunk adds to the state
-    state passing     h_c = sum over k < c of exp(s_Q of chunks k + 1 ... c - 1) z_k          a masked GEMM over chunks
-    output            y_i += exp(s_i) h_c C_i,     y_i += D x_i
+    intra-chunk       y_i = sum over j <= i of L_ij (C_i . B_j) dt_j x_j,  L_ij = exp(s_i - s_j)     (L * C B^T) (dt x), as attention's
+    chunk state       z_c = sum over j of exp(s_Q - s_j) dt_j x_j B_j^T                              what the chunk adds to the state
+    state passing     h_c = sum over k < c of exp(s_Q of chunks k + 1 ... c - 1) z_k                 a masked GEMM over chunks
+    inter-chunk       y_i += exp(s_i) h_c C_i
+    skip              y_i += D x_i
 
-Both masked decays are one function: exp(e_i - e_j) where j <= i and no document begins after j and up to i. All exponents are at
-most 0. The initial state is the chunk state of a chunk before the first; the state after the last chunk is the final one. A
-sequence is padded to whole chunks with dt = 0, which neither decays a state nor adds to it.
+Both masked decays are one function (exp(segsum) in the paper's code): exp(e_i - e_j) where j <= i and no document begins after j and up to
+i. All exponents are at most 0. The initial state is the chunk state of a chunk before the first; the state after the last chunk is the
+final one. A sequence is padded to whole chunks with dt = 0, which neither decays a state nor adds to it.
 
 Backward recomputes all of this from the inputs, so nothing else is saved. A gradient of exp(e_i - e_j) is the gradient of the
-product it is in, times that product: its row sums go to e_i and its column sums, negated, to e_j.
+product it is in, times that product: its row sums go to e_i and its column sums, negated, to e_j. `grad_dA` and `grad_dA_cumsum` are ddA
+and ddA_cumsum of mamba_ssm; dA itself is no gradient.
 
 S sequence, B batch, H heads, P head dim, G groups, N state dim; inside, c chunks of q (or k) tokens, g groups of r heads each.
 """
@@ -51,11 +54,11 @@ def chunk_scan(
     """
     inputs = _chunked(x_SBHP, dt_SBH, A_H, B_SBGN, C_SBGN, chunk_size, starts_SB)
     decays = _decays(inputs)
-    scaled_x = inputs.x * inputs.dt[..., None]
-    chunk_states = _chunk_states(inputs, decays, scaled_x, initial_state)
+    dt_x = inputs.x * inputs.dt[..., None]
+    chunk_states = _chunk_states(inputs, decays, dt_x, initial_state)
     states = torch.einsum("bgrck,bkgrpn->bcgrpn", decays.between_chunks, chunk_states)
-    scores = (inputs.C @ inputs.B.mT)[:, :, :, None] * decays.inside
-    y = scores @ scaled_x + decays.to_token[..., None] * (inputs.C[:, :, :, None] @ states[:, :-1].mT)
+    L_CB = (inputs.C @ inputs.B.mT)[:, :, :, None] * decays.L
+    y = L_CB @ dt_x + decays.from_start[..., None] * (inputs.C[:, :, :, None] @ states[:, :-1].mT)
     y_SBHP = from_chunks(y, x_SBHP.shape[0]) + D_H.to(y.dtype)[:, None] * x_SBHP
     return y_SBHP.to(x_SBHP.dtype), states[:, -1].flatten(1, 2)
 
@@ -78,51 +81,52 @@ def chunk_scan_backward(
     length = x_SBHP.shape[0]
     inputs = _chunked(x_SBHP, dt_SBH, A_H, B_SBGN, C_SBGN, chunk_size, starts_SB)
     decays = _decays(inputs)
-    scaled_x = inputs.x * inputs.dt[..., None]
-    chunk_states = _chunk_states(inputs, decays, scaled_x, initial_state)
+    dt_x = inputs.x * inputs.dt[..., None]
+    chunk_states = _chunk_states(inputs, decays, dt_x, initial_state)
     states = torch.einsum("bgrck,bkgrpn->bcgrpn", decays.between_chunks, chunk_states)
     C, B = inputs.C[:, :, :, None], inputs.B[:, :, :, None]
-    grad = to_chunks(grad_y_SBHP.to(inputs.x.dtype), inputs.chunk_size).unflatten(2, inputs.x.shape[2:4])
+    grad_y = to_chunks(grad_y_SBHP.to(inputs.x.dtype), inputs.chunk_size).unflatten(2, inputs.x.shape[2:4])
 
-    # Inside a chunk.
-    scores = (inputs.C @ inputs.B.mT)[:, :, :, None] * decays.inside
-    grad_scores = grad @ scaled_x.mT
-    grad_scaled_x = scores.mT @ grad
-    grad_CB = (grad_scores * decays.inside).sum(dim=3)
+    # Intra-chunk.
+    L_CB = (inputs.C @ inputs.B.mT)[:, :, :, None] * decays.L
+    grad_L_CB = grad_y @ dt_x.mT
+    grad_dt_x = L_CB.mT @ grad_y
+    grad_CB = (grad_L_CB * decays.L).sum(dim=3)
     grad_C, grad_B = grad_CB @ inputs.B, grad_CB.mT @ inputs.C
-    exponents = grad_scores * scores
-    grad_sums = exponents.sum(dim=-1) - exponents.sum(dim=-2)
+    grad_exponents = grad_L_CB * L_CB
+    grad_dA_cumsum = grad_exponents.sum(dim=-1) - grad_exponents.sum(dim=-2)
 
-    # The output of the states that enter the chunks.
-    entering = states[:, :-1]
-    decayed_grad = grad * decays.to_token[..., None]
-    grad_C = grad_C + (decayed_grad @ entering).sum(dim=3)
-    grad_sums = grad_sums + (decayed_grad * (C @ entering.mT)).sum(dim=-1)
-    last = torch.zeros_like(states[:, -1]) if grad_final_state is None else grad_final_state.reshape_as(states[:, -1])
-    grad_states = torch.cat((decayed_grad.mT @ C, last[:, None].to(grad.dtype)), dim=1)
+    # Inter-chunk: the output of the states before the chunks.
+    states_before = states[:, :-1]
+    decayed_grad_y = grad_y * decays.from_start[..., None]
+    grad_C = grad_C + (decayed_grad_y @ states_before).sum(dim=3)
+    grad_dA_cumsum = grad_dA_cumsum + (decayed_grad_y * (C @ states_before.mT)).sum(dim=-1)
+    final = torch.zeros_like(states[:, -1]) if grad_final_state is None else grad_final_state.reshape_as(states[:, -1])
+    grad_states = torch.cat((decayed_grad_y.mT @ C, final[:, None].to(grad_y.dtype)), dim=1)
 
     # State passing.
     grad_chunk_states = torch.einsum("bgrck,bcgrpn->bkgrpn", decays.between_chunks, grad_states)
-    exponents = torch.einsum("bcgrpn,bkgrpn->bgrck", grad_states, chunk_states) * decays.between_chunks
-    grad_boundaries = (exponents.sum(dim=-1) - exponents.sum(dim=-2))[..., 1:]
-    grad_last_sums = reverse_cumsum(grad_boundaries).movedim(-1, 1)
+    grad_exponents = torch.einsum("bcgrpn,bkgrpn->bgrck", grad_states, chunk_states) * decays.between_chunks
+    grad_chunk_cumsum = (grad_exponents.sum(dim=-1) - grad_exponents.sum(dim=-2))[..., 1:]
+    grad_dA_cs_last = reverse_cumsum(grad_chunk_cumsum).movedim(-1, 1)
 
-    # What each chunk adds to the state.
-    own = grad_chunk_states[:, 1:]
-    from_states = B @ own.mT * decays.to_end[..., None]
-    grad_scaled_x = grad_scaled_x + from_states
-    grad_B = grad_B + ((scaled_x * decays.to_end[..., None]) @ own).sum(dim=3)
-    exponents = (from_states * scaled_x).sum(dim=-1)
-    grad_sums = grad_sums - exponents
-    grad_last_sums = grad_last_sums + exponents.sum(dim=-1)
-    grad_sums = torch.cat((grad_sums[..., :-1], grad_sums[..., -1:] + grad_last_sums[..., None]), dim=-1)
+    # Chunk states: the first is the initial state, which no chunk adds.
+    grad_added = grad_chunk_states[:, 1:]
+    grad_dt_x_by_states = B @ grad_added.mT * decays.to_end[..., None]
+    grad_dt_x = grad_dt_x + grad_dt_x_by_states
+    grad_B = grad_B + ((dt_x * decays.to_end[..., None]) @ grad_added).sum(dim=3)
+    grad_exponents = (grad_dt_x_by_states * dt_x).sum(dim=-1)
+    grad_dA_cumsum = grad_dA_cumsum - grad_exponents
+    grad_dA_cs_last = grad_dA_cs_last + grad_exponents.sum(dim=-1)
+    grad_last = grad_dA_cumsum[..., -1:] + grad_dA_cs_last[..., None]
+    grad_dA_cumsum = torch.cat((grad_dA_cumsum[..., :-1], grad_last), dim=-1)
 
-    grad_log_decay = reverse_cumsum(grad_sums)
-    grad_dt = grad_log_decay * inputs.A[:, :, None] + (grad_scaled_x * inputs.x).sum(dim=-1)
-    grad_A = (grad_log_decay * inputs.dt).sum(dim=(0, 1, 4)).flatten()
-    wide_grad = grad_y_SBHP.to(inputs.x.dtype)
-    grad_x = from_chunks(grad_scaled_x * inputs.dt[..., None], length) + D_H.to(wide_grad.dtype)[:, None] * wide_grad
-    grad_D = (wide_grad * x_SBHP).sum(dim=(0, 1, 3))
+    grad_dA = reverse_cumsum(grad_dA_cumsum)
+    grad_dt = grad_dA * inputs.A[:, :, None] + (grad_dt_x * inputs.x).sum(dim=-1)
+    grad_A = (grad_dA * inputs.dt).sum(dim=(0, 1, 4)).flatten()
+    skip_grad = grad_y_SBHP.to(inputs.x.dtype)
+    grad_x = from_chunks(grad_dt_x * inputs.dt[..., None], length) + D_H.to(skip_grad.dtype)[:, None] * skip_grad
+    grad_D = (skip_grad * x_SBHP).sum(dim=(0, 1, 3))
     grad_dt_SBH = from_chunks(grad_dt[..., None], length).squeeze(-1)
     return (
         grad_x.to(x_SBHP.dtype),
@@ -148,14 +152,15 @@ class _ChunkedInputs(NamedTuple):
 
 
 class _Decays(NamedTuple):
-    """inside: from token to token. between_chunks: from the state after a chunk, or the initial one, to that before another.
+    """L: the decay mask, from token to token of a chunk. from_start: exp(s_i), from the state before the chunk to each token.
 
-    to_token: from the state that enters the chunk to each token. to_end: from each token to the end of its chunk.
+    to_end: exp(s_Q - s_j), from each token to the end of its chunk.
+    between_chunks: from the state after a chunk, or the initial one, to that before another.
     """
 
-    inside: Tensor  # [b, c, g, r, q, k]
+    L: Tensor  # [b, c, g, r, q, k]
     between_chunks: Tensor  # [b, g, r, c + 1, k + 1]
-    to_token: Tensor  # [b, c, g, r, q]
+    from_start: Tensor  # [b, c, g, r, q]
     to_end: Tensor  # [b, c, g, r, q]
 
 
@@ -178,25 +183,25 @@ def _chunked(
 
 
 def _decays(inputs: _ChunkedInputs) -> _Decays:
-    sums = (inputs.dt * inputs.A[:, :, None]).cumsum(dim=-1)
-    last = sums[..., -1]
-    boundaries = torch.nn.functional.pad(last.cumsum(dim=1), (0, 0, 0, 0, 1, 0)).movedim(1, -1)
-    to_token, to_end = sums.exp(), (last[..., None] - sums).exp()
+    dA_cumsum = (inputs.dt * inputs.A[:, :, None]).cumsum(dim=-1)
+    dA_cs_last = dA_cumsum[..., -1]
+    chunk_cumsum = torch.nn.functional.pad(dA_cs_last.cumsum(dim=1), (0, 0, 0, 0, 1, 0)).movedim(1, -1)
+    from_start, to_end = dA_cumsum.exp(), (dA_cs_last[..., None] - dA_cumsum).exp()
     if inputs.resets is None:
-        return _Decays(decay_matrix(sums), decay_matrix(boundaries), to_token, to_end)
+        return _Decays(decay_matrix(dA_cumsum), decay_matrix(chunk_cumsum), from_start, to_end)
     resets = inputs.resets[:, :, None, None]
     chunk_resets = torch.nn.functional.pad(inputs.resets[..., -1].cumsum(dim=1), (1, 0))[:, None, None]
     return _Decays(
-        decay_matrix(sums, resets),
-        decay_matrix(boundaries, chunk_resets),
-        to_token.masked_fill(resets != 0, 0.0),
+        decay_matrix(dA_cumsum, resets),
+        decay_matrix(chunk_cumsum, chunk_resets),
+        from_start.masked_fill(resets != 0, 0.0),
         to_end.masked_fill(resets != resets[..., -1:], 0.0),
     )
 
 
-def _chunk_states(inputs: _ChunkedInputs, decays: _Decays, scaled_x: Tensor, initial_state: Tensor | None) -> Tensor:
-    """Returns the initial state and what each chunk adds [b, c + 1, g, r, p, n]."""
-    own = (scaled_x * decays.to_end[..., None]).mT @ inputs.B[:, :, :, None]
-    shape = (own.shape[0], 1, *own.shape[2:])
-    first = own.new_zeros(shape) if initial_state is None else initial_state.to(own.dtype).reshape(shape)
-    return torch.cat((first, own), dim=1)
+def _chunk_states(inputs: _ChunkedInputs, decays: _Decays, dt_x: Tensor, initial_state: Tensor | None) -> Tensor:
+    """Returns the initial state and what each chunk adds, (to_end dt x)^T B [b, c + 1, g, r, p, n]."""
+    added = (dt_x * decays.to_end[..., None]).mT @ inputs.B[:, :, :, None]
+    shape = (added.shape[0], 1, *added.shape[2:])
+    initial = added.new_zeros(shape) if initial_state is None else initial_state.to(added.dtype).reshape(shape)
+    return torch.cat((initial, added), dim=1)

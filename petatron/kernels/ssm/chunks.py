@@ -22,13 +22,13 @@ def from_chunks(x: Tensor, length: int) -> Tensor:
     return x.flatten(2, 3).permute(1, 3, 0, 2, 4).flatten(0, 1)[:length]
 
 
-def decay_matrix(sums: Tensor, resets: Tensor | None = None) -> Tensor:
-    """Returns exp(sums_i - sums_j) where j <= i and both have the same count of resets, else 0."""
-    size = sums.shape[-1]
-    allowed = torch.ones(size, size, dtype=torch.bool, device=sums.device).tril()
+def decay_matrix(cumsum: Tensor, resets: Tensor | None = None) -> Tensor:
+    """Returns L_ij = exp(cumsum_i - cumsum_j) of cumulative log decays where j <= i and both have the same count of resets, else 0."""
+    size = cumsum.shape[-1]
+    causal = torch.ones(size, size, dtype=torch.bool, device=cumsum.device).tril()
     if resets is not None:
-        allowed = allowed & (resets[..., :, None] == resets[..., None, :])
-    return (sums[..., :, None] - sums[..., None, :]).masked_fill(~allowed, -torch.inf).exp()
+        causal = causal & (resets[..., :, None] == resets[..., None, :])
+    return (cumsum[..., :, None] - cumsum[..., None, :]).masked_fill(~causal, -torch.inf).exp()
 
 
 def reverse_cumsum(x: Tensor, *, dim: int = -1) -> Tensor:

@@ -50,9 +50,9 @@ def gate_then_norm_backward(
     if z_RD is None:
         return grad.to(y_RD.dtype), None
     z = to_compute_dtype(z_RD)
-    gate = z.sigmoid()
-    grad_z = grad * to_compute_dtype(y_RD) * gate * (1.0 + z * (1.0 - gate))
-    return (grad * z * gate).to(y_RD.dtype), grad_z.to(z_RD.dtype)
+    sigmoid = z.sigmoid()
+    grad_z = grad * to_compute_dtype(y_RD) * sigmoid * (1.0 + z * (1.0 - sigmoid))
+    return (grad * z * sigmoid).to(y_RD.dtype), grad_z.to(z_RD.dtype)
 
 
 def _gated(y_RD: Tensor, z_RD: Tensor | None) -> Tensor:

@@ -39,9 +39,9 @@ def state_update(
     x, dt = to_compute_dtype(x_BHP), to_compute_dtype(dt_BH)
     B, C = (to_compute_dtype(part) for part in (B_BGN, C_BGN))
     decay = (dt * to_compute_dtype(A_H)).exp()
-    scaled_x = (dt[..., None] * x).unflatten(1, heads)
+    dt_x = (dt[..., None] * x).unflatten(1, heads)
     state = (decay[..., None, None] * state_BHPN).unflatten(1, heads)
-    state.addcmul_(scaled_x[..., None], B[:, :, None, None, :])
+    state.addcmul_(dt_x[..., None], B[:, :, None, None, :])
     y = (state @ C[:, :, None, :, None]).squeeze(-1).flatten(1, 2) + to_compute_dtype(D_H)[:, None] * x
     return y.to(x_BHP.dtype), state.flatten(1, 2)
 

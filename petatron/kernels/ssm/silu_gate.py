@@ -19,6 +19,6 @@ def silu_gate(y_RD: Tensor, z_RD: Tensor) -> Tensor:
 def silu_gate_backward(grad_RD: Tensor, y_RD: Tensor, z_RD: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradients of y and z."""
     grad, z = to_compute_dtype(grad_RD), to_compute_dtype(z_RD)
-    gate = z.sigmoid()
-    grad_z = grad * to_compute_dtype(y_RD) * gate * (1.0 + z * (1.0 - gate))
-    return (grad * z * gate).to(y_RD.dtype), grad_z.to(z_RD.dtype)
+    sigmoid = z.sigmoid()
+    grad_z = grad * to_compute_dtype(y_RD) * sigmoid * (1.0 + z * (1.0 - sigmoid))
+    return (grad * z * sigmoid).to(y_RD.dtype), grad_z.to(z_RD.dtype)

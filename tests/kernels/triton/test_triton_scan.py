@@ -14,7 +14,7 @@ from tests.longform import later
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.ssm import chunk_scan as ours
-from petatron.kernels.triton.ssm.scan_tiles import head_parts
+from petatron.kernels.triton.ssm.scan_tiles import num_head_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
@@ -150,5 +150,5 @@ def test_the_same_result_every_time():
 
 
 def test_heads_are_cut_into_parts_until_there_are_programs_enough():
-    assert [head_parts(80, programs=count, wanted=1024) for count in (1, 100, 256, 2000)] == [80, 16, 4, 1]
-    assert head_parts(5, programs=1, wanted=4) == 5, "of equal size"
+    assert [num_head_parts(80, programs=count, wanted=1024) for count in (1, 100, 256, 2000)] == [80, 16, 4, 1]
+    assert num_head_parts(5, programs=1, wanted=4) == 5, "of equal size"

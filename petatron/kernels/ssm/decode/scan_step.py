@@ -29,7 +29,7 @@ def scan_step(
 
     dt_BH: before bias and softplus. states: [slots, H, P, N].
     """
-    steps, rates = step_sizes(dt_BH, heads.dt_bias_H), decay_rates(heads.A_log_H)
-    y, state = state_update(states.index_select(0, slots_B), x_BHP, steps, rates, B_BGN, C_BGN, heads.D_H)
+    dt, A = step_sizes(dt_BH, heads.dt_bias_H), decay_rates(heads.A_log_H)
+    y, state = state_update(states.index_select(0, slots_B), x_BHP, dt, A, B_BGN, C_BGN, heads.D_H)
     states.index_copy_(0, slots_B, state.to(states.dtype))
     return y

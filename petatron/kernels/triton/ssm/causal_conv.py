@@ -1,9 +1,9 @@
 """The short causal convolution of Mamba in Triton: one pass over the input in each direction.
 
 A tile of tokens and channels is read once for each tap, all but the first time from the cache. Backward is two passes: the gradient of
-the sum before the activation, in the input's dtype, with the sums of a tile that the gradients of weight and bias are made of; then
-the convolution of it, in reverse. (One pass that recomputes the gradient at each of the W tokens took 3.5 ms, these two take 0.85.)
-The sums of all tiles are added afterwards in a fixed order.
+the preactivation z, the sum before silu, in the input's dtype, with a tile's part of the gradients of weight and bias; then the
+convolution of it, in reverse. (One pass that recomputes the gradient at each of the W tokens took 3.5 ms, these two take 0.85.) The
+gradients of weight and bias are added over tiles afterwards in a fixed order.
 
 Device memory traffic in bf16, Mamba-2 2.7B (S 4096, B 8, C 5376), at 4.0 TB/s: forward 704 MB, 0.18 ms; backward 1,762 MB, 0.44 ms.
 
@@ -25,10 +25,10 @@ from petatron.kernels.triton.ssm.scan_tiles import document_numbers
 
 _CHANNELS = 128
 _TOKENS = 32
-_SUM_TOKENS = 8
+_GRAD_TOKENS = 8
 _TILES = 32
-"""Tiles of tokens whose sums a program of backward adds."""
-_MOST_TAPS = 4
+"""Tiles of tokens over which a program of backward sums the gradients of weight and bias."""
+_MAX_TAPS = 4
 
 
 def causal_conv(
@@ -70,46 +70,46 @@ def causal_conv_backward(
     window: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """See the reference, which also takes more taps than are here."""
-    if weight_CW.shape[1] > _MOST_TAPS:
+    if weight_CW.shape[1] > _MAX_TAPS:
         return reference.causal_conv_backward(grad_SBC, x_SBC, weight_CW, bias_C, starts_SB=starts_SB, window=window)
     x_SBC, grad_SBC = contiguous_rows(x_SBC), contiguous_rows(grad_SBC)
     length, batch, channels = x_SBC.shape
     taps, documents = weight_CW.shape[1], document_numbers(starts_SB)
-    inner_grad, grad_x = (torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device) for _ in range(2))
-    programs = triton.cdiv(length, _SUM_TOKENS * _TILES)
+    grad_preactivation, grad_x = (torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device) for _ in range(2))
+    programs = triton.cdiv(length, _GRAD_TOKENS * _TILES)
     shape = (programs, batch, triton.next_power_of_2(taps + 1), channels)
-    sums = torch.empty(shape, dtype=torch.float32, device=x_SBC.device)
+    weight_bias_grads = torch.empty(shape, dtype=torch.float32, device=x_SBC.device)
     weight = weight_CW.contiguous()
-    _inner_grads[(programs, triton.cdiv(channels, _CHANNELS), batch)](
+    _preactivation_grads[(programs, triton.cdiv(channels, _CHANNELS), batch)](
         grad_SBC,
         x_SBC,
         None if window is None else window.contiguous(),
         weight,
         bias_C,
         documents,
-        inner_grad,
-        sums,
+        grad_preactivation,
+        weight_bias_grads,
         length,
         channels,
         *grad_SBC.stride()[:2],
         *x_SBC.stride()[:2],
         TAPS=taps,
-        TOKENS=_SUM_TOKENS,
+        TOKENS=_GRAD_TOKENS,
         CHANNELS=_CHANNELS,
         TILES=_TILES,
-        SUMS=shape[2],
+        GRAD_ROWS=shape[2],
     )
     _input_grads[(triton.cdiv(length, _TOKENS), triton.cdiv(channels, _CHANNELS), batch)](
-        inner_grad, weight, documents, grad_x, length, channels, TAPS=taps, TOKENS=_TOKENS, CHANNELS=_CHANNELS
+        grad_preactivation, weight, documents, grad_x, length, channels, TAPS=taps, TOKENS=_TOKENS, CHANNELS=_CHANNELS
     )
-    totals = sums.sum(dim=(0, 1))
+    grads = weight_bias_grads.sum(dim=(0, 1))
     grad_window = None
     if window is not None:  # only the first tokens see it
-        seen = slice(0, taps - 1)
-        starts = None if starts_SB is None else starts_SB[seen]
-        first = (grad_SBC[seen], x_SBC[seen], weight_CW, bias_C)
-        grad_window = reference.causal_conv_backward(*first, starts_SB=starts, window=window)[3]
-    return grad_x, totals[:taps].t(), None if bias_C is None else totals[taps], grad_window
+        first = slice(0, taps - 1)
+        starts = None if starts_SB is None else starts_SB[first]
+        inputs = (grad_SBC[first], x_SBC[first], weight_CW, bias_C)
+        grad_window = reference.causal_conv_backward(*inputs, starts_SB=starts, window=window)[3]
+    return grad_x, grads[:taps].t(), None if bias_C is None else grads[taps], grad_window
 
 
 @triton.jit
@@ -128,91 +128,94 @@ def _conv_forward(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
+    """y_t = silu(bias + sum over k < W of weight_k x_{t - W + 1 + k}) for a tile of tokens and channels."""
     b = tl.program_id(2)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inputs = (x, window, documents, b, length, channels, x_s, x_b)
-    inner = _convolution(inputs, weight, bias, token, channel, TAPS, TOKENS, CHANNELS)
-    to = (token.to(tl.int64)[:, None] * tl.num_programs(2) + b) * channels + channel[None, :]
-    there = (token < length)[:, None] & (channel < channels)[None, :]
-    tl.store(y + to, (inner * tl.sigmoid(inner)).to(y.dtype.element_ty), mask=there)
+    preactivation = _convolution(inputs, weight, bias, token, channel, TAPS, TOKENS, CHANNELS)
+    offsets = (token.to(tl.int64)[:, None] * tl.num_programs(2) + b) * channels + channel[None, :]
+    mask = (token < length)[:, None] & (channel < channels)[None, :]
+    tl.store(y + offsets, (preactivation * tl.sigmoid(preactivation)).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _inner_grads(
-    dy,
+def _preactivation_grads(
+    grad_y,
     x,
     window,
     weight,
     bias,
     documents,
-    inner_grad,
-    sums,
+    grad_preactivation,
+    weight_bias_grads,
     length,
     channels,
-    dy_s,
-    dy_b,
+    grad_y_s,
+    grad_y_b,
     x_s,
     x_b,
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     TILES: tl.constexpr,
-    SUMS: tl.constexpr,
+    GRAD_ROWS: tl.constexpr,
 ):
-    """The gradient of the sum before the activation; and summed over tokens, itself and its products with the inputs of each tap.
+    """dz = dy silu'(z) with z the preactivation;  gradients of bias: sum over t of dz_t, of weight_k: sum over t of dz_t x_{t - W + 1 + k}.
 
-    Four taps by name: an input that is read serves both, and the sums stay with the threads that have them until the end.
+    Four taps by name (x_1 is x_{t - 1}): an input that is read serves both, and the sums stay with the threads that have them until the
+    end.
     """
     b, batch = tl.program_id(2), tl.num_programs(2)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inputs = (x, window, documents, b, length, channels, x_s, x_b)
-    shift = tl.zeros((1, CHANNELS), dtype=tl.float32)
+    bias_tile = tl.zeros((1, CHANNELS), dtype=tl.float32)
     if bias is not None:
-        shift += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
-    plain_sum = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
-    sum_0, sum_1, sum_2, sum_3 = plain_sum, plain_sum, plain_sum, plain_sum
-    first = tl.program_id(0) * TILES
-    for tile in range(first, tl.minimum(first + TILES, tl.cdiv(length, TOKENS))):
+        bias_tile += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
+    bias_grad = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
+    tap_grad_0, tap_grad_1, tap_grad_2, tap_grad_3 = bias_grad, bias_grad, bias_grad, bias_grad
+    first_tile = tl.program_id(0) * TILES
+    for tile in range(first_tile, tl.minimum(first_tile + TILES, tl.cdiv(length, TOKENS))):
         token = tile * TOKENS + tl.arange(0, TOKENS)
-        there = (token < length)[:, None] & (channel < channels)[None, :]
-        seen_0 = _tap(inputs, token, channel, 0, TAPS)
-        inner = shift + seen_0 * _weight(weight, channel, TAPS - 1, channels, TAPS)
+        mask = (token < length)[:, None] & (channel < channels)[None, :]
+        x_0 = _load_shifted(inputs, token, channel, 0, TAPS)
+        preactivation = bias_tile + x_0 * _load_tap(weight, channel, TAPS - 1, channels, TAPS)
         if TAPS > 1:
-            seen_1 = _tap(inputs, token, channel, 1, TAPS)
-            inner += seen_1 * _weight(weight, channel, TAPS - 2, channels, TAPS)
+            x_1 = _load_shifted(inputs, token, channel, 1, TAPS)
+            preactivation += x_1 * _load_tap(weight, channel, TAPS - 2, channels, TAPS)
         if TAPS > 2:
-            seen_2 = _tap(inputs, token, channel, 2, TAPS)
-            inner += seen_2 * _weight(weight, channel, TAPS - 3, channels, TAPS)
+            x_2 = _load_shifted(inputs, token, channel, 2, TAPS)
+            preactivation += x_2 * _load_tap(weight, channel, TAPS - 3, channels, TAPS)
         if TAPS > 3:
-            seen_3 = _tap(inputs, token, channel, 3, TAPS)
-            inner += seen_3 * _weight(weight, channel, TAPS - 4, channels, TAPS)
-        gate = tl.sigmoid(inner)
-        from_y = dy + token.to(tl.int64)[:, None] * dy_s + b.to(tl.int64) * dy_b + channel[None, :]
-        grad = tl.load(from_y, mask=there, other=0.0).to(tl.float32) * gate * (1.0 + inner * (1.0 - gate))
-        to = (token.to(tl.int64)[:, None] * batch + b) * channels + channel[None, :]
-        tl.store(inner_grad + to, grad.to(inner_grad.dtype.element_ty), mask=there)
-        plain_sum += grad
-        sum_0 += grad * seen_0
+            x_3 = _load_shifted(inputs, token, channel, 3, TAPS)
+            preactivation += x_3 * _load_tap(weight, channel, TAPS - 4, channels, TAPS)
+        sigmoid = tl.sigmoid(preactivation)
+        dy_pointers = grad_y + token.to(tl.int64)[:, None] * grad_y_s + b.to(tl.int64) * grad_y_b + channel[None, :]
+        dy = tl.load(dy_pointers, mask=mask, other=0.0).to(tl.float32)
+        dz = dy * sigmoid * (1.0 + preactivation * (1.0 - sigmoid))
+        offsets = (token.to(tl.int64)[:, None] * batch + b) * channels + channel[None, :]
+        tl.store(grad_preactivation + offsets, dz.to(grad_preactivation.dtype.element_ty), mask=mask)
+        bias_grad += dz
+        tap_grad_0 += dz * x_0
         if TAPS > 1:
-            sum_1 += grad * seen_1
+            tap_grad_1 += dz * x_1
         if TAPS > 2:
-            sum_2 += grad * seen_2
+            tap_grad_2 += dz * x_2
         if TAPS > 3:
-            sum_3 += grad * seen_3
+            tap_grad_3 += dz * x_3
     # Rows of the result: the taps from the oldest on, then the bias.
-    row = tl.arange(0, SUMS)[:, None]
-    total = tl.where(row == TAPS - 1, tl.sum(sum_0, axis=0)[None, :], tl.sum(plain_sum, axis=0)[None, :])
-    total = tl.where(row == TAPS - 2, tl.sum(sum_1, axis=0)[None, :], total)
-    total = tl.where(row == TAPS - 3, tl.sum(sum_2, axis=0)[None, :], total)
-    total = tl.where(row == TAPS - 4, tl.sum(sum_3, axis=0)[None, :], total)
-    to = ((tl.program_id(0) * batch + b) * SUMS + row) * channels + channel[None, :]
-    tl.store(sums + to, total, mask=(channel < channels)[None, :] & (row >= 0))
+    row = tl.arange(0, GRAD_ROWS)[:, None]
+    grads = tl.where(row == TAPS - 1, tl.sum(tap_grad_0, axis=0)[None, :], tl.sum(bias_grad, axis=0)[None, :])
+    grads = tl.where(row == TAPS - 2, tl.sum(tap_grad_1, axis=0)[None, :], grads)
+    grads = tl.where(row == TAPS - 3, tl.sum(tap_grad_2, axis=0)[None, :], grads)
+    grads = tl.where(row == TAPS - 4, tl.sum(tap_grad_3, axis=0)[None, :], grads)
+    offsets = ((tl.program_id(0) * batch + b) * GRAD_ROWS + row) * channels + channel[None, :]
+    tl.store(weight_bias_grads + offsets, grads, mask=(channel < channels)[None, :] & (row >= 0))
 
 
 @triton.jit
 def _input_grads(
-    inner_grad,
+    grad_preactivation,
     weight,
     documents,
     grad_x,
@@ -222,55 +225,60 @@ def _input_grads(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
+    """dx_t = sum over k < W of weight_k dz_{t + W - 1 - k}, of the same document: the convolution in reverse."""
     b, batch = tl.program_id(2), tl.num_programs(2)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = (channel < channels)[None, :]
-    result = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
-    for later in tl.static_range(TAPS):
-        # For the token so many after, this one is at tap TAPS - 1 - later.
-        at = token + later
-        there = at < length
+    channel_mask = (channel < channels)[None, :]
+    dx = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
+    for shift in tl.static_range(TAPS):
+        # For the token so many after, this one is at tap TAPS - 1 - shift.
+        later_token = token + shift
+        token_mask = later_token < length
         if documents is not None:
-            there = there & (_document(documents, at, b, length) == _document(documents, token, b, length))
-        rows = inner_grad + (at.to(tl.int64)[:, None] * batch + b) * channels + channel[None, :]
-        grad = tl.load(rows, mask=there[:, None] & inside, other=0.0).to(tl.float32)
-        result += grad * _weight(weight, channel, TAPS - 1 - later, channels, TAPS)
-    to = (token.to(tl.int64)[:, None] * batch + b) * channels + channel[None, :]
-    tl.store(grad_x + to, result.to(grad_x.dtype.element_ty), mask=(token < length)[:, None] & inside)
+            same_document = _document(documents, later_token, b, length) == _document(documents, token, b, length)
+            token_mask = token_mask & same_document
+        dz_pointers = grad_preactivation + (later_token.to(tl.int64)[:, None] * batch + b) * channels + channel[None, :]
+        dz = tl.load(dz_pointers, mask=token_mask[:, None] & channel_mask, other=0.0).to(tl.float32)
+        dx += dz * _load_tap(weight, channel, TAPS - 1 - shift, channels, TAPS)
+    offsets = (token.to(tl.int64)[:, None] * batch + b) * channels + channel[None, :]
+    tl.store(grad_x + offsets, dx.to(grad_x.dtype.element_ty), mask=(token < length)[:, None] & channel_mask)
 
 
 @triton.jit
 def _convolution(
     inputs, weight, bias, token, channel, TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Returns the sum before the activation [tokens, channels]."""
+    """Returns the preactivation z_t = bias + sum over k of weight_k x_{t - W + 1 + k} [tokens, channels]."""
     channels = inputs[5]
-    total = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
+    preactivation = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
     if bias is not None:
-        total += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
+        preactivation += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(TAPS):
-        seen = _tap(inputs, token, channel, TAPS - 1 - tap, TAPS)
-        total += seen * _weight(weight, channel, tap, channels, TAPS)
-    return total
+        x_tile = _load_shifted(inputs, token, channel, TAPS - 1 - tap, TAPS)
+        preactivation += x_tile * _load_tap(weight, channel, tap, channels, TAPS)
+    return preactivation
 
 
 @triton.jit
-def _tap(inputs, token, channel, before, TAPS: tl.constexpr):
-    """Returns the inputs so many tokens before, zero where they are of another document or not there."""
+def _load_shifted(inputs, token, channel, shift, TAPS: tl.constexpr):
+    """Loads x_{t - shift}, from the window for tokens before the first; zero where it is of another document or missing."""
     x, window, documents, b, length, channels, x_s, x_b = inputs
-    at = token - before
-    inside = (channel < channels)[None, :]
-    wanted = token < length
+    earlier_token = token - shift
+    channel_mask = (channel < channels)[None, :]
+    token_mask = token < length
     if documents is not None:
-        wanted = wanted & (_document(documents, at, b, length) == _document(documents, token, b, length))
-    rows = x + at.to(tl.int64)[:, None] * x_s + b.to(tl.int64) * x_b + channel[None, :]
-    found = tl.load(rows, mask=(wanted & (at >= 0))[:, None] & inside, other=0.0).to(tl.float32)
+        same_document = _document(documents, earlier_token, b, length) == _document(documents, token, b, length)
+        token_mask = token_mask & same_document
+    x_pointers = x + earlier_token.to(tl.int64)[:, None] * x_s + b.to(tl.int64) * x_b + channel[None, :]
+    x_mask = (token_mask & (earlier_token >= 0))[:, None] & channel_mask
+    x_tile = tl.load(x_pointers, mask=x_mask, other=0.0).to(tl.float32)
     if window is not None:
-        row = (at + TAPS - 1).to(tl.int64)[:, None] * tl.num_programs(2) + b  # the last is the token before the first
-        earlier = (wanted & (at < 0) & (at >= 1 - TAPS))[:, None] & inside
-        found += tl.load(window + row * channels + channel[None, :], mask=earlier, other=0.0).to(tl.float32)
-    return found
+        # The window's last row is the token before the first.
+        row = (earlier_token + TAPS - 1).to(tl.int64)[:, None] * tl.num_programs(2) + b
+        window_mask = (token_mask & (earlier_token < 0) & (earlier_token >= 1 - TAPS))[:, None] & channel_mask
+        x_tile += tl.load(window + row * channels + channel[None, :], mask=window_mask, other=0.0).to(tl.float32)
+    return x_tile
 
 
 @triton.jit
@@ -281,5 +289,6 @@ def _document(documents, token, b, length):
 
 
 @triton.jit
-def _weight(weight, channel, tap, channels, TAPS: tl.constexpr):
+def _load_tap(weight, channel, tap, channels, TAPS: tl.constexpr):
+    """Loads the weights of a tap [1, channels]."""
     return tl.load(weight + channel * TAPS + tap, mask=channel < channels, other=0.0).to(tl.float32)[None, :]

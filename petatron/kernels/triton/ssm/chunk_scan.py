@@ -1,24 +1,24 @@
 """The selective scan of Mamba-2 in Triton: sequential over chunks where there are many heads, else all chunks at once.
 
-The equations are those of `kernels/ssm/chunk_scan.py`. How long a chunk is changes no result but by rounding, so the kernels take
-their own: a longer one means fewer states in memory, and more work inside a chunk.
+The equations are those of `kernels/ssm/chunk_scan.py`, the kernels' notation is in `scan_tiles.py`. How long a chunk is changes
+no result but by rounding, so the kernels take their own: a longer one means fewer states in memory, and more work inside a chunk.
 
 - Sequential (`sequential_scan.py`, `sequential_scan_grads.py`): a program has one head of one sequence, and its state never leaves
   the chip, but in backward. For at least so many heads and sequences that every multiprocessor has some, and for states that fit
   into registers.
-- All chunks at once (`scan_states.py`, `scan_outputs.py`, `scan_grads.py`): states at the boundaries of chunks first, then outputs or
-  gradients of all chunks.
+- All chunks at once (`scan_states.py`, `scan_outputs.py`, `scan_grads.py`): chunk states and state passing first, then the chunk scan, or
+  the gradients, of all chunks.
 
 Device memory traffic in bf16, Mamba-2 2.7B (S 4096, B 8, H 80, P 64, G 1, N 128), at 4.0 TB/s; x, and y, are 335 MB; states of 64 tokens
 each count twice. What the kernels took on an H200:
 
-| step of a sequential scan  | tensors as large as x                                      | ms    | found |
+| step of a sequential scan  | tensors as large as x                                      | ms    | taken |
 |----------------------------|------------------------------------------------------------|-------|-------|
 | forward                    | x, y                                                       | 0.17  | 0.56  |
 | backward, states           | x, states                                                  | 0.25  | 0.30  |
 | backward, in reverse       | gradients of y, of x and of states                         | 0.34  | 0.67  |
-| backward, scores           | x, gradient of y                                           | 0.17  | 0.39  |
-| backward, B and C          | x, gradient of y, states and their gradients               | 0.50  | 0.60  |
+| backward, intra-chunk      | x, gradient of y                                           | 0.17  | 0.39  |
+| backward, inter-chunk      | x, gradient of y, states and their gradients               | 0.50  | 0.60  |
 
 S sequence, B batch, H heads, P head dim, G groups, N state dim.
 """
@@ -33,17 +33,17 @@ from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.ssm.scan_grads import chunk_grads
 from petatron.kernels.triton.ssm.scan_outputs import chunk_outputs
 from petatron.kernels.triton.ssm.scan_states import chunk_states
-from petatron.kernels.triton.ssm.scan_tiles import chunk_decays
+from petatron.kernels.triton.ssm.scan_tiles import chunk_cumsum
 from petatron.kernels.triton.ssm.sequential_scan import (
-    MOST_HEAD_DIM,
-    MOST_STATE_DIM,
+    MAX_HEAD_DIM,
+    MAX_STATE_DIM,
     scan_forward,
     scan_reverse,
     sequential_states,
 )
-from petatron.kernels.triton.ssm.sequential_scan_grads import group_grads, step_grads
+from petatron.kernels.triton.ssm.sequential_scan_grads import B_C_D_grads, dt_A_grads
 
-_CHUNK = 64
+_CHUNK_SIZE = 64
 _WIDE_STATE = 128
 """A state of more columns leaves fewer registers for a chunk."""
 _MIN_PROGRAMS = 256
@@ -66,11 +66,11 @@ def chunk_scan(
 ) -> tuple[Tensor, Tensor]:
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN))
-    decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
+    decays = chunk_cumsum(dt_SBH, A_H, starts_SB, _chunk_size(chunk_size, B))
     if _is_sequential(x, B, C):
         return scan_forward(x, B, C, D_H, decays, initial_state)
-    states, final = chunk_states(x, B, decays, initial_state, reverse=False)
-    return chunk_outputs(x, B, C, D_H, decays, states), final
+    states, final_state = chunk_states(x, B, decays, initial_state, reverse=False)
+    return chunk_outputs(x, B, C, D_H, decays, states), final_state
 
 
 def chunk_scan_backward(
@@ -89,15 +89,15 @@ def chunk_scan_backward(
 ) -> ScanGrads:
     """See the reference; `chunk_size` is an upper bound."""
     x, B, C, grad_y = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN, grad_y_SBHP))
-    decays = chunk_decays(dt_SBH, A_H, starts_SB, _chunk(chunk_size, B))
+    decays = chunk_cumsum(dt_SBH, A_H, starts_SB, _chunk_size(chunk_size, B))
     if _is_sequential(x, B, C, grad_y):
         states = sequential_states(x, B, D_H, decays, initial_state)
-        grad_x, grad_states, grad_initial = scan_reverse(grad_y, B, C, D_H, decays, grad_final_state)
-        grad_B, grad_C, grad_D, sums = group_grads(grad_y, x, B, C, decays, states, grad_states)
-        grad_dt, grad_A = step_grads(A_H, decays, sums, length=len(x))
+        grad_x, grad_states, grad_initial_state = scan_reverse(grad_y, B, C, D_H, decays, grad_final_state)
+        grad_B, grad_C, grad_D, cumsum_grads = B_C_D_grads(grad_y, x, B, C, decays, states, grad_states)
+        grad_dt, grad_A = dt_A_grads(A_H, decays, cumsum_grads, length=len(x))
     else:
         states, _ = chunk_states(x, B, decays, initial_state, reverse=False)
-        grad_states, grad_initial = chunk_states(grad_y, C, decays, grad_final_state, reverse=True)
+        grad_states, grad_initial_state = chunk_states(grad_y, C, decays, grad_final_state, reverse=True)
         grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D = chunk_grads(
             grad_y, x, A_H, B, C, D_H, decays, states, grad_states
         )
@@ -108,7 +108,7 @@ def chunk_scan_backward(
         grad_B.to(B_SBGN.dtype),
         grad_C.to(C_SBGN.dtype),
         grad_D.to(D_H.dtype),
-        None if initial_state is None else grad_initial.to(initial_state.dtype),
+        None if initial_state is None else grad_initial_state.to(initial_state.dtype),
     )
 
 
@@ -121,23 +121,23 @@ def _is_sequential(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
 def _fits_sequential_scan(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
     """Returns whether there are enough programs, their states have the size of a tile, and tiles begin at multiples of 16 bytes."""
     _, batch, heads, head_dim = x_SBHP.shape
-    sizes = ((head_dim, MOST_HEAD_DIM), (B_SBGN.shape[3], MOST_STATE_DIM))
+    sizes = ((head_dim, MAX_HEAD_DIM), (B_SBGN.shape[3], MAX_STATE_DIM))
     return (
         x_SBHP.itemsize == 2
         and batch * heads >= _MIN_PROGRAMS
-        and all(16 <= size <= most and size.bit_count() == 1 for size, most in sizes)
+        and all(16 <= size <= limit and size.bit_count() == 1 for size, limit in sizes)
         and all(_aligned(tensor) for tensor in (x_SBHP, B_SBGN, *others))
     )
 
 
 def _aligned(tensor: Tensor) -> bool:
     strides = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
-    return all(place % _ALIGNED_BYTES == 0 for place in (tensor.data_ptr(), *strides))
+    return all(offset % _ALIGNED_BYTES == 0 for offset in (tensor.data_ptr(), *strides))
 
 
-def _chunk(most: int, B_SBGN: Tensor) -> int:
+def _chunk_size(limit: int, B_SBGN: Tensor) -> int:
     """Returns the tokens of a chunk: a power of two of at least 16, the fewest rows of a GEMM."""
-    tokens = _CHUNK
+    tokens = _CHUNK_SIZE
     if B_SBGN.shape[3] > _WIDE_STATE or B_SBGN.dtype == torch.float32:
         tokens //= 2
-    return max(1 << min(tokens, most).bit_length() - 1, 16)
+    return max(1 << min(tokens, limit).bit_length() - 1, 16)

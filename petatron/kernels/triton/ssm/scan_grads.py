@@ -1,17 +1,17 @@
-"""Gradients of the selective scan from the states before its chunks and the gradients of the states after them.
+"""Gradients of the selective scan from the states h before its chunks and the gradients dh of the states after them.
 
 Programs have one chunk of one sequence and loop over heads of a group, so that the sums over heads, which the gradients of B and C
-are, stay in registers; three kernels, since one has too few registers for all of them. With g the gradient of dt_j x_j, h the state
-before, dh the gradient of the state after, and e the gradient of s (every product holds exp(s_i - s_j), exp(s_i) or exp(s_Q - s_j), so
-its gradient times itself is added at i and subtracted at j):
+are, stay in registers; three kernels, since one has too few registers for all of them. `scan_tiles.py` has the notation; g is the gradient
+of dt_j x_j.
 
-    _score_grads    the gradient of C B^T, hence its parts of dB and dC; its part of e
-    _query_grads    dC_i += sum over heads of exp(s_i) h^T dy_i;  e_i += exp(s_i) dy_i^T h C_i;  <dh, h>
-    _row_grads      g_j = sum over i >= j of exp(s_i - s_j) (C_i . B_j) dy_i + exp(s_Q - s_j) dh B_j;  dx, dt, A, D
+    _CB_grads       dCB_ij = sum over heads of L_ij dt_j (dy_i . x_j);  dC = dCB B,  dB = dCB^T C;  the intra-chunk part of ddA_cs
+    _C_grads        dC_i += sum over heads of exp(s_i) h^T dy_i;  ddA_cs_i += exp(s_i) dy_i^T h C_i;  <dh, h>
+    _x_dt_B_grads   g_j = sum over i >= j of L_ij (C_i . B_j) dy_i + exp(s_Q - s_j) dh B_j;  of x, dt, A, D
                     dB_j += sum over heads of dt_j exp(s_Q - s_j) dh^T x_j
 
-The gradient of dt A at a token is the sum of e over it and all after it in the chunk, and e_Q also has exp(s_Q) <dh, h>. No atomic
-adds: sums over parts of heads, and those of A and D over chunks, are taken afterwards in a fixed order.
+Every product holds exp(s_i - s_j), exp(s_i) or exp(s_Q - s_j), so its gradient times itself is added to ddA_cs at i and subtracted at j;
+at Q it also has exp(s_Q) <dh, h>. ddA of a token is the sum of ddA_cs over it and all after it in the chunk. No atomic adds: sums over
+parts of heads, and those of A and D over chunks, are taken afterwards in a fixed order.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -29,8 +29,8 @@ from petatron.kernels.triton.ssm.scan_tiles import (
     document_before,
     document_of,
     dot_precision,
-    head_parts,
     load_rows,
+    num_head_parts,
     state_offsets,
 )
 
@@ -52,53 +52,53 @@ def chunk_grads(
     """Returns the gradients of x, in its dtype, and of dt, A, B, C and D, in float32."""
     length, batch, heads, head_dim = x_SBHP.shape
     groups, state_dim = B_SBGN.shape[2:]
-    chunks = decays.num_chunks
-    parts = head_parts(heads // groups, programs=chunks * batch * groups, wanted=_PROGRAMS)
+    num_chunks = decays.num_chunks
+    head_parts = num_head_parts(heads // groups, programs=num_chunks * batch * groups, wanted=_PROGRAMS)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x_SBHP.device)
 
     grad_x, grad_dt = new(*x_SBHP.shape, dtype=x_SBHP.dtype), new(length, batch, heads)
-    grad_sums = torch.empty_like(decays.sums)
-    state_products, grad_A, grad_D = (new(chunks, batch, heads) for _ in range(3))
-    grad_B, grad_C = (new(parts, length, batch, groups, state_dim) for _ in range(2))
-    grid = (chunks * parts, groups, batch)
-    sizes = (length, chunks, heads, heads // groups // parts, head_dim, state_dim)
+    grad_dA_cumsum = torch.empty_like(decays.dA_cumsum)
+    dh_dot_h, grad_A, grad_D = (new(num_chunks, batch, heads) for _ in range(3))
+    grad_B, grad_C = (new(head_parts, length, batch, groups, state_dim) for _ in range(2))
+    grid = (num_chunks * head_parts, groups, batch)
+    sizes = (length, num_chunks, heads, heads // groups // head_parts, head_dim, state_dim)
     constants = {
-        "PARTS": parts,
-        "CHUNK": decays.chunk,
+        "HEAD_PARTS": head_parts,
+        "CHUNK": decays.chunk_size,
         "HEAD_DIM": triton.next_power_of_2(max(head_dim, 16)),
         "STATE_DIM": triton.next_power_of_2(max(state_dim, 16)),
         "PRECISION": dot_precision(x_SBHP),
     }
-    rows = (grad_y_SBHP, x_SBHP, B_SBGN, C_SBGN)
-    strides = tuple(tensor.stride()[:3] for tensor in rows)
-    by_head = (decays.steps, decays.sums, decays.documents)
-    sums_over_heads = (grad_B, grad_C, grad_B.stride()[:4])
-    _score_grads[grid](
-        rows, strides, by_head, grad_sums, sums_over_heads, sizes, **constants, num_warps=4, num_stages=3
+    inputs = (grad_y_SBHP, x_SBHP, B_SBGN, C_SBGN)
+    strides = tuple(tensor.stride()[:3] for tensor in inputs)
+    by_token = (decays.dt, decays.dA_cumsum, decays.documents)
+    group_grads = (grad_B, grad_C, grad_B.stride()[:4])
+    _CB_grads[grid](
+        inputs, strides, by_token, grad_dA_cumsum, group_grads, sizes, **constants, num_warps=4, num_stages=3
     )
-    _query_grads[grid](
-        rows,
+    _C_grads[grid](
+        inputs,
         strides,
-        by_head,
-        grad_sums,
-        sums_over_heads,
+        by_token,
+        grad_dA_cumsum,
+        group_grads,
         (states, grad_states),
-        state_products,
+        dh_dot_h,
         sizes,
         **constants,
         num_warps=4,
         num_stages=3,
     )
-    _row_grads[grid](
-        rows,
+    _x_dt_B_grads[grid](
+        inputs,
         strides,
-        by_head,
-        grad_sums,
-        sums_over_heads,
+        by_token,
+        grad_dA_cumsum,
+        group_grads,
         grad_states,
-        state_products,
+        dh_dot_h,
         (A_H, D_H),
         (grad_x, grad_dt, grad_A, grad_D),
         grad_x.stride()[:3],
@@ -107,179 +107,208 @@ def chunk_grads(
         num_warps=4,
         num_stages=1,
     )
-    return grad_x, grad_dt, grad_A.sum(dim=(0, 1)), _sum(grad_B), _sum(grad_C), grad_D.sum(dim=(0, 1))
+    return (
+        grad_x,
+        grad_dt,
+        grad_A.sum(dim=(0, 1)),
+        _sum_head_parts(grad_B),
+        _sum_head_parts(grad_C),
+        grad_D.sum(dim=(0, 1)),
+    )
 
 
-def _sum(parts: Tensor) -> Tensor:
-    return parts[0] if len(parts) == 1 else parts.sum(dim=0)
+def _sum_head_parts(grads: Tensor) -> Tensor:
+    return grads[0] if len(grads) == 1 else grads.sum(dim=0)
 
 
 @triton.jit
-def _score_grads(
-    tensors,
+def _CB_grads(
+    inputs,
     strides,
-    by_head,
-    grad_sums,
-    sums_over_heads,
+    by_token,
+    grad_dA_cumsum,
+    group_grads,
     sizes,
-    PARTS: tl.constexpr,
+    HEAD_PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    chunk, part, group, b = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1), tl.program_id(2)
-    dy, x, B, C = tensors
-    steps, sums, documents = by_head
-    length, num_chunks, heads, heads_here, head_dim, state_dim = sizes
+    """dCB = sum over heads of L * (dy x^T) * dt;  dC = dCB B,  dB = dCB^T C;  ddA_cs = row sums less column sums of dM * M.
+
+    dM * M, the gradient of the exponents in L, is CB times a head's part of dCB.
+    """
+    chunk, head_part = tl.program_id(0) // HEAD_PARTS, tl.program_id(0) % HEAD_PARTS
+    group, b = tl.program_id(1), tl.program_id(2)
+    grad_y, x, B, C = inputs
+    dt, dA_cumsum, documents = by_token
+    length, num_chunks, heads, heads_per_part, head_dim, state_dim = sizes
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    query = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM)
-    key = load_rows(B, strides[2], token, b, group, state_dim, length, STATE_DIM)
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-    own = token if documents is None else document_of(documents, token, b, length)
-    scores_grad = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    first = (group * PARTS + part) * heads_here
-    for head in range(first, first + heads_here):
-        at = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
-        rows = load_rows(x, strides[1], token, b, head, head_dim, length, HEAD_DIM)
-        grad = load_rows(dy, strides[0], token, b, head, head_dim, length, HEAD_DIM)
-        total, step = tl.load(sums + at), tl.load(steps + at)
-        products = tl.dot(grad, tl.trans(rows), input_precision=PRECISION) * step[None, :]
-        products *= decay_matrix(total, own, CHUNK, documents is not None)
-        scores_grad += products
-        products *= scores
-        tl.store(grad_sums + at, tl.sum(products, axis=1) - tl.sum(products, axis=0))
-    narrow = scores_grad.to(query.dtype)
-    grad_B, grad_C, part_strides = sums_over_heads
-    to, there = _part_offsets(part, token, b, group, part_strides, length, state_dim, STATE_DIM)
-    tl.store(grad_C + to, tl.dot(narrow, key, input_precision=PRECISION), mask=there)
-    tl.store(grad_B + to, tl.dot(tl.trans(narrow), query, input_precision=PRECISION), mask=there)
+    C_tile = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM)
+    B_tile = load_rows(B, strides[2], token, b, group, state_dim, length, STATE_DIM)
+    CB = tl.dot(C_tile, tl.trans(B_tile), input_precision=PRECISION)
+    document = token if documents is None else document_of(documents, token, b, length)
+    dCB = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    first_head = (group * HEAD_PARTS + head_part) * heads_per_part
+    for head in range(first_head, first_head + heads_per_part):
+        offsets = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
+        x_tile = load_rows(x, strides[1], token, b, head, head_dim, length, HEAD_DIM)
+        dy = load_rows(grad_y, strides[0], token, b, head, head_dim, length, HEAD_DIM)
+        dA_cs, dt_tile = tl.load(dA_cumsum + offsets), tl.load(dt + offsets)
+        head_dCB = tl.dot(dy, tl.trans(x_tile), input_precision=PRECISION) * dt_tile[None, :]
+        head_dCB *= decay_matrix(dA_cs, document, CHUNK, documents is not None)
+        dCB += head_dCB
+        dM_M = head_dCB * CB
+        tl.store(grad_dA_cumsum + offsets, tl.sum(dM_M, axis=1) - tl.sum(dM_M, axis=0))
+    rounded_dCB = dCB.to(C_tile.dtype)
+    grad_B, grad_C, group_grad_strides = group_grads
+    offsets, mask = _group_grad_offsets(head_part, token, b, group, group_grad_strides, length, state_dim, STATE_DIM)
+    tl.store(grad_C + offsets, tl.dot(rounded_dCB, B_tile, input_precision=PRECISION), mask=mask)
+    tl.store(grad_B + offsets, tl.dot(tl.trans(rounded_dCB), C_tile, input_precision=PRECISION), mask=mask)
 
 
 @triton.jit
-def _query_grads(
-    tensors,
+def _C_grads(
+    inputs,
     strides,
-    by_head,
-    grad_sums,
-    sums_over_heads,
+    by_token,
+    grad_dA_cumsum,
+    group_grads,
     both_states,
-    state_products,
+    dh_dot_h,
     sizes,
-    PARTS: tl.constexpr,
+    HEAD_PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    chunk, part, group, b = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1), tl.program_id(2)
-    dy, _, _, C = tensors
-    _, sums, documents = by_head
+    """dC += sum over heads of (exp(s) dy) h;  ddA_cs += row sums of (exp(s) dy) h * C;  <dh, h>: the inter-chunk output."""
+    chunk, head_part = tl.program_id(0) // HEAD_PARTS, tl.program_id(0) % HEAD_PARTS
+    group, b = tl.program_id(1), tl.program_id(2)
+    grad_y, _, _, C = inputs
+    _, dA_cumsum, documents = by_token
     states, grad_states = both_states
-    length, num_chunks, heads, heads_here, head_dim, state_dim = sizes
+    length, num_chunks, heads, heads_per_part, head_dim, state_dim = sizes
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    query = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM).to(tl.float32)
-    enters = token >= 0
+    C_tile = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM).to(tl.float32)
+    reads_state = token >= 0
     if documents is not None:
-        enters = document_of(documents, token, b, length) == document_before(documents, chunk, b, length, CHUNK)
-    offsets, there = state_offsets(head_dim, state_dim, HEAD_DIM, STATE_DIM)
-    _, grad_C, part_strides = sums_over_heads
-    to, stored = _part_offsets(part, token, b, group, part_strides, length, state_dim, STATE_DIM)
-    query_grad = tl.load(grad_C + to, mask=stored, other=0.0)
-    first = (group * PARTS + part) * heads_here
-    for head in range(first, first + heads_here):
-        at = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
-        state_at = ((b.to(tl.int64) * num_chunks + chunk) * heads + head) * head_dim * state_dim + offsets
-        grad = load_rows(dy, strides[0], token, b, head, head_dim, length, HEAD_DIM)
-        state = tl.load(states + state_at, mask=there, other=0.0)
-        state_grad = tl.load(grad_states + state_at, mask=there, other=0.0)
-        to_token = tl.where(enters, tl.exp(tl.load(sums + at)), 0.0)
-        decayed = (grad.to(tl.float32) * to_token[:, None]).to(grad.dtype)
-        queried = tl.dot(decayed, state, input_precision=PRECISION)
-        query_grad += queried
-        tl.store(grad_sums + at, tl.load(grad_sums + at) + tl.sum(queried * query, axis=1))
-        inner = tl.sum(tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), axis=1), axis=0)
-        tl.store(state_products + (chunk * tl.num_programs(2) + b) * heads + head, inner)
-    tl.store(grad_C + to, query_grad, mask=stored)
+        reads_state = document_of(documents, token, b, length) == document_before(documents, chunk, b, length, CHUNK)
+    state_tile_offsets, state_mask = state_offsets(head_dim, state_dim, HEAD_DIM, STATE_DIM)
+    _, grad_C, group_grad_strides = group_grads
+    dC_offsets, dC_mask = _group_grad_offsets(
+        head_part, token, b, group, group_grad_strides, length, state_dim, STATE_DIM
+    )
+    dC = tl.load(grad_C + dC_offsets, mask=dC_mask, other=0.0)
+    first_head = (group * HEAD_PARTS + head_part) * heads_per_part
+    for head in range(first_head, first_head + heads_per_part):
+        offsets = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
+        state_base = ((b.to(tl.int64) * num_chunks + chunk) * heads + head) * head_dim * state_dim
+        head_state_offsets = state_base + state_tile_offsets
+        dy = load_rows(grad_y, strides[0], token, b, head, head_dim, length, HEAD_DIM)
+        state = tl.load(states + head_state_offsets, mask=state_mask, other=0.0)
+        dstate = tl.load(grad_states + head_state_offsets, mask=state_mask, other=0.0)
+        from_start = tl.where(reads_state, tl.exp(tl.load(dA_cumsum + offsets)), 0.0)
+        decayed_dy = (dy.to(tl.float32) * from_start[:, None]).to(dy.dtype)
+        head_dC = tl.dot(decayed_dy, state, input_precision=PRECISION)
+        dC += head_dC
+        ddA_cs = tl.load(grad_dA_cumsum + offsets) + tl.sum(head_dC * C_tile, axis=1)
+        tl.store(grad_dA_cumsum + offsets, ddA_cs)
+        inner_product = tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
+        tl.store(dh_dot_h + (chunk * tl.num_programs(2) + b) * heads + head, inner_product)
+    tl.store(grad_C + dC_offsets, dC, mask=dC_mask)
 
 
 @triton.jit
-def _row_grads(
-    tensors,
+def _x_dt_B_grads(
+    inputs,
     strides,
-    by_head,
-    grad_sums,
-    sums_over_heads,
+    by_token,
+    grad_dA_cumsum,
+    group_grads,
     grad_states,
-    state_products,
+    dh_dot_h,
     weights,
     grads,
     grad_x_strides,
     sizes,
-    PARTS: tl.constexpr,
+    HEAD_PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    chunk, part, group, b = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1), tl.program_id(2)
-    dy, x, B, C = tensors
-    steps, sums, documents = by_head
+    """g = (L * CB)^T dy + to_end B dh^T, the gradient of dt x;  dx = dt g + D dy;  dB += sum over heads of (dt to_end x) dh.
+
+    ddA_cs -= <to_end B dh^T, x> dt, whose sum goes to s_Q, as does chunk_decay <dh, h>;  ddA = reverse cumsum of ddA_cs;
+    ddt = A ddA + <g, x>;  the gradient of A = <dt, ddA>, that of D = <dy, x>.
+    """
+    chunk, head_part = tl.program_id(0) // HEAD_PARTS, tl.program_id(0) % HEAD_PARTS
+    group, b = tl.program_id(1), tl.program_id(2)
+    grad_y, x, B, C = inputs
+    dt, dA_cumsum, documents = by_token
     A, D = weights
     grad_x, grad_dt, grad_A, grad_D = grads
-    length, num_chunks, heads, heads_here, head_dim, state_dim = sizes
+    length, num_chunks, heads, heads_per_part, head_dim, state_dim = sizes
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    query = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM)
-    key = load_rows(B, strides[2], token, b, group, state_dim, length, STATE_DIM)
-    scores = tl.dot(key, tl.trans(query), input_precision=PRECISION)  # [j, i]
-    own, leaves, passes = token, token >= 0, True
+    C_tile = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM)
+    B_tile = load_rows(B, strides[2], token, b, group, state_dim, length, STATE_DIM)
+    CB_transposed = tl.dot(B_tile, tl.trans(C_tile), input_precision=PRECISION)  # [j, i]
+    document, writes_state, passes_state = token, token >= 0, True
     if documents is not None:
-        own = document_of(documents, token, b, length)
-        after = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
-        leaves, passes = own == after, document_before(documents, chunk, b, length, CHUNK) == after
-    offsets, there = state_offsets(head_dim, state_dim, HEAD_DIM, STATE_DIM)
+        document = document_of(documents, token, b, length)
+        last_document = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
+        writes_state = document == last_document
+        passes_state = document_before(documents, chunk, b, length, CHUNK) == last_document
+    state_tile_offsets, state_mask = state_offsets(head_dim, state_dim, HEAD_DIM, STATE_DIM)
     column = tl.arange(0, HEAD_DIM)[None, :]
-    written = (token < length)[:, None] & (column < head_dim)
-    grad_B, _, part_strides = sums_over_heads
-    to, stored = _part_offsets(part, token, b, group, part_strides, length, state_dim, STATE_DIM)
-    key_grad = tl.load(grad_B + to, mask=stored, other=0.0)
-    first = (group * PARTS + part) * heads_here
-    for head in range(first, first + heads_here):
-        at = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
-        state_at = ((b.to(tl.int64) * num_chunks + chunk) * heads + head) * head_dim * state_dim + offsets
-        chunk_at = (chunk * tl.num_programs(2) + b) * heads + head
-        rows = load_rows(x, strides[1], token, b, head, head_dim, length, HEAD_DIM)
-        grad = load_rows(dy, strides[0], token, b, head, head_dim, length, HEAD_DIM)
-        state_grad = tl.load(grad_states + state_at, mask=there, other=0.0)
-        total, step = tl.load(sums + at), tl.load(steps + at)
-        end = tl.load(sums + (b * heads + head).to(tl.int64) * num_chunks * CHUNK + chunk * CHUNK + CHUNK - 1)
-        wide, wide_grad = rows.to(tl.float32), grad.to(tl.float32)
-        to_end = tl.where(leaves, tl.exp(end - total), 0.0)
-        scaled_grad = tl.dot(key, tl.trans(state_grad), input_precision=PRECISION) * to_end[:, None]
-        added = tl.sum(scaled_grad * wide, axis=1) * step
-        decayed = scores * decay_matrix(total, own, CHUNK, documents is not None, TRANSPOSED=True)
-        scaled_grad += tl.dot(decayed.to(rows.dtype), grad, input_precision=PRECISION)
-        weighted = (wide * (step * to_end)[:, None]).to(rows.dtype)
-        key_grad += tl.dot(weighted, state_grad, input_precision=PRECISION)
+    x_mask = (token < length)[:, None] & (column < head_dim)
+    grad_B, _, group_grad_strides = group_grads
+    dB_offsets, dB_mask = _group_grad_offsets(
+        head_part, token, b, group, group_grad_strides, length, state_dim, STATE_DIM
+    )
+    dB = tl.load(grad_B + dB_offsets, mask=dB_mask, other=0.0)
+    first_head = (group * HEAD_PARTS + head_part) * heads_per_part
+    for head in range(first_head, first_head + heads_per_part):
+        offsets = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
+        state_base = ((b.to(tl.int64) * num_chunks + chunk) * heads + head) * head_dim * state_dim
+        head_state_offsets = state_base + state_tile_offsets
+        chunk_offset = (chunk * tl.num_programs(2) + b) * heads + head
+        x_tile = load_rows(x, strides[1], token, b, head, head_dim, length, HEAD_DIM)
+        dy = load_rows(grad_y, strides[0], token, b, head, head_dim, length, HEAD_DIM)
+        dstate = tl.load(grad_states + head_state_offsets, mask=state_mask, other=0.0)
+        dA_cs, dt_tile = tl.load(dA_cumsum + offsets), tl.load(dt + offsets)
+        row_base = (b * heads + head).to(tl.int64) * num_chunks * CHUNK
+        dA_cs_last = tl.load(dA_cumsum + row_base + chunk * CHUNK + CHUNK - 1)
+        x_f32, dy_f32 = x_tile.to(tl.float32), dy.to(tl.float32)
+        to_end = tl.where(writes_state, tl.exp(dA_cs_last - dA_cs), 0.0)
+        g = tl.dot(B_tile, tl.trans(dstate), input_precision=PRECISION) * to_end[:, None]
+        to_end_grad = tl.sum(g * x_f32, axis=1) * dt_tile
+        L_transposed = decay_matrix(dA_cs, document, CHUNK, documents is not None, TRANSPOSED=True)
+        g += tl.dot((CB_transposed * L_transposed).to(x_tile.dtype), dy, input_precision=PRECISION)
+        decayed_x = (x_f32 * (dt_tile * to_end)[:, None]).to(x_tile.dtype)
+        dB += tl.dot(decayed_x, dstate, input_precision=PRECISION)
 
-        sums_grad = tl.load(grad_sums + at) - added
-        end_grad = tl.sum(added, axis=0) + tl.where(passes, tl.exp(end), 0.0) * tl.load(state_products + chunk_at)
-        log_decay_grad = tl.sum(sums_grad, axis=0) - tl.cumsum(sums_grad, axis=0) + sums_grad + end_grad
-        step_grad = log_decay_grad * tl.load(A + head).to(tl.float32) + tl.sum(scaled_grad * wide, axis=1)
-        tl.store(grad_dt + (token.to(tl.int64) * tl.num_programs(2) + b) * heads + head, step_grad, mask=token < length)
+        ddA_cs = tl.load(grad_dA_cumsum + offsets) - to_end_grad
+        ddA_cs_last = tl.sum(to_end_grad, axis=0)
+        ddA_cs_last += tl.where(passes_state, tl.exp(dA_cs_last), 0.0) * tl.load(dh_dot_h + chunk_offset)
+        ddA = tl.sum(ddA_cs, axis=0) - tl.cumsum(ddA_cs, axis=0) + ddA_cs + ddA_cs_last
+        ddt = ddA * tl.load(A + head).to(tl.float32) + tl.sum(g * x_f32, axis=1)
+        tl.store(grad_dt + (token.to(tl.int64) * tl.num_programs(2) + b) * heads + head, ddt, mask=token < length)
         row = token.to(tl.int64)[:, None] * grad_x_strides[0] + b * grad_x_strides[1] + head * grad_x_strides[2]
-        rows_grad = scaled_grad * step[:, None] + tl.load(D + head).to(tl.float32) * wide_grad
-        tl.store(grad_x + row + column, rows_grad.to(rows.dtype), mask=written)
-        tl.store(grad_A + chunk_at, tl.sum(log_decay_grad * step, axis=0))
-        tl.store(grad_D + chunk_at, tl.sum(tl.sum(wide * wide_grad, axis=1), axis=0))
-    tl.store(grad_B + to, key_grad, mask=stored)
+        dx = g * dt_tile[:, None] + tl.load(D + head).to(tl.float32) * dy_f32
+        tl.store(grad_x + row + column, dx.to(x_tile.dtype), mask=x_mask)
+        tl.store(grad_A + chunk_offset, tl.sum(ddA * dt_tile, axis=0))
+        tl.store(grad_D + chunk_offset, tl.sum(tl.sum(x_f32 * dy_f32, axis=1), axis=0))
+    tl.store(grad_B + dB_offsets, dB, mask=dB_mask)
 
 
 @triton.jit
-def _part_offsets(part, token, b, group, strides, length, state_dim, STATE_DIM: tl.constexpr):
-    """Returns the offsets of a chunk's rows in the sums over a part of the heads, and which there are."""
+def _group_grad_offsets(head_part, token, b, group, strides, length, state_dim, STATE_DIM: tl.constexpr):
+    """Returns the offsets of a chunk's rows of dB or dC, summed over a part of a group's heads, and their mask."""
     column = tl.arange(0, STATE_DIM)[None, :]
-    row = (
-        part.to(tl.int64) * strides[0] + token.to(tl.int64)[:, None] * strides[1] + b * strides[2] + group * strides[3]
-    )
+    part_and_token = head_part.to(tl.int64) * strides[0] + token.to(tl.int64)[:, None] * strides[1]
+    row = part_and_token + b * strides[2] + group * strides[3]
     return row + column, (token < length)[:, None] & (column < state_dim)

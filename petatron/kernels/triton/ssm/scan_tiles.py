@@ -1,10 +1,23 @@
-"""What the kernels of the selective scan share: tiles of the inputs, and the decays of a chunk.
+"""What the kernels of the selective scan share: tiles of the inputs, dA_cumsum, and the decays of a chunk.
 
-A chunk is CHUNK tokens of one sequence. With s the running sum of dt A inside the chunk, all decays are exponentials of differences
-of s, none above 0. `documents` numbers the documents of a sequence from the first token on: 0 until one begins, so that an initial
-state belongs to document 0. A decay between tokens of two documents is 0.
+Notation of all scan kernels, for a chunk of Q tokens of one sequence and one head (the names are those of "Transformers are SSMs" and of
+mamba_ssm; `kernels/ssm/chunk_scan.py` has the algebra):
 
-Tokens are padded to whole chunks with dt = 0, which neither decays a state nor adds to it.
+    dA_i        = dt_i A                                  the log decay of a token: not a gradient, though written like one
+    s_i         = dA_1 + .. + dA_i                        `dA_cumsum`; `dA_cs` is its tile, `dA_cs_last` is s_Q
+    from_start  = exp(s_i)                                the decay from the start of the chunk to a token
+    to_end      = exp(s_Q - s_j)                          the decay from a token to the end of the chunk
+    chunk_decay = exp(s_Q)                                the decay over the chunk
+    L_ij        = exp(s_i - s_j)               j <= i     the decay mask, else 0
+    CB          = C B^T                                   the same for all heads of a group
+    M_ij        = L_ij CB_ij dt_j                         the chunk's block of the SSM's matrix: intra-chunk y = M x
+    h           = the state before the chunk              `states`
+
+Gradients are `grad_x` in memory, and in registers dy, dB, dC, dCB, dM, ddt, ddA (of dA) and ddA_cs (of dA_cs). No exponent is above 0.
+
+`documents` (seq_idx in mamba_ssm) numbers the documents of a sequence from the first token on: 0 until one begins, so that an initial
+state belongs to document 0. A decay between tokens of two documents is 0. Tokens are padded to whole chunks with dt = 0, which neither
+decays a state nor adds to it.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -22,27 +35,27 @@ _HEADS = 16
 
 
 class ChunkDecays(NamedTuple):
-    """Step sizes dt and running sums of dt A by head [B, H, padded length] in float32, and the document of each token [B, S]."""
+    """What all kernels read of dt and A: dt and dA_cumsum [B, H, padded length] in float32, and the document of each token [B, S]."""
 
-    steps: Tensor
-    sums: Tensor
+    dt: Tensor
+    dA_cumsum: Tensor
     documents: Tensor | None
-    chunk: int
+    chunk_size: int
 
     @property
     def num_chunks(self) -> int:
-        return self.sums.shape[-1] // self.chunk
+        return self.dA_cumsum.shape[-1] // self.chunk_size
 
 
-def chunk_decays(dt_SBH: Tensor, A_H: Tensor, starts_SB: Tensor | None, chunk: int) -> ChunkDecays:
-    """Returns what all kernels read of dt and A."""
+def chunk_cumsum(dt_SBH: Tensor, A_H: Tensor, starts_SB: Tensor | None, chunk_size: int) -> ChunkDecays:
+    """Returns dt and the cumulative sum of dt A inside each chunk, in rows of tokens."""
     length, batch, heads = dt_SBH.shape
-    chunks = triton.cdiv(length, chunk)
-    steps = torch.empty((batch, heads, chunks * chunk), dtype=torch.float32, device=dt_SBH.device)
-    sums = torch.empty_like(steps)
-    grid = (chunks, batch, triton.cdiv(heads, _HEADS))
-    _decay_sums[grid](dt_SBH, A_H, steps, sums, length, heads, *dt_SBH.stride(), CHUNK=chunk, HEADS=_HEADS)
-    return ChunkDecays(steps, sums, document_numbers(starts_SB), chunk)
+    num_chunks = triton.cdiv(length, chunk_size)
+    dt = torch.empty((batch, heads, num_chunks * chunk_size), dtype=torch.float32, device=dt_SBH.device)
+    dA_cumsum = torch.empty_like(dt)
+    grid = (num_chunks, batch, triton.cdiv(heads, _HEADS))
+    _chunk_cumsum[grid](dt_SBH, A_H, dt, dA_cumsum, length, heads, *dt_SBH.stride(), CHUNK=chunk_size, HEADS=_HEADS)
+    return ChunkDecays(dt, dA_cumsum, document_numbers(starts_SB), chunk_size)
 
 
 def document_numbers(starts_SB: Tensor | None) -> Tensor | None:
@@ -50,10 +63,10 @@ def document_numbers(starts_SB: Tensor | None) -> Tensor | None:
     return None if starts_SB is None else starts_SB.t().cumsum(dim=1, dtype=torch.int32)
 
 
-def head_parts(heads: int, *, programs: int, wanted: int) -> int:
+def num_head_parts(heads: int, *, programs: int, wanted: int) -> int:
     """Returns into how many equal parts a group's heads are cut, so that there are enough programs.
 
-    >>> head_parts(80, programs=256, wanted=1024), head_parts(5, programs=1, wanted=4), head_parts(8, programs=900, wanted=600)
+    >>> num_head_parts(80, programs=256, wanted=1024), num_head_parts(5, programs=1, wanted=4), num_head_parts(8, programs=900, wanted=600)
     (4, 5, 1)
     """
     return next(
@@ -67,34 +80,35 @@ def dot_precision(x: Tensor) -> str:
 
 
 @triton.jit
-def _decay_sums(
-    dt, A, steps, sums, length, heads, dt_s, dt_b, dt_h, CHUNK: tl.constexpr, HEADS: tl.constexpr
+def _chunk_cumsum(
+    dt, A, dt_out, dA_cumsum, length, heads, dt_s, dt_b, dt_h, CHUNK: tl.constexpr, HEADS: tl.constexpr
 ):  # fmt: skip
-    """Sums dt A inside a chunk, for some heads, and turns both into rows of tokens."""
+    """dA_cumsum_i = sum over j <= i of dt_j A inside a chunk, for some heads; [S, B, H] becomes [B, H, padded length]."""
     chunk, b = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)[:, None]
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)[None, :]
-    there = head < heads
-    step = tl.load(dt + token.to(tl.int64) * dt_s + b * dt_b + head * dt_h, mask=there & (token < length), other=0.0)
-    step = step.to(tl.float32)
-    total = tl.cumsum(step * tl.load(A + head, mask=there, other=0.0).to(tl.float32), axis=0)
-    to = (b * heads + head).to(tl.int64) * (tl.num_programs(0) * CHUNK) + token
-    tl.store(steps + to, step, mask=there)
-    tl.store(sums + to, total, mask=there)
+    head_mask = head < heads
+    mask = head_mask & (token < length)
+    dt_tile = tl.load(dt + token.to(tl.int64) * dt_s + b * dt_b + head * dt_h, mask=mask, other=0.0)
+    dt_tile = dt_tile.to(tl.float32)
+    dA_cs = tl.cumsum(dt_tile * tl.load(A + head, mask=head_mask, other=0.0).to(tl.float32), axis=0)
+    offsets = (b * heads + head).to(tl.int64) * (tl.num_programs(0) * CHUNK) + token
+    tl.store(dt_out + offsets, dt_tile, mask=head_mask)
+    tl.store(dA_cumsum + offsets, dA_cs, mask=head_mask)
 
 
 @triton.jit
 def load_rows(tensor, strides, token, b, head, width, length, WIDTH: tl.constexpr):
     """Loads rows of tokens [tokens, WIDTH] of a head or group, with zeros beyond the end and the width."""
     column = tl.arange(0, WIDTH)[None, :]
-    there = (token < length)[:, None] & (column < width)
-    rows = tensor + token.to(tl.int64)[:, None] * strides[0] + b.to(tl.int64) * strides[1] + head * strides[2]
-    return tl.load(rows + column, mask=there, other=0.0)
+    mask = (token < length)[:, None] & (column < width)
+    row_pointers = tensor + token.to(tl.int64)[:, None] * strides[0] + b.to(tl.int64) * strides[1] + head * strides[2]
+    return tl.load(row_pointers + column, mask=mask, other=0.0)
 
 
 @triton.jit
 def state_offsets(head_dim, state_dim, HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr):
-    """Returns the offsets of a state's elements [HEAD_DIM, STATE_DIM] from its first, and which there are."""
+    """Returns the offsets of a state's elements [HEAD_DIM, STATE_DIM] from its first, and their mask."""
     p, n = tl.arange(0, HEAD_DIM)[:, None], tl.arange(0, STATE_DIM)[None, :]
     return p * state_dim + n, (p < head_dim) & (n < state_dim)
 
@@ -102,8 +116,8 @@ def state_offsets(head_dim, state_dim, HEAD_DIM: tl.constexpr, STATE_DIM: tl.con
 @triton.jit
 def document_before(documents, chunk, b, length, CHUNK: tl.constexpr):
     """Returns the document that the state before a chunk belongs to."""
-    before = tl.maximum(chunk * CHUNK - 1, 0)
-    return tl.where(chunk > 0, tl.load(documents + b * length + before), 0)
+    last_token = tl.maximum(chunk * CHUNK - 1, 0)
+    return tl.where(chunk > 0, tl.load(documents + b * length + last_token), 0)
 
 
 @triton.jit
@@ -113,13 +127,13 @@ def document_of(documents, token, b, length):
 
 
 @triton.jit
-def decay_matrix(sums, own, CHUNK: tl.constexpr, DOCUMENTS: tl.constexpr, TRANSPOSED: tl.constexpr = False):
-    """Returns exp(s_i - s_j) [i, j], or [j, i], for j <= i of one document, else 0."""
+def decay_matrix(dA_cs, document, CHUNK: tl.constexpr, DOCUMENTS: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """Returns the decay mask L_ij = exp(s_i - s_j) [i, j], or transposed [j, i], for j <= i of one document, else 0."""
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    difference = sums[:, None] - sums[None, :]
-    allowed = column <= row
+    exponent = dA_cs[:, None] - dA_cs[None, :]
+    causal = column <= row
     if TRANSPOSED:
-        difference, allowed = -difference, row <= column
+        exponent, causal = -exponent, row <= column
     if DOCUMENTS:
-        allowed = allowed & (own[:, None] == own[None, :])
-    return tl.exp(tl.where(allowed, difference, float("-inf")))
+        causal = causal & (document[:, None] == document[None, :])
+    return tl.exp(tl.where(causal, exponent, float("-inf")))

@@ -1,16 +1,16 @@
-"""Gradients of B, C, D, dt and A after a sequential scan: from the states before the chunks and the gradients of those after them.
+"""Gradients of B, C, D, dt and A after a sequential scan: from the states h before the chunks and the gradients dh of those after them.
 
 Programs have one chunk of one sequence and loop over heads of a group, so that the sums over heads, which the gradients of B and C
-are, stay in registers. With h the state before, dh the gradient of the state after, s the running sum of dt A:
+are, stay in registers. `scan_tiles.py` has the notation.
 
-    _score_sums      with dS_ij = sum over heads of exp(s_i - s_j) dt_j (dy_i . x_j):  dC = dS B, dB = dS^T C;  dD
-    _state_sums      dC_i += sum over heads of exp(s_i) h^T dy_i;  dB_j += sum over heads of dt_j exp(s_Q - s_j) dh^T x_j;  <dh, h>
-    _step_grads      dt and A, from sums over the rows of all these products
+    _intra_chunk_grads      dCB_ij = sum over heads of L_ij dt_j (dy_i . x_j);  dC = dCB B,  dB = dCB^T C;  of D
+    _inter_chunk_grads      dC_i += sum over heads of exp(s_i) h^T dy_i;  dB_j += sum over heads of dt_j exp(s_Q - s_j) dh^T x_j;  <dh, h>
+    _dt_A_grads             of dt and A, from sums over the rows and columns of all these products
 
-Every product holds exp(s_i - s_j), exp(s_i) or exp(s_Q - s_j), so its gradient times itself is added to e_i and subtracted from e_j,
-with e the gradient of s; e_Q also has exp(s_Q) <dh, h>. The gradient of dt A at a token is the sum of e over it and all after it in the
-chunk. The sums at j, without dt_j, are also <g_j, x_j>, with g the gradient of dt x: what dt gets besides. No atomic adds: sums over parts
-of heads or states, and those of A and D over chunks, are taken afterwards in a fixed order.
+Every product holds exp(s_i - s_j), exp(s_i) or exp(s_Q - s_j), so its gradient times itself is added to ddA_cs at i and subtracted at j;
+at Q it also has exp(s_Q) <dh, h>. ddA of a token is the sum of ddA_cs over it and all after it in the chunk. The sums at j, without dt_j,
+are also <g_j, x_j>, with g the gradient of dt x: what dt gets besides. No atomic adds: sums over parts of heads or states, and those of A
+and D over chunks, are taken afterwards in a fixed order.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
@@ -29,30 +29,32 @@ from petatron.kernels.triton.ssm.scan_tiles import (
     document_before,
     document_of,
     dot_precision,
-    head_parts,
     load_rows,
+    num_head_parts,
 )
-from petatron.kernels.triton.ssm.sequential_scan import documents_of_chunk, row_tiles, state_tiles
+from petatron.kernels.triton.ssm.sequential_scan import row_descriptor, state_descriptor, state_masks
 
 _PROGRAMS = 512
 """So many programs, if there are enough heads: some for every multiprocessor."""
-_COLUMNS = 64
-"""Columns of a state that a program of `_state_sums` has: its sums over heads take 64 registers of each of 128 threads."""
+_STATE_ROWS = 64
+"""Rows of a state [N, P] that a program of `_inter_chunk_grads` has: its sums over heads take 64 registers of each of 128 threads."""
 _HEADS = 16
 
 
-class TokenSums(NamedTuple):
-    """Sums over the products of a head at queries and, without dt, at keys [2, B, H, padded length], and <dh, h> [c, B, H].
+class CumsumGrads(NamedTuple):
+    """What ddA_cs is the sum of, in float32.
 
-    of_scores: inside chunks. of_states, state_products: with states, for each part of their columns.
+    intra_chunk: sums over the rows of dM * M, at i, and over its columns, at j and without dt_j [2, B, H, padded length].
+    inter_chunk: the same of the products with states, for each part of the state's rows [2 N parts, B, H, padded length].
+    dh_dot_h: <dh, h> of each part of the state's rows [N parts, c, B, H].
     """
 
-    of_scores: Tensor
-    of_states: Tensor
-    state_products: Tensor
+    intra_chunk: Tensor
+    inter_chunk: Tensor
+    dh_dot_h: Tensor
 
 
-def group_grads(
+def B_C_D_grads(
     grad_y_SBHP: Tensor,
     x_SBHP: Tensor,
     B_SBGN: Tensor,
@@ -60,259 +62,290 @@ def group_grads(
     decays: ChunkDecays,
     states: Tensor,
     grad_states: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, TokenSums]:
-    """Returns the gradients of B and C, in their dtype or float32, that of D, and what `step_grads` takes.
+) -> tuple[Tensor, Tensor, Tensor, CumsumGrads]:
+    """Returns the gradients of B and C, in their dtype or float32, that of D, and what `dt_A_grads` takes.
 
     states: those before the chunks; grad_states: of those after them [B, c, H, N, P].
     """
     (length, batch, heads, head_dim), (groups, state_dim) = x_SBHP.shape, B_SBGN.shape[2:]
-    chunks, chunk, columns = decays.num_chunks, decays.chunk, min(_COLUMNS, B_SBGN.shape[3])
-    splits = triton.cdiv(state_dim, columns)
-    parts = head_parts(heads // groups, programs=chunks * batch * groups, wanted=_PROGRAMS)
+    num_chunks, chunk_size, state_rows = decays.num_chunks, decays.chunk_size, min(_STATE_ROWS, B_SBGN.shape[3])
+    state_parts = triton.cdiv(state_dim, state_rows)
+    head_parts = num_head_parts(heads // groups, programs=num_chunks * batch * groups, wanted=_PROGRAMS)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x_SBHP.device)
 
-    by_head, by_group = decays.sums.shape, (parts, length, batch, groups, state_dim)
-    sums = TokenSums(new(2, *by_head), new(2 * splits, *by_head), new(splits, chunks, batch, heads))
-    grad_D, score_B, score_C = new(chunks, batch, heads), new(*by_group), new(*by_group)
-    dtype = B_SBGN.dtype if parts == 1 else torch.float32
+    by_head, by_group = decays.dA_cumsum.shape, (head_parts, length, batch, groups, state_dim)
+    cumsum_grads = CumsumGrads(
+        intra_chunk=new(2, *by_head),
+        inter_chunk=new(2 * state_parts, *by_head),
+        dh_dot_h=new(state_parts, num_chunks, batch, heads),
+    )
+    grad_D, intra_chunk_B, intra_chunk_C = new(num_chunks, batch, heads), new(*by_group), new(*by_group)
+    dtype = B_SBGN.dtype if head_parts == 1 else torch.float32
     grad_B, grad_C = (new(*by_group, dtype=dtype) for _ in range(2))
-    tiles = (row_tiles(grad_y_SBHP, chunk), row_tiles(x_SBHP, chunk))
-    both = (B_SBGN, C_SBGN, B_SBGN.stride()[:3], C_SBGN.stride()[:3])
-    constants = {"PARTS": parts, "CHUNK": chunk, "HEAD_DIM": head_dim, "PRECISION": dot_precision(x_SBHP)}
-    sizes = (length, chunks, batch, groups, heads, heads // groups // parts, state_dim)
-    _score_sums[(chunks * parts, groups, batch)](
-        *tiles,
-        *both,
-        (decays.steps, decays.sums, decays.documents),
-        sums.of_scores,
+    descriptors = (row_descriptor(grad_y_SBHP, chunk_size), row_descriptor(x_SBHP, chunk_size))
+    B_and_C = (B_SBGN, C_SBGN, B_SBGN.stride()[:3], C_SBGN.stride()[:3])
+    constants = {
+        "HEAD_PARTS": head_parts,
+        "CHUNK": chunk_size,
+        "HEAD_DIM": head_dim,
+        "PRECISION": dot_precision(x_SBHP),
+    }
+    sizes = (length, num_chunks, batch, groups, heads, heads // groups // head_parts, state_dim)
+    _intra_chunk_grads[(num_chunks * head_parts, groups, batch)](
+        *descriptors,
+        *B_and_C,
+        (decays.dt, decays.dA_cumsum, decays.documents),
+        cumsum_grads.intra_chunk,
         grad_D,
-        score_B,
-        score_C,
+        intra_chunk_B,
+        intra_chunk_C,
         sizes,
         STATE_DIM=state_dim,
         **constants,
         num_warps=4,
         num_stages=3,
     )
-    _state_sums[(splits * chunks * parts, groups, batch)](
-        *tiles,
-        state_tiles(states, columns),
-        state_tiles(grad_states, columns),
-        *both,
-        (decays.steps, decays.sums, decays.documents),
-        sums.of_states,
-        sums.state_products,
-        score_B,
-        score_C,
+    _inter_chunk_grads[(state_parts * num_chunks * head_parts, groups, batch)](
+        *descriptors,
+        state_descriptor(states, state_rows),
+        state_descriptor(grad_states, state_rows),
+        *B_and_C,
+        (decays.dt, decays.dA_cumsum, decays.documents),
+        cumsum_grads.inter_chunk,
+        cumsum_grads.dh_dot_h,
+        intra_chunk_B,
+        intra_chunk_C,
         grad_B,
         grad_C,
         sizes,
-        COLUMNS=columns,
-        SPLITS=splits,
+        STATE_ROWS=state_rows,
+        STATE_PARTS=state_parts,
         **constants,
         num_warps=4,
         num_stages=3,
     )
-    grad_B, grad_C = (grad[0] if parts == 1 else grad.sum(dim=0) for grad in (grad_B, grad_C))
-    return grad_B, grad_C, grad_D.sum(dim=(0, 1)), sums
+    grad_B, grad_C = (grad[0] if head_parts == 1 else grad.sum(dim=0) for grad in (grad_B, grad_C))
+    return grad_B, grad_C, grad_D.sum(dim=(0, 1)), cumsum_grads
 
 
 @triton.jit
-def _score_sums(
-    grad_tiles,
-    x_tiles,
+def _intra_chunk_grads(
+    grad_y,
+    x,
     B,
     C,
     B_strides,
     C_strides,
-    by_head,
-    score_sums,
+    by_token,
+    grad_dA_cumsum,
     grad_D,
     grad_B,
     grad_C,
     sizes,
-    PARTS: tl.constexpr,
+    HEAD_PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    chunk, part, group, b = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1), tl.program_id(2)
-    steps, sums, documents = by_head
-    length, num_chunks, batch, groups, heads, heads_here, state_dim = sizes
-    begin = chunk * CHUNK
-    token = begin + tl.arange(0, CHUNK)
-    query = load_rows(C, C_strides, token, b, group, state_dim, length, STATE_DIM)
-    key = load_rows(B, B_strides, token, b, group, state_dim, length, STATE_DIM)
+    """dCB = sum over heads of L * (dy x^T) * dt;  dC = dCB B,  dB = dCB^T C;  the gradient of D = trace(dy x^T).
+
+    Of dM * M, the gradient of the exponents in L: its row sums, at i; and its column sums without dt, at j.
+    """
+    chunk, head_part = tl.program_id(0) // HEAD_PARTS, tl.program_id(0) % HEAD_PARTS
+    group, b = tl.program_id(1), tl.program_id(2)
+    dt, dA_cumsum, documents = by_token
+    length, num_chunks, batch, groups, heads, heads_per_part, state_dim = sizes
+    first_token = chunk * CHUNK
+    token = first_token + tl.arange(0, CHUNK)
+    C_tile = load_rows(C, C_strides, token, b, group, state_dim, length, STATE_DIM)
+    B_tile = load_rows(B, B_strides, token, b, group, state_dim, length, STATE_DIM)
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    allowed = column <= row
+    causal = column <= row
     if documents is not None:
-        own = document_of(documents, token, b, length)
-        allowed = allowed & (own[:, None] == own[None, :])
-    scores = tl.where(allowed, tl.dot(query, tl.trans(key), input_precision=PRECISION), 0.0)
-    scores_grad = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
-    first = (group * PARTS + part) * heads_here
-    size = tl.cast(batch, tl.int64) * heads * num_chunks * CHUNK
-    for head in range(first, first + heads_here):
-        at = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
-        rows = x_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
-        grad = grad_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
-        total, step = tl.load(sums + at), tl.load(steps + at)
-        products = tl.dot(grad, tl.trans(rows), input_precision=PRECISION)
-        tl.store(grad_D + (chunk * batch + b) * heads + head, tl.sum(tl.where(row == column, products, 0.0)))
-        products *= tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
-        tl.store(score_sums + size + at, tl.sum(products * scores, axis=0))
-        products *= step[None, :]
-        scores_grad += products
-        tl.store(score_sums + at, tl.sum(products * scores, axis=1))
-    again = tl.arange(0, CHUNK)[None, :] <= tl.arange(0, CHUNK)[:, None]
+        document = document_of(documents, token, b, length)
+        causal = causal & (document[:, None] == document[None, :])
+    CB = tl.where(causal, tl.dot(C_tile, tl.trans(B_tile), input_precision=PRECISION), 0.0)
+    dCB = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
+    first_head = (group * HEAD_PARTS + head_part) * heads_per_part
+    num_rows = tl.cast(batch, tl.int64) * heads * num_chunks * CHUNK
+    for head in range(first_head, first_head + heads_per_part):
+        offsets = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
+        x_tile = x.load([b, head, first_token, 0]).reshape(CHUNK, HEAD_DIM)
+        dy = grad_y.load([b, head, first_token, 0]).reshape(CHUNK, HEAD_DIM)
+        dA_cs, dt_tile = tl.load(dA_cumsum + offsets), tl.load(dt + offsets)
+        dy_x = tl.dot(dy, tl.trans(x_tile), input_precision=PRECISION)
+        tl.store(grad_D + (chunk * batch + b) * heads + head, tl.sum(tl.where(row == column, dy_x, 0.0)))
+        L_dy_x = dy_x * tl.exp(tl.minimum(dA_cs[:, None] - dA_cs[None, :], 0.0))
+        tl.store(grad_dA_cumsum + num_rows + offsets, tl.sum(L_dy_x * CB, axis=0))
+        head_dCB = L_dy_x * dt_tile[None, :]
+        dCB += head_dCB
+        tl.store(grad_dA_cumsum + offsets, tl.sum(head_dCB * CB, axis=1))
+    # The decays above have no mask: it was in CB, and the sum over heads is masked here.
+    causal_again = tl.arange(0, CHUNK)[None, :] <= tl.arange(0, CHUNK)[:, None]
     if documents is not None:
-        own = document_of(documents, token, b, length)
-        again = again & (own[:, None] == own[None, :])
-    narrow = tl.where(again, scores_grad, 0.0).to(query.dtype)
+        document = document_of(documents, token, b, length)
+        causal_again = causal_again & (document[:, None] == document[None, :])
+    rounded_dCB = tl.where(causal_again, dCB, 0.0).to(C_tile.dtype)
     n = tl.arange(0, STATE_DIM)[None, :]
-    to = (((part * length + token.to(tl.int64)) * batch + b) * groups + group)[:, None] * state_dim + n
-    there = (token < length)[:, None] & (n < state_dim)
-    tl.store(grad_C + to, tl.dot(narrow, key, input_precision=PRECISION), mask=there)
-    tl.store(grad_B + to, tl.dot(tl.trans(narrow), query, input_precision=PRECISION), mask=there)
+    offsets = (((head_part * length + token.to(tl.int64)) * batch + b) * groups + group)[:, None] * state_dim + n
+    mask = (token < length)[:, None] & (n < state_dim)
+    tl.store(grad_C + offsets, tl.dot(rounded_dCB, B_tile, input_precision=PRECISION), mask=mask)
+    tl.store(grad_B + offsets, tl.dot(tl.trans(rounded_dCB), C_tile, input_precision=PRECISION), mask=mask)
 
 
 @triton.jit
-def _state_sums(
-    grad_tiles,
-    x_tiles,
-    state_tiles,
-    grad_state_tiles,
+def _inter_chunk_grads(
+    grad_y,
+    x,
+    states,
+    grad_states,
     B,
     C,
     B_strides,
     C_strides,
-    by_head,
-    query_sums,
-    state_products,
+    by_token,
+    grad_dA_cumsum,
+    dh_dot_h,
+    intra_chunk_B,
+    intra_chunk_C,
     grad_B,
     grad_C,
-    out_B,
-    out_C,
     sizes,
-    PARTS: tl.constexpr,
+    HEAD_PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    STATE_ROWS: tl.constexpr,
+    STATE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    split, rest = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    chunk, part, group, b = rest // PARTS, rest % PARTS, tl.program_id(1), tl.program_id(2)
-    steps, sums, documents = by_head
-    length, num_chunks, batch, groups, heads, heads_here, state_dim = sizes
-    begin = chunk * CHUNK
-    token = begin + tl.arange(0, CHUNK)
-    enters, leaves, _ = documents_of_chunk(documents, token, chunk, b, length, CHUNK)
-    n = split * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    query = load_rows(C + split * COLUMNS, C_strides, token, b, group, state_dim - split * COLUMNS, length, COLUMNS)
-    key = load_rows(B + split * COLUMNS, B_strides, token, b, group, state_dim - split * COLUMNS, length, COLUMNS)
-    query_grad = tl.zeros((CHUNK, COLUMNS), dtype=tl.float32)
-    key_grad = tl.zeros((CHUNK, COLUMNS), dtype=tl.float32)
-    first = (group * PARTS + part) * heads_here
-    size = tl.cast(batch, tl.int64) * heads * num_chunks * CHUNK
-    query_sums += split * 2 * size
-    for head in range(first, first + heads_here):
-        at = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
-        state_at = b * num_chunks + chunk
-        total, step = tl.load(sums + at), tl.load(steps + at)
-        end = tl.load(sums + (b * heads + head).to(tl.int64) * num_chunks * CHUNK + begin + CHUNK - 1)
-        grad = grad_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
-        state = state_tiles.load([state_at, head, split * COLUMNS, 0]).reshape(COLUMNS, HEAD_DIM)
-        queried = tl.dot(grad, tl.trans(state), input_precision=PRECISION)
-        queried *= tl.where(enters, tl.exp(total), 0.0)[:, None]
-        query_grad += queried
-        tl.store(query_sums + at, tl.sum(queried * query.to(tl.float32), axis=1))
-        state_grad = grad_state_tiles.load([state_at, head, split * COLUMNS, 0]).reshape(COLUMNS, HEAD_DIM)
-        inner = tl.sum(state.to(tl.float32) * state_grad.to(tl.float32))
-        tl.store(state_products + ((split * num_chunks + chunk) * batch + b) * heads + head, inner)
-        rows = x_tiles.load([b, head, begin, 0]).reshape(CHUNK, HEAD_DIM)
-        to_end = tl.where(leaves, tl.exp(end - total), 0.0)
-        taken = tl.dot(rows, tl.trans(state_grad), input_precision=PRECISION)
-        taken *= to_end[:, None]
-        tl.store(query_sums + size + at, tl.sum(taken * key.to(tl.float32), axis=1))
-        key_grad += taken * step[:, None]
-    to = (((part * length + token.to(tl.int64)) * batch + b) * groups + group)[:, None] * state_dim + n
-    there = (token < length)[:, None] & (n < state_dim)
-    query_grad += tl.load(grad_C + to, mask=there, other=0.0)
-    key_grad += tl.load(grad_B + to, mask=there, other=0.0)
-    tl.store(out_C + to, query_grad.to(out_C.dtype.element_ty), mask=there)
-    tl.store(out_B + to, key_grad.to(out_B.dtype.element_ty), mask=there)
+    """dC = intra-chunk part + sum over heads of from_start dy h^T;  dB = intra-chunk part + sum over heads of dt to_end x dh^T.
+
+    For some of the state's rows, states being [N, P]. Also <dh, h>, and of the products' exponents ddA_cs at i, and at j without dt.
+    """
+    state_part, chunk_and_head_part = tl.program_id(0) % STATE_PARTS, tl.program_id(0) // STATE_PARTS
+    chunk, head_part = chunk_and_head_part // HEAD_PARTS, chunk_and_head_part % HEAD_PARTS
+    group, b = tl.program_id(1), tl.program_id(2)
+    dt, dA_cumsum, documents = by_token
+    length, num_chunks, batch, groups, heads, heads_per_part, state_dim = sizes
+    first_token = chunk * CHUNK
+    token = first_token + tl.arange(0, CHUNK)
+    reads_state, writes_state, _ = state_masks(documents, token, chunk, b, length, CHUNK)
+    n = state_part * STATE_ROWS + tl.arange(0, STATE_ROWS)[None, :]
+    C_tile = load_rows(
+        C + state_part * STATE_ROWS, C_strides, token, b, group, state_dim - state_part * STATE_ROWS, length, STATE_ROWS
+    )
+    B_tile = load_rows(
+        B + state_part * STATE_ROWS, B_strides, token, b, group, state_dim - state_part * STATE_ROWS, length, STATE_ROWS
+    )
+    dC = tl.zeros((CHUNK, STATE_ROWS), dtype=tl.float32)
+    dB = tl.zeros((CHUNK, STATE_ROWS), dtype=tl.float32)
+    first_head = (group * HEAD_PARTS + head_part) * heads_per_part
+    num_rows = tl.cast(batch, tl.int64) * heads * num_chunks * CHUNK
+    grad_dA_cumsum += state_part * 2 * num_rows
+    for head in range(first_head, first_head + heads_per_part):
+        offsets = (b * heads + head).to(tl.int64) * num_chunks * CHUNK + token
+        state_index = b * num_chunks + chunk
+        dA_cs, dt_tile = tl.load(dA_cumsum + offsets), tl.load(dt + offsets)
+        row_base = (b * heads + head).to(tl.int64) * num_chunks * CHUNK
+        dA_cs_last = tl.load(dA_cumsum + row_base + first_token + CHUNK - 1)
+        dy = grad_y.load([b, head, first_token, 0]).reshape(CHUNK, HEAD_DIM)
+        state = states.load([state_index, head, state_part * STATE_ROWS, 0]).reshape(STATE_ROWS, HEAD_DIM)
+        head_dC = tl.dot(dy, tl.trans(state), input_precision=PRECISION)
+        head_dC *= tl.where(reads_state, tl.exp(dA_cs), 0.0)[:, None]
+        dC += head_dC
+        tl.store(grad_dA_cumsum + offsets, tl.sum(head_dC * C_tile.to(tl.float32), axis=1))
+        dstate = grad_states.load([state_index, head, state_part * STATE_ROWS, 0]).reshape(STATE_ROWS, HEAD_DIM)
+        inner_product = tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+        tl.store(dh_dot_h + ((state_part * num_chunks + chunk) * batch + b) * heads + head, inner_product)
+        x_tile = x.load([b, head, first_token, 0]).reshape(CHUNK, HEAD_DIM)
+        to_end = tl.where(writes_state, tl.exp(dA_cs_last - dA_cs), 0.0)
+        x_dstate = tl.dot(x_tile, tl.trans(dstate), input_precision=PRECISION)
+        x_dstate *= to_end[:, None]
+        tl.store(grad_dA_cumsum + num_rows + offsets, tl.sum(x_dstate * B_tile.to(tl.float32), axis=1))
+        dB += x_dstate * dt_tile[:, None]
+    offsets = (((head_part * length + token.to(tl.int64)) * batch + b) * groups + group)[:, None] * state_dim + n
+    mask = (token < length)[:, None] & (n < state_dim)
+    dC += tl.load(intra_chunk_C + offsets, mask=mask, other=0.0)
+    dB += tl.load(intra_chunk_B + offsets, mask=mask, other=0.0)
+    tl.store(grad_C + offsets, dC.to(grad_C.dtype.element_ty), mask=mask)
+    tl.store(grad_B + offsets, dB.to(grad_B.dtype.element_ty), mask=mask)
 
 
-def step_grads(A_H: Tensor, decays: ChunkDecays, sums: TokenSums, *, length: int) -> tuple[Tensor, Tensor]:
+def dt_A_grads(A_H: Tensor, decays: ChunkDecays, cumsum_grads: CumsumGrads, *, length: int) -> tuple[Tensor, Tensor]:
     """Returns the gradients of dt [S, B, H] and of A [H] in float32."""
-    batch, heads = decays.sums.shape[:2]
-    chunks = decays.num_chunks
+    batch, heads = decays.dA_cumsum.shape[:2]
+    num_chunks = decays.num_chunks
     grad_dt = torch.empty((length, batch, heads), dtype=torch.float32, device=A_H.device)
-    grad_A = torch.empty((chunks, batch, heads), dtype=torch.float32, device=A_H.device)
-    _step_grads[(chunks, batch, triton.cdiv(heads, _HEADS))](
+    grad_A = torch.empty((num_chunks, batch, heads), dtype=torch.float32, device=A_H.device)
+    _dt_A_grads[(num_chunks, batch, triton.cdiv(heads, _HEADS))](
         A_H,
-        decays.steps,
-        decays.sums,
+        decays.dt,
+        decays.dA_cumsum,
         decays.documents,
-        *sums,
+        *cumsum_grads,
         grad_dt,
         grad_A,
         length,
         heads,
-        SPLITS=len(sums.state_products),
-        CHUNK=decays.chunk,
+        STATE_PARTS=len(cumsum_grads.dh_dot_h),
+        CHUNK=decays.chunk_size,
         HEADS=_HEADS,
     )
     return grad_dt, grad_A.sum(dim=(0, 1))
 
 
 @triton.jit
-def _step_grads(
+def _dt_A_grads(
     A,
-    steps,
-    sums,
+    dt,
+    dA_cumsum,
     documents,
-    score_sums,
-    query_sums,
-    state_products,
+    intra_chunk,
+    inter_chunk,
+    dh_dot_h,
     grad_dt,
     grad_A,
     length,
     heads,
-    SPLITS: tl.constexpr,
+    STATE_PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    chunk, b, chunks, batch = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
+    """ddA = reverse cumsum of ddA_cs;  ddt = A ddA + <g, x>;  the gradient of A = <dt, ddA>.
+
+    ddA_cs = sums at i less dt times sums at j; at Q, plus dt times the inter-chunk sums at j, and chunk_decay <dh, h>.
+    """
+    chunk, b, num_chunks, batch = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    there = (head < heads)[:, None]
-    row = (b * heads + head).to(tl.int64) * chunks * CHUNK
-    size = tl.cast(batch, tl.int64) * heads * chunks * CHUNK
-    at = row[:, None] + token[None, :]
-    passes = True
+    mask = (head < heads)[:, None]
+    row_base = (b * heads + head).to(tl.int64) * num_chunks * CHUNK
+    num_rows = tl.cast(batch, tl.int64) * heads * num_chunks * CHUNK
+    offsets = row_base[:, None] + token[None, :]
+    passes_state = True
     if documents is not None:
-        after = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
-        passes = document_before(documents, chunk, b, length, CHUNK) == after
-    chunk_at = (chunk * batch + b) * heads + head
-    inner = tl.zeros((HEADS,), dtype=tl.float32)
-    added = tl.zeros((HEADS, CHUNK), dtype=tl.float32)
-    sums_grad = tl.load(score_sums + at, mask=there, other=0.0)
-    for split in tl.static_range(SPLITS):
-        sums_grad += tl.load(query_sums + split * 2 * size + at, mask=there, other=0.0)
-        added += tl.load(query_sums + (split * 2 + 1) * size + at, mask=there, other=0.0)
-        inner += tl.load(state_products + split * chunks * batch * heads + chunk_at, mask=head < heads, other=0.0)
-    step = tl.load(steps + at, mask=there, other=0.0)
-    products = tl.load(score_sums + size + at, mask=there, other=0.0) + added
-    sums_grad -= products * step
-    end = tl.load(sums + row + chunk * CHUNK + CHUNK - 1, mask=head < heads, other=0.0)
-    end_grad = tl.sum(added * step, axis=1) + tl.where(passes, tl.exp(end), 0.0) * inner
-    decay_grad = (tl.sum(sums_grad, axis=1) + end_grad)[:, None] - tl.cumsum(sums_grad, axis=1) + sums_grad
-    decay_rate = tl.load(A + head, mask=head < heads, other=0.0).to(tl.float32)
-    to = (token.to(tl.int64)[None, :] * batch + b) * heads + head[:, None]
-    tl.store(grad_dt + to, decay_grad * decay_rate[:, None] + products, mask=there & (token < length)[None, :])
-    tl.store(grad_A + chunk_at, tl.sum(decay_grad * step, axis=1), mask=head < heads)
+        last_document = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
+        passes_state = document_before(documents, chunk, b, length, CHUNK) == last_document
+    chunk_offsets = (chunk * batch + b) * heads + head
+    inner_product = tl.zeros((HEADS,), dtype=tl.float32)
+    inter_chunk_g_x = tl.zeros((HEADS, CHUNK), dtype=tl.float32)
+    ddA_cs = tl.load(intra_chunk + offsets, mask=mask, other=0.0)
+    for part in tl.static_range(STATE_PARTS):
+        ddA_cs += tl.load(inter_chunk + part * 2 * num_rows + offsets, mask=mask, other=0.0)
+        inter_chunk_g_x += tl.load(inter_chunk + (part * 2 + 1) * num_rows + offsets, mask=mask, other=0.0)
+        part_offsets = part * num_chunks * batch * heads
+        inner_product += tl.load(dh_dot_h + part_offsets + chunk_offsets, mask=head < heads, other=0.0)
+    dt_tile = tl.load(dt + offsets, mask=mask, other=0.0)
+    g_x = tl.load(intra_chunk + num_rows + offsets, mask=mask, other=0.0) + inter_chunk_g_x
+    ddA_cs -= g_x * dt_tile
+    dA_cs_last = tl.load(dA_cumsum + row_base + chunk * CHUNK + CHUNK - 1, mask=head < heads, other=0.0)
+    ddA_cs_last = tl.sum(inter_chunk_g_x * dt_tile, axis=1)
+    ddA_cs_last += tl.where(passes_state, tl.exp(dA_cs_last), 0.0) * inner_product
+    ddA = (tl.sum(ddA_cs, axis=1) + ddA_cs_last)[:, None] - tl.cumsum(ddA_cs, axis=1) + ddA_cs
+    A_head = tl.load(A + head, mask=head < heads, other=0.0).to(tl.float32)
+    dt_offsets = (token.to(tl.int64)[None, :] * batch + b) * heads + head[:, None]
+    tl.store(grad_dt + dt_offsets, ddA * A_head[:, None] + g_x, mask=mask & (token < length)[None, :])
+    tl.store(grad_A + chunk_offsets, tl.sum(ddA * dt_tile, axis=1), mask=head < heads)

@@ -53,21 +53,23 @@ def _conv_step(
     CHANNELS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """y = silu(bias + sum over k < W of weight_k token_k), with the last token x and the others the window, which moves on by one."""
     pdl_wait_and_trigger(USE_PDL)
     sequence = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = channel < channels
+    mask = channel < channels
     window = windows + tl.load(slots + sequence).to(tl.int64) * (TAPS - 1) * channels + channel
-    total = tl.zeros((CHANNELS,), tl.float32)
+    preactivation = tl.zeros((CHANNELS,), tl.float32)
     if bias is not None:
-        total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+        preactivation += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
     for tap in tl.static_range(TAPS):
         if tap < TAPS - 1:
-            token = tl.load(window + tap * channels, mask=inside, other=0.0)
+            token = tl.load(window + tap * channels, mask=mask, other=0.0)
         else:
-            token = tl.load(x + sequence * x_stride + channel, mask=inside, other=0.0)
+            token = tl.load(x + sequence * x_stride + channel, mask=mask, other=0.0)
         if tap > 0:  # a thread has read what it overwrites
-            tl.store(window + (tap - 1) * channels, token.to(windows.dtype.element_ty), mask=inside)
-        factor = tl.load(weight + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-        total += token.to(tl.float32) * factor
-    tl.store(y + sequence * channels + channel, (total * tl.sigmoid(total)).to(y.dtype.element_ty), mask=inside)
+            tl.store(window + (tap - 1) * channels, token.to(windows.dtype.element_ty), mask=mask)
+        tap_weight = tl.load(weight + channel * TAPS + tap, mask=mask, other=0.0).to(tl.float32)
+        preactivation += token.to(tl.float32) * tap_weight
+    y_pointers = y + sequence * channels + channel
+    tl.store(y_pointers, (preactivation * tl.sigmoid(preactivation)).to(y.dtype.element_ty), mask=mask)

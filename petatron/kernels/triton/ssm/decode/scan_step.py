@@ -79,24 +79,27 @@ def _scan_step(
     COLUMNS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """h' = exp(dt A) h + dt x B^T,  y = h' C + D x,  with dt = softplus(dt + dt_bias) and A = -exp(A_log), for some rows of a state."""
     pdl_wait_and_trigger(USE_PDL)
     head, num_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     slot = tl.load(slots + sequence).to(tl.int64)
-    at = states + (slot * num_heads + head) * HEAD_DIM * STATE_DIM + row[:, None] * STATE_DIM + column[None, :]
-    inside = (row < HEAD_DIM)[:, None] & (column < STATE_DIM)[None, :]
-    state = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    state_pointers = (
+        states + (slot * num_heads + head) * HEAD_DIM * STATE_DIM + row[:, None] * STATE_DIM + column[None, :]
+    )
+    state_mask = (row < HEAD_DIM)[:, None] & (column < STATE_DIM)[None, :]
+    state = tl.load(state_pointers, mask=state_mask, other=0.0).to(tl.float32)
 
-    raw = tl.load(dt + sequence * dt_stride + head).to(tl.float32)
-    step = softplus(raw + tl.load(dt_bias + head).to(tl.float32))
-    decay = tl.exp(-step * tl.exp(tl.load(A_log + head).to(tl.float32)))
-    token = tl.load(x + sequence * x_stride + head * HEAD_DIM + row, mask=row < HEAD_DIM, other=0.0).to(tl.float32)
-    of_group = head // HEADS_PER_GROUP * STATE_DIM + column
-    into = tl.load(B + sequence * B_stride + of_group, mask=column < STATE_DIM, other=0.0).to(tl.float32)
-    out_of = tl.load(C + sequence * C_stride + of_group, mask=column < STATE_DIM, other=0.0).to(tl.float32)
+    dt_input = tl.load(dt + sequence * dt_stride + head).to(tl.float32)
+    dt_head = softplus(dt_input + tl.load(dt_bias + head).to(tl.float32))
+    decay = tl.exp(-dt_head * tl.exp(tl.load(A_log + head).to(tl.float32)))
+    x_head = tl.load(x + sequence * x_stride + head * HEAD_DIM + row, mask=row < HEAD_DIM, other=0.0).to(tl.float32)
+    group_offsets = head // HEADS_PER_GROUP * STATE_DIM + column
+    B_group = tl.load(B + sequence * B_stride + group_offsets, mask=column < STATE_DIM, other=0.0).to(tl.float32)
+    C_group = tl.load(C + sequence * C_stride + group_offsets, mask=column < STATE_DIM, other=0.0).to(tl.float32)
 
-    state = decay * state + (step * token)[:, None] * into[None, :]
-    tl.store(at, state.to(states.dtype.element_ty), mask=inside)
-    result = tl.sum(state * out_of[None, :], 1) + tl.load(D + head).to(tl.float32) * token
-    to = y + (sequence * num_heads + head) * HEAD_DIM + row
-    tl.store(to, result.to(y.dtype.element_ty), mask=row < HEAD_DIM)
+    state = decay * state + (dt_head * x_head)[:, None] * B_group[None, :]
+    tl.store(state_pointers, state.to(states.dtype.element_ty), mask=state_mask)
+    y_head = tl.sum(state * C_group[None, :], 1) + tl.load(D + head).to(tl.float32) * x_head
+    y_pointers = y + (sequence * num_heads + head) * HEAD_DIM + row
+    tl.store(y_pointers, y_head.to(y.dtype.element_ty), mask=row < HEAD_DIM)
