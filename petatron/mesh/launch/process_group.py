@@ -7,9 +7,11 @@ once. `ParallelMesh` creates the groups that move device memory.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import resource
+import sys
 from datetime import timedelta
 from typing import Literal
 
@@ -80,7 +82,17 @@ def _join_ranks(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
         world_size=environment.world_size,
         timeout=timeout,
     )
+    atexit.register(_stop_after_success)
     return rendezvous.store
+
+
+def _stop_after_success() -> None:
+    """Leaves the groups at the end of a program that has not: the interpreter may abort over gloo's threads.
+
+    After an exception they are left as they are: destroying them could wait for ranks that are gone.
+    """
+    if not hasattr(sys, "last_value"):
+        stop_process_group()
 
 
 def new_group(
