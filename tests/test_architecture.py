@@ -311,6 +311,7 @@ REMOVES_TREES = ("rmtree", "rmdir", "removedirs")
 WRITES = ("write_text", "write_bytes", "save_file", "mkstemp", "mktemp", "NamedTemporaryFile")
 WRITES_BY_NAME = {
     FILES: "the rule itself",
+    "petatron/base/output_file.py": "a file that the user names",
     "petatron/checkpoint/convert/formats.py": "in a temporary folder of its own",
     "petatron/verify/trace.py": "in a folder that `petatron verify` made for it",
     "petatron/data/bpe/train_bpe.py": "a file that the user names",

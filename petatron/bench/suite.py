@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
+from petatron.base.output_file import writable_problems
 from petatron.bench.measure.arguments import (
     add_device_argument,
     add_only_argument,
     file_problems,
     positive_problems,
-    writable_problems,
 )
 from petatron.bench.measure.suite_entries import ENTRIES, SuiteEntry, select_entries
 from petatron.bench.measure.suite_table import (

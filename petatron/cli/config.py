@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.output_file import writable_problems
 from petatron.base.text import count_with_noun
 from petatron.cli.train import read_checkpoint
 from petatron.config.checks.check_all import missing_features
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
     if name == "diff":
         return _diff(rest)
     if name == "presets":
-        return _presets()
+        return _presets(rest)
     if name == "reference":
         return _reference(rest)
     print(f"petatron config: {name!r} is not a subcommand.\n{_USAGE}", file=sys.stderr)
@@ -85,8 +86,8 @@ def _show(argv: list[str]) -> int:
 
 def _diff(argv: list[str]) -> int:
     if len(argv) != 2:
-        print(_USAGE, file=sys.stderr)
-        return 2
+        rule = f"compares two configurations, and gets {count_with_noun(len(argv), 'word')}"
+        raise ConfigError([Problem("config diff", "", rule, "Name two presets, files or folders.")])
     before, after = (_open(_locate(name)).config for name in argv)
     print(format_config_diff(before, after) or "no difference")
     return 0
@@ -117,7 +118,9 @@ def _open(source: _Source) -> RawLoadedConfig:
     return resolve_config(preset=source.preset, files=source.files)[0]
 
 
-def _presets() -> int:
+def _presets(argv: list[str]) -> int:
+    if argv:
+        raise ConfigError([Problem(argv[0], "", "is a word too many", "`petatron config presets` takes none.")])
     width = max(len(name) for name in preset_names())
     for name in preset_names():
         missing = (
@@ -133,7 +136,8 @@ def _reference(argv: list[str]) -> int:
         print(reference_page(), end="")
         return 0
     if len(argv) != 2 or argv[0] != "--out":
-        print(_USAGE, file=sys.stderr)
-        return 2
+        raise ConfigError([Problem(argv[0], "", "is not how to write the page", "Give --out FILE, or nothing.")])
+    if wrong := writable_problems("--out", Path(argv[1])):
+        raise ConfigError(wrong)
     Path(argv[1]).write_text(reference_page(), encoding="utf-8")
     return 0

@@ -81,29 +81,39 @@ def setting_problems(settings: TaskSettings, *, where: str) -> list[Problem]:
     if settings.task not in TASK_NAMES:
         found.append(Problem(where, settings.task, "is not a task", f"Use one of {', '.join(TASK_NAMES)}."))
         return found
+    by_flags = where == "--task"
     for name in ("limit", "stride", "every"):
         value = getattr(settings, name)
         if value is not None and value < 1:
-            found.append(Problem(where, f"{name} {value}", "is below 1", "Use a positive number, or leave it out."))
+            rule, fix = "is below 1", "Use a positive number, or leave it out."
+            found.append(Problem(_flag(name) if by_flags else f"{where} {name}", str(value), rule, fix))
     for name in ("num_fewshot", "fewshot_seed"):
-        if (getattr(settings, name) or 0) < 0:
+        if (value := getattr(settings, name) or 0) < 0:
             rule, fix = "is below 0", "Use 0 or more, or leave it out."
-            found.append(Problem(where, f"{name} {getattr(settings, name)}", rule, fix))
+            found.append(Problem(_flag(name) if by_flags else f"{where} {name}", str(value), rule, fix))
     defaults = {each.name: each.default for each in fields(TaskSettings)}
     for name, tasks in _SETTINGS_OF.items():
         if settings.task not in tasks and getattr(settings, name) != defaults[name]:
             rule = f"has no effect on {settings.task}"
-            found.append(Problem(where, name, rule, f"Leave it out; it is for {', '.join(tasks)}."))
+            named = _flag(name) if by_flags else f"{where} {name}"
+            found.append(Problem(named, "", rule, f"Leave it out; it is for {', '.join(tasks)}."))
     if not settings.data.is_file():
-        named = "--data" if where == "--task" else where
+        named = "--data" if by_flags else where
         found.append(Problem(named, str(settings.data), "is not a file", "Give the path of the task's data."))
     for name in ("fewshot_data", "fewshot_seed"):
         given = getattr(settings, name) is not None and settings.task in multiple_choice.FORMATS
         if given and settings.num_fewshot == 0:
-            found.append(Problem(where, name, "has no effect without num_fewshot", "Say how many examples to show."))
+            named, count = (_flag(name), _flag("num_fewshot")) if by_flags else (f"{where} {name}", "num_fewshot")
+            found.append(Problem(named, "", f"has no effect without {count}", "Say how many examples to show."))
     if settings.fewshot_data is not None and not settings.fewshot_data.is_file():
-        found.append(Problem(where, str(settings.fewshot_data), "is not a file", "Give a file of the task's format."))
+        named = _flag("fewshot_data") if by_flags else where
+        found.append(Problem(named, str(settings.fewshot_data), "is not a file", "Give a file of the task's format."))
     return found
+
+
+def _flag(name: str) -> str:
+    """Returns the flag of `petatron eval` for a setting of a task."""
+    return "--strict-lambada" if name == "strict" else f"--{name.replace('_', '-')}"
 
 
 def read_task_list(path: Path) -> list[TaskSettings]:

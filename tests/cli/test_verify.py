@@ -9,6 +9,8 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.cli.main import main
+from petatron.cli.verify import _conclusion
+from petatron.verify.compare_traces import TraceComparison
 from petatron.verify.verify import parse_injection, plan_verification
 
 TINY = "tiny-llama --num-layers 1 --hidden-size 32 --seq-length 16 --vocab-size 61 --global-batch-size 4 --num-workers 0".split()
@@ -71,6 +73,20 @@ def test_eight_bits_are_compared_over_float32(monkeypatch: pytest.MonkeyPatch, c
     assert "not part of the comparison: --bf16 (both runs are in float32" in out
     assert main([*words, "--dtype", "float64"]) == 2
     assert "--dtype float64 leaves no room for --fp8-format hybrid" in capsys.readouterr().err
+
+
+def test_a_difference_in_eight_bits_need_not_be_a_fault():
+    departed = TraceComparison(steps=(), first_departure="step 1: gradient x differs")
+    assert "Leave --fp8-format out to prove the layout" in _conclusion(departed, "float32", fp8=True)
+    assert _conclusion(departed, "float32", fp8=False) == "DIFFERENT: first departure at step 1: gradient x differs"
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    assert main(["verify", *TINY, "--steps", "0", "--json", str(tmp_path / "none" / "out.json")]) == 2
+    err = capfd.readouterr().err
+    assert "--steps 0 is below 1" in err and "out.json is in a folder that does not exist" in err
 
 
 def test_bad_layout_is_refused_before_anything_runs(capfd: pytest.CaptureFixture[str]):

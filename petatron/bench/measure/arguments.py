@@ -52,27 +52,6 @@ def file_problems(flag: str, path: str, fix: str) -> list[Problem]:
     return [Problem(flag, path, "is a folder" if Path(path).is_dir() else "is not there", fix)]
 
 
-def writable_problems(flag: str, path: Path) -> list[Problem]:
-    """Returns the problem of a flag that names a file to write, before the minutes of a measurement; leaves everything unchanged.
-
-    It tries to write: permissions do not reveal a read-only file system.
-    """
-    try:
-        there = path.exists()
-        with path.open("ab"):
-            pass
-        if not there:
-            path.unlink()
-    except IsADirectoryError:
-        return [Problem(flag, str(path), "is a folder", "Give the path of a file.")]
-    except FileNotFoundError:
-        return [Problem(flag, str(path), "is in a folder that does not exist", "Make the folder first.")]
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        return [Problem(flag, str(path), rule, "Choose a file in a writable folder.")]
-    return []
-
-
 def minimum_problems(given: Mapping[str, tuple[int, int]]) -> list[Problem]:
     """Returns problems of flags whose value is below their minimum; both by flag.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.output_file import writable_problems
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.mesh.launch.environment import read_environment, run_rank_main
 
@@ -85,9 +86,8 @@ def _contradictions(options: argparse.Namespace) -> list[Problem]:
             for flag, value in given.items()
             if value is not None
         ]
-    elif options.json and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
-        rule = "is a folder" if options.json.is_dir() else "is in a folder that does not exist"
-        problems.append(Problem("--json", str(options.json), rule, "Give a file in a folder that is there."))
+    elif options.json:
+        problems += writable_problems("--json", options.json)
     if options.seed is not None and options.sample is None and not options.random_model:
         rule = "is for drawing layouts or models, and nothing is drawn"
         problems.append(Problem("--seed", str(options.seed), rule, "Add --sample or --random-model, or leave it out."))

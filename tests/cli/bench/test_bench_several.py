@@ -14,10 +14,10 @@ import torch
 
 from petatron.base.device import DeviceInfo
 from petatron.base.errors import ConfigError, DataError
+from petatron.base.output_file import writable_problems
 from petatron.bench import train as bench_train
 from petatron.bench.measure import progress as bench_news
 from petatron.bench.measure import runner as bench_runner
-from petatron.bench.measure.arguments import writable_problems
 from petatron.bench.measure.runner import BenchRunner
 from petatron.bench.measure.units import format_si
 from petatron.bench.peers import BenchSpec, Contender

@@ -191,6 +191,20 @@ def test_diff_of_what_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path:
     assert run(capsys, "config", "diff", "tiny-llama")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("presets foo", "foo is a word too many"),
+        ("diff tiny-llama", "compares two configurations, and gets 1 word"),
+        ("reference --to x", "Give --out FILE, or nothing"),
+        ("reference --out none/flags.md", "--out none/flags.md is in a folder that does not exist"),
+    ],
+)
+def test_wrong_words_are_named(capsys: pytest.CaptureFixture[str], words: str, told: str):
+    code, _, err = run(capsys, "config", *words.split())
+    assert code == 2 and told in err
+
+
 def test_presets_and_usage(capsys: pytest.CaptureFixture[str]):
     code, out, _ = run(capsys, "config", "presets")
     assert code == 0

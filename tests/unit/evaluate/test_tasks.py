@@ -414,8 +414,8 @@ def test_a_list_that_cannot_be_read_is_named(tmp_path: Path):
 def test_settings_of_one_task_are_checked(tmp_path: Path):
     problems = setting_problems(TaskSettings(task="wikitext103", data=tmp_path, stride=-1, limit=3), where="--task")
     assert [str(problem).partition(".")[0] for problem in problems] == [
-        "--task stride -1 is below 1",
-        "--task limit has no effect on wikitext103",
+        "--stride -1 is below 1",
+        "--limit has no effect on wikitext103",
         f"--data {tmp_path} is not a file",
     ]
 
