@@ -59,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0, metavar="G", help="size of the checkpoint (default: 2)")
     parser.add_argument("--folder", metavar="F", help="where to write, and so which disk is measured (default: here)")
     parser.add_argument(
-        "--repeat", type=int, default=_MIN_ROUNDS, metavar="N", help="rounds, an even number of at least 4 (default: 4)"
+        "--repeat",
+        type=int,
+        default=_MIN_ROUNDS,
+        metavar="N",
+        help="rounds, at least 4, rounded up to an even number (default: 4)",
     )
     parser.add_argument("--only", choices=("save", "load"), help="measure only saving, or only loading (default: both)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`petatron quickstart`: from nothing to a trained language model in about two minutes, step by step.
+"""`petatron quickstart`: from nothing to a trained language model in a few minutes, step by step.
 
 Nothing is downloaded. Each step uses the same parts as the other verbs; the training step is `petatron train` itself, with
 the command line that is printed.
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     root = CommandParser(
         prog="petatron quickstart",
         description="Train a small LLaMA on the source of Python's standard library, split over two processes of this "
-        "machine's CPU, in about two minutes. Nothing is downloaded; finished steps are not repeated.",
+        "machine's CPU, in a few minutes. Nothing is downloaded; finished steps are not repeated.",
         allow_abbrev=False,
     )
     add = root.add_argument

@@ -86,6 +86,14 @@ def test_generation_reads_weights_and_no_other_state(run: Path, capsys: Captured
         assert "rank-00000.table.json is missing" in refused(capsys, step, *words)
 
 
+def test_a_misspelt_flag_is_told_before_what_it_leaves_out(run: Path, capsys: Captured):
+    assert main(["generate", str(run), "--prom", "a", "--temprature=1"]) == 2
+    err = capsys.readouterr().err
+    assert "--prom is not a known flag. Did you mean --prompt?" in err and "Did you mean --temperature?" in err
+    assert main(["generate", str(run), "--prompt", "a", "--tpp", "2"]) == 2
+    assert "--tpp is not a known flag. Did you mean --tp" in capsys.readouterr().err, "the closest is train's"
+
+
 def test_a_beam_search_prints_the_best_answers(run: Path, capsys: Captured):
     from petatron.infer.beam.beam_search import BeamParams, beam_search
 

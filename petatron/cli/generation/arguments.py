@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.config.flags.parse import known_flags
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.launch.environment import read_environment, run_rank_main
@@ -148,9 +150,15 @@ class GenerationCommand:
         return replace(self.request, params=replace(self.request.params, stop_ids=ids))
 
 
-def read_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> GenerationCommand:
+def read_command(parser: CommandParser, argv: Sequence[str]) -> GenerationCommand:
     options, flags = parser.parse_known_args(list(argv))
     words = [word for word in flags if not word.startswith("-")]
+    others = known_flags()
+    unknown = [word for word in flags if word.partition("=")[0] not in others]
+    meant = {word: parser.closest_flag(word, others=others) for word in unknown}
+    if misspelt := {word: flag for word, flag in meant.items() if flag is not None}:
+        rule = "is not a known flag"
+        raise ConfigError([Problem(word, "", rule, f"Did you mean {flag}?") for word, flag in misspelt.items()])
     if options.fp32 and any(word in _PRECISION_FLAGS for word in flags):
         raise ConfigError([Problem("--fp32", "", "and another precision are two", "Give one.")])
     if flags and flags[0] in words:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import signal
 import threading
@@ -21,6 +20,7 @@ from petatron.cli.generation.arguments import (
     run_on_ranks,
 )
 from petatron.cli.subcommands.checkpoint_parser import add_checkpoint_argument, checkpoint_parser
+from petatron.cli.subcommands.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from petatron.data.prompt.chat_template import ChatTemplate
@@ -38,7 +38,7 @@ _ANSWER_SHARE = 4
 """Of the model's positions, one part in so many is kept free for an answer, and older messages are dropped for it."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     root = checkpoint_parser(
         "chat",
         "[--system TEXT] [flags]",

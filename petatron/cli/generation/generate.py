@@ -22,6 +22,7 @@ from petatron.cli.generation.arguments import (
     run_on_ranks,
 )
 from petatron.cli.subcommands.checkpoint_parser import add_checkpoint_argument, checkpoint_parser
+from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.sigterm_raises import sigterm_raises
 
 if TYPE_CHECKING:
@@ -43,10 +44,10 @@ _REFUSED_WITH_BEAMS = (
 """Options that beam search does not take."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     root = checkpoint_parser(
         "generate",
-        "(--prompt TEXT ... | --prompts FILE.jsonl --out ANSWERS.jsonl) [flags]",
+        "(--prompt TEXT [--prompt TEXT ...] | --prompts FILE.jsonl --out ANSWERS.jsonl) [flags]",
         "Continues prompts with a model: {checkpoint}. Text is printed as it comes. A file of prompts has one JSON object a line: prompt "
         "(or text, or messages for the chat template), perhaps id, and options of its own by the names below, such as max_tokens. Its "
         "answers are written as they end, with the number of their line, and sorted by it at the end; the same command goes on where "

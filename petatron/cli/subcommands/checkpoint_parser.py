@@ -11,7 +11,7 @@ CHECKPOINT = "the folder of a run, of one of its steps, or of a Hugging Face mod
 
 def checkpoint_parser(
     verb: str, usage: str, description: str, *, epilog: str, keep_lines: bool = False
-) -> argparse.ArgumentParser:
+) -> CommandParser:
     """Returns the parser of `petatron VERB CHECKPOINT ...`; words that it does not know are left to `petatron train`.
 
     usage: what follows CHECKPOINT. description: its `{checkpoint}` becomes what a CHECKPOINT is. keep_lines: of the epilog.

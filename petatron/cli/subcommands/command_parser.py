@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 _WRONG = object()
 """Stands for a value that could not be read, so that parsing goes on to the other problems."""
+_CUTOFF = 0.75
+"""How alike two flags have to be for one to be suggested for the other."""
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
@@ -58,13 +60,16 @@ class CommandParser(argparse.ArgumentParser):
             message if len(problems) == 1 else "\n  ".join((f"{len(problems)} problems in these arguments:", *problems))
         )
 
-    def _suggestion(self, unknown: Sequence[str]) -> str:
+    def closest_flag(self, word: str, *, others: Sequence[str] = ()) -> str | None:
+        """Returns the flag that an unknown word may have been meant for; None if one of another command's is closer."""
         flags = [flag for action in self._actions if action.dest != "help" for flag in action.option_strings]
-        meant = [
-            match[0]
-            for word in unknown
-            if word.startswith("--") and (match := difflib.get_close_matches(word.partition("=")[0], flags, n=1))
-        ]
+        if not word.startswith("--"):
+            return None
+        close = difflib.get_close_matches(word.partition("=")[0], [*flags, *others], n=1, cutoff=_CUTOFF)
+        return close[0] if close and close[0] in flags else None
+
+    def _suggestion(self, unknown: Sequence[str]) -> str:
+        meant = [flag for word in unknown if (flag := self.closest_flag(word)) is not None]
         return f". Did you mean {' and '.join(meant)}?" if meant else ""
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
