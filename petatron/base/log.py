@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 
 from petatron.base.terminal_escape import printable_lines
 
@@ -24,7 +23,7 @@ class EscapedFormatter(logging.Formatter):
 
 
 def configure_logging(*, rank: int = 0, verbose: bool = False) -> None:
-    """Logs info and above of rank 0 to stderr, and errors of the other ranks with their rank; filters torch's false alarms."""
+    """Logs info and above of rank 0 to stderr, and errors of the other ranks with their rank."""
     root = logging.getLogger("petatron")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(EscapedFormatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
@@ -32,5 +31,3 @@ def configure_logging(*, rank: int = 0, verbose: bool = False) -> None:
     root.propagate = False
     quiet = logging.INFO if rank == 0 else logging.ERROR
     root.setLevel(logging.DEBUG if verbose else quiet)
-    # Layers return views, which torch warns about for in-place operations; there are none.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -198,6 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "heads of another width": ({**OLMO3, "head_dim": 20}, "head_dim 20 is not hidden_size / num_attention_heads, and"),
     "no length": ({**LLAMA, "max_position_embeddings": None}, "max_position_embeddings None is not a whole number"),
+    "no epsilon": ({**LLAMA, "rms_norm_eps": None}, "rms_norm_eps None is not a number"),
     "no scale": ({**GEMMA3, "query_pre_attn_scalar": None}, "query_pre_attn_scalar None is not a whole number"),
     "an activation that is none": ({**LLAMA, "hidden_act": ["silu"]}, "hidden_act \"['silu']\" is not an activation"),
     "layers that are none": (

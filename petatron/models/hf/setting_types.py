@@ -65,9 +65,9 @@ _ROPE_NUMBERS = (
 
 def wrong_types(family: Family, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
     """Yields every setting of another type than it has; null is an unset one, where there is such."""
-    needed = {*_NEEDED, family.keys.get("max_position_embeddings")} & family.defaults.keys()
+    needed = {*_NEEDED, family.keys.get("max_position_embeddings"), family.keys.get("norm_epsilon")}
     for key, kind in _key_types(family).items():
-        if key in needed and hf_config[key] is None:
+        if key in needed and key in hf_config and hf_config[key] is None:
             yield _problem(key, None, _RULES[kind])
         if not _has_type(hf_config.get(key), kind):
             yield _problem(key, hf_config[key], _RULES[kind])

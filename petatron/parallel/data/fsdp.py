@@ -25,6 +25,7 @@ of its input is there, before those of the weights would be.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +66,8 @@ class _FsdpUnitWrapper:
     def wrap(self, module: nn.Module, *, reshard_after_forward: bool = True) -> None:
         """Makes a module a unit. `reshard_after_forward`: it is freed after its forward pass, and gathered again for backward."""
         whole = self.strategy == "optim_grads"
+        # Layers return views, which torch warns about for in-place operations; there are none.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         fully_shard(
             module,
             mesh=self.device_mesh,
