@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ TAKES_RUN_FLAGS = True
 DEFAULT_PRESET = "tiny-llama"
 ENGINE, STREAMED, PLAIN = "engine alone", "HTTP, streamed", "HTTP, plain"
 _PAGE_SIZE, _OUTSIDE_VOCAB = 16, 128
+_SERVER_PACKAGES = ("fastapi", "uvicorn")
 _log = get_logger(__name__)
 
 
@@ -114,6 +116,10 @@ def _check(args: argparse.Namespace, flags: Sequence[str]) -> None:
         problems.append(Problem(" ".join(flags), "", "has no effect on a server that runs already (--url)", fix))
     if args.api_key_file and not args.url:
         problems.append(Problem("--api-key-file", "", "is for a server that runs already", "Give its --url too."))
+    missing = [] if args.url else [name for name in _SERVER_PACKAGES if find_spec(name) is None]
+    if missing:
+        fix = "Install them: pip install 'petatron[serve]'; or give the --url of a server."
+        problems.append(Problem("bench serve", "", f"starts a server, which needs {' and '.join(missing)}", fix))
     if problems:
         raise ConfigError(problems)
 

@@ -91,6 +91,12 @@ def test_wrong_arguments_are_named_together(tmp_path: Path):
             main(["serve", "--url", "http://127.0.0.1:1", "--api-key-file", str(tmp_path / name)])
 
 
+def test_packages_of_a_server_are_missed_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("petatron.bench.serve.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs fastapi and uvicorn.*petatron\[serve\]"):
+        main(["serve", "tiny-llama"])
+
+
 def test_a_server_that_does_not_answer_is_named():
     with pytest.raises(LaunchError, match="is no address of a server"):
         main(["serve", "--url", "127.0.0.1:1"])
