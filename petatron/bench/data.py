@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError
+from petatron.base.errors import Problem
 from petatron.base.log import get_logger
 from petatron.bench.measure.arguments import minimum_problems, positive_problems
 
@@ -52,14 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def argument_problems(args: argparse.Namespace) -> list[Problem]:
+    """Returns what is wrong with the arguments."""
+    counts = {"--size-mb": args.size_mb, "--workers": args.workers, "--documents": args.documents}
+    return [*positive_problems(counts), *minimum_problems({"--repeat": (args.repeat, 1)})]
+
+
 def run(args: argparse.Namespace) -> BenchResult:
     """Both measurements."""
     from petatron.bench.result import BenchResult
 
-    wrong = positive_problems({"--size-mb": args.size_mb, "--workers": args.workers, "--documents": args.documents})
-    wrong += minimum_problems({"--repeat": (args.repeat, 1)})
-    if wrong:
-        raise ConfigError(wrong)
     texts = standard_library_texts(int(args.size_mb * 1e6))
     with tempfile.TemporaryDirectory() as folder:
         times = _preprocess_times(args, texts, Path(folder))

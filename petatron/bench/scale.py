@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem
 from petatron.base.log import get_logger
 from petatron.bench.measure.arguments import minimum_problems
 
@@ -73,11 +73,20 @@ class ScaleMeasurement:
         return sum(self.seconds.get(part, 0.0) for part in parts)
 
 
+def argument_problems(args: argparse.Namespace) -> list[Problem]:
+    """Returns what is wrong with the arguments."""
+    problems = minimum_problems({f"--{name}": (getattr(args, name), 1) for name in _COUNTS})
+    if not _world_sizes(args.sizes):
+        rule = "is not a list of numbers of ranks"
+        problems.append(Problem("--sizes", args.sizes, rule, "Write for instance 64,1024."))
+    return problems
+
+
 def run(args: argparse.Namespace) -> BenchResult:
     """Every size in turn, and the table."""
     from petatron.bench.result import BenchResult
 
-    sizes = _world_sizes(args)
+    sizes = _world_sizes(args.sizes)
     found: list[ScaleMeasurement] = []
     for size in sizes:
         _log.info("%s ranks ...", f"{size:,}")
@@ -102,19 +111,13 @@ def run(args: argparse.Namespace) -> BenchResult:
     return BenchResult((*_rows(found), ("verdict", verdict)), values)
 
 
-def _world_sizes(args: argparse.Namespace) -> list[int]:
-    """Returns the numbers of ranks; whatever is wrong with any flag is raised here."""
-    problems = minimum_problems({f"--{name}": (getattr(args, name), 1) for name in _COUNTS})
+def _world_sizes(text: str) -> list[int]:
+    """Returns the numbers of ranks; none if the text is no list of such."""
     try:
-        sizes = sorted({int(text) for text in args.sizes.split(",")})
+        sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        sizes = []
-    if not sizes or sizes[0] < 1:
-        rule = "is not a list of numbers of ranks"
-        problems.append(Problem("--sizes", args.sizes, rule, "Write for instance 64,1024."))
-    if problems:
-        raise ConfigError(problems)
-    return sizes
+        return []
+    return sizes if sizes[0] >= 1 else []
 
 
 def layout_flags(size: int, *, tp: int, pp: int, cp: int) -> list[str]:

@@ -96,3 +96,9 @@ def test_the_verdict_names_what_is_too_slow_or_too_steep():
     bad = _verdict([measured(1024, 1.0), measured(4096, 16.0)], checkpoint=True)
     assert "save 16.0 s at 4,096 ranks, ABOVE 10 s" in bad and "manifest grows as N^2.0" in bad
     assert "no bar applies" in _verdict([measured(16384, 99.0)], checkpoint=True)
+
+
+@pytest.mark.parametrize("words", ["scale --sizes 0,x --tp 0", "data --size-mb -1 --workers 0"])
+def test_problems_are_told_with_that_of_the_report(words: str):
+    with pytest.raises(ConfigError, match="3 problems"):
+        main([*words.split(), "--json", "/none/such.json"])
