@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
+
+from petatron.config.schema.fields import closest_matches
 
 _WRONG = object()
 """Stands for a value that could not be read, so that parsing goes on to the other problems."""
@@ -65,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
         flags = [flag for action in self._actions if action.dest != "help" for flag in action.option_strings]
         if not word.startswith("--"):
             return None
-        close = difflib.get_close_matches(word.partition("=")[0], [*flags, *others], n=1, cutoff=_CUTOFF)
+        close = closest_matches(word.partition("=")[0], [*flags, *others], count=1, cutoff=_CUTOFF)
         return close[0] if close and close[0] in flags else None
 
     def _suggestion(self, unknown: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,13 +16,13 @@ _WARM_UP_CALLS = 2
 class GraphCapture:
     """The pool, and the stream on which graphs are captured.
 
-    `read_memory` returns what others own and a graph reads: it lives as long as the graph, though its owner may drop it.
+    `read_memory` returns what others own and a graph reads: it lives until the graph is freed, though its owner may drop it.
     """
 
     def __init__(self, device: torch.device, *, read_memory: Callable[[], object] = lambda: None) -> None:
         self._device = device
         self._read_memory = read_memory
-        self._kept_alive = WeakKeyDictionary[torch.cuda.CUDAGraph, object]()
+        self._memory_of: dict[int, tuple[torch.cuda.CUDAGraph, object]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
@@ -44,7 +43,7 @@ class GraphCapture:
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             outputs = function()
-        self._kept_alive[graph] = self._read_memory()
+        self._memory_of[id(graph)] = graph, self._read_memory()
         return graph, outputs
 
     def free(self, graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
@@ -52,7 +51,7 @@ class GraphCapture:
         torch.cuda.synchronize(self._device)
         for graph in graphs:
             graph.reset()
-            self._kept_alive.pop(graph, None)
+            self._memory_of.pop(id(graph), None)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,8 @@ def start_process_group(
     store = _join_ranks(environment, timedelta(minutes=timeout_minutes))
     if backend == "nccl":
         _claim_device(store, environment, ranks_per_device)
+    else:
+        atexit.register(_stop_after_success)
     return backend
 
 
@@ -82,14 +84,14 @@ def _join_ranks(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
         world_size=environment.world_size,
         timeout=timeout,
     )
-    atexit.register(_stop_after_success)
     return rendezvous.store
 
 
 def _stop_after_success() -> None:
-    """Leaves the groups at the end of a program that has not: the interpreter may abort over gloo's threads.
+    """Leaves gloo's groups at the end of a program that has not: the interpreter may abort over their threads.
 
-    After an exception they are left as they are: destroying them could wait for ranks that are gone.
+    After an exception they are left as they are: destroying them could wait for ranks that are gone. So are NCCL's, always: they would
+    wait for CUDA graphs, which the program still holds.
     """
     if not hasattr(sys, "last_value"):
         stop_process_group()
