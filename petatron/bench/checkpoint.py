@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def argument_problems(args: argparse.Namespace) -> list[Problem]:
-    """Returns what is wrong with the words, and with the folder they name."""
+    """Returns what is wrong with the arguments, and with the folder they name."""
     found = positive_problems({"--gigabytes": args.gigabytes})
     found += minimum_problems({"--repeat": (args.repeat, 1), "--busy-processes": (args.busy_processes, 0)})
     if args.busy_own_sessions and args.busy_processes == 0:

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def argument_problems(args: argparse.Namespace) -> list[Problem]:
-    """Returns what is wrong with the words, before minutes of measuring."""
+    """Returns what is wrong with the arguments, before minutes of measuring."""
     found = _table_problems(args) if args.table else _measurement_problems(args)
     if args.into is not None:
         missing = file_problems("--into", args.into, f"Give a file that has the lines {BEGIN} and {END}.")

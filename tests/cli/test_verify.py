@@ -75,7 +75,7 @@ def test_eight_bits_are_compared_over_float32(monkeypatch: pytest.MonkeyPatch, c
     assert "--dtype float64 leaves no room for --fp8-format hybrid" in capsys.readouterr().err
 
 
-def test_a_difference_in_eight_bits_need_not_be_a_fault():
+def test_a_difference_in_fp8_need_not_be_a_fault():
     departed = TraceComparison(steps=(), first_departure="step 1: gradient x differs")
     assert "Leave --fp8-format out to prove the layout" in _conclusion(departed, "float32", fp8=True)
     assert _conclusion(departed, "float32", fp8=False) == "DIFFERENT: first departure at step 1: gradient x differs"
