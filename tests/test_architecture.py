@@ -181,19 +181,6 @@ def test_no_file_outgrows_a_screenful():
     assert not long, f"what are these really two of? {long}"
 
 
-MOST_FILES_OF_A_ROOM = 15
-
-
-def test_no_folder_is_two_rooms():
-    rooms: dict[str, int] = {}
-    for path in SOURCES:
-        if path.name != "__init__.py":
-            room = path.parent.relative_to(ROOT).as_posix()
-            rooms[room] = rooms.get(room, 0) + 1
-    crowded = {room: count for room, count in rooms.items() if count > MOST_FILES_OF_A_ROOM}
-    assert not crowded, f"which two rooms are these? {crowded}"
-
-
 def test_a_class_name_means_one_thing():
     homes: dict[str, list[str]] = {}
     for path in SOURCES:
