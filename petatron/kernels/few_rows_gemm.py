@@ -19,6 +19,8 @@ from petatron.kernels.matmul import matmul
 
 PERMUTED_ORDER = (2, 0, 3, 1)
 """Which of four neighbours each byte of a permuted weight is."""
+MAX_FP8_ROWS = 0
+"""A GEMM of more rows dequantises the whole FP8 weight first: here, every one."""
 _NATURAL_ORDER = [PERMUTED_ORDER.index(number) for number in range(4)]
 
 
@@ -33,6 +35,8 @@ class Fp8Weight:
 
 class FewRowsGemmKernels(Protocol):
     """The interface of this module and its faster implementation."""
+
+    MAX_FP8_ROWS: int
 
     def pack_fp8(self, operand: Fp8Operand, dtype: torch.dtype) -> Fp8Weight: ...
 

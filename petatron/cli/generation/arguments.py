@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
 _SAMPLING = SamplingParams()
 _ENGINE = EngineOptions()
-FP8_WEIGHTS_HELP = "quantise the weights of layers to FP8: half the bytes to read, and less memory"
+FP8_WEIGHTS_HELP = (
+    "quantise the weights of layers to FP8: half the bytes to read for a new token, and less memory; prompts are slower"
+)
 SPECULATIVE_HELP = "tokens drafted by multi-token prediction and verified in one step; answers stay the same"
 OTHER_FLAGS = (
     "All other words are flags of `petatron train`, mostly a layout: --tp 2, --pp 2, --ep 2, --dp 2 start as many ranks, and "

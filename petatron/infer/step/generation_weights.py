@@ -103,7 +103,12 @@ class GenerationWeights:
                 head.logits_gemm = GenerationGemm(self._kernels, counters, quantised).product
                 self._heads.append(head)
             self._free_originals(model)
-            _log.info("%d weights of this rank are in FP8; %s", len(self._quantised), choice)
+            _log.info(
+                "%d weights of this rank are in FP8; GEMMs of more than %d rows, as prompts have, dequantise them first; %s",
+                len(self._quantised),
+                self._kernels.MAX_FP8_ROWS,
+                choice,
+            )
 
     def forget_copies(self) -> None:
         """Drops what was computed from the weights, which have changed; those that FP8 training casts too, whose amax histories pause."""

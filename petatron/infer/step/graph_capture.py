@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from petatron.base.cublas_workspaces import workspaces_in_graph_pool
+
 Outputs = TypeVar("Outputs")
 _WARM_UP_CALLS = 2
 
@@ -40,6 +42,7 @@ class GraphCapture:
         graph = torch.cuda.CUDAGraph()
         with (
             _without_garbage_collection(),
+            workspaces_in_graph_pool(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             outputs = function()

@@ -51,7 +51,7 @@ _BLOCK_ROWS = 64
 """Rows of one program."""
 _MAX_ROWS = 64
 """More rows of a 16-bit weight are the library's."""
-_MAX_FP8_ROWS = 128
+MAX_FP8_ROWS = 128
 """More rows are worth a weight that is dequantised as a whole, and the library's GEMM."""
 _DEQUANTISED = 4096
 
@@ -198,7 +198,7 @@ def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Weight, counters: Tensor) ->
     strips, block = triton.cdiv(outputs, _STRIP), min(_BLOCK_ROWS, max(16, triton.next_power_of_2(rows)))
     blocks, splits = triton.cdiv(rows, block), _num_splits(strips, length)
     lacks_counters = splits > 1 and strips * blocks > counters.numel()
-    if rows > (_MAX_FP8_ROWS if fp8 else _MAX_ROWS) or length % _LENGTH or x_RD.stride(-1) != 1 or lacks_counters:
+    if rows > (MAX_FP8_ROWS if fp8 else _MAX_ROWS) or length % _LENGTH or x_RD.stride(-1) != 1 or lacks_counters:
         return reference.many_rows_gemm(x_RD, dequantise_weight(weight, x_RD.dtype) if fp8 else weight)
     out = x_RD.new_empty((rows, outputs))
     operands = (x_RD, values.view(torch.int8), weight.scale) if fp8 else (x_RD, values, values)

@@ -42,6 +42,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from petatron.base.cublas_workspaces import workspaces_in_graph_pool
 from petatron.base.errors import TrainError
 from petatron.base.log import get_logger
 from petatron.kernels.attention.documents import MIN_PADDED_DOCUMENT
@@ -120,7 +121,10 @@ class CudaGraphCapture:
         states = [generator.clone_state() for generator in generators]
         try:
             # Other threads go on: loaders pin memory, savers copy, NCCL queries its events.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                workspaces_in_graph_pool(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 result = step()
         except RuntimeError as error:
             first = error.__context__ or error  # ending a failed capture fails as well

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.generate import generate
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.step import model_steps
+from petatron.infer.step.graph_capture import GraphCapture
 from petatron.layers.linear import Linear
 from petatron.layers.ops import fp8_weight
 from petatron.mesh.mesh import ParallelMesh
@@ -56,6 +59,12 @@ def test_answers_are_those_of_the_rounded_weights():
         assert row[0].ids == true[0].ids
         logprobs = [[each.logprob for each in (*a.prompt_logprobs, *a.logprobs)] for a in (row[0], true[0])]
         assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-10)
+
+
+def test_what_a_prompt_costs_is_told(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="petatron"):
+        Engine(model_in("--fp64"), options=FP8).release()
+    assert "GEMMs of more than 0 rows, as prompts have, dequantise them first" in caplog.text
 
 
 def test_every_weight_is_where_it_was():
@@ -150,16 +159,37 @@ class GraphStub:
         pass
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_what_is_cached_lives_as_long_as_the_graphs_that_read_it(cached: bool, monkeypatch: pytest.MonkeyPatch):
-    """Weights, or their scales alone where each use casts them. An evaluation drops them; a graph knows their addresses alone."""
+@pytest.fixture
+def capture_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Captures nothing, without a CUDA device; lists when workspaces are cleared, and when a capture begins and ends."""
+    calls: list[str] = []
+
+    @contextmanager
+    def captured(*args: object, **options: object) -> Iterator[None]:
+        calls.append("begin")
+        yield
+        calls.append("end")
+
     for name in ("graph_pool_handle", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *args: SimpleNamespace(wait_stream=lambda other: None))
-    for name in ("stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args, **options: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda *args, **options: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", captured)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", GraphStub)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("clear"), raising=False)
+    return calls
+
+
+def test_a_capture_uses_no_workspace_of_the_process(capture_calls: list[str]):
+    GraphCapture(torch.device("cpu")).capture(lambda: None)
+    assert capture_calls == ["clear", "begin", "end", "clear"]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.usefixtures("capture_calls")
+def test_what_is_cached_lives_as_long_as_the_graphs_that_read_it(cached: bool, monkeypatch: pytest.MonkeyPatch):
+    """Weights, or their scales alone where each use casts them. An evaluation drops them; a graph knows their addresses alone."""
     monkeypatch.setattr(model_steps, "can_capture", lambda model: True)
     monkeypatch.setattr(model_steps, "can_capture_prompts", lambda model: False)
     model = build_model(tiny_run(f"{FP8_RUN} tensorwise"), ParallelMesh.single())
