@@ -381,6 +381,7 @@ class FakeCuda:
     pools: int = 0
     ended_pools: list[tuple[int, int]] = field(default_factory=list)
     generator: FakeGenerator = field(default_factory=lambda: FakeGenerator())
+    cleared_on: list[FakeStream] = field(default_factory=list)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
@@ -393,11 +394,15 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "default_generators", (self.generator,))
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "here", stream))
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_pool, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear_workspaces, raising=False)
 
     def end_pool(self, device: int, pool: int) -> None:
         if self.breaks is None:
             raise RuntimeError("not allocating to this pool")
         self.ended_pools.append((device, pool))
+
+    def clear_workspaces(self) -> None:
+        self.cleared_on.append(self.here)
 
     def pool(self) -> int:
         self.pools += 1
@@ -470,13 +475,14 @@ def test_a_recorder_runs_and_records_on_one_stream(monkeypatch: pytest.MonkeyPat
         seen.append(cuda.here)
         return made
 
-    assert recorder.run(work) is made
+    assert recorder.run(work) is made and cuda.cleared_on == []
     assert seen[0] is not outside and seen[0].waited == [outside] and outside.waited == [seen[0]]
     outcome, replay = recorder.capture(work)
     replay()
     graph = replay.__self__  # type: ignore[attr-defined]
     assert outcome is made and graph.replayed == 1 and graph.stream is seen[0] and graph.pool == 1
     assert graph.generators == [shared] and cuda.here is outside and cuda.ended_pools == []
+    assert cuda.cleared_on == [outside, outside], "cuBLAS workspaces, before the capture and after it"
     recorder.reset_pool()
     assert recorder.capture(work)[1].__self__.pool == 2  # type: ignore[attr-defined]
 
