@@ -190,20 +190,6 @@ def test_a_class_name_means_one_thing():
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
-def test_the_design_lists_the_files_that_exist():
-    text = (ROOT / "docs" / "design.md").read_text()
-    tree = text[text.index("```\npetatron/\n") :].split("```")[1]
-    listed, room = set(), ""
-    for line in tree.splitlines()[2:]:
-        first, *rest = line.split()
-        room, files = (first, rest) if first.endswith("/") else (room, [first, *rest])
-        listed |= {room + file for file in files}
-    exist = {path.relative_to(PACKAGE).as_posix() for path in SOURCES if len(path.relative_to(PACKAGE).parts) > 1}
-    named = {name for name in exist if not name.endswith("/__init__.py")}
-    assert named - listed == set(), "files that docs/design.md does not list"
-    assert listed - exist == set(), "files of docs/design.md that do not exist"
-
-
 def test_every_module_imports_with_the_core_alone():
     """And every operation has an implementation then."""
     sources = [
