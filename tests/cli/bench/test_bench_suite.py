@@ -256,6 +256,8 @@ ROWS = [
     SuiteRow(label="c", tokens_per_s=1.0, memory_gb=2.0, peer="hf"),
     SuiteRow(label="d", peer="hf", peer_tokens_per_s=3.0, peer_memory_gb=4.0),
     SuiteRow(label="e", failure="failed: because"),
+    SuiteRow(label="f", tokens_per_s=1.0, peer="torchtitan", peer_version="0.3.0", peer_tokens_per_s=2.0),
+    SuiteRow(label="g", tokens_per_s=1.0, peer="torchtitan", peer_version="0.3.0"),
 ]
 
 
