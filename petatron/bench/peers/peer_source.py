@@ -9,10 +9,14 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+_VERSION = re.compile(r"""^__version__ = ["'](?P<version>[^"']+)["']""", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,12 @@ class PeerSource:
 
     @property
     def version(self) -> str | None:
-        """The version that the metadata beside the package names; None without any."""
+        """The version that the metadata beside the package or the package itself names; None where neither does."""
         found = sorted(self.folder.glob(f"{self.package}-*.dist-info"))
-        return found[-1].name.removesuffix(".dist-info").partition("-")[2] if found else None
+        if found:
+            return found[-1].name.removesuffix(".dist-info").partition("-")[2]
+        named = _VERSION.search((self.root / "__init__.py").read_text(encoding="utf-8"))
+        return named["version"] if named else None
 
     def __str__(self) -> str:
         return self.package if self.version is None else f"{self.package} {self.version}"
@@ -39,6 +46,22 @@ class PeerSource:
         """Puts the folder where Python looks first."""
         if str(self.folder) not in sys.path:
             sys.path.insert(0, str(self.folder))
+
+    def copy_importable(self, folder: Path, replaced: Mapping[str, str] | None = None) -> None:
+        """Copies the package into a folder where Python looks first; `replaced`: the content of some of its files there.
+
+        The copy has no namespace packages: torch reads every module's `__file__`, which these lack. Does nothing where the package is
+        imported already.
+        """
+        if self.package in sys.modules:
+            return
+        copy = folder / self.package
+        shutil.copytree(self.root, copy, ignore=shutil.ignore_patterns("__pycache__", "experiments"))
+        for name, text in (replaced or {}).items():
+            (copy / name).write_text(text)
+        for path in [path for path in copy.rglob("*") if path.is_dir()]:
+            (path / "__init__.py").touch()
+        sys.path.insert(0, str(folder))
 
 
 def peer_sources(package: str, paths: Sequence[Path]) -> list[PeerSource]:

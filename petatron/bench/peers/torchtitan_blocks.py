@@ -13,10 +13,8 @@ torchao for every linear layer whose sizes allow it, but not the head; AdamW fus
 from __future__ import annotations
 
 import importlib
-import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +46,22 @@ def build(spec: BenchSpec, source: PeerSource) -> TorchtitanContender:
     return TorchtitanContender(spec, source)
 
 
+def _load(name: str) -> Any:
+    return importlib.import_module(f"torchtitan.{name}")
+
+
 class TorchtitanContender:
     """Its model and recipe; the temporary copy of its source lives as long as this object."""
 
     def __init__(self, spec: BenchSpec, source: PeerSource) -> None:
         self._copy = tempfile.TemporaryDirectory(prefix="torchtitan-")
-        load = _importer(source, Path(self._copy.name))
+        source.copy_importable(Path(self._copy.name), _STUBBED_FILES)
         mesh = init_device_mesh(spec.device.type, (process_group_size(spec.device),))
         with torch.device("meta"):
-            model: Any = load("models.llama3.model.model").Transformer(_model_args(spec.run.model, load))
+            model: Any = _load("models.llama3.model.model").Transformer(_model_args(spec.run.model))
         if spec.fp8_recipe is not None:
             _convert_to_float8(model, spec.fp8_recipe, emulate=spec.device.type != "cuda")
-        loss = load("components.loss").cross_entropy_loss
+        loss = _load("components.loss").cross_entropy_loss
         if spec.compile:
             for name, block in model.layers.named_children():
                 model.layers.register_module(name, torch.compile(block, fullgraph=True))
@@ -82,20 +84,8 @@ class TorchtitanContender:
         return loss.detach()
 
 
-def _importer(source: PeerSource, folder: Path) -> Callable[[str], Any]:
-    """Returns a function that imports modules of a reduced copy of the package."""
-    if "torchtitan" not in sys.modules:
-        shutil.copytree(source.root, folder / "torchtitan", ignore=shutil.ignore_patterns("__pycache__", "experiments"))
-        for name, text in _STUBBED_FILES.items():
-            (folder / "torchtitan" / name).write_text(text)
-        for path in [path for path in (folder / "torchtitan").rglob("*") if path.is_dir()]:
-            (path / "__init__.py").touch()  # torch reads every module's __file__, which a namespace package lacks
-        sys.path.insert(0, str(folder))
-    return lambda name: importlib.import_module(f"torchtitan.{name}")
-
-
-def _model_args(model: ModelConfig, load: Callable[[str], Any]) -> Any:
-    module = load("models.llama3.model.args")
+def _model_args(model: ModelConfig) -> Any:
+    module = _load("models.llama3.model.args")
     # Its MLP width is 8/3 of the hidden size times a factor, rounded up to a multiple: half of ours rounds up to ours.
     factor = 0.5 * model.ffn_hidden_size / int(8 * model.hidden_size / 3)
     return module.TransformerModelArgs(

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,10 +74,13 @@ def build(spec: BenchSpec, source: PeerSource) -> ChunkedTorchtitanContender:
 
 
 class ChunkedTorchtitanContender:
-    """Its model, loss and CUDA graph."""
+    """Its model, loss and CUDA graph; the temporary copy of its source lives as long as this object."""
 
     def __init__(self, spec: BenchSpec, source: PeerSource) -> None:
         self._on_cuda, self._flex = spec.device.type == "cuda", spec.peer_attention == "flex"
+        self._copy = tempfile.TemporaryDirectory(prefix="torchtitan-")
+        source.make_importable()  # for what it needs
+        source.copy_importable(Path(self._copy.name))
         load = _importer(spec, source)
         config = load("config")
         compile_config = config.CompileConfig(enable=spec.compile)
@@ -133,7 +138,6 @@ class ChunkedTorchtitanContender:
 
 def _importer(spec: BenchSpec, source: PeerSource) -> Callable[[str], Any]:
     """Returns a function that imports its modules, on the device of the run and with what torch lacks."""
-    source.make_importable()
     utils: Any = importlib.import_module("torchtitan.tools.utils")
     utils.device_type, utils.device_module = spec.device.type, getattr(torch, spec.device.type)
     place, name = importlib.import_module(_MESH_DIMS[0]), _MESH_DIMS[1]

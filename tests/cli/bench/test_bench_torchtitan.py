@@ -6,6 +6,7 @@ that rotates neighbouring channels, as the real one does. With our weights under
 
 from __future__ import annotations
 
+import logging
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -136,7 +137,7 @@ def _as_before() -> Iterator[None]:
     yield
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if name.split(".")[0] in ("torchtitan", "torchao", "spmd_types"):
+        if name.split(".")[0] in ("torchtitan", "spmd_types"):  # torchao registers operators, once in a process
             del sys.modules[name]
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -198,7 +199,7 @@ def newer(folder: Path, **files: str) -> Path:
 
 def test_what_a_newer_one_needs_is_told(tmp_path: Path):
     """All names that torch lacks and all packages that are not there, through every file that is imported; not what can be absent."""
-    decoder = "from torch.distributed.fsdp import DataParallelMeshDims, fully_shard\nfrom torch.nn import NoSuchLayer\nimport no_such.part\n"
+    decoder = "from torch.distributed.fsdp import DataParallelMeshDims\nfrom torch.nn import NoSuchLayer\nimport no_such.part\n"
     optional = "try:\n    import no_other\nexcept ImportError: ...\ndef f():\n    import no_third\n"
     folder = newer(tmp_path, **{"models/common/decoder.py": decoder + optional})
     spec = replace(bench_spec(FLAGS.split()), peer_paths=(folder,))
@@ -231,12 +232,16 @@ def test_the_first_version_that_can_do_the_work_is_taken(tmp_path: Path):
     assert version("torchtitan", spec) == "0.2.2" and problems("torchtitan", spec) == []
 
 
-def test_the_other_version_is_named_when_one_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_the_other_version_is_named_when_one_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logging.getLogger("petatron"), "propagate", True)
     older = tmp_path / "older"
     spec = made_up(older)
     new = newer(tmp_path / "newer", **{"models/common/decoder.py": "from torch import no_such_name\n"})
-    build("torchtitan", replace(spec, peer_paths=(new, older)))
-    told = capfd.readouterr().err
+    with caplog.at_level("INFO", logger="petatron"):
+        build("torchtitan", replace(spec, peer_paths=(new, older)))
+    told = caplog.text
     assert "torchtitan 0.3.0 is left out: --against torchtitan 0.3.0 needs another torch" in told
     assert "which has no torch.no_such_name" in told
 
