@@ -34,6 +34,8 @@ def problems(spec: BenchSpec) -> Sequence[Problem]:
     if compute_dtype(spec.run.precision) not in _PRECISIONS:
         rule = "is measured in bf16 and float32 alone"
         found.append(Problem("--against", "torchtitan", rule, "Use --bf16 or --no-bf16."))
+    if spec.peer_attention == "flex" and spec.device.type != "cuda":
+        found.append(Problem("--peer-attention", "flex", "needs a CUDA device for its backward pass", "Leave it out."))
     faults = list(_path_problems(spec))
     found += faults
     sources = peer_sources("torchtitan", spec.peer_paths)
@@ -104,6 +106,12 @@ def build(spec: BenchSpec) -> Contender:
     for torchao in peer_sources("torchao", spec.peer_paths):
         torchao.make_importable()
     name = "torchtitan_chunks" if has_chunked_loss(source) else "torchtitan_blocks"
+    for flag, given in (
+        ("--peer-attention", spec.peer_attention != "sdpa"),
+        ("--peer-eager", not spec.peer_cuda_graphs),
+    ):
+        if given and not has_chunked_loss(source):
+            _log.info("note: %s has no effect: it is for torchtitan 0.3, and this is %s", flag, source)
     return importlib.import_module(f"petatron.bench.peers.{name}").build(spec, source)
 
 

@@ -246,6 +246,18 @@ def test_the_other_version_is_named_when_one_is_left_out(
     assert "which has no torch.no_such_name" in told
 
 
+def test_what_only_newer_ones_have(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logging.getLogger("petatron"), "propagate", True)
+    spec = replace(made_up(tmp_path), peer_attention="flex", peer_cuda_graphs=False)
+    assert [str(problem) for problem in problems("torchtitan", spec)] == [
+        "--peer-attention flex needs a CUDA device for its backward pass. Leave it out."
+    ]
+    with caplog.at_level("INFO", logger="petatron"):
+        build("torchtitan", spec)
+    for flag in ("--peer-attention", "--peer-eager"):
+        assert f"note: {flag} has no effect: it is for torchtitan 0.3, and this is torchtitan" in caplog.text
+
+
 def test_queries_keys_and_values_of_one_weight_are_those_of_three():
     spec = bench_spec(FLAGS.split())
     rows = {"attention.wq": 32, "attention.wk": 16, "attention.wv": 16, "attention.qkv_linear.wqkv": 64}
