@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ FLAGS = (
     "--ffn-hidden-size 80 --seq-length 16 --vocab-size 67 --micro-batch-size 2 --rotary-base 500 --lr 1e-2"
 )
 BFLOAT16 = 5e-3  # how far either side is from float32 after a few steps of this size
+IMPORTED: dict[str, Any] = {}
+"""Modules of torchao, which registers operators and so can be imported only once in a process."""
 UNUSABLE = "raise ImportError('a library that is not here')\n"
 PACKAGE = {
     "__init__.py": UNUSABLE,
@@ -137,8 +140,10 @@ def _as_before() -> Iterator[None]:
     yield
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if name.split(".")[0] in ("torchtitan", "spmd_types"):  # torchao registers operators, once in a process
+        if name.split(".")[0] in ("torchtitan", "spmd_types"):
             del sys.modules[name]
+        elif name.split(".")[0] == "torchao":
+            IMPORTED[name] = sys.modules.pop(name)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -293,4 +298,5 @@ def test_the_real_one_trains_our_model(folder: str):
 @pytest.mark.parametrize(("folder", "recipe"), [("torchtitan-0.2.2", "tensorwise"), ("torchtitan-0.3.0", "rowwise")])
 def test_the_real_one_in_float8(folder: str, recipe: str):
     spec = replace(carried(folder, "torchao"), run=bench_spec(FLAGS.split()).run)
+    sys.modules.update(IMPORTED)
     assert losses("torchtitan", replace(spec, fp8_recipe=recipe)) == pytest.approx(losses("petatron", spec), rel=2e-2)
