@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.log import get_logger
@@ -45,6 +46,8 @@ OPERATION_NAMES = (
     "attention",
     "moe",
 )
+_WITH_PEERS = ("scan", "delta", "channel-delta")
+_REASON_LENGTH = 300
 _REPEAT, _WARMUP_S = 10, 0.05
 _LAYER_REPEAT, _LAYER_WARMUP_S = 6, 0.5
 _GEMM_SIZE = {"cuda": 8192, "cpu": 128}
@@ -57,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_argument(parser)
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument(
+        "--peer-path",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder with the source of mamba_ssm or fla, measured beside our scan and delta rules; may be given again",
+    )
+    parser.add_argument(
         "--repeat", type=int, default=_REPEAT, metavar="N", help=f"rounds, made even (default: {_REPEAT})"
     )
 
@@ -65,12 +75,17 @@ def run(args: argparse.Namespace) -> BenchResult:
     """All that is asked for, one operation and shape after the other."""
     from petatron.bench.measure.machine import choice_row, device_name
     from petatron.bench.ops.cases import BenchContext
+    from petatron.bench.ops.peer_kernels import peer_path_problems
     from petatron.bench.result import BenchResult
     from petatron.kernels.registry import choose_all_kernels
 
-    device = resolve_device(args.device, problems=minimum_problems({"--repeat": (args.repeat, 1)}))
-    place = BenchContext.from_device(device, allow_compile=not args.no_compile)
+    peer_paths = tuple(Path(path) for path in args.peer_path)
+    problems = [*minimum_problems({"--repeat": (args.repeat, 1)}), *peer_path_problems(peer_paths)]
+    device = resolve_device(args.device, problems=problems)
+    place = BenchContext.from_device(device, allow_compile=not args.no_compile, peer_paths=peer_paths)
     names = select_names(args.only, OPERATION_NAMES)
+    if peer_paths and not set(names) & set(_WITH_PEERS):
+        _log.info("note: --peer-path has no effect: it is for %s", ", ".join(_WITH_PEERS))
     choices = choose_all_kernels(place.kernel_context)
     _log.info("measuring the device: a copy and a GEMM")
     speed = DeviceSpeed.measure(place, repeat=args.repeat)
@@ -129,6 +144,8 @@ class KernelMeasurement:
     tolerance: float
     moved_bytes: float
     flops: float
+    peer_errors: Mapping[str, float] = field(default_factory=dict)
+    """Errors of other libraries, against the same reference."""
 
     @property
     def our_ms(self) -> float | None:
@@ -150,7 +167,9 @@ class KernelMeasurement:
         if self.our_ms is not None:
             (name, ms), *others = self.ms.items()
             parts = [f"{name} {ms:.3f} ms, {self.rate(speed)[2]}"]
-            parts += [f"{other} {theirs:.3f} ms: {theirs / ms:.2f}x" for other, theirs in others]
+            parts += [
+                f"{other} {theirs:.3f} ms: {theirs / ms:.2f}x{self._peer_error_text(other)}" for other, theirs in others
+            ]
         if self.error is not None:
             parts.append(
                 f"error {self.error:.1e}"
@@ -158,6 +177,12 @@ class KernelMeasurement:
                 else f"WRONG: error {self.error:.1e} > {self.tolerance:g}"
             )
         return "; ".join([*parts, *(f"{name} failed: {why}" for name, why in self.failures.items())])
+
+    def _peer_error_text(self, name: str) -> str:
+        error = self.peer_errors.get(name)
+        if error is None:
+            return ""
+        return f", error {error:.1e}" if error <= self.tolerance else f", WRONG: error {error:.1e} > {self.tolerance:g}"
 
     @property
     def within_tolerance(self) -> bool:
@@ -171,6 +196,7 @@ class KernelMeasurement:
             "ms": dict(self.ms),
             "failed": dict(self.failures),
             "error": self.error,
+            "peer_errors": dict(self.peer_errors),
             "right": self.within_tolerance,
             "bytes": self.moved_bytes,
             "flops": self.flops,
@@ -196,22 +222,23 @@ def measure_case(case: KernelCase, context: BenchContext, *, repeat: int = 1) ->
     from petatron.bench.measure.timing import median_ms
 
     bound = case.tolerance or _TOLERANCE[str(context.dtype).removeprefix("torch.")]
-    failed: dict[str, str] = {}
-    error = None
-    for name, way in case.implementations.items():
-        first = name == next(iter(case.implementations))
+    ways, failed, errors = {**case.implementations, **case.peers}, dict[str, str](), dict[str, float]()
+    ours = next(iter(case.implementations))
+    for name, way in ways.items():
         # An implementation may fail in any way its compiler can; the others are still measured.
         try:
-            if first:
-                error = largest_error((case.checked_call or case.call)(way), case.reference())
+            if name == ours or name in case.peers:
+                errors[name] = largest_error((case.checked_call or case.call)(way), case.reference())
             case.call(way)
         except Exception as problem:
-            failed[name] = f"{type(problem).__name__}: {(str(problem).strip() or 'no reason').splitlines()[0][:120]}"
-    working = {name: way for name, way in case.implementations.items() if name not in failed}
+            reason = (str(problem).strip() or "no reason").splitlines()[0][:_REASON_LENGTH]
+            failed[name] = f"{type(problem).__name__}: {reason}"
+    working = {name: way for name, way in ways.items() if name not in failed}
     runs = [_bind(case.call, way) for way in working.values()]
     times = median_ms(runs, context.device, repeat=repeat, warmup_s=_WARMUP_S if context.device.type == "cuda" else 0.0)
     ms = dict(zip(working, times, strict=True))
-    return KernelMeasurement(case.label, ms, failed, error, bound, case.moved_bytes, case.flops)
+    error = errors.pop(ours, None)
+    return KernelMeasurement(case.label, ms, failed, error, bound, case.moved_bytes, case.flops, errors)
 
 
 def _bind(call: Callable[[Any], object], implementation: Any) -> Callable[[], object]:

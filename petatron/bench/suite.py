@@ -213,15 +213,17 @@ class SuiteRunner:
 
     def peer(self, entry: SuiteEntry) -> str | None:
         """Returns whom a model is compared with: torchtitan if it can, else transformers; FP8 without it with our own bf16."""
-        needed = ("torchtitan",) if entry.fp8_recipe is None else ("torchtitan", "torchao")
-        if entry.has_torchtitan and all(self._has_source(package) for package in needed):
+        if entry.has_torchtitan and self._has_torchtitan(entry.fp8_recipe):
             return "torchtitan"
         if entry.fp8_recipe is not None:
             return "bf16"
         return "hf" if importlib.util.find_spec("transformers") is not None else None
 
-    def _has_source(self, package: str) -> bool:
-        return any((Path(path) / package / "__init__.py").is_file() for path in self.peer_paths)
+    def _has_torchtitan(self, fp8_recipe: str | None) -> bool:
+        """Whether a version of it can do the work with the installed torch."""
+        from petatron.bench.peers.torchtitan import has_usable_source
+
+        return has_usable_source([Path(path) for path in self.peer_paths], fp8_recipe)
 
 
 def run_child(words: Sequence[str], limit_s: float) -> tuple[dict[str, Any] | None, str]:

@@ -31,7 +31,7 @@ from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.log import get_logger
 from petatron.bench import peers as contenders
 from petatron.bench.measure.arguments import minimum_problems, positive_problems
-from petatron.bench.peers import OURS, OWN_BF16, PEERS
+from petatron.bench.peers import OURS, OWN_BF16, PEER_ATTENTIONS, PEERS
 
 if TYPE_CHECKING:
     from petatron.base.device import DeviceInfo
@@ -76,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer-keeps-gathered", action="store_true", help="torchtitan: no second gathering of weights; more memory"
     )
+    parser.add_argument(
+        "--peer-attention",
+        choices=PEER_ATTENTIONS,
+        default=PEER_ATTENTIONS[0],
+        help="torchtitan 0.3: cuDNN's or FlashAttention's kernels, or its default for packed documents (default: sdpa)",
+    )
+    parser.add_argument("--peer-eager", action="store_true", help="torchtitan 0.3: without its CUDA graph; less memory")
     parser.add_argument("--breakdown", action="store_true", help="say where the time of a step goes (CUDA only)")
     parser.add_argument(
         "--host", action="store_true", help="say what our step costs the host per layer, by models of 2 and 4 layers"
@@ -163,7 +170,12 @@ def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[
         )  # it may do nothing for ours, but it does for torchtitan
     else:
         spec = bench_spec(words)
-        for flag, given in (("--peer-path", args.peer_path), ("--peer-keeps-gathered", args.peer_keeps_gathered)):
+        for flag, given in (
+            ("--peer-path", args.peer_path),
+            ("--peer-keeps-gathered", args.peer_keeps_gathered),
+            ("--peer-attention", args.peer_attention != PEER_ATTENTIONS[0]),
+            ("--peer-eager", args.peer_eager),
+        ):
             if given:
                 _log.info("note: %s has no effect: it is for --against torchtitan", flag)
     precision = spec.run.precision
@@ -173,6 +185,8 @@ def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[
         fp8_recipe=None if precision.fp8_format is None else precision.fp8_recipe,
         peer_paths=tuple(Path(path) for path in args.peer_path),
         keep_gathered=args.peer_keeps_gathered,
+        peer_attention=args.peer_attention,
+        peer_cuda_graphs=not args.peer_eager,
     )
 
 
@@ -329,9 +343,11 @@ def _run_subprocess(args: argparse.Namespace, flags: Sequence[str], name: str) -
         words += ["--steps", str(args.steps), "--block", str(args.block), "--warmup-seconds", str(args.warmup_seconds)]
         words += [word for path in args.peer_path for word in ("--peer-path", path)]
         words += ["--fp8-recipe", args.fp8_recipe] if args.fp8_recipe else []
+        words += ["--peer-attention", args.peer_attention]
         for given, flag in (
             (args.no_compile, "--no-compile"),
             (args.peer_keeps_gathered, "--peer-keeps-gathered"),
+            (args.peer_eager, "--peer-eager"),
             (args.breakdown, "--breakdown"),
             (args.memory, "--memory"),
         ):

@@ -13,7 +13,7 @@ from petatron.bench.measure.machine import versions
 from petatron.bench.measure.memory_snapshot import OUTSIDE_LAYERS
 from petatron.bench.measure.step_floor import step_floor
 from petatron.bench.measure.units import format_si
-from petatron.bench.peers import OURS, OWN_BF16, BenchSpec
+from petatron.bench.peers import OURS, OWN_BF16, BenchSpec, version
 from petatron.bench.peers.bench_model import NUM_BATCHES
 from petatron.bench.result import BenchResult
 from petatron.config.checks.layers.linear_attention import has_delta_layers
@@ -64,13 +64,14 @@ def report(
     """Rows for people and values for programs; `bandwidth` is that of a copy on the device, in bytes per second."""
     flops = {causal: _flops_per_token(spec, causal=causal) for causal in (False, True)}
     contenders = {
-        name: _derived_metrics(values, spec, device, flops) for name, values in measurements.contenders.items()
+        name: _derived_metrics(values, spec, device, flops) | _version(name, spec)
+        for name, values in measurements.contenders.items()
     }
     ours = contenders.get(OURS)
     ratios: dict[str, Any] = {}
     rows = [*_setup_rows(spec, device, measurements)]
     for name, values in contenders.items():
-        rows.append((name, _speed_text(values)))
+        rows.append((" ".join([name, *_version(name, spec).values()]), _speed_text(values)))
         if values.get("breakdown"):
             rows += _breakdown_rows(values["breakdown"])
         if values.get("memory"):
@@ -114,6 +115,12 @@ def report(
         "host": measurements.host,
     }
     return BenchResult(tuple(rows), values)
+
+
+def _version(name: str, spec: BenchSpec) -> dict[str, Any]:
+    """Returns the version of a peer where it is known."""
+    found = version(name, spec)
+    return {} if found is None else {"version": found}
 
 
 def _setup_rows(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements) -> list[tuple[str, str]]:

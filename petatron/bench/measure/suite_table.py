@@ -21,7 +21,8 @@ _OTHER_CHARACTERS = re.compile(r"[^\w .,()@/+-]|-(?=-)")
 HEADER = ("", "Petatron", "peer", "speed", "memory", "device idle", "max loss difference")
 _UNKNOWN, _NO_MEMORY = "–", "out of memory"
 _OURS = re.compile(r"(?P<speed>[\d,]+) tok/s(?: \((?P<mfu>[\d.]+) % MFU\))?(?:, (?P<memory>[\d.]+) GB)?")
-_PEER = re.compile(r"(?P<name>[^:]+): (?P<speed>[\d,]+) tok/s(?:, (?P<memory>[\d.]+) GB)?")
+_PEER_NAME = re.compile(r"(?P<name>[^: ]+)(?: (?P<version>[^:]+))?")
+_PEER = re.compile(r"[^:]+: (?P<speed>[\d,]+) tok/s(?:, (?P<memory>[\d.]+) GB)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class SuiteRow:
     idle_share: float | None = None
     loss_difference: float | None = None
     failure: str | None = None
+    peer_version: str | None = None
 
     @property
     def memory_ratio(self) -> float | None:
@@ -58,7 +60,8 @@ class SuiteRow:
         ours = _speed_text(self.tokens_per_s, self.mfu, self.memory_gb)
         peer = _UNKNOWN
         if self.peer is not None:
-            peer = f"{self.peer}: {_speed_text(self.peer_tokens_per_s, None, self.peer_memory_gb)}"
+            name = self.peer if self.peer_version is None else f"{self.peer} {self.peer_version}"
+            peer = f"{name}: {_speed_text(self.peer_tokens_per_s, None, self.peer_memory_gb)}"
         ratios = [_ratio(self.speed_ratio), _ratio(self.memory_ratio)]
         return (
             self.label,
@@ -104,6 +107,7 @@ def row_from_bench(label: str, found: Mapping[str, Any]) -> SuiteRow:
         speed_ratio=ratio.get("speed"),
         idle_share=breakdown["ms"]["idle"] / breakdown["step_ms"] if breakdown and breakdown["step_ms"] else None,
         loss_difference=ratio.get("largest_loss_difference"),
+        peer_version=theirs.get("version"),
     )
 
 
@@ -112,7 +116,7 @@ def rows_from_json(found: object) -> list[SuiteRow] | None:
     if not isinstance(found, list):
         return None
     rows: list[SuiteRow] = []
-    texts, names = {"label", "peer", "failure"}, {field.name for field in fields(SuiteRow)}
+    texts, names = {"label", "peer", "peer_version", "failure"}, {field.name for field in fields(SuiteRow)}
     for row in found:
         if not isinstance(row, dict) or not names.issuperset(row) or not isinstance(row.get("label"), str):
             return None
@@ -159,6 +163,7 @@ def _parse_row(cells: Sequence[str]) -> SuiteRow:
         raise DataError(f"A row of the table has {len(cells)} cells in place of {len(HEADER)}: {cells[0]}")
     label, ours, peer, speed, _, idle, losses = cells
     own, other = _OURS.fullmatch(ours), _PEER.fullmatch(peer)
+    name = None if peer == _UNKNOWN else _PEER_NAME.match(peer)
     if own is None and ours != _NO_MEMORY:
         return SuiteRow(label=label, failure=ours)
     mfu = _number(own["mfu"]) if own else None
@@ -167,12 +172,13 @@ def _parse_row(cells: Sequence[str]) -> SuiteRow:
         tokens_per_s=_number(own["speed"]) if own else None,
         mfu=None if mfu is None else mfu / 100,
         memory_gb=_number(own["memory"]) if own else None,
-        peer=other["name"] if other else None if peer == _UNKNOWN else peer.partition(":")[0],
+        peer=name["name"] if name else None,
         peer_tokens_per_s=_number(other["speed"]) if other else None,
         peer_memory_gb=_number(other["memory"]) if other else None,
         speed_ratio=_number(speed.removesuffix("x")),
         idle_share=_share(idle),
         loss_difference=_share(losses),
+        peer_version=name["version"] if name else None,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,14 +55,17 @@ class BenchContext:
     dtype: torch.dtype
     kernel_context: KernelContext
     compile_references: bool
+    peer_paths: tuple[Path, ...] = ()
+    """Folders with the source of libraries whose kernels are measured too."""
 
     @classmethod
-    def from_device(cls, device: torch.device, *, allow_compile: bool) -> BenchContext:
+    def from_device(
+        cls, device: torch.device, *, allow_compile: bool, peer_paths: tuple[Path, ...] = ()
+    ) -> BenchContext:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         situation = KernelContext.of(device, dtype, allow_compile=allow_compile)
-        return cls(
-            device, dtype, situation, allow_compile and device.type == "cuda" and situation.missing_tools is None
-        )
+        compile_references = allow_compile and device.type == "cuda" and situation.missing_tools is None
+        return cls(device, dtype, situation, compile_references, peer_paths)
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -89,6 +93,7 @@ class KernelCase:
 
     implementations: what to time, the first being ours. call: runs one of them. reference: outputs in float64, or leading rows of them;
     None is not compared. checked_call: what to compare with it, where that is not what `call` returns.
+    peers: implementations of other libraries, which are compared with the reference too.
     """
 
     label: str
@@ -96,6 +101,7 @@ class KernelCase:
     call: Callable[[Any], Any]
     reference: Callable[[], Outputs]
     checked_call: Callable[[Any], Outputs] | None = None
+    peers: Mapping[str, Any] = field(default_factory=dict)
     moved_bytes: float = 0.0
     flops: float = 0.0
     tolerance: float | None = None

@@ -15,6 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from petatron.bench.ops.cases import CHECKED_ROWS, BenchContext, KernelCase, MicroBatchShape
+from petatron.bench.ops.peer_kernels import peer_kernels
 from petatron.kernels.ssm import chunk_channel_delta_rule, chunk_delta_rule
 
 _CHUNK_SIZE = 64
@@ -72,7 +73,7 @@ def _cases(context: BenchContext, shape: DeltaShape, operation: str, plain: Any)
         context.randn(*tokens, shape.num_value_heads, dtype=wide).sigmoid(),
     )
     grad = context.randn(*tokens, shape.num_value_heads, shape.value_dim)
-    ways = context.implementations(operation)
+    ways, peers = context.implementations(operation), peer_kernels(operation, context.peer_paths)
     start, start_grad = [tensor[:CHECKED_ROWS] for tensor in inputs], grad[:CHECKED_ROWS]
     exact = [tensor.double() for tensor in start]
     moved, outer = sum(tensor.numel() * tensor.itemsize for tensor in inputs), grad.numel() * grad.itemsize
@@ -80,6 +81,7 @@ def _cases(context: BenchContext, shape: DeltaShape, operation: str, plain: Any)
     yield KernelCase(
         label=f"{operation}, {shape.name}",
         implementations=ways,
+        peers=peers,
         call=lambda k: k.chunk_delta_rule(*inputs, **options),
         checked_call=lambda k: k.chunk_delta_rule(*start, **options),
         reference=lambda: plain.chunk_delta_rule(*exact, **options),
@@ -90,6 +92,7 @@ def _cases(context: BenchContext, shape: DeltaShape, operation: str, plain: Any)
     yield KernelCase(
         label=f"{operation}, backward, {shape.name}",
         implementations=ways,
+        peers=peers,
         call=lambda k: k.chunk_delta_rule_backward(grad, None, *inputs, **options),
         checked_call=lambda k: k.chunk_delta_rule_backward(start_grad, None, *start, **options),
         reference=lambda: plain.chunk_delta_rule_backward(start_grad.double(), None, *exact, **options),

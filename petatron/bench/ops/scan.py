@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.bench.ops.cases import CHECKED_ROWS, BenchContext, KernelCase, MicroBatchShape
+from petatron.bench.ops.peer_kernels import peer_kernels
 from petatron.kernels.ssm import causal_conv, chunk_scan
 
 _TAPS = 4
@@ -62,6 +63,7 @@ def _scan(context: BenchContext, shape: ScanShape, parts: tuple[Tensor, ...]) ->
     )
     grad = context.randn(*by_head, shape.head_dim)
     ways = context.implementations("selective scan", "chunk_scan", "chunk_scan_backward")
+    peers = peer_kernels("selective scan", context.peer_paths)
     first, exact = _first_tokens(inputs), [tensor.double() for tensor in _first_tokens(inputs)]
     first_grad = grad[:CHECKED_ROWS]
     moved = sum(tensor.numel() * tensor.itemsize for tensor in inputs)
@@ -69,6 +71,7 @@ def _scan(context: BenchContext, shape: ScanShape, parts: tuple[Tensor, ...]) ->
     yield KernelCase(
         label=f"selective scan, {shape.name}",
         implementations=ways,
+        peers=peers,
         call=lambda k: k.chunk_scan(*inputs, chunk_size=_CHUNK_SIZE),
         checked_call=lambda k: k.chunk_scan(*first, chunk_size=_CHUNK_SIZE),
         reference=lambda: chunk_scan.chunk_scan(*exact, chunk_size=_CHUNK_SIZE),
@@ -77,6 +80,7 @@ def _scan(context: BenchContext, shape: ScanShape, parts: tuple[Tensor, ...]) ->
     yield KernelCase(
         label=f"selective scan, backward, {shape.name}",
         implementations=ways,
+        peers=peers,
         call=lambda k: k.chunk_scan_backward(grad, None, *inputs, chunk_size=_CHUNK_SIZE),
         checked_call=lambda k: k.chunk_scan_backward(first_grad, None, *first, chunk_size=_CHUNK_SIZE),
         reference=lambda: chunk_scan.chunk_scan_backward(first_grad.double(), None, *exact, chunk_size=_CHUNK_SIZE),

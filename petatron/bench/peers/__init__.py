@@ -28,6 +28,7 @@ _MODULES: Mapping[str, str] = {
     "hf": "petatron.bench.peers.huggingface",
     OWN_BF16: "petatron.bench.peers.bf16",
 }
+PEER_ATTENTIONS = ("sdpa", "flex")
 PEERS = tuple(name for name in _MODULES if name != OURS)
 
 
@@ -44,6 +45,10 @@ class BenchSpec:
     """Folders with the source of peers."""
     keep_gathered: bool = False
     """torchtitan: do not reshard the gathered bf16 weights between forward and backward."""
+    peer_attention: str = PEER_ATTENTIONS[0]
+    """torchtitan 0.3: how it attends."""
+    peer_cuda_graphs: bool = True
+    """torchtitan 0.3: capture forward and backward passes in a CUDA graph, as it does by default."""
 
     @property
     def micro_batches(self) -> int:
@@ -72,3 +77,9 @@ def problems(name: str, spec: BenchSpec) -> Sequence[Problem]:
 def build(name: str, spec: BenchSpec) -> Contender:
     """Builds a contender with its initial weights on the device."""
     return importlib.import_module(_MODULES[name]).build(spec)
+
+
+def version(name: str, spec: BenchSpec) -> str | None:
+    """Returns the version of a peer, as tables name it; None for our own steps, and where nothing says it."""
+    module = importlib.import_module(_MODULES[name])
+    return module.version(spec) if hasattr(module, "version") else None

@@ -16,7 +16,9 @@ from petatron.config.schema.training import OptimizerConfig
 class ClippedAdamW:
     """Clips, updates and clears the gradients without waiting for the device."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+    def __init__(self, model: nn.Module, config: OptimizerConfig, *, keep_grads: bool = False) -> None:
+        """keep_grads: gradients are zeroed and keep their memory, as a CUDA graph that adds to them needs."""
+        self._keep_grads = keep_grads
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._clip = config.clip_grad
         decayed = [parameter for parameter in self._parameters if parameter.dim() > 1]
@@ -36,7 +38,7 @@ class ClippedAdamW:
             norm = _full_norm(torch.nn.utils.get_total_norm(grads, foreach=True))
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm, foreach=True)
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=not self._keep_grads)
 
 
 def _full_norm(norm: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ In a run without bf16 there is no autocast, so that losses can be compared in fl
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -60,6 +61,10 @@ def problems(spec: BenchSpec) -> Sequence[Problem]:
         found.append(Problem("--against", "hf", "is measured in bf16 and float32 alone", "Use --bf16 or --no-bf16."))
     found += unmatched_training(spec.run.moe)
     return found
+
+
+def version(spec: BenchSpec) -> str | None:
+    return importlib.metadata.version("transformers")
 
 
 def build(spec: BenchSpec) -> TransformersContender:

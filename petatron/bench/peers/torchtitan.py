@@ -1,66 +1,28 @@
-"""torchtitan's Llama 3, trained as its own trainer does on one device: compiled blocks, `fully_shard`, fused AdamW.
+"""torchtitan's Llama 3, trained as its own trainer does on one device, from its source in a folder that `--peer-path` gives.
 
-Only its source is needed, in a folder given by `--peer-path` (an unpacked wheel will do). Importing the package unmodified would
-also import its data loading and command line, with libraries that a measurement does not need. So the package is copied into a
-temporary folder, and in that copy the files that import those are emptied or reduced to the one name the model imports from
-them. The model, its attention and its loss are as published.
-
-Its recipe, from its `parallelize_llama` and `Trainer`: weights in fp32, sharded (here over one rank) with a bf16 copy gathered
-for the GEMMs and gradients reduced in fp32; `torch.compile(fullgraph=True)` of each block and of the loss; float8 GEMMs by
-torchao for every linear layer whose sizes allow it, but not the head; AdamW fused; gradients clipped with foreach kernels.
+Two generations of it are known, told apart by their files: 0.2 (`torchtitan_blocks`) and 0.3 (`torchtitan_chunks`), which computes its
+head and loss in chunks and captures its forward and backward passes in a CUDA graph. Where several folders are given, the first is
+taken that can do the work with the installed torch; what keeps others from it is logged.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from petatron.base.errors import Problem
-from petatron.bench.peers import BenchSpec
-from petatron.bench.peers.adamw import ClippedAdamW
-from petatron.bench.peers.initial_weights import InitialWeights
+from petatron.base.log import get_logger
+from petatron.bench.peers import BenchSpec, Contender
+from petatron.bench.peers.peer_source import PeerSource, peer_sources
 from petatron.config.schema.layer_variants import variant_defaults
-from petatron.config.schema.model import ModelConfig
-from petatron.models.batch import Batch
-from petatron.models.registry import model_spec
+from petatron.optim.loss_scaler import compute_dtype
 
-# Replacement content of these files in the copy. Only the last two matter to the model.
-_STUBBED_FILES: Mapping[str, str] = {
-    "__init__.py": "",
-    "models/llama3/__init__.py": "",
-    "protocols/__init__.py": "",
-    "config/manager.py": "ConfigManager = None\n",
-    "protocols/train_spec.py": "from torchtitan.protocols.model import ModelProtocol\n",
-}
-_RECIPES = ("tensorwise", "rowwise")
-# Its names -> ours; {} is the layer.
-_WEIGHT_NAMES: Mapping[str, str] = {
-    "tok_embeddings.weight": "embedding.weight",
-    "norm.weight": "norm.weight",
-    "output.weight": "head.weight",
-    "attention.wq.weight": "layers.{}.attention.q.weight",
-    "attention.wk.weight": "layers.{}.attention.k.weight",
-    "attention.wv.weight": "layers.{}.attention.v.weight",
-    "attention.wo.weight": "layers.{}.attention.out.weight",
-    "attention_norm.weight": "layers.{}.attention_norm.weight",
-    "ffn_norm.weight": "layers.{}.mlp_norm.weight",
-    "feed_forward.w1.weight": "layers.{}.mlp.gate.weight",
-    "feed_forward.w2.weight": "layers.{}.mlp.down.weight",
-    "feed_forward.w3.weight": "layers.{}.mlp.up.weight",
-}
+_log = get_logger(__name__)
+_PRECISIONS = (torch.bfloat16, torch.float32)
 
 
 def problems(spec: BenchSpec) -> Sequence[Problem]:
@@ -69,19 +31,88 @@ def problems(spec: BenchSpec) -> Sequence[Problem]:
         Problem("--against", "torchtitan", f"has no {part}", "Compare with hf, or choose a Llama.")
         for part in _unsupported_features(spec)
     ]
+    if compute_dtype(spec.run.precision) not in _PRECISIONS:
+        rule = "is measured in bf16 and float32 alone"
+        found.append(Problem("--against", "torchtitan", rule, "Use --bf16 or --no-bf16."))
+    if spec.peer_attention == "flex" and spec.device.type != "cuda":
+        found.append(Problem("--peer-attention", "flex", "needs a CUDA device for its backward pass", "Leave it out."))
     faults = list(_path_problems(spec))
     found += faults
-    if not faults and _package_dir(spec, "torchtitan") is None:
+    sources = peer_sources("torchtitan", spec.peer_paths)
+    if not faults and not sources:
         fix = "Give --peer-path the folder that holds torchtitan/, for instance an unpacked wheel."
         found.append(Problem("--against", "torchtitan", "needs its source", fix))
-    if spec.fp8_recipe is not None:
-        if spec.fp8_recipe not in _RECIPES:
-            fix = f"Use {' or '.join(_RECIPES)}."
-            found.append(Problem("--fp8-recipe", spec.fp8_recipe, "is no recipe of torchtitan's", fix))
-        if not faults and _package_dir(spec, "torchao") is None and importlib.util.find_spec("torchao") is None:
-            fix = "Give --peer-path a second time: the folder that holds torchao/."
-            found.append(Problem("--against", "torchtitan", "needs torchao for FP8", fix))
+    if not faults and spec.fp8_recipe is not None and not _has_torchao(spec):
+        fix = "Give --peer-path a second time: the folder that holds torchao/."
+        found.append(Problem("--against", "torchtitan", "needs torchao for FP8", fix))
+    known = _recipes(None)
+    if not sources and spec.fp8_recipe is not None and spec.fp8_recipe not in known:
+        rule = "is no recipe of torchtitan's"
+        found.append(Problem("--fp8-recipe", spec.fp8_recipe, rule, f"Use {' or '.join(known)}."))
+    of_sources = [source_problems(source, spec.fp8_recipe) for source in sources]
+    if all(of_sources):
+        found += [problem for of_source in of_sources for problem in of_source]
     return found
+
+
+def source_problems(source: PeerSource, fp8_recipe: str | None) -> list[Problem]:
+    """Returns what keeps one version of it from this work."""
+    found: list[Problem] = []
+    recipes = _recipes(source)
+    if fp8_recipe is not None and fp8_recipe not in recipes:
+        found.append(Problem("--fp8-recipe", fp8_recipe, f"is no recipe of {source}'s", f"Use {' or '.join(recipes)}."))
+    if has_chunked_loss(source):
+        from petatron.bench.peers.torchtitan_chunks import missing_needs
+
+        found += missing_needs(source)
+    return found
+
+
+def has_chunked_loss(source: PeerSource) -> bool:
+    """Whether this is 0.3 or later, by its files."""
+    return (source.root / "models" / "common" / "decoder.py").is_file()
+
+
+def _recipes(source: PeerSource | None) -> tuple[str, ...]:
+    return ("rowwise",) if source is not None and has_chunked_loss(source) else ("tensorwise", "rowwise")
+
+
+def chosen_source(spec: BenchSpec, *, log: bool = False) -> PeerSource | None:
+    """Returns the first source that can do the work; `log`: says what keeps those before it."""
+    for source in peer_sources("torchtitan", spec.peer_paths):
+        found = source_problems(source, spec.fp8_recipe)
+        if not found:
+            return source
+        if log:
+            _log.info("%s is left out: %s", source, " ".join(str(problem) for problem in found))
+    return None
+
+
+def has_usable_source(paths: Sequence[Path], fp8_recipe: str | None) -> bool:
+    """Whether one of the folders has what this work needs."""
+    if fp8_recipe is not None and not peer_sources("torchao", paths):
+        return False
+    return any(not source_problems(source, fp8_recipe) for source in peer_sources("torchtitan", paths))
+
+
+def version(spec: BenchSpec) -> str | None:
+    source = chosen_source(spec)
+    return None if source is None else source.version
+
+
+def build(spec: BenchSpec) -> Contender:
+    source = chosen_source(spec, log=True)
+    assert source is not None
+    for torchao in peer_sources("torchao", spec.peer_paths):
+        torchao.make_importable()
+    name = "torchtitan_chunks" if has_chunked_loss(source) else "torchtitan_blocks"
+    for flag, given in (
+        ("--peer-attention", spec.peer_attention != "sdpa"),
+        ("--peer-eager", not spec.peer_cuda_graphs),
+    ):
+        if given and not has_chunked_loss(source):
+            _log.info("note: %s has no effect: it is for torchtitan 0.3, and this is %s", flag, source)
+    return importlib.import_module(f"petatron.bench.peers.{name}").build(spec, source)
 
 
 def _unsupported_features(spec: BenchSpec) -> list[str]:
@@ -112,141 +143,10 @@ def _path_problems(spec: BenchSpec) -> Iterator[Problem]:
             rule = "is not a folder" if path.exists() else "does not exist"
             yield Problem("--peer-path", str(path), rule, fix)
     for package in ("torchtitan",) if spec.fp8_recipe is None else ("torchtitan", "torchao"):
-        if _package_dir(spec, package) is None:
+        if not peer_sources(package, spec.peer_paths):
             for place in (path / package for path in spec.peer_paths if (path / package).is_dir()):
                 yield Problem("--peer-path", str(place), "has no Python package", fix.replace("torchtitan", package))
 
 
-def _package_dir(spec: BenchSpec, package: str) -> Path | None:
-    return next((path / package for path in spec.peer_paths if (path / package / "__init__.py").is_file()), None)
-
-
-def build(spec: BenchSpec) -> TorchtitanContender:
-    return TorchtitanContender(spec)
-
-
-class TorchtitanContender:
-    """Its model and recipe; the temporary copy of its source lives as long as this object."""
-
-    def __init__(self, spec: BenchSpec) -> None:
-        self._copy = tempfile.TemporaryDirectory(prefix="torchtitan-")
-        load = _importer(spec, Path(self._copy.name))
-        mesh = init_device_mesh(spec.device.type, (_process_group_size(spec.device),))
-        with torch.device("meta"):
-            model: Any = load("models.llama3.model.model").Transformer(_model_args(spec.run.model, load))
-        if spec.fp8_recipe is not None:
-            _convert_to_float8(model, spec.fp8_recipe, emulate=spec.device.type != "cuda")
-        loss = load("components.loss").cross_entropy_loss
-        if spec.compile:
-            for name, block in model.layers.named_children():
-                model.layers.register_module(name, torch.compile(block, fullgraph=True))
-            loss = torch.compile(loss)
-        _shard(model, mesh, reshard=not spec.keep_gathered)
-        model.to_empty(device=spec.device)
-        with torch.no_grad():
-            model.init_weights(buffer_device=spec.device)  # also builds its rope table
-            _load_initial_weights(model, spec)
-        self._model, self._loss = model.train(), loss
-        self._optimizer = ClippedAdamW(model, spec.run.optim)
-        self._tokens = spec.tokens
-
-    def step(self, batch: Batch) -> Tensor:
-        logits = self._model(batch.tokens)
-        loss = self._loss(logits, batch.labels) / self._tokens
-        del logits  # as its trainer does: the backward pass frees them
-        loss.backward()
-        self._optimizer.step()
-        return loss.detach()
-
-
-def _importer(spec: BenchSpec, folder: Path) -> Callable[[str], Any]:
-    """Returns a function that imports modules of a reduced copy of the package."""
-    source = _package_dir(spec, "torchtitan")
-    assert source is not None
-    if "torchtitan" not in sys.modules:
-        shutil.copytree(source, folder / "torchtitan", ignore=shutil.ignore_patterns("__pycache__", "experiments"))
-        for name, text in _STUBBED_FILES.items():
-            (folder / "torchtitan" / name).write_text(text)
-        for path in [path for path in (folder / "torchtitan").rglob("*") if path.is_dir()]:
-            (path / "__init__.py").touch()  # torch reads every module's __file__, which a namespace package lacks
-        sys.path.insert(0, str(folder))
-    torchao = _package_dir(spec, "torchao")
-    if torchao is not None and str(torchao.parent) not in sys.path:
-        sys.path.append(str(torchao.parent))
-    return lambda name: importlib.import_module(f"torchtitan.{name}")
-
-
-def _process_group_size(device: torch.device) -> int:
-    """Returns the size of the process group, creating one of this process alone if there is none."""
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
-    return dist.get_world_size()
-
-
-def _model_args(model: ModelConfig, load: Callable[[str], Any]) -> Any:
-    module = load("models.llama3.model.args")
-    # Its MLP width is 8/3 of the hidden size times a factor, rounded up to a multiple: half of ours rounds up to ours.
-    factor = 0.5 * model.ffn_hidden_size / int(8 * model.hidden_size / 3)
-    return module.TransformerModelArgs(
-        dim=model.hidden_size,
-        n_layers=model.num_layers,
-        n_heads=model.num_attention_heads,
-        n_kv_heads=model.num_query_groups,
-        vocab_size=model.vocab_size,
-        multiple_of=model.ffn_hidden_size,
-        ffn_dim_multiplier=factor,
-        norm_eps=model.norm_epsilon,
-        rope_theta=model.rotary_base,
-        # Its frequencies are always scaled; a factor of 1 leaves them unchanged.
-        rope_scaling_args=module.RoPEScalingArgs(
-            scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else 1.0,
-            low_freq_factor=model.rope_low_freq_factor,
-            high_freq_factor=model.rope_high_freq_factor,
-            original_max_position_embeddings=model.original_max_position_embeddings,
-        ),
-        max_seq_len=model.seq_length,
-    )
-
-
-def _convert_to_float8(model: nn.Module, recipe: str, *, emulate: bool) -> None:
-    float8 = importlib.import_module("torchao.float8")
-    if emulate:
-        config = float8.Float8LinearConfig(emulate=True)
-    else:
-        config = float8.Float8LinearConfig.from_recipe_name(recipe)
-    if recipe == "rowwise":  # its own workaround for https://github.com/pytorch/pytorch/issues/150859
-        inductor: Any = importlib.import_module("torch._inductor.config")
-        inductor.emulate_precision_casts = True
-
-    def wanted(module: nn.Module, name: str) -> bool:
-        sized = isinstance(module, nn.Linear) and all(size % 16 == 0 for size in module.weight.shape)
-        return sized and "output" not in name
-
-    float8.convert_to_float8_training(model, config=config, module_filter_fn=wanted)
-
-
-def _shard(model: Any, mesh: Any, *, reshard: bool) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for part in (model.tok_embeddings, *model.layers.values()):
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # Its backward begins with these, so they stay gathered.
-    fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)
-
-
-def _load_initial_weights(model: nn.Module, spec: BenchSpec) -> None:
-    """Loads our initial weights under its names. Its rope pairs neighbours where ours pairs halves of a head, so rows are permuted."""
-    config, initial_weights = spec.run.model, InitialWeights(model_spec(spec.run), spec.device)
-    for name, parameter in model.named_parameters():
-        name = name.replace("_orig_mod.", "")
-        layer, _, rest = name.removeprefix("layers.").partition(".")
-        ours = _WEIGHT_NAMES[rest].format(layer) if name.startswith("layers.") else _WEIGHT_NAMES[name]
-        target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        values = initial_weights[ours]
-        if rest in ("attention.wq.weight", "attention.wk.weight"):
-            values = values.unflatten(0, (-1, 2, config.kv_channels // 2)).transpose(1, 2).flatten(0, 2)
-        target.copy_(values)
+def _has_torchao(spec: BenchSpec) -> bool:
+    return bool(peer_sources("torchao", spec.peer_paths)) or importlib.util.find_spec("torchao") is not None

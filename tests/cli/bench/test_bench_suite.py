@@ -79,6 +79,7 @@ def test_tiny_form_of_every_model_trains_like_its_peer(name: str, tmp_path: Path
     assert values is not None
     row = row_from_bench(entry.label, values)
     assert row.peer == ("bf16" if entry.fp8_recipe else "hf") and row.tokens_per_s and row.speed_ratio
+    assert (row.peer_version is None) == (row.peer == "bf16")
     assert row.loss_difference is not None and row.loss_difference < (0.05 if entry.fp8_recipe else 1e-5)
 
 
@@ -166,6 +167,13 @@ def test_rows_of_several_suites_are_one_table(tmp_path: Path, monkeypatch: pytes
     assert models["llama-8b"]["bench"] == FOUND and models["gpt-125m"]["bench"] == faster
 
 
+def test_rows_name_the_version_of_the_peer():
+    theirs = {"tokens_per_s": 1000.0, "peak_bytes": 40_000_000_000, "version": "0.3.0"}
+    row = row_from_bench("a model", {**FOUND, "contenders": {"petatron": OURS, "torchtitan": theirs}, "ratio": {}})
+    assert (row.peer, row.peer_version) == ("torchtitan", "0.3.0")
+    assert row.cells()[2] == "torchtitan 0.3.0: 1,000 tok/s, 40.0 GB"
+
+
 def test_fp8_has_no_share_of_the_peak_of_bf16():
     assert row_from_bench("a model", FOUND).mfu == 0.51234
     assert row_from_bench("a model", {**FOUND, "fp8_recipe": "tensorwise"}).mfu is None
@@ -197,6 +205,11 @@ def test_whom_a_model_is_compared_with(tmp_path: Path, monkeypatch: pytest.Monke
     assert plan.words(llama)[-6:] == ["--against", "torchtitan", "--peer-path", paths[0], "--peer-path", paths[1]]
     assert plan.words(qwen)[-2:] == ["--against", "hf"] and "--breakdown" in plan.words(qwen)
     assert plan.words(fp8)[-8:-6] == ["--fp8-recipe", "tensorwise"]
+    newer = tmp_path / "torchtitan" / "torchtitan" / "models" / "common"
+    newer.mkdir(parents=True)
+    (newer / "decoder.py").touch()
+    assert [plan.peer(entry) for entry in (llama, fp8)] == ["torchtitan", "bf16"], "0.3 has no tensorwise FP8"
+    (newer / "decoder.py").unlink()
     without = replace(plan, peer_paths=paths[:1])
     assert [without.peer(entry) for entry in (llama, fp8)] == ["torchtitan", "bf16"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -256,6 +269,8 @@ ROWS = [
     SuiteRow(label="c", tokens_per_s=1.0, memory_gb=2.0, peer="hf"),
     SuiteRow(label="d", peer="hf", peer_tokens_per_s=3.0, peer_memory_gb=4.0),
     SuiteRow(label="e", failure="failed: because"),
+    SuiteRow(label="f", tokens_per_s=1.0, peer="torchtitan", peer_version="0.3.0", peer_tokens_per_s=2.0),
+    SuiteRow(label="g", tokens_per_s=1.0, peer="torchtitan", peer_version="0.3.0"),
 ]
 
 

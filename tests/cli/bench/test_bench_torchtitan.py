@@ -6,26 +6,33 @@ that rotates neighbouring channels, as the real one does. With our weights under
 
 from __future__ import annotations
 
+import logging
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from petatron.bench.peers import BenchSpec, build, problems
+from petatron.bench.peers import BenchSpec, build, problems, version
 from petatron.bench.peers.bench_model import bench_spec
+from petatron.bench.peers.torchtitan import has_usable_source
+from petatron.bench.peers.torchtitan_weights import load_torchtitan_weights
 from petatron.models.batch import Batch
 
-SOURCE = Path(__file__).parents[3] / ".carry" / "torchtitan"
+CARRIED = Path(__file__).parents[3] / ".carry"
 FLAGS = (
     "--preset tiny-llama --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
     "--ffn-hidden-size 80 --seq-length 16 --vocab-size 67 --micro-batch-size 2 --rotary-base 500 --lr 1e-2"
 )
 BFLOAT16 = 5e-3  # how far either side is from float32 after a few steps of this size
+IMPORTED: dict[str, Any] = {}
+"""Modules of torchao, which registers operators and so can be imported only once in a process."""
 UNUSABLE = "raise ImportError('a library that is not here')\n"
 PACKAGE = {
     "__init__.py": UNUSABLE,
@@ -133,8 +140,10 @@ def _as_before() -> Iterator[None]:
     yield
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if name.split(".")[0] in ("torchtitan", "torchao"):
+        if name.split(".")[0] in ("torchtitan", "spmd_types"):
             del sys.modules[name]
+        elif name.split(".")[0] == "torchao":
+            IMPORTED[name] = sys.modules.pop(name)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -167,15 +176,127 @@ def test_kept_weights_change_nothing(tmp_path: Path):
     assert losses("torchtitan", replace(spec, keep_gathered=True)) == losses("torchtitan", spec)
 
 
-@pytest.mark.skipif(not SOURCE.is_dir(), reason="the source of torchtitan is not here")
-def test_the_real_one_trains_our_model():
-    spec = replace(bench_spec(FLAGS.split()), peer_paths=(SOURCE, SOURCE.parent / "torchao"))
-    assert losses("torchtitan", spec) == pytest.approx(losses("petatron", spec), rel=BFLOAT16)
+def test_float32_is_trained_in_float32(tmp_path: Path):
+    spec = replace(made_up(tmp_path), run=bench_spec([*FLAGS.split(), "--no-bf16"]).run)
+    assert losses("torchtitan", spec) == pytest.approx(losses("petatron", spec), rel=1e-6)
+    (told,) = problems("torchtitan", replace(spec, run=bench_spec([*FLAGS.split(), "--fp16"]).run))
+    assert str(told) == "--against torchtitan is measured in bf16 and float32 alone. Use --bf16 or --no-bf16."
 
 
-@pytest.mark.skipif(not (SOURCE.parent / "torchao").is_dir(), reason="the source of torchao is not here")
-def test_the_real_one_in_float8():
-    spec = replace(bench_spec(FLAGS.split()), peer_paths=(SOURCE, SOURCE.parent / "torchao"))
-    assert losses("torchtitan", replace(spec, fp8_recipe="tensorwise")) == pytest.approx(
-        losses("petatron", spec), rel=2e-2
-    )
+def newer(folder: Path, **files: str) -> Path:
+    """A source whose files say that it is 0.3.0, with nothing in them but imports."""
+    texts = {
+        "__init__.py": "",
+        "models/__init__.py": "",
+        "models/common/__init__.py": "from .decoder import Decoder\n",
+        "models/common/decoder.py": "import torch\nclass Decoder: ...\n",
+        "models/llama3/__init__.py": "",
+        "models/llama3/parallelize.py": "from torchtitan.models.common import Decoder\n",
+        **files,
+    }
+    for name, text in texts.items():
+        path = folder / "torchtitan" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "torchtitan-0.3.0.dist-info").mkdir()
+    return folder
+
+
+def test_what_a_newer_one_needs_is_told(tmp_path: Path):
+    """All names that torch lacks and all packages that are not there, through every file that is imported; not what can be absent."""
+    decoder = "from torch.distributed.fsdp import DataParallelMeshDims\nfrom torch.nn import NoSuchLayer\nimport no_such.part\n"
+    optional = "try:\n    import no_other\nexcept ImportError: ...\ndef f():\n    import no_third\n"
+    folder = newer(tmp_path, **{"models/common/decoder.py": decoder + optional})
+    spec = replace(bench_spec(FLAGS.split()), peer_paths=(folder,))
+    assert [str(problem) for problem in problems("torchtitan", spec)] == [
+        f"--peer-path {folder} lacks what torchtitan 0.3.0 needs: no_such. Unpack their wheels in {folder} too "
+        "(pip download --no-deps no_such).",
+        f"--against torchtitan 0.3.0 needs another torch than {torch.__version__}, which has no torch.nn.NoSuchLayer. "
+        "Give --peer-path a folder with torchtitan 0.2.2, or install the torch that it was released for.",
+    ]
+    (folder / "no_such").mkdir()
+    assert len(problems("torchtitan", spec)) == 1
+
+
+def test_the_first_version_that_can_do_the_work_is_taken(tmp_path: Path):
+    """0.3 has no tensorwise FP8, and one that needs another torch leaves the place to 0.2."""
+    older = tmp_path / "older"
+    spec, new = made_up(older), newer(tmp_path / "newer")
+    (older / "torchtitan-0.2.2.dist-info").mkdir()
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").touch()
+    spec = replace(spec, peer_paths=(new, older, tmp_path))
+    assert version("torchtitan", spec) == "0.3.0" and problems("torchtitan", spec) == []
+    assert version("torchtitan", replace(spec, fp8_recipe="rowwise")) == "0.3.0"
+    assert version("torchtitan", replace(spec, fp8_recipe="tensorwise")) == "0.2.2"
+    assert problems("torchtitan", replace(spec, fp8_recipe="tensorwise")) == []
+    assert has_usable_source([new, tmp_path], "rowwise") and not has_usable_source([new, tmp_path], "tensorwise")
+    (told,) = problems("torchtitan", replace(spec, peer_paths=(new, tmp_path), fp8_recipe="tensorwise"))
+    assert str(told) == "--fp8-recipe tensorwise is no recipe of torchtitan 0.3.0's. Use rowwise."
+    (new / "torchtitan" / "models" / "common" / "decoder.py").write_text("from torch import no_such_name\n")
+    assert version("torchtitan", spec) == "0.2.2" and problems("torchtitan", spec) == []
+
+
+def test_the_other_version_is_named_when_one_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logging.getLogger("petatron"), "propagate", True)
+    older = tmp_path / "older"
+    spec = made_up(older)
+    new = newer(tmp_path / "newer", **{"models/common/decoder.py": "from torch import no_such_name\n"})
+    with caplog.at_level("INFO", logger="petatron"):
+        build("torchtitan", replace(spec, peer_paths=(new, older)))
+    told = caplog.text
+    assert "torchtitan 0.3.0 is left out: --against torchtitan 0.3.0 needs another torch" in told
+    assert "which has no torch.no_such_name" in told
+
+
+def test_what_only_newer_ones_have(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logging.getLogger("petatron"), "propagate", True)
+    spec = replace(made_up(tmp_path), peer_attention="flex", peer_cuda_graphs=False)
+    assert [str(problem) for problem in problems("torchtitan", spec)] == [
+        "--peer-attention flex needs a CUDA device for its backward pass. Leave it out."
+    ]
+    with caplog.at_level("INFO", logger="petatron"):
+        build("torchtitan", spec)
+    for flag in ("--peer-attention", "--peer-eager"):
+        assert f"note: {flag} has no effect: it is for torchtitan 0.3, and this is torchtitan" in caplog.text
+
+
+def test_queries_keys_and_values_of_one_weight_are_those_of_three():
+    spec = bench_spec(FLAGS.split())
+    rows = {"attention.wq": 32, "attention.wk": 16, "attention.wv": 16, "attention.qkv_linear.wqkv": 64}
+    model = nn.Module()
+    for name, size in rows.items():
+        place = model
+        for part in f"layers.1.{name}".split("."):
+            if part not in place._modules:
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        place.register_parameter("weight", nn.Parameter(torch.empty(size, 32)))
+    load_torchtitan_weights(model, spec)
+    q, k, v, fused = (model.get_parameter(f"layers.1.{name}.weight") for name in rows)
+    groups = [torch.cat([q[16 * i : 16 * i + 16], k[8 * i : 8 * i + 8], v[8 * i : 8 * i + 8]]) for i in range(2)]
+    assert torch.equal(fused, torch.cat(groups))
+
+
+def carried(*folders: str) -> BenchSpec:
+    """A run beside real sources, where somebody unpacked them."""
+    paths = tuple(CARRIED / folder for folder in folders)
+    if not all(path.is_dir() for path in paths):
+        pytest.skip(f"{', '.join(folders)}: not unpacked in .carry/")
+    return replace(bench_spec([*FLAGS.split(), "--no-bf16"]), peer_paths=paths)
+
+
+@pytest.mark.parametrize("folder", ["torchtitan-0.2.2", "torchtitan-0.3.0"])
+def test_the_real_one_trains_our_model(folder: str):
+    spec = carried(folder)
+    assert problems("torchtitan", spec) == [] and folder == f"torchtitan-{version('torchtitan', spec)}"
+    assert losses("torchtitan", spec, steps=10) == pytest.approx(losses("petatron", spec, steps=10), rel=1e-6)
+
+
+@pytest.mark.parametrize(("folder", "recipe"), [("torchtitan-0.2.2", "tensorwise"), ("torchtitan-0.3.0", "rowwise")])
+def test_the_real_one_in_float8(folder: str, recipe: str):
+    spec = replace(carried(folder, "torchao"), run=bench_spec(FLAGS.split()).run)
+    sys.modules.update(IMPORTED)
+    assert losses("torchtitan", replace(spec, fp8_recipe=recipe)) == pytest.approx(losses("petatron", spec), rel=2e-2)

@@ -1,0 +1,143 @@
+"""Recurrent kernels of other libraries that `petatron bench kernels --peer-path DIR` times beside ours: the field's own, in Triton.
+
+- state-spaces' mamba_ssm: the selective scan of Mamba-2, `mamba_chunk_scan_combined`. Its package imports extensions in CUDA that its
+  scan does not need, so it is imported from a copy whose `__init__.py` is empty; the kernels are as published.
+- flash-linear-attention: the gated delta rule, `chunk_gated_delta_rule`, and that with decays of channels, `chunk_kda`.
+
+They take the batch before the sequence. Inputs are copied into that order once, before anything is timed, and gradients are
+timed by themselves, over a graph that is kept. Where a library refuses or fails, the row says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import Problem
+from petatron.bench.peers.peer_source import PeerSource, peer_sources
+
+_Grads = tuple[Tensor | None, ...]
+
+
+def peer_kernels(operation: str, paths: Sequence[Path]) -> dict[str, Any]:
+    """Returns the implementations of an operation that are in the folders, by name and version."""
+    package, build = _PEERS[operation]
+    return {str(source): build(source) for source in peer_sources(package, paths)[:1]}
+
+
+def peer_path_problems(paths: Sequence[Path]) -> list[Problem]:
+    """Returns which folders hold no library that is known here."""
+    packages = sorted({package for package, _ in _PEERS.values()})
+    fix = f"Give a folder that holds {' or '.join(f'{package}/' for package in packages)}, for instance an unpacked wheel."
+    found: list[Problem] = []
+    for path in paths:
+        if not path.is_dir():
+            rule = "is not a folder" if path.exists() else "does not exist"
+            found.append(Problem("--peer-path", str(path), rule, fix))
+        elif not any(peer_sources(package, [path]) for package in packages):
+            found.append(Problem("--peer-path", str(path), "has no kernels to compare with", fix))
+    return found
+
+
+class _BatchFirst:
+    """Copies of inputs with the batch before the sequence, made once."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.Size], Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2:
+            return tensor
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in self._copies:
+            self._copies[key] = tensor.transpose(0, 1).contiguous()
+        return self._copies[key]
+
+
+class _Recurrence:
+    """A function of another library as ours are called: forward, and backward over a graph that is kept."""
+
+    def __init__(self) -> None:
+        self._batch_first = _BatchFirst()
+        self._graphs: dict[tuple[int, torch.Size], tuple[Tensor, list[Tensor]]] = {}
+
+    def _outputs(self, inputs: Sequence[Tensor], *, chunk_size: int, final_state: bool) -> tuple[Tensor, Tensor | None]:
+        """Runs the library's function on inputs with the batch first."""
+        raise NotImplementedError
+
+    def _forward(self, inputs: Sequence[Tensor], *, chunk_size: int) -> tuple[Tensor, Tensor | None]:
+        with torch.no_grad():
+            out, state = self._outputs(list(map(self._batch_first, inputs)), chunk_size=chunk_size, final_state=True)
+        return out.transpose(0, 1), state
+
+    def _backward(self, grad: Tensor, inputs: Sequence[Tensor], *, chunk_size: int) -> _Grads:
+        key = (inputs[0].data_ptr(), inputs[0].shape)
+        if key not in self._graphs:
+            leaves = [self._batch_first(tensor).detach().requires_grad_() for tensor in inputs]
+            self._graphs[key] = self._outputs(leaves, chunk_size=chunk_size, final_state=False)[0], leaves
+        out, leaves = self._graphs[key]
+        grads = torch.autograd.grad(out, leaves, self._batch_first(grad), retain_graph=True)
+        return (*(one.transpose(0, 1) if one.dim() > 1 else one for one in grads), None)
+
+
+class MambaSsmScan(_Recurrence):
+    """The scan of mamba_ssm; its copy lives as long as this object."""
+
+    def __init__(self, source: PeerSource) -> None:
+        super().__init__()
+        self._source, self._copy = source, tempfile.TemporaryDirectory(prefix="mamba_ssm-")
+
+    def _outputs(self, inputs: Sequence[Tensor], *, chunk_size: int, final_state: bool) -> tuple[Tensor, Tensor | None]:
+        self._source.make_importable()  # for what it needs
+        self._source.copy_importable(Path(self._copy.name), {"__init__.py": ""})
+        scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+        x, dt, A, B, C, D = inputs
+        out = scan(x, dt, A, B, C, chunk_size, D=D, return_final_states=final_state)
+        return out if final_state else (out, None)
+
+    def chunk_scan(self, *inputs: Tensor, chunk_size: int) -> tuple[Tensor, Tensor | None]:
+        return self._forward(inputs, chunk_size=chunk_size)
+
+    def chunk_scan_backward(self, grad: Tensor, grad_state: None, *inputs: Tensor, chunk_size: int) -> _Grads:
+        return self._backward(grad, inputs, chunk_size=chunk_size)
+
+
+class FlaDeltaRule(_Recurrence):
+    """A gated delta rule of flash-linear-attention, which normalises queries and keys itself and chooses its chunks."""
+
+    def __init__(self, source: PeerSource, *, module: str, function: str) -> None:
+        super().__init__()
+        self._source, self._module, self._function = source, module, function
+
+    def _outputs(self, inputs: Sequence[Tensor], *, chunk_size: int, final_state: bool) -> tuple[Tensor, Tensor | None]:
+        self._source.make_importable()
+        rule = getattr(importlib.import_module(self._module), self._function)
+        return rule(*inputs, output_final_state=final_state, use_qk_l2norm_in_kernel=True)
+
+    def chunk_delta_rule(self, *inputs: Tensor, chunk_size: int) -> tuple[Tensor, Tensor | None]:
+        return self._forward(inputs, chunk_size=chunk_size)
+
+    def chunk_delta_rule_backward(self, grad: Tensor, grad_state: None, *inputs: Tensor, chunk_size: int) -> _Grads:
+        return self._backward(grad, inputs, chunk_size=chunk_size)
+
+
+def _gated_delta_rule(source: PeerSource) -> FlaDeltaRule:
+    return FlaDeltaRule(source, module="fla.ops.gated_delta_rule", function="chunk_gated_delta_rule")
+
+
+def _channel_delta_rule(source: PeerSource) -> FlaDeltaRule:
+    return FlaDeltaRule(source, module="fla.ops.kda", function="chunk_kda")
+
+
+_PEERS: Mapping[str, tuple[str, Callable[[PeerSource], Any]]] = {
+    "selective scan": ("mamba_ssm", MambaSsmScan),
+    "gated delta rule": ("fla", _gated_delta_rule),
+    "gated delta rule by channel": ("fla", _channel_delta_rule),
+}
+"""By our name of the operation: the package, and how its function is called."""
