@@ -6,9 +6,11 @@ The names below are the public API; each is imported when it is first used. A lo
     mesh = petatron.launch(run)
     model = petatron.build_model(run, mesh)
     optimizer = petatron.build_optimizer(run, model)
-    for batches in petatron.build_loader(run, mesh):
+    state = petatron.restore(run, model, optimizer)  # with --load: the rest of the checkpoint; else iteration 0
+    for batches in petatron.build_loader(run, mesh, state=state):
         loss = model.train_step(batches)
         optimizer.step()
+        state.advance(batches)
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ if TYPE_CHECKING:
     from petatron.models.registry import register_model
     from petatron.optim.mixed_precision import MasterOptimizer
     from petatron.train.build_run import build_loader, build_model, build_optimizer, launch
+    from petatron.train.own_loop import restore, save_checkpoint
     from petatron.train.python_run import Run, load
     from petatron.train.run_training import run_training
     from petatron.train.state.pretrained import from_pretrained
     from petatron.train.state.run_model import Model
-    from petatron.train.state.save_and_load import load_checkpoint, save_checkpoint
+    from petatron.train.state.save_and_load import load_checkpoint
     from petatron.train.state.train_state import TrainState
 
 __version__ = "0.1.0"
@@ -55,7 +58,8 @@ _HOMES = {
     "load_checkpoint": "petatron.train.state.save_and_load",
     "load_config": "petatron.config",
     "register_model": "petatron.models.registry",
-    "save_checkpoint": "petatron.train.state.save_and_load",
+    "restore": "petatron.train.own_loop",
+    "save_checkpoint": "petatron.train.own_loop",
     "run_training": "petatron.train.run_training",
 }
 
@@ -79,6 +83,7 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "register_model",
+    "restore",
     "run_training",
     "save_checkpoint",
 ]
