@@ -24,6 +24,8 @@ FilePath = Annotated[str, "path"]
 """A file, a folder or the prefix of files. A saved config holds it absolute, so that it can be started from any folder."""
 PrivateKeyPath = Annotated[str, "path", "private"]
 """The file of a private key. Neither checkpoints nor saved configs say where it is."""
+ModuleName = Annotated[str, "repeatable"]
+"""A module to import; the flag may be given several times, and all of them count."""
 NotSavedFlag = Annotated[bool, "one start"]
 """An answer to a question of one start. A saved config does not repeat it, so that the next start asks again."""
 NotSavedOnResumeFlag = Annotated[bool, "one load"]
@@ -322,5 +324,7 @@ class LaunchConfig:
     """Address of the first machine."""
     master_port: PortNumber | None = None
     """Port of the first machine; unset means a free one (single machine only)."""
+    imports: tuple[ModuleName, ...] = ()
+    """Modules of your own to import first, files or dotted names, which register models, objectives and datasets: --import, once for each."""
     ranks_per_device: RankCount = 1
     """Ranks that share each GPU on purpose, to try a layout on fewer GPUs than it needs; speed means nothing then."""
