@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from petatron.config import RunConfig, load_config
+    from petatron.data.dataset_kinds import DatasetRequest, register_dataset
     from petatron.infer.generate import generate
     from petatron.mesh.mesh import ParallelMesh
     from petatron.models.batch import Batch
     from petatron.models.decoder_spec import decoder_spec
     from petatron.models.model_spec import ModelSpec
+    from petatron.models.objective import ModelRole, Objective, register_objective
     from petatron.models.registry import register_model
+    from petatron.models.stage_inputs_outputs import LossSpec
     from petatron.optim.mixed_precision import MasterOptimizer
     from petatron.train.build_run import build_loader, build_model, build_optimizer, launch
     from petatron.train.own_loop import restore, save_checkpoint
@@ -57,7 +60,13 @@ _HOMES = {
     "load": "petatron.train.python_run",
     "load_checkpoint": "petatron.train.state.save_and_load",
     "load_config": "petatron.config",
+    "DatasetRequest": "petatron.data.dataset_kinds",
+    "LossSpec": "petatron.models.stage_inputs_outputs",
+    "ModelRole": "petatron.models.objective",
+    "Objective": "petatron.models.objective",
+    "register_dataset": "petatron.data.dataset_kinds",
     "register_model": "petatron.models.registry",
+    "register_objective": "petatron.models.objective",
     "restore": "petatron.train.own_loop",
     "save_checkpoint": "petatron.train.own_loop",
     "run_training": "petatron.train.run_training",
@@ -65,9 +74,13 @@ _HOMES = {
 
 __all__ = [
     "Batch",
+    "DatasetRequest",
+    "LossSpec",
     "MasterOptimizer",
     "Model",
+    "ModelRole",
     "ModelSpec",
+    "Objective",
     "ParallelMesh",
     "Run",
     "RunConfig",
@@ -82,7 +95,9 @@ __all__ = [
     "load",
     "load_checkpoint",
     "load_config",
+    "register_dataset",
     "register_model",
+    "register_objective",
     "restore",
     "run_training",
     "save_checkpoint",

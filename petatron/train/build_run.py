@@ -7,41 +7,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
-
-from petatron.base.device import detect_device
-from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.config import LoadedConfig, RunConfig, parse_split, with_vocab_size
-from petatron.config.checks.cuda_graphs import uses_random_numbers
-from petatron.config.nccl_communicators import communicator_options
-from petatron.config.pipeline_stages import pipeline_stages
 from petatron.config.required_settings import known_vocab_size, required
 from petatron.data.batch_loader import BatchLoader, Collate, LoaderOptions
 from petatron.data.build_datasets import SplitDatasets, build_datasets
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
-from petatron.estimate.recompute_plan import plan_recompute
 from petatron.kernels.registry import KernelContext, choose_kernel
-from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.mesh.launch.environment import read_environment
-from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.rank_layout import Layout
-from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
-from petatron.models.model_spec import ModelSpec
-from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
+from petatron.models.optimizer_groups import OptimizerGroupRule
 from petatron.models.registry import model_spec
 from petatron.optim.build_update_rules import OptimizerKernels
-from petatron.optim.loss_scaler import compute_dtype
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
-from petatron.parallel.needed_process_groups import used_axes
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.parallel.parallelize import parallelize
-from petatron.parallel.router_statistics import RouterStatistics
-from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
-from petatron.train.cuda_graphs import enable_requested_cuda_graphs
 from petatron.train.global_batch_size import BatchSizeSchedule
+from petatron.train.initial_model import HasConfig, build_initial_model, config_of
+from petatron.train.initial_model import launch as launch
+from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.run_facts import TrainProgress
 from petatron.train.state.run_model import Model
 from petatron.train.state.start_tokenizer import check_start_tokenizer, find_start_tokenizer, with_start_tokenizer
@@ -54,20 +37,6 @@ from petatron.train.state.start_weights import (
 )
 
 _log = get_logger(__name__)
-
-
-class HasConfig(Protocol):
-    """A run that knows its config and its tokenizer, such as `petatron.load` returns."""
-
-    tokenizer: Tokenizer | None
-
-    @property
-    def config(self) -> RunConfig: ...
-
-
-def config_of(run: RunConfig | HasConfig) -> RunConfig:
-    """The functions of the public API take a run or its config."""
-    return run if isinstance(run, RunConfig) else run.config
 
 
 def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None]:
@@ -85,34 +54,6 @@ def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None
     if start is not None:
         check_start_tokenizer(loaded, tokenizer, start)
     return with_vocab_size(loaded, tokenizer.vocab_size, f"{tokenizer.name} tokenizer"), tokenizer
-
-
-def launch(run: RunConfig | HasConfig) -> ParallelMesh:
-    """Joins the other ranks, if any, and builds the mesh of this run's layout.
-
-    >>> import petatron
-    >>> launch(petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])).describe()
-    'one device (1 rank)'
-    """
-    run, environment = config_of(run), read_environment()
-    facts = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
-    backend = start_process_group(
-        environment,
-        backend=run.parallel.distributed_backend,
-        timeout_minutes=run.parallel.distributed_timeout_minutes,
-        device_type=facts.kind,
-        deterministic=run.train.deterministic_mode,
-        ranks_per_device=run.launch.ranks_per_device,
-    )
-    device = torch.device("cuda", torch.cuda.current_device()) if facts.kind == "cuda" else torch.device("cpu")
-    return ParallelMesh(
-        Layout.from_config(run.parallel),
-        environment.rank,
-        device=device,
-        backend=backend,
-        timeout_minutes=run.parallel.distributed_timeout_minutes,
-        options=communicator_options(run.parallel),
-    )
 
 
 def build_model(
@@ -143,79 +84,11 @@ def build_model(
     )
     model.run, model.start_folder = config, start
     model.run_tokenizer = None if isinstance(run, RunConfig) else run.tokenizer
+    open_frozen_models(model)
     if start is not None:
         loaded = load_start_weights(config, model, start)
         model.unrestored_notice = unrestored_notice(config, loaded, start)
     return model
-
-
-def build_initial_model(
-    run: RunConfig,
-    mesh: ParallelMesh,
-    *,
-    init_weights: bool = True,
-    gradients: bool = True,
-    group_rule: OptimizerGroupRule | None = None,
-) -> Model:
-    """Builds the model of `build_model` and loads nothing: for callers that load all of a run's state themselves."""
-    # CUDA graphs cannot read RNG states during capture, so only they rely on knowing whether the step draws.
-    uses_rng = uses_random_numbers(run) or run.train.cuda_graphs != "on"
-    streams = RandomStreams.seeded(run.train.seed, mesh, used_in_step=uses_rng)
-    plan = pipeline_plan(run)
-    dtype = compute_dtype(run.precision)
-    spec, stages = model_spec(run), pipeline_stages(run)
-    check_supported(run, spec)
-    local_stages = [number for number in range(len(stages)) if plan.rank_of(number) == mesh.pp.rank]
-    with torch.device("meta"):
-        modules = {number: spec.build_stage(stages[number]) for number in local_stages}
-    in_flight = plan.in_flight(num_micro_batches(run))
-    shape = ActivationShape.from_config(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
-    plan_stage = partial(plan_recompute, run.memory, spec, shape, num_local_stages=len(local_stages))
-    parts = parallelize(
-        modules,
-        spec,
-        mesh,
-        run,
-        dtype=dtype,
-        rng_streams=streams,
-        recompute_plans={n: plan_stage(stages[n], in_flight=in_flight[n]) for n in local_stages},
-        optimizer_group=group_rule or partial(optimizer_group, run.optim),
-        tied_across_ranks=plan.rank_of(0) != plan.rank_of(len(stages) - 1),
-        init_weights=init_weights,
-        gradients=gradients,
-    )
-    mesh.create_groups(used_axes(run, parts.placements))
-    routers = RouterStatistics(modules, spec.moe_layers, run.moe.num_experts or 0, mesh)
-    model = Model(
-        modules,
-        parts,
-        plan,
-        routers,
-        mesh,
-        streams,
-        io=spec.io(stages),
-        spec=spec,
-        dtype=dtype,
-        sequence_parallel=run.parallel.sequence_parallel,
-    )
-    enable_requested_cuda_graphs(run, model)
-    return model
-
-
-def check_supported(run: RunConfig, spec: ModelSpec) -> None:
-    """Raises `ConfigError` if the layers of a model cannot do what the run asks for."""
-    problems: list[Problem] = []
-    branches = {branch for layer in set(spec.layers) for branch in layer.branches}
-    if run.parallel.context_parallel_size > 1 and spec.sequence_sharding == "whole":
-        kinds = sorted(f"{branch.name} ({branch.sequence_sharding})" for branch in branches)
-        rule = f"shards sequences, and no way of it suits all layers of this model: {', '.join(kinds)}"
-        problems.append(Problem("--context-parallel-size", str(run.parallel.context_parallel_size), rule, "Use 1."))
-    mixed = sorted({branch.name for branch in branches if not branch.separates_documents})
-    if run.data.reset_attention_mask and mixed:
-        rule = f"separates packed documents, but layers of this model see the whole sequence: {', '.join(mixed)}"
-        problems.append(Problem("--reset-attention-mask", "", rule, "Leave it out."))
-    if problems:
-        raise ConfigError(problems)
 
 
 def build_optimizer(run: RunConfig | HasConfig, model: ParallelModel) -> MixedPrecisionOptimizer:

@@ -23,7 +23,7 @@ from petatron.config import RunConfig
 from petatron.data.tokenizer import Tokenizer
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.build_run import HasConfig, config_of
+from petatron.train.initial_model import HasConfig, config_of
 from petatron.train.state.run_facts import TrainProgress, build_run_facts
 from petatron.train.state.run_model import Model
 from petatron.train.state.save_and_load import LOOP_FACTS, has_weights, save_with_manager

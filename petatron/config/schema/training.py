@@ -128,6 +128,10 @@ class RawTrainConfig:
     """Record the forward and backward passes of a step once and replay them: faster where kernels are short, on GPUs. With auto, after
     a few steps, if the device was idle for more than a tenth of them, the layout allows it and memory suffices. With on, what
     cannot be recorded is an error, unless `--device` is cpu: a CPU records nothing, and a note says so."""
+    objective: str | None = None
+    """What to minimise instead of the model's own loss, by the name under which an imported module registered it."""
+    objective_settings: tuple[str, ...] = ()
+    """Settings of `--objective`: NAME=VALUE, several."""
     micro_batch_size: BatchSize = 1
     """Samples per forward pass on one rank."""
     global_batch_size: BatchSize | None = None
@@ -171,6 +175,8 @@ class TrainConfig(RawTrainConfig):
 class DataConfig:
     """What to train on."""
 
+    dataset_kind: str | None = None
+    """How to open the data, by the name under which an imported module registered it. Unset: Megatron's .bin and .idx files."""
     data_path: tuple[FilePath, ...] = ()
     """Dataset prefixes, or weight/prefix pairs; one set of files for all splits, cut by `--split`."""
     train_data_path: tuple[FilePath, ...] = ()
@@ -325,6 +331,6 @@ class LaunchConfig:
     master_port: PortNumber | None = None
     """Port of the first machine; unset means a free one (single machine only)."""
     imports: tuple[ModuleName, ...] = ()
-    """Modules of your own to import first, files or dotted names, which register models, objectives and datasets: --import, once for each."""
+    """Modules of your own to import first, files or dotted names, that register models, objectives, datasets: --import, once for each."""
     ranks_per_device: RankCount = 1
     """Ranks that share each GPU on purpose, to try a layout on fewer GPUs than it needs; speed means nothing then."""

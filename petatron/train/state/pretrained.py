@@ -40,7 +40,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.hf import drop_missing_predictions, family_name_of_config, parse_config_json, to_logical
 from petatron.models.registry import model_spec
 from petatron.sharding.flat_shard import group_tensor_shards
-from petatron.train.build_run import build_initial_model, launch
+from petatron.train.initial_model import build_initial_model, launch
 from petatron.train.state.export_hf_folder import CompanionFiles
 from petatron.train.state.run_model import Model
 from petatron.train.state.save_and_load import load_checkpoint

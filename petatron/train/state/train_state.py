@@ -22,10 +22,12 @@ from petatron.optim.loss_scaler import DynamicLossScaler, LossScaler, build_loss
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer, UpdateResult
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.build_run import HasConfig, RunLength, build_initial_model, build_optimizer, config_of
+from petatron.train.build_run import RunLength, build_optimizer
 from petatron.train.cuda_graphs import enable_auto_cuda_graphs
 from petatron.train.global_batch_size import BatchSizeSchedule
+from petatron.train.initial_model import HasConfig, build_initial_model, config_of
 from petatron.train.state.export_hf_folder import CompanionFiles
+from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.resume_diff import resume_changes
 from petatron.train.state.run_facts import TrainProgress, build_run_facts, check_resumable, model_differences
 from petatron.train.state.save_and_load import LoadedState, has_weights, load_checkpoint, load_state, save_with_manager
@@ -81,7 +83,9 @@ class TrainState:
         Without `init_weights` the weights are zero, for a caller that loads them next: initialising those of a large model takes minutes.
         """
         run = config_of(run)
-        model = model or build_initial_model(run, mesh, init_weights=init_weights)
+        if model is None:
+            model = build_initial_model(run, mesh, init_weights=init_weights)
+            open_frozen_models(model)
         enable_auto_cuda_graphs(run, model)
         state = cls.of(run, model, build_optimizer(run, model), tokenizer)
         state.weights_initialized = init_weights
