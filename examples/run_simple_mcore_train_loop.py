@@ -20,15 +20,24 @@ FLAGS = "--tp 2 --mock-data --num-layers 2 --seq-length 64 --micro-batch-size 2 
 
 
 def train(
-    run: petatron.RunConfig, model: petatron.Model, optimizer: petatron.MasterOptimizer, *, done: int, to: int
+    run: petatron.Run,
+    model: petatron.Model,
+    optimizer: petatron.MasterOptimizer,
+    state: petatron.TrainState,
+    *,
+    to: int,
 ) -> None:
-    """Steps `done` + 1 to `to`, on the samples that come after those already consumed."""
-    loader = petatron.build_loader(run, model.mesh, consumed_samples=done * run.train.global_batch_size)
-    for step, batches in zip(range(done + 1, to + 1), loader):
+    """Trains to iteration `to`, on the samples that come after those already consumed."""
+    first = state.progress.iteration + 1
+    for batches in petatron.build_loader(run, model.mesh, state=state):
         loss = model.train_step(batches)  # forward and backward of every micro-batch; gradients are reduced
-        result = optimizer.step(lr=run.optim.lr)
-        if model.mesh.rank == 0 and (step == done + 1 or step % 5 == 0):
+        result = optimizer.step(lr=run.config.optim.lr)
+        state.advance(batches, result)
+        step = state.progress.iteration
+        if model.mesh.rank == 0 and (step == first or step % 5 == 0):
             print(f"step {step:3d}  loss {loss:.4f}  gradient norm {result.grad_norm:.3f}")
+        if step == to:
+            return
 
 
 def weights(model: petatron.Model) -> torch.Tensor:
@@ -36,21 +45,23 @@ def weights(model: petatron.Model) -> torch.Tensor:
 
 
 def main() -> None:
-    run = petatron.load("tiny-llama", [*FLAGS.split(), *sys.argv[1:]]).config
+    flags = [*FLAGS.split(), *sys.argv[1:]]
+    run = petatron.load("tiny-llama", flags)
     mesh = petatron.launch(run)
     model = petatron.build_model(run, mesh)
     optimizer = petatron.build_optimizer(run, model)
+    state = petatron.restore(run, model, optimizer)  # nothing to restore: iteration 0
 
-    folder = run.checkpoint.save or "runs/simple-loop"  # all ranks must see the same folder
-    train(run, model, optimizer, done=0, to=10)
-    petatron.save_checkpoint(folder, step=10, model=model, optimizer=optimizer, facts={"step": 10})
-    train(run, model, optimizer, done=10, to=20)
+    folder = run.config.checkpoint.save or "runs/simple-loop"  # all ranks must see the same folder
+    train(run, model, optimizer, state, to=10)
+    petatron.save_checkpoint(folder, step=10, model=model, optimizer=optimizer, state=state)
+    train(run, model, optimizer, state, to=20)
 
-    again = petatron.build_model(run, mesh)
-    its_optimizer = petatron.build_optimizer(run, again)
-    facts = petatron.load_checkpoint(folder, model=again, optimizer=its_optimizer)
-    assert facts is not None
-    train(run, again, its_optimizer, done=facts["step"], to=20)
+    resumed = petatron.load("tiny-llama", [*flags, "--load", folder, "--ckpt-step", "10"])
+    again = petatron.build_model(resumed, mesh)  # the weights of step 10
+    its_optimizer = petatron.build_optimizer(resumed, again)
+    its_state = petatron.restore(resumed, again, its_optimizer)  # everything else of step 10
+    train(resumed, again, its_optimizer, its_state, to=20)
 
     same = torch.equal(weights(model), weights(again))
     print(f"rank {mesh.rank}: reloaded run is bitwise equal: {same}")

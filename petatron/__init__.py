@@ -6,9 +6,11 @@ The names below are the public API; each is imported when it is first used. A lo
     mesh = petatron.launch(run)
     model = petatron.build_model(run, mesh)
     optimizer = petatron.build_optimizer(run, model)
-    for batches in petatron.build_loader(run, mesh):
+    state = petatron.restore(run, model, optimizer)  # with --load: the rest of the checkpoint; else iteration 0
+    for batches in petatron.build_loader(run, mesh, state=state):
         loss = model.train_step(batches)
         optimizer.step()
+        state.advance(batches)
 """
 
 from __future__ import annotations
@@ -18,19 +20,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from petatron.config import RunConfig, load_config
+    from petatron.data.dataset_kinds import DatasetRequest, register_dataset
     from petatron.infer.generate import generate
     from petatron.mesh.mesh import ParallelMesh
     from petatron.models.batch import Batch
     from petatron.models.decoder_spec import decoder_spec
     from petatron.models.model_spec import ModelSpec
+    from petatron.models.objective import ModelRole, Objective, register_objective
     from petatron.models.registry import register_model
+    from petatron.models.stage_inputs_outputs import LossSpec
     from petatron.optim.mixed_precision import MasterOptimizer
     from petatron.train.build_run import build_loader, build_model, build_optimizer, launch
+    from petatron.train.own_loop import restore, save_checkpoint
     from petatron.train.python_run import Run, load
     from petatron.train.run_training import run_training
     from petatron.train.state.pretrained import from_pretrained
     from petatron.train.state.run_model import Model
-    from petatron.train.state.save_and_load import load_checkpoint, save_checkpoint
+    from petatron.train.state.save_and_load import load_checkpoint
     from petatron.train.state.train_state import TrainState
 
 __version__ = "0.1.0"
@@ -54,16 +60,27 @@ _HOMES = {
     "load": "petatron.train.python_run",
     "load_checkpoint": "petatron.train.state.save_and_load",
     "load_config": "petatron.config",
+    "DatasetRequest": "petatron.data.dataset_kinds",
+    "LossSpec": "petatron.models.stage_inputs_outputs",
+    "ModelRole": "petatron.models.objective",
+    "Objective": "petatron.models.objective",
+    "register_dataset": "petatron.data.dataset_kinds",
     "register_model": "petatron.models.registry",
-    "save_checkpoint": "petatron.train.state.save_and_load",
+    "register_objective": "petatron.models.objective",
+    "restore": "petatron.train.own_loop",
+    "save_checkpoint": "petatron.train.own_loop",
     "run_training": "petatron.train.run_training",
 }
 
 __all__ = [
     "Batch",
+    "DatasetRequest",
+    "LossSpec",
     "MasterOptimizer",
     "Model",
+    "ModelRole",
     "ModelSpec",
+    "Objective",
     "ParallelMesh",
     "Run",
     "RunConfig",
@@ -78,7 +95,10 @@ __all__ = [
     "load",
     "load_checkpoint",
     "load_config",
+    "register_dataset",
     "register_model",
+    "register_objective",
+    "restore",
     "run_training",
     "save_checkpoint",
 ]

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from petatron import __version__
 from petatron.base.errors import ConfigError, PetatronError
 from petatron.base.terminal_escape import escaped_output, escaped_stream
+from petatron.config.imports import import_typed, split_imports
+from petatron.mesh.launch.environment import imports_from_env
 
 VERBS: Mapping[str, str] = {
     "quickstart": "train a small model on this machine in a few minutes, nothing to download",
@@ -43,6 +45,22 @@ _MODULES: Mapping[str, str] = {
     "lm-eval": "subcommands.lm_eval_starter",
 }
 """The module of a verb, where it is not named like it."""
+
+_MODEL_VERBS = (
+    "train",
+    "generate",
+    "chat",
+    "serve",
+    "eval",
+    "lm-eval",
+    "checkpoint",
+    "plan",
+    "verify",
+    "bench",
+    "config",
+)
+_WITHOUT_TRAIN_FLAGS = ("checkpoint",)
+"""Verbs that may need the code of a model, and those of them whose words are not flags of `petatron train`."""
 
 _EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
@@ -105,8 +123,20 @@ def _dispatch(argv: list[str]) -> int:
     if verb not in VERBS:
         print(_unknown(verb), file=sys.stderr)
         return _EXIT_USAGE
+    if verb in _MODEL_VERBS and not {"-h", "--help"} & set(rest):
+        rest = _import_first(verb, rest)
     module = importlib.import_module(f"petatron.cli.{_MODULES.get(verb, verb)}")
     return module.main(rest)
+
+
+def _import_first(verb: str, argv: list[str]) -> list[str]:
+    """Imports the modules of PETATRON_IMPORT, and those of a verb without the flags of `petatron train`; returns its words."""
+    named = imports_from_env()
+    if verb in _WITHOUT_TRAIN_FLAGS:
+        typed, argv = split_imports(argv)
+        named += typed
+    import_typed(named)
+    return argv
 
 
 def _unknown(verb: str) -> str:

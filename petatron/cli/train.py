@@ -9,7 +9,8 @@ from petatron.config import CheckpointConfig, load_config
 from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.config.checks.preflight import preflight
 from petatron.config.flags.help_text import flag_help
-from petatron.mesh.launch.environment import read_environment, run_rank_main
+from petatron.config.imports import IMPORT_FLAG
+from petatron.mesh.launch.environment import imports_from_env, read_environment, run_rank_main
 
 USAGE = """usage: petatron train [PRESET] [--config FILE] [flags]
 
@@ -24,7 +25,7 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         print(flag_help())
         return 0
-    argv = with_preset(argv)
+    argv = [*with_preset(argv), *(f"{IMPORT_FLAG}={name}" for name in imports_from_env())]  # stored in the run
     environment = read_environment()
     if environment.launcher != "single":
         return run_rank_main(lambda: train_rank(argv))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from petatron.config.imports import IMPORTS_PATH, absolute_import
 from petatron.config.schema.data_blend import BlendError, parse_blend, read_blend_file
 from petatron.config.schema.fields import FieldInfo, all_fields, flatten_config, replace_fields
 from petatron.config.schema.run import RunConfig
@@ -28,6 +29,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         values |= {"data.data_path": words, "data.data_args_path": None}
     for info in path_fields():
         values[info.path] = absolute_value(info, values[info.path])
+    values[IMPORTS_PATH] = tuple(map(absolute_import, config.launch.imports))
     return replace_fields(config, values)
 
 

@@ -43,6 +43,8 @@ class CheckpointSettings:
 
     source: str
     sections: Mapping[str, Mapping[str, Any]]
+    imports: tuple[str, ...] = ()
+    """The modules of its own that the run imported."""
 
 
 ReadCheckpointSettings = Callable[[CheckpointConfig, str | None], CheckpointSettings]
@@ -58,6 +60,8 @@ class AppliedSettings:
     notices: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     doubtful_flags: frozenset[str] = frozenset()
+    imports: tuple[str, ...] = ()
+    """The modules of its own that the run imported."""
 
 
 NO_SETTINGS = AppliedSettings({}, ValueOrigin("checkpoint"))
@@ -117,7 +121,7 @@ def _apply_settings(
         if origins[path].is_explicit and values[path] != found[path]
     ]
     notices = (f"{CHECKPOINT_ARGS_FLAG}: {stored.source} takes the place of {', '.join(gave_way)}",) if gave_way else ()
-    return AppliedSettings(taken, ValueOrigin("checkpoint", stored.source), notices)
+    return AppliedSettings(taken, ValueOrigin("checkpoint", stored.source), notices, imports=stored.imports)
 
 
 def unchosen_values(

@@ -63,6 +63,7 @@ def apply_from_folder(
         ValueOrigin("checkpoint", stored.source),
         notices=(_taken_notice(folder, stored, taken, config.checkpoint),),
         problems=tuple(_contradictions(stored, found, values, origins)),
+        imports=stored.imports,
     )
 
 

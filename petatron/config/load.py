@@ -22,6 +22,7 @@ from petatron.config.derived_defaults import derive_defaults, resolve_derived
 from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
 from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
 from petatron.config.from_folder import WEIGHTS_PATH, apply_from_folder, hf_load_settings
+from petatron.config.imports import IMPORTS_PATH, NamedImport, import_modules
 from petatron.config.presets import read_preset
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
@@ -113,6 +114,9 @@ def resolve_config(
         effective = [one for one in documents[0].settings if origins[one.path] == one.origin]
         problems += unsupported_preset(name, effective)
         suspects |= {fields_by_path()[one.path].flag for one in effective if one.path in UNSUPPORTED_FIELDS}
+    named = _named_imports(_settings_in_order(documents, flags), stored)
+    values[IMPORTS_PATH] = tuple(dict.fromkeys(one.name for one in named))
+    problems += import_modules(named)
     given = {path for path, origin in origins.items() if origin.is_explicit}
     raw = unflatten_config(values)
     problems += _source_problems(raw, flags, world_size)
@@ -129,6 +133,19 @@ def resolve_config(
         *unused_flag_notices(config, origins),
     )
     return RawLoadedConfig(config, origins, notices), problems
+
+
+def _named_imports(settings: Sequence[Setting], stored: AppliedSettings) -> list[NamedImport]:
+    """Returns the modules that every source names: unlike other settings, those of one source do not replace another's."""
+    found: list[NamedImport] = []
+    for name in stored.imports:
+        found.append(NamedImport(name, stored.origin.detail))
+    for setting in settings:
+        if setting.path == IMPORTS_PATH and isinstance(setting.value, tuple):
+            file = None if setting.origin.kind == "flag" else str(setting.origin.detail)
+            found += [NamedImport(str(name), file) for name in setting.value]
+    typed = {one.name for one in found if one.file is None}
+    return [one for one in found if one.file is None or one.name not in typed]
 
 
 def _with_source(problem: Problem, origins: Mapping[str, ValueOrigin]) -> Problem:

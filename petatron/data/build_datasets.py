@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from petatron.data.blended_dataset import (
     samples_to_build,
 )
 from petatron.data.data_file_error import data_file_error
+from petatron.data.dataset_kinds import DatasetRequest, dataset_kind
 from petatron.data.document_sample_shuffle_index import plan_epochs
 from petatron.data.gpt_dataset import GPTDataset, split_sequences
 from petatron.data.indexed_dataset import IndexedDataset
@@ -30,7 +32,7 @@ from petatron.data.mock_dataset import MockDataset
 from petatron.data.sample_dataset import SampleDataset
 from petatron.data.tokenizer import Tokenizer
 
-SPLITS = ("train", "valid", "test")
+SPLITS: tuple[Literal["train", "valid", "test"], ...] = ("train", "valid", "test")
 # Token ids are checked on this many ranges of this many tokens, spread over each file.
 CHECKED_SEQUENCES = 64
 CHECKED_TOKENS = 4096
@@ -71,11 +73,31 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
         return SplitDatasets(
             *(_mock_dataset(config, split, count, vocab_size, eod) for split, count in enumerate(num_samples))
         )
+    if config.data.dataset_kind is not None:
+        return SplitDatasets(*_own_datasets(config, config.data.dataset_kind, tokenizer, num_samples))
     blends = _blends(config.data, num_samples)
     files = _open_all(blends, vocab_size)
     sources = _split_sources(config, blends, files, num_samples)
     built = [_build_split(config, split, found, count) for split, found, count in zip(SPLITS, sources, num_samples)]
     return SplitDatasets(*built)
+
+
+def _own_datasets(
+    config: RunConfig, kind: str, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]
+) -> Iterator[SampleDataset | None]:
+    """Yields the datasets of a registered kind."""
+    data = config.data
+    sources = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    for split, paths, count in zip(SPLITS, sources, num_samples, strict=True):
+        request = DatasetRequest(
+            sources=paths or data.data_path,
+            split=split,
+            num_samples=count,
+            seq_length=config.model.seq_length,
+            seed=config.train.seed,
+            tokenizer=tokenizer,
+        )
+        yield dataset_kind(kind)(request) if count else None
 
 
 def _mock_dataset(

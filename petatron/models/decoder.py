@@ -19,6 +19,7 @@ from petatron.layers.vocabulary.embedding import PositionEmbedding, TokenEmbeddi
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
 from petatron.models.mtp_batch import labels_name, tokens_name
+from petatron.models.objective import Objective
 from petatron.models.stage_inputs_outputs import StageOutput
 from petatron.models.stage_module import StageModule, run_layers_sequentially
 
@@ -40,6 +41,8 @@ def mtp_loss(depth: int) -> str:
 
 class Decoder(StageModule):
     """Embedding, layers, final norm, output head; or one pipeline stage of that: some layers, and the ends it has."""
+
+    takes_objective = True
 
     def __init__(self, spec: DecoderSpec, stage: PipelineStage) -> None:
         super().__init__()
@@ -102,11 +105,18 @@ class Decoder(StageModule):
         if GREEDY_TARGETS in collect:
             losses[LM_LOSS], greedy = self.head.losses_and_greedy(x_SBD, self._embedding_weight(), batch.labels.t())
             collected[GREEDY_TARGETS] = greedy.t()
-        elif "labels" in batch or TOKEN_LOSSES in collect:
+        elif TOKEN_LOSSES in collect or ("labels" in batch and self.objective is None):
             losses = self._losses(batch, x_SBD, context, loss_weights, depths=0 if collect else self.num_depths)
         if TOKEN_LOSSES in collect:
             collected[TOKEN_LOSSES] = losses[LM_LOSS].t()
+        if self.objective is not None:
+            losses = self._objective_losses(self.objective, batch, x_SBD) if "labels" in batch and not collect else {}
         return StageOutput({}, losses, collected)
+
+    def _objective_losses(self, objective: Objective, batch: Batch, x_SBD: Tensor) -> dict[str, Tensor]:
+        logits = self._logits(x_SBD)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return {name: losses.transpose(0, 1) for name, losses in objective.token_losses(wide, batch).items()}
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns logits [B, S, vocabulary], whole on every rank; needs embedding and head on one stage."""

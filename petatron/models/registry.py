@@ -11,7 +11,8 @@ A model from outside is registered before its config is used, once per process:
 
     petatron.register_model("my-hybrid", hybrid)   # then: --model-type my-hybrid
 
-Only code that was imported can register a model: a file can name one, and cannot bring its own.
+On the command line `--import FILE_OR_MODULE` imports it first. Only code that was imported can register a model: a file can name one,
+and cannot bring its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.config.imports import IMPORT_FLAG, import_installed_plugins
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.run import RunConfig
 from petatron.models.decoder_spec import decoder_spec
@@ -57,6 +59,8 @@ def model_spec(run: RunConfig) -> ModelSpec:
 @lru_cache(maxsize=64)
 def spec_from_config(config: ModelConfig, moe: MoEConfig | None = None) -> ModelSpec:
     """Returns the description of the model with these derived settings."""
+    if config.model_type not in _BUILDERS:
+        import_installed_plugins()
     builder = _BUILDERS.get(config.model_type)
     if builder is None:
         raise ConfigError([_unknown_model(config.model_type)])
@@ -67,5 +71,5 @@ def _unknown_model(name: str) -> Problem:
     close = difflib.get_close_matches(name, _BUILDERS, n=1)
     known = ", ".join(sorted(_BUILDERS))
     hint = f"Did you mean {close[0]}? " if close else ""
-    fix = f"{hint}Known are {known}; import the module that registers another before it is used."
+    fix = f"{hint}Known are {known}; add {IMPORT_FLAG} MODULE, the file or package that registers it."
     return Problem("--model-type", name, "is not a registered model", fix)

@@ -54,6 +54,9 @@ class LossSpec:
 
     The objective of a step is the sum over losses of weight x (sum of masked token losses / number of valid tokens), both over
     the global batch.
+
+    >>> LossSpec("z loss", weight=1e-4).mask
+    'loss_mask'
     """
 
     name: str

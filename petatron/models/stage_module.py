@@ -15,6 +15,7 @@ from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.token_layout import TokenRows
 from petatron.layers.transformer_layer import TransformerLayer
 from petatron.models.batch import Batch
+from petatron.models.objective import Objective
 from petatron.models.stage_inputs_outputs import StageOutput
 
 LayerRunner = Callable[[Sequence[nn.Module], Tensor, ForwardContext], Tensor]
@@ -43,6 +44,10 @@ class StageModule(nn.Module, ABC):
     stage: PipelineStage
     layers: nn.ModuleDict
     run_layers: LayerRunner
+    takes_objective = False
+    """Whether `objective` may replace its losses."""
+    objective: Objective | None = None
+    """The objective of the run, if it is not the model's own."""
 
     @abstractmethod
     def forward(

@@ -1,13 +1,4 @@
-"""Builds the parts of a run from its config. The parts are independent: a custom loop can use any of them.
-
-run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "10"])
-mesh = launch(run)
-model = build_model(run, mesh)
-optimizer = build_optimizer(run, model)
-for batches in build_loader(run, mesh):
-    loss = model.train_step(batches)
-    optimizer.step()
-"""
+"""Builds the parts of a run from its config. The parts are independent: a loop of your own (`own_loop.py`) can use any of them."""
 
 from __future__ import annotations
 
@@ -16,54 +7,36 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
-
-from petatron.base.device import detect_device
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.log import get_logger
 from petatron.config import LoadedConfig, RunConfig, parse_split, with_vocab_size
-from petatron.config.checks.cuda_graphs import uses_random_numbers
-from petatron.config.nccl_communicators import communicator_options
-from petatron.config.pipeline_stages import pipeline_stages
 from petatron.config.required_settings import known_vocab_size, required
 from petatron.data.batch_loader import BatchLoader, Collate, LoaderOptions
 from petatron.data.build_datasets import SplitDatasets, build_datasets
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
-from petatron.estimate.recompute_plan import plan_recompute
 from petatron.kernels.registry import KernelContext, choose_kernel
-from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.mesh.launch.environment import read_environment
-from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.rank_layout import Layout
-from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
-from petatron.models.model_spec import ModelSpec
-from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
+from petatron.models.optimizer_groups import OptimizerGroupRule
 from petatron.models.registry import model_spec
 from petatron.optim.build_update_rules import OptimizerKernels
-from petatron.optim.loss_scaler import compute_dtype
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
-from petatron.parallel.needed_process_groups import used_axes
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.parallel.parallelize import parallelize
-from petatron.parallel.router_statistics import RouterStatistics
-from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
-from petatron.train.cuda_graphs import enable_requested_cuda_graphs
 from petatron.train.global_batch_size import BatchSizeSchedule
+from petatron.train.initial_model import HasConfig, build_initial_model, config_of
+from petatron.train.initial_model import launch as launch
+from petatron.train.state.frozen_models import open_frozen_models
+from petatron.train.state.run_facts import TrainProgress
 from petatron.train.state.run_model import Model
 from petatron.train.state.start_tokenizer import check_start_tokenizer, find_start_tokenizer, with_start_tokenizer
+from petatron.train.state.start_weights import (
+    find_start_folder,
+    load_master_weights,
+    load_start_weights,
+    saved_position,
+    unrestored_notice,
+)
 
-
-class HasConfig(Protocol):
-    """A run that knows its config, such as `petatron.load` returns."""
-
-    @property
-    def config(self) -> RunConfig: ...
-
-
-def config_of(run: RunConfig | HasConfig) -> RunConfig:
-    """The functions of the public API take a run or its config."""
-    return run if isinstance(run, RunConfig) else run.config
+_log = get_logger(__name__)
 
 
 def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None]:
@@ -83,34 +56,6 @@ def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None
     return with_vocab_size(loaded, tokenizer.vocab_size, f"{tokenizer.name} tokenizer"), tokenizer
 
 
-def launch(run: RunConfig | HasConfig) -> ParallelMesh:
-    """Joins the other ranks, if any, and builds the mesh of this run's layout.
-
-    >>> import petatron
-    >>> launch(petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])).describe()
-    'one device (1 rank)'
-    """
-    run, environment = config_of(run), read_environment()
-    facts = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
-    backend = start_process_group(
-        environment,
-        backend=run.parallel.distributed_backend,
-        timeout_minutes=run.parallel.distributed_timeout_minutes,
-        device_type=facts.kind,
-        deterministic=run.train.deterministic_mode,
-        ranks_per_device=run.launch.ranks_per_device,
-    )
-    device = torch.device("cuda", torch.cuda.current_device()) if facts.kind == "cuda" else torch.device("cpu")
-    return ParallelMesh(
-        Layout.from_config(run.parallel),
-        environment.rank,
-        device=device,
-        backend=backend,
-        timeout_minutes=run.parallel.distributed_timeout_minutes,
-        options=communicator_options(run.parallel),
-    )
-
-
 def build_model(
     run: RunConfig | HasConfig,
     mesh: ParallelMesh,
@@ -121,7 +66,9 @@ def build_model(
 ) -> Model:
     """Builds this rank's part of the model with the same weights in every layout; zero without `init_weights`.
 
-    Without `gradients` it has no memory for any: it generates and evaluates. `group_rule` returns the optimizer group of a
+    They are the weights of the checkpoint in `--load` (`--ckpt-step`, `--finetune` and `--load-fallback` count too), else those of
+    `--from` or `--pretrained-checkpoint`, else drawn with the run's seed. `petatron.restore` restores what else a checkpoint has.
+    Without `gradients` the model has no memory for any: it generates and evaluates. `group_rule` returns the optimizer group of a
     parameter, by name, for update rules or multipliers that no flag sets.
 
     >>> import petatron
@@ -130,69 +77,22 @@ def build_model(
     >>> tuple(model.module.layers["0"].attention.out.weight.shape)
     (128, 128)
     """
-    run = config_of(run)
-    # CUDA graphs cannot read RNG states during capture, so only they rely on knowing whether the step draws.
-    uses_rng = uses_random_numbers(run) or run.train.cuda_graphs != "on"
-    streams = RandomStreams.seeded(run.train.seed, mesh, used_in_step=uses_rng)
-    plan = pipeline_plan(run)
-    dtype = compute_dtype(run.precision)
-    spec, stages = model_spec(run), pipeline_stages(run)
-    check_supported(run, spec)
-    local_stages = [number for number in range(len(stages)) if plan.rank_of(number) == mesh.pp.rank]
-    with torch.device("meta"):
-        modules = {number: spec.build_stage(stages[number]) for number in local_stages}
-    in_flight = plan.in_flight(num_micro_batches(run))
-    shape = ActivationShape.from_config(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
-    plan_stage = partial(plan_recompute, run.memory, spec, shape, num_local_stages=len(local_stages))
-    parts = parallelize(
-        modules,
-        spec,
-        mesh,
-        run,
-        dtype=dtype,
-        rng_streams=streams,
-        recompute_plans={n: plan_stage(stages[n], in_flight=in_flight[n]) for n in local_stages},
-        optimizer_group=group_rule or partial(optimizer_group, run.optim),
-        tied_across_ranks=plan.rank_of(0) != plan.rank_of(len(stages) - 1),
-        init_weights=init_weights,
-        gradients=gradients,
+    config = config_of(run)
+    start = find_start_folder(config.checkpoint, mesh) if init_weights else None
+    model = build_initial_model(
+        config, mesh, init_weights=init_weights and start is None, gradients=gradients, group_rule=group_rule
     )
-    mesh.create_groups(used_axes(run, parts.placements))
-    routers = RouterStatistics(modules, spec.moe_layers, run.moe.num_experts or 0, mesh)
-    model = Model(
-        modules,
-        parts,
-        plan,
-        routers,
-        mesh,
-        streams,
-        io=spec.io(stages),
-        spec=spec,
-        dtype=dtype,
-        sequence_parallel=run.parallel.sequence_parallel,
-    )
-    enable_requested_cuda_graphs(run, model)
+    model.run, model.start_folder = config, start
+    model.run_tokenizer = None if isinstance(run, RunConfig) else run.tokenizer
+    open_frozen_models(model)
+    if start is not None:
+        loaded = load_start_weights(config, model, start)
+        model.unrestored_notice = unrestored_notice(config, loaded, start)
     return model
 
 
-def check_supported(run: RunConfig, spec: ModelSpec) -> None:
-    """Raises `ConfigError` if the layers of a model cannot do what the run asks for."""
-    problems: list[Problem] = []
-    branches = {branch for layer in set(spec.layers) for branch in layer.branches}
-    if run.parallel.context_parallel_size > 1 and spec.sequence_sharding == "whole":
-        kinds = sorted(f"{branch.name} ({branch.sequence_sharding})" for branch in branches)
-        rule = f"shards sequences, and no way of it suits all layers of this model: {', '.join(kinds)}"
-        problems.append(Problem("--context-parallel-size", str(run.parallel.context_parallel_size), rule, "Use 1."))
-    mixed = sorted({branch.name for branch in branches if not branch.separates_documents})
-    if run.data.reset_attention_mask and mixed:
-        rule = f"separates packed documents, but layers of this model see the whole sequence: {', '.join(mixed)}"
-        problems.append(Problem("--reset-attention-mask", "", rule, "Leave it out."))
-    if problems:
-        raise ConfigError(problems)
-
-
 def build_optimizer(run: RunConfig | HasConfig, model: ParallelModel) -> MixedPrecisionOptimizer:
-    """Builds the optimizer over the model's flat buffers.
+    """Builds the optimizer over the model's flat buffers; master weights have the precision of the folder that the weights are from.
 
     >>> import petatron
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -203,7 +103,11 @@ def build_optimizer(run: RunConfig | HasConfig, model: ParallelModel) -> MixedPr
     run = config_of(run)
     situation = KernelContext.of(model.mesh.device, model.dtype, allow_compile=run.train.compile)
     kernels = OptimizerKernels.from_choice(choose_kernel("adamw", situation))
-    return MixedPrecisionOptimizer(run.optim, model.param_groups, model.mesh, memory=run.memory, kernels=kernels)
+    optimizer = MixedPrecisionOptimizer(run.optim, model.param_groups, model.mesh, memory=run.memory, kernels=kernels)
+    start = model.start_folder if isinstance(model, Model) and model.unrestored_notice is None else None
+    if start is not None and optimizer.has_master_weights:
+        load_master_weights(run, model, optimizer, start)
+    return optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,21 +191,60 @@ def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
     return evaluations * each if shares[1] else 0, each if shares[2] else 0
 
 
-def build_loader(run: RunConfig | HasConfig, mesh: ParallelMesh, *, consumed_samples: int = 0) -> Iterator[list[Batch]]:
-    """Yields this rank's training micro-batches on the device, step after step; for a custom loop.
+class HasPosition(Protocol):
+    """The state of a run that knows how far it is, such as `petatron.restore` returns."""
+
+    progress: TrainProgress
+
+    def run_length(self) -> RunLength: ...
+    def record_data_fingerprint(self, fingerprint: str) -> list[str]: ...
+
+
+def build_loader(
+    run: RunConfig | HasConfig,
+    mesh: ParallelMesh,
+    *,
+    state: HasPosition | None = None,
+    consumed_samples: int | None = None,
+) -> Iterator[list[Batch]]:
+    """Yields this rank's training micro-batches on the device, step after step, to the end of the run.
+
+    It begins at the position of `state`, which `petatron.restore` returned, else after `consumed_samples`, else at the first sample.
 
     >>> import petatron
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "3", "--global-batch-size", "4"])
-    >>> [len(batches) for batches in build_loader(run, launch(run))]
+    >>> [len(batches) for batches in build_loader(run, petatron.launch(run))]
     [4, 4, 4]
     """
-    run = config_of(run)
-    loader = build_loaders(run, mesh).train
-    batch_size = BatchSizeSchedule.from_config(run)
-    for _ in range(RunLength.from_config(run).iterations):
-        size = batch_size.at(consumed_samples)
-        batches = loader.next_step(size, consumed_samples)
+    config = config_of(run)
+    tokenizer = None if isinstance(run, RunConfig) else run.tokenizer
+    if state is None and consumed_samples is None:
+        _warn_of_forgotten_position(config, mesh)
+    consumed, iterations = consumed_samples or 0, RunLength.from_config(config).iterations
+    if state is not None:
+        consumed = state.progress.consumed_samples if consumed_samples is None else consumed_samples
+        iterations = state.run_length().iterations - state.progress.iteration
+    needed = None if state is None else state.run_length().samples
+    loader = build_loaders(config, mesh, tokenizer, train_samples=needed).train
+    if state is not None:
+        for line in state.record_data_fingerprint(loader.dataset.fingerprint):
+            _log.warning("%s", line.removeprefix("WARNING: "))
+    batch_size = BatchSizeSchedule.from_config(config)
+    for _ in range(iterations):
+        size = batch_size.at(consumed)
+        batches = loader.next_step(size, consumed)
         if not batches:
             return
-        consumed_samples += size
+        consumed += size
         yield [batch.to(mesh.device) for batch in batches]
+
+
+def _warn_of_forgotten_position(config: RunConfig, mesh: ParallelMesh) -> None:
+    position = saved_position(config.checkpoint, mesh)
+    if position and mesh.rank == 0:
+        _log.warning(
+            "the data begins at the first sample again, and the run in --load %s has consumed %s. Give build_loader "
+            "state=petatron.restore(run, model, optimizer), or consumed_samples=0 if that is meant.",
+            config.checkpoint.load,
+            f"{position:,}",
+        )

@@ -18,6 +18,7 @@ from petatron.evaluate.task_list import TaskSettings
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.object_collectives import all_gather_objects
+from petatron.models.objective import build_objective
 from petatron.train.build_run import DataLoaders, build_loaders, open_tokenizer
 from petatron.train.loop import TrainLoop
 from petatron.train.report.memory_capacity import check_memory_capacity
@@ -78,6 +79,7 @@ def check_start(loaded: LoadedConfig) -> RunStart:
     check_run_dirs(loaded.config.checkpoint)
     loaded, tokenizer = open_tokenizer(loaded)
     run = loaded.config
+    build_objective(run)  # what is wrong with it is told before anything is built
     prompts, eval_tasks = read_prompts(run, tokenizer), read_eval_tasks(run)
     device = detect_device(run.train.device)
     check_memory_capacity(run, device, local_ranks=read_environment().local_world_size)

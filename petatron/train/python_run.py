@@ -18,9 +18,10 @@ from typing import Literal
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config import LoadedConfig, RunConfig, load_config
+from petatron.config.imports import IMPORT_FLAG
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.generate import generate
-from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.launch.environment import imports_from_env, read_environment
 from petatron.train.build_run import launch, open_tokenizer
 from petatron.train.loop import EvaluatedLosses, InterruptedEvaluation, TrainLoop, evaluate
 from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
@@ -45,7 +46,7 @@ def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: in
     is_file = preset is not None and preset.endswith((".yaml", ".yml"))
     source = ["--config", preset] if preset is not None and is_file else []
     loaded = load_config(
-        [*source, *flags],
+        [*source, *flags, *(f"{IMPORT_FLAG}={name}" for name in imports_from_env())],
         preset=None if is_file else preset,
         world_size=world_size,
         read_checkpoint=read_checkpoint_args,

@@ -19,35 +19,23 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
 
     Nothing here waits for the device, except for one number per step under dynamic loss scaling.
     """
-    run, progress, scale = state.run, state.progress, state.scaler.scale
-    size = sum(batch.num_samples for batch in batches) * state.mesh.dp.size
-    loss = state.model.train_step(batches, loss_scale=scale, timeline=_timeline_writer(state))
+    run, progress, settings = state.run, state.progress, state.update_settings()
+    loss = state.model.train_step(batches, loss_scale=settings["loss_scale"], timeline=_timeline_writer(state))
     zeros = state.optimizer.count_zero_grads() if run.log.log_num_zeros_in_grad else None
-    now, decoupled = (progress.updates, progress.update_samples), state.decoupled_lr_schedule
-    lr, decoupled_lr = state.lr_schedule.at(*now), None if decoupled is None else decoupled.at(*now)
-    decay = state.weight_decay_schedule.at(*now)
-    result = state.optimizer.step(lr=lr, decoupled_lr=decoupled_lr, weight_decay=decay, loss_scale=scale)
-
+    result = state.optimizer.step(**settings)
+    size = state.advance(batches, result)
     dynamic = isinstance(state.scaler, DynamicLossScaler)
-    overflow = dynamic and bool(result.skipped)
-    state.scaler.update(overflow)
-    progress.iteration += 1
-    progress.consumed_samples += size
-    progress.consumed_tokens += size * run.model.seq_length
-    if not overflow:
-        progress.updates += 1
-        progress.update_samples += size
     return StepMetrics(
         iteration=progress.iteration,
         consumed_samples=progress.consumed_samples,
         tokens=size * run.model.seq_length,
         loss=loss,
         named_losses=state.model.named_losses if len(state.model.io.losses) > 1 else None,
-        lr=lr,
-        decoupled_lr=decoupled_lr,
+        lr=settings["lr"],
+        decoupled_lr=settings["decoupled_lr"],
         global_batch_size=size,
         grad_norm=result.grad_norm,
-        loss_scale=scale,
+        loss_scale=settings["loss_scale"],
         skipped=result.skipped,
         nan=~loss.isfinite() if dynamic else ~loss.isfinite() | result.skipped.bool(),
         params_norm=state.optimizer.weight_norm() if run.log.log_params_norm else None,

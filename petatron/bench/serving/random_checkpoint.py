@@ -13,7 +13,7 @@ from petatron.bench.peers.ours import load_initial_weights
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.train.build_run import build_model, launch
-from petatron.train.state.save_and_load import save_checkpoint
+from petatron.train.own_loop import save_checkpoint
 
 
 def save_random_checkpoint(spec: BenchSpec, folder: Path) -> None:

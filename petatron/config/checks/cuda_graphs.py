@@ -41,7 +41,7 @@ def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
 
 def capture_problems(config: RawRunConfig) -> list[CaptureProblem]:
     """Returns all reasons why the steps of a run cannot be captured."""
-    rules = (_communication, _experts, _memory, _attention, _timeline)
+    rules = (_communication, _experts, _memory, _attention, _timeline, _objective)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -50,6 +50,12 @@ def uses_random_numbers(config: RawRunConfig) -> bool:
     experts = config.moe.num_experts is not None
     noisy = bool(config.moe.moe_input_jitter_eps) or config.moe.moe_router_force_load_balancing
     return config.model.hidden_dropout > 0.0 or config.model.attention_dropout > 0.0 or (experts and noisy)
+
+
+def _objective(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    if config.train.objective is not None:
+        why = "its code may look at values on the host, and other models run before each step"
+        yield f"--objective {config.train.objective}", why, "Leave one of them out."
 
 
 def _communication(config: RawRunConfig) -> Iterator[CaptureProblem]:

@@ -39,6 +39,7 @@ ALIASES: Mapping[str, str] = {
     "--etp": "expert_tensor_parallel_size",
     "--dp": "data_parallel_size",
     "--sp": "sequence_parallel",
+    "--import": "imports",
     "--cpu-optimizer": "optimizer_cpu_offload",
     "--optimizer-nvme-path": "optimizer_nvme_offload",
     "--dataloader-inter-document-masking": "reset_attention_mask",

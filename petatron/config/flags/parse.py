@@ -44,6 +44,10 @@ class ParsedFlags:
     drops_learned_positions: bool = False
 
     def add_setting(self, info: FieldInfo, value: FieldValue, spelling: str) -> None:
+        """The last of several wins; a flag that may be repeated takes the values of all."""
+        if "repeatable" in info.marks and isinstance(value, tuple):
+            before = [one.value for one in self.settings if one.path == info.path and isinstance(one.value, tuple)]
+            value = tuple(dict.fromkeys(map(str, (*(before[-1] if before else ()), *value))))
         self.settings.append(Setting(info.path, value, ValueOrigin("flag", spelling)))
 
 

@@ -24,6 +24,8 @@ FilePath = Annotated[str, "path"]
 """A file, a folder or the prefix of files. A saved config holds it absolute, so that it can be started from any folder."""
 PrivateKeyPath = Annotated[str, "path", "private"]
 """The file of a private key. Neither checkpoints nor saved configs say where it is."""
+ModuleName = Annotated[str, "repeatable"]
+"""A module to import; the flag may be given several times, and all of them count."""
 NotSavedFlag = Annotated[bool, "one start"]
 """An answer to a question of one start. A saved config does not repeat it, so that the next start asks again."""
 NotSavedOnResumeFlag = Annotated[bool, "one load"]
@@ -126,6 +128,10 @@ class RawTrainConfig:
     """Record the forward and backward passes of a step once and replay them: faster where kernels are short, on GPUs. With auto, after
     a few steps, if the device was idle for more than a tenth of them, the layout allows it and memory suffices. With on, what
     cannot be recorded is an error, unless `--device` is cpu: a CPU records nothing, and a note says so."""
+    objective: str | None = None
+    """What to minimise instead of the model's own loss, by the name under which an imported module registered it."""
+    objective_settings: tuple[str, ...] = ()
+    """Settings of `--objective`: NAME=VALUE, several."""
     micro_batch_size: BatchSize = 1
     """Samples per forward pass on one rank."""
     global_batch_size: BatchSize | None = None
@@ -169,6 +175,8 @@ class TrainConfig(RawTrainConfig):
 class DataConfig:
     """What to train on."""
 
+    dataset_kind: str | None = None
+    """How to open the data, by the name under which an imported module registered it. Unset: Megatron's .bin and .idx files."""
     data_path: tuple[FilePath, ...] = ()
     """Dataset prefixes, or weight/prefix pairs; one set of files for all splits, cut by `--split`."""
     train_data_path: tuple[FilePath, ...] = ()
@@ -322,5 +330,7 @@ class LaunchConfig:
     """Address of the first machine."""
     master_port: PortNumber | None = None
     """Port of the first machine; unset means a free one (single machine only)."""
+    imports: tuple[ModuleName, ...] = ()
+    """Modules of your own to import first, files or dotted names, that register models, objectives, datasets: --import, once for each."""
     ranks_per_device: RankCount = 1
     """Ranks that share each GPU on purpose, to try a layout on fewer GPUs than it needs; speed means nothing then."""

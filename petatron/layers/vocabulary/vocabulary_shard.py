@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.layers.comm_slot import CommSlot, identity
+
+
+class _GatherLogits(AutogradOp):
+    """All-gathers logits of a loss that every rank computes: the gradient is whole on each, and a rank needs its own columns of it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
+        ctx.shard, ctx.num_columns = shard, logits.shape[-1]
+        return shard.gather_logits(logits)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        shard: VocabShard = ctx.shard
+        own = grads[0][..., shard.first_id : shard.first_id + shard.num_ids]
+        return F.pad(own, (0, ctx.num_columns - shard.num_ids)), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +51,11 @@ class VocabShard:
         return local.masked_fill(elsewhere, -1), elsewhere
 
     def full_logits(self, logits: Tensor) -> Tensor:
-        """Returns logits over all ids, on every rank; for generation and tests, never for training."""
+        """Returns logits over all ids, on every rank. In backward each rank takes its shard of the gradient, which all of them have."""
         if self.all_reduce_max_sum is None:  # not sharded
             return logits[..., : self.vocab_size]
+        return _GatherLogits.apply(logits, self)  # pyright: ignore[reportReturnType]
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Concatenates the shards of all ranks, without their padding."""
         return self.all_gather_logits(logits.movedim(-1, 0).contiguous()).movedim(0, -1)[..., : self.vocab_size]

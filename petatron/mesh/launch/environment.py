@@ -45,6 +45,7 @@ Backend = Literal["gloo", "nccl", "fake"]
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STORE_FILE, SECRET_NAME = "PETATRON_STORE_FILE", "PETATRON_SECRET_NAME"
 API_KEY_VARIABLE = "PETATRON_API_KEY"
+IMPORT_VARIABLE = "PETATRON_IMPORT"
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Step ids from here up are not made by srun: 0xfffffffa is an interactive step, then come batch, extern and pending.
 FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
@@ -116,6 +117,11 @@ def secret_from_env(env: Mapping[str, str] = os.environ) -> str | None:
 def api_key_from_env(env: Mapping[str, str] = os.environ) -> str | None:
     """Returns the key that clients of a server must send, if it is set. It is never a command argument, which every user can list."""
     return env.get(API_KEY_VARIABLE) or None
+
+
+def imports_from_env(env: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns the modules that every command imports first, as `--import` does; they are separated as the folders of PATH are."""
+    return [name for name in env.get(IMPORT_VARIABLE, "").split(os.pathsep) if name]
 
 
 def _restart_count(env: Mapping[str, str]) -> int | None:

@@ -67,7 +67,10 @@ def _settings_from_step(step: Path, manifest: Manifest) -> CheckpointSettings:
         model, moe = saved.get("model", {}), saved.get("moe", {})
         check_counts(path, step_folder.damaged_error, model, moe, num_tensors=weights, separate_experts=False)
         sections["tokenizer"] = _tokenizer_section(saved.get("tokenizer", {}), model_folder)
-    return CheckpointSettings(str(step), sections)
+        imports = saved.get("launch", {}).get("imports", [])
+        if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
+            raise ValueError(f"its imports are {imports!r}")
+    return CheckpointSettings(str(step), sections, tuple(imports))
 
 
 def _select_step(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest]:

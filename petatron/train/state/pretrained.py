@@ -40,7 +40,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.hf import drop_missing_predictions, family_name_of_config, parse_config_json, to_logical
 from petatron.models.registry import model_spec
 from petatron.sharding.flat_shard import group_tensor_shards
-from petatron.train.build_run import build_model, launch
+from petatron.train.initial_model import build_initial_model, launch
 from petatron.train.state.export_hf_folder import CompanionFiles
 from petatron.train.state.run_model import Model
 from petatron.train.state.save_and_load import load_checkpoint
@@ -106,7 +106,7 @@ def from_pretrained(
             with nullcontext() if flags else naming_file(folder / CONFIG_FILE):
                 run = _run_config(settings, mesh, flags, precision, stored=stored)
             check_stored_size(folder, model_spec(run))
-        model = build_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
+        model = build_initial_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
         found = load_checkpoint(str(source), model=model, random_states=False)
         assert found is not None, "a folder without a model was opened as one"
         model.companion_files = CompanionFiles.from_config_json(content, companions)
@@ -116,7 +116,7 @@ def from_pretrained(
     values, experts = parse_config_json(content)
     settings = drop_missing_predictions(content, values, tensors), experts
     run = _run_config(settings, mesh, flags, precision, stored=stored)
-    model = build_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
+    model = build_initial_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
     _load_state_dict(model, content, tensors)
     model.companion_files = CompanionFiles.from_config_json(content, {})
     return model

@@ -36,7 +36,7 @@ def check_run_dirs(config: CheckpointConfig) -> None:
     """
     if config.sign_key is not None:
         open_signer(Path(config.sign_key))  # a key that cannot be used is told before a folder is made
-    continues = config.load is not None and config.save is not None and _same_path(config.load, config.save)
+    continues = config.load is not None and config.save is not None and same_path(config.load, config.save)
     if config.load is not None:
         check_load_dir(Path(config.load), config, may_be_empty=continues)
     if config.pretrained_checkpoint is not None and not (config.load is not None and list_steps(Path(config.load))):
@@ -145,7 +145,7 @@ def _check_hf_load(folder: Path, config: CheckpointConfig) -> None:
         raise CheckpointError(f"--load {folder} is the folder of a model, which has no steps. Leave --ckpt-step out.")
 
 
-def _same_path(a: str, b: str) -> bool:
+def same_path(a: str, b: str) -> bool:
     return Path(a).resolve() == Path(b).resolve()
 
 

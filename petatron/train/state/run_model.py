@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+
+from torch import Tensor
 
 from petatron.base.errors import CheckpointError
+from petatron.base.log import get_logger
 from petatron.base.safe_files import remove_tree
 from petatron.checkpoint.convert.formats import create_tmp_folder, tmp_folder
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from petatron.config import RunConfig
+from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from petatron.mesh.mesh import Axis
 from petatron.mesh.object_collectives import all_gather_objects
+from petatron.models.batch import Batch
+from petatron.models.objective import ModelRole
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.schedule.actions import TimedAction
 from petatron.train.state.export_hf_folder import CompanionFiles
 from petatron.train.state.save_and_load import save_with_manager
+from petatron.train.state.start_weights import StartFolder
+
+_log = get_logger(__name__)
 
 
 class Model(ParallelModel):
@@ -32,14 +45,62 @@ class Model(ParallelModel):
 
     companion_files: CompanionFiles | None = None
     """Files that came with the weights that `from_pretrained` read."""
+    run: RunConfig | None = None
+    """The run that `build_model` built it for."""
+    run_tokenizer: Tokenizer | None = None
+    """The tokenizer of that run, if it is open already."""
+    start_folder: StartFolder | None = None
+    """Where `build_model` loaded its weights from."""
+    objective_roles: Mapping[str, ModelRole] = MappingProxyType({})
+    """The frozen models that the run's objective reads."""
+    unrestored_notice: str | None = None
+    """What to tell a loop that trains without the other state of the checkpoint; None once it is restored or told."""
+
+    def train_step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        loss_scale: float = 1.0,
+        timeline: Callable[[list[TimedAction]], None] | None = None,
+    ) -> Tensor:
+        """As `ParallelModel.train_step`; says once that `petatron.restore` was forgotten."""
+        if self.unrestored_notice is not None:
+            _log.warning("%s", self.unrestored_notice)
+            self.unrestored_notice = None
+        return super().train_step(batches, loss_scale=loss_scale, timeline=timeline)
+
+    @cached_property
+    def frozen_models(self) -> dict[str, ParallelModel]:
+        """The models of `objective_roles`, once they are open."""
+        return {}
+
+    def _split(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Splits whole batches as every model does, and adds the outputs of frozen models that the objective reads."""
+        found = super()._split(batches)
+        if not self.frozen_models or any("labels" not in batch for batch in batches):
+            return found
+        inputs = [_without_labels(batch) for batch in batches]
+        for role, frozen in self.frozen_models.items():
+            wanted = self.objective_roles[role]
+            for index, outputs in enumerate(frozen.forward(inputs, collect=wanted.outputs)):
+                named = {wanted.array(role, name): x for name, x in outputs.items()}
+                found[index] = replace(found[index], arrays={**found[index].arrays, **named})
+        return found
+
+    def saved_companions(self) -> Tokenizer | CompanionFiles | None:
+        """Returns the tokenizer, or the files, that a checkpoint keeps beside the weights so that the model generates."""
+        if self.run_tokenizer is None and self.run is not None and self.run.tokenizer.tokenizer_type is not None:
+            self.run_tokenizer = build_tokenizer(self.run.tokenizer, vocab_size=self.run.model.vocab_size)
+        return self.run_tokenizer if self.run_tokenizer is not None else self.companion_files
 
     def save_pretrained(self, path: str | Path, *, tokenizer: Tokenizer | str | Path | None = None) -> None:
         """Writes the model as a Hugging Face folder, which transformers opens directly; every rank calls it.
 
-        The folder appears when it is complete, and must not exist before, or be empty. It also gets the tokenizer's files,
-        generation_config.json and token ids that came with the model, if `from_pretrained` loaded it; `tokenizer`, one of ours or
-        the path of a tokenizer.json or its folder, replaces them. A model that no Hugging Face family can express is written
-        with the `model_type` petatron, which `from_pretrained` opens, and transformers after `import petatron.hf`.
+        The folder appears when it is complete, and must not exist before, or be empty. It also gets the tokenizer of the run that the
+        model was built for, or the tokenizer's files, generation_config.json and token ids that `from_pretrained` found beside the
+        weights; `tokenizer`, one of ours or the path of a tokenizer.json or its folder, replaces them. A model that no Hugging Face
+        family can express is written with the `model_type` petatron, which `from_pretrained` opens, and transformers after `import
+        petatron.hf`.
 
         >>> import petatron, tempfile
         >>> from pathlib import Path
@@ -62,13 +123,19 @@ class Model(ParallelModel):
                 moments=False,
                 facts=None,
                 random_states=False,
-                tokenizer=opened if opened is not None else self.companion_files,
+                tokenizer=opened if opened is not None else self.saved_companions(),
             )
             _on_first_rank(control, target, lambda: _publish_draft(draft, target, Disk()))
         finally:
             if control.rank == 0:
                 with contextlib.suppress(OSError):
                     remove_tree(draft)
+
+
+def _without_labels(batch: Batch) -> Batch:
+    """Without labels no loss is computed."""
+    arrays = {name: x for name, x in batch.arrays.items() if name not in ("labels", "loss_mask")}
+    return Batch(documents=batch.documents, arrays=arrays, sequence_dims=batch.sequence_dims)
 
 
 def _publish_draft(draft: Path, target: Path, disk: Disk) -> None:

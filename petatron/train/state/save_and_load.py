@@ -36,44 +36,8 @@ from petatron.train.state.export_hf_folder import CompanionFiles, build_hf_folde
 
 _OPTIMIZER_KEY = "optimizer"
 _FP8_HISTORY_PREFIX = "fp8/"
-
-
-def save_checkpoint(
-    folder: str,
-    *,
-    step: int,
-    model: ParallelModel,
-    optimizer: MixedPrecisionOptimizer | None = None,
-    moments: bool = True,
-    facts: Mapping[str, Any] | None = None,
-    random_states: bool = True,
-    tokenizer: Tokenizer | None = None,
-) -> None:
-    """Publishes a checkpoint; every rank calls it. Without an optimizer or `moments` it can only be finetuned from.
-
-    `facts` are JSON values. The weights are in `folder/step-N/model`, which transformers opens directly; with a tokenizer,
-    its files are there too.
-
-    >>> import petatron, tempfile
-    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
-    >>> model = petatron.build_model(run, petatron.launch(run))
-    >>> folder = tempfile.mkdtemp()
-    >>> petatron.save_checkpoint(folder, step=7, model=model, facts={"note": "first"})
-    >>> petatron.load_checkpoint(folder, model=model)
-    {'note': 'first'}
-    """
-    mesh = model.mesh
-    manager = CheckpointManager(folder, mesh.control, world_axis=mesh.world, device=mesh.device)
-    save_with_manager(
-        manager,
-        step=step,
-        model=model,
-        optimizer=optimizer,
-        moments=moments,
-        facts=facts,
-        random_states=random_states,
-        tokenizer=tokenizer,
-    )
+LOOP_FACTS = "loop"
+"""Among the facts of a run: those that a loop of one's own gave to `save_checkpoint`."""
 
 
 def save_with_manager(
@@ -88,7 +52,7 @@ def save_with_manager(
     tokenizer: Tokenizer | CompanionFiles | None,
     wait: bool = True,
 ) -> None:
-    """Runs `save_checkpoint` with a manager that may save asynchronously."""
+    """Publishes a checkpoint through a manager, which may save asynchronously; every rank calls it."""
     updates = optimizer.scalar_state() if optimizer is not None and moments else None
     local = model.rng_streams.state() if random_states else {}
     if updates is not None:
@@ -116,7 +80,8 @@ def load_checkpoint(
 ) -> dict[str, Any] | None:
     """Fills the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and returns its facts.
 
-    None when the folder contains no checkpoint. `step` None means the newest. Without `moments` the optimizer loads the
+    They are those that `save_checkpoint` was given, or everything that a training run recorded; None when the folder contains no
+    checkpoint. `step` None means the newest. Without `moments` the optimizer loads the
     weights alone; then `folder` may also be a Hugging Face model folder. With `fallback` a damaged step is replaced by the
     newest sound one before it.
 
@@ -134,18 +99,19 @@ def load_checkpoint(
         random_states=random_states,
         fallback=fallback,
     )
-    return None if loaded is None else loaded.facts
+    return None if loaded is None else loaded.facts.get(LOOP_FACTS, loaded.facts)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """The facts of a checkpoint, whether its RNG states were restored, why its FP8 histories were not if the run needs some, and
-    whether it has a signature.
+    """The facts of a checkpoint, whether its RNG states were restored, why its FP8 histories were not if the run needs some,
+    whether it has optimizer state, and whether it has a signature.
     """
 
     facts: dict[str, Any]
     random_states_restored: bool
     fp8_history_reset_reason: str | None
+    has_optimizer_state: bool
     is_signed: bool
 
 
@@ -223,7 +189,11 @@ def load_state(
         went_on = model.fp8_gemms.load_state(histories, model.mesh.device)
     anew = None if went_on else _fp8_history_reset_reason(histories, same_layout=found.local is not None)
     return LoadedState(
-        facts, random_states_restored=bool(streams), fp8_history_reset_reason=anew, is_signed=found.is_signed
+        facts,
+        random_states_restored=bool(streams),
+        fp8_history_reset_reason=anew,
+        has_optimizer_state=updates is not None,
+        is_signed=found.is_signed,
     )
 
 

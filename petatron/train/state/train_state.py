@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +15,24 @@ from petatron.checkpoint.files.step_folder import damaged_error
 from petatron.checkpoint.files.step_list import naming_step_flag
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.config import CheckpointConfig, RunConfig
-from petatron.config.schema.fields import fields_by_name
-from petatron.config.schema.model_identity import identity_differences, model_identity
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.loss_scaler import LossScaler, build_loss_scaler
+from petatron.models.batch import Batch
+from petatron.optim.loss_scaler import DynamicLossScaler, LossScaler, build_loss_scaler
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
-from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer, UpdateResult
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.build_run import HasConfig, RunLength, build_model, build_optimizer, config_of
+from petatron.train.build_run import RunLength, build_optimizer
 from petatron.train.cuda_graphs import enable_auto_cuda_graphs
 from petatron.train.global_batch_size import BatchSizeSchedule
-from petatron.train.state.resume_diff import config_for_checkpoint, resume_changes
+from petatron.train.initial_model import HasConfig, build_initial_model, config_of
+from petatron.train.state.export_hf_folder import CompanionFiles
+from petatron.train.state.frozen_models import open_frozen_models
+from petatron.train.state.resume_diff import resume_changes
+from petatron.train.state.run_facts import TrainProgress, build_run_facts, check_resumable, model_differences
 from petatron.train.state.save_and_load import LoadedState, has_weights, load_checkpoint, load_state, save_with_manager
 
 _log = get_logger(__name__)
-
-
-@dataclass(slots=True)
-class TrainProgress:
-    """How far a run is. Updates and their samples exclude steps skipped by fp16 overflow; schedules follow them."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-    updates: int = 0
-    update_samples: int = 0
 
 
 @dataclass(slots=True)
@@ -69,7 +61,7 @@ class TrainState:
     """Fingerprint of the training data and its order, once it is known."""
     resume_changes: list[str] = field(default_factory=list)
     """Differences from the checkpoint that the run was resumed from, and their effects."""
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | CompanionFiles | None = None
     """Saved with the model so that other programs can use it."""
     checkpoint_manager: CheckpointManager | None = None
     """The manager of this run's checkpoints, if it saves any."""
@@ -91,21 +83,35 @@ class TrainState:
         Without `init_weights` the weights are zero, for a caller that loads them next: initialising those of a large model takes minutes.
         """
         run = config_of(run)
-        model = model or build_model(run, mesh, init_weights=init_weights)
+        if model is None:
+            model = build_initial_model(run, mesh, init_weights=init_weights)
+            open_frozen_models(model)
         enable_auto_cuda_graphs(run, model)
+        state = cls.of(run, model, build_optimizer(run, model), tokenizer)
+        state.weights_initialized = init_weights
+        return state
+
+    @classmethod
+    def of(
+        cls,
+        run: RunConfig,
+        model: ParallelModel,
+        optimizer: MixedPrecisionOptimizer,
+        tokenizer: Tokenizer | CompanionFiles | None,
+    ) -> TrainState:
+        """Returns the state at iteration 0 of a model and its optimizer."""
         return cls(
             run=run,
-            mesh=mesh,
+            mesh=model.mesh,
             model=model,
-            optimizer=build_optimizer(run, model),
+            optimizer=optimizer,
             scaler=build_loss_scaler(run.precision),
             lr_schedule=LearningRateSchedule.from_config(run),
             decoupled_lr_schedule=LearningRateSchedule.decoupled_from_config(run),
             weight_decay_schedule=WeightDecaySchedule.from_config(run),
             batch_size_schedule=BatchSizeSchedule.from_config(run),
             tokenizer=tokenizer,
-            checkpoint_manager=_build_checkpoint_manager(run.checkpoint, mesh),
-            weights_initialized=init_weights,
+            checkpoint_manager=_build_checkpoint_manager(run.checkpoint, model.mesh),
         )
 
     @classmethod
@@ -132,6 +138,43 @@ class TrainState:
             f"{self.progress.consumed_samples:,} of the new order, so some samples may be seen again and others not at all."
         ]
 
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint of this moment records besides tensors."""
+        return build_run_facts(self.run, self.progress, scaler=self.scaler, data_fingerprint=self.data_fingerprint)
+
+    def update_settings(self) -> dict[str, Any]:
+        """Returns what `optimizer.step` takes at this point of the schedules: learning rates, weight decay, loss scale.
+
+        >>> import petatron
+        >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+        >>> TrainState.build(run, petatron.launch(run)).update_settings()["loss_scale"]
+        1.0
+        """
+        now, decoupled = (self.progress.updates, self.progress.update_samples), self.decoupled_lr_schedule
+        return {
+            "lr": self.lr_schedule.at(*now),
+            "decoupled_lr": None if decoupled is None else decoupled.at(*now),
+            "weight_decay": self.weight_decay_schedule.at(*now),
+            "loss_scale": self.scaler.scale,
+        }
+
+    def advance(self, batches: Sequence[Batch], update: UpdateResult | None = None) -> int:
+        """Counts one step on this rank's micro-batches, and returns the samples of the global batch.
+
+        A dynamic loss scale follows `update`, what `optimizer.step` returned; reading it waits for the device.
+        """
+        size = sum(batch.num_samples for batch in batches) * self.mesh.dp.size
+        overflow = isinstance(self.scaler, DynamicLossScaler) and update is not None and bool(update.skipped)
+        self.scaler.update(overflow)
+        progress = self.progress
+        progress.iteration += 1
+        progress.consumed_samples += size
+        progress.consumed_tokens += size * self.run.model.seq_length
+        if not overflow:
+            progress.updates += 1
+            progress.update_samples += size
+        return size
+
     def save(self, *, wait: bool = True) -> None:
         """Publishes a checkpoint of this iteration; every rank calls it. Without `wait` the save is async."""
         config = self.run.checkpoint
@@ -142,14 +185,7 @@ class TrainState:
             model=self.model,
             optimizer=self.optimizer,
             moments=not config.no_save_optim,
-            facts={
-                "progress": asdict(self.progress),
-                "data": self.data_fingerprint,
-                "model": model_identity(self.run.model, self.run.moe),
-                "scaler": self.scaler.state(),
-                "schedule": self._schedule_settings(),
-                "config": config_for_checkpoint(self.run),
-            },
+            facts=self.facts(),
             random_states=not config.no_save_rng,
             tokenizer=self.tokenizer,
             wait=wait,
@@ -162,9 +198,9 @@ class TrainState:
 
         def approve(facts: Mapping[str, Any]) -> None:
             if config.finetune:
-                differing.extend(self._model_differences(facts["model"]) if "model" in facts else ())
+                differing.extend(model_differences(self.run, facts["model"]) if "model" in facts else ())
             else:
-                self._check_resumable(facts, folder)
+                check_resumable(self.run, facts, folder)
 
         try:
             with naming_step_flag("--ckpt-step"):
@@ -204,34 +240,6 @@ class TrainState:
                 "Hugging Face model."
             )
 
-    def _check_resumable(self, facts: Mapping[str, Any], folder: str) -> None:
-        """Raises for a checkpoint that this run does not continue."""
-        missing = {"progress", "scaler", "schedule", "model", "data", "config"} - facts.keys()
-        if missing:
-            raise CheckpointError(
-                f"The checkpoint in {folder} was not saved by a training run (it lacks its {', '.join(sorted(missing))}). "
-                "Use --finetune to start a run from its weights."
-            )
-        changed = self._model_differences(facts["model"])
-        if changed:
-            raise CheckpointError(
-                f"The checkpoint in {folder} is of another model ({'; '.join(changed)}). Restore those values; or, if all "
-                "weights have the same shapes in the changed model, start a new run of it from them with --finetune."
-            )
-        changed = _differences(facts["schedule"], self._schedule_settings())
-        if changed and not self.run.checkpoint.override_opt_param_scheduler:
-            raise CheckpointError(
-                f"The checkpoint in {folder} was trained with another schedule ({'; '.join(changed)}). Restore those "
-                "values, or say --override-opt-param-scheduler to go on with the new ones."
-            )
-
-    def _model_differences(self, saved: Mapping[str, Any]) -> list[str]:
-        now = model_identity(self.run.model, self.run.moe)
-        # A setting added after the checkpoint had its default then.
-        then = {**{name: fields_by_name()[name].default for name in now}, **saved}
-        now = dict.fromkeys(then) | now
-        return [f"{name}: {then[name]} then, {now[name]} now" for name in identity_differences(then, now)]
-
     def _restore_progress(self, loaded: LoadedState) -> None:
         facts = loaded.facts
         known = {field.name for field in fields(TrainProgress)}
@@ -258,25 +266,6 @@ class TrainState:
             return
         why = "--no-load-rng" if self.run.checkpoint.no_load_rng else "the checkpoint has none"
         self.resume_changes.append(f"random states (dropout) start anew: {why}")
-
-    def _schedule_settings(self) -> dict[str, Any]:
-        """Returns the settings that would change the course of a run on resume."""
-        rates, decays = asdict(self.lr_schedule), asdict(self.weight_decay_schedule)
-        decoupled = {} if self.decoupled_lr_schedule is None else asdict(self.decoupled_lr_schedule)
-        for values in (rates, decoupled):
-            if values.get("samples_per_iteration") == 1:  # checkpoints of earlier releases do not have it
-                del values["samples_per_iteration"]
-        if (
-            self.weight_decay_schedule.start == self.weight_decay_schedule.end
-        ):  # without a ramp its length does not matter
-            del decays["length"]
-        sections = {"lr": rates, "decoupled_lr": decoupled, "weight_decay": decays}
-        return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
-
-
-def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    names = sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
-    return [f"{name}: {saved.get(name)} then, {current.get(name)} now" for name in names]
 
 
 def _build_checkpoint_manager(config: CheckpointConfig, mesh: ParallelMesh) -> CheckpointManager | None:

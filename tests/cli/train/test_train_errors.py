@@ -248,6 +248,7 @@ def test_resume_of_a_finished_run_does_nothing(tmp_path: Path, capsys):
 def test_resume_from_weights_that_no_run_saved(tmp_path: Path, capsys):
     run = petatron.load(None, [*MODEL[1:], "--mock-data"]).config
     model = petatron.build_model(run, petatron.launch(run))
+    model.run = None
     petatron.save_checkpoint(str(tmp_path), step=5, model=model, optimizer=petatron.build_optimizer(run, model))
     assert "was not saved by a training run" in _fails(capsys, "--mock-data", "--load", str(tmp_path))[1]
     assert main([*MODEL, "--mock-data", "--load", str(tmp_path), "--finetune"]) == 0

@@ -1,0 +1,25 @@
+"""The frozen models that an objective reads (a teacher, a reference): opened on the mesh of the model that is trained."""
+
+from __future__ import annotations
+
+from petatron.base.errors import CheckpointError
+from petatron.train.state.pretrained import from_pretrained
+from petatron.train.state.run_model import Model
+
+
+def open_frozen_models(model: Model) -> None:
+    """Opens every model that the objective of a model reads, in its layout and precision; every rank calls it."""
+    for role, wanted in model.objective_roles.items():
+        frozen = from_pretrained(wanted.folder, model.mesh, dtype=model.dtype, gradients=False)
+        ids, own = frozen.spec.vocab_size, model.spec.vocab_size
+        if ids != own:
+            raise CheckpointError(
+                f"The {role} in {wanted.folder} has {ids} token ids, and the model that is trained has {own}: a token means something "
+                f"else to each. Choose a {role} with the same tokenizer."
+            )
+        if frozen.io.sequence_order != model.io.sequence_order:
+            raise CheckpointError(
+                f"The {role} in {wanted.folder} splits sequences for context parallelism in another way than the model that is "
+                "trained. Use --context-parallel-size 1."
+            )
+        model.frozen_models[role] = frozen

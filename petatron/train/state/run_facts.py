@@ -1,0 +1,114 @@
+"""What a checkpoint records of its run besides tensors: progress, loss scale, schedule, settings, data order.
+
+`petatron train` and loops of your own record the same, so that either resumes from the other's checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from petatron.base.errors import CheckpointError
+from petatron.config import RunConfig
+from petatron.config.schema.fields import fields_by_name
+from petatron.config.schema.model_identity import identity_differences, model_identity
+from petatron.optim.loss_scaler import LossScaler, build_loss_scaler
+from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
+from petatron.train.global_batch_size import BatchSizeSchedule
+from petatron.train.state.resume_diff import config_for_checkpoint
+
+_REQUIRED = frozenset({"progress", "scaler", "schedule", "model", "data", "config"})
+
+
+@dataclass(slots=True)
+class TrainProgress:
+    """How far a run is. Updates and their samples exclude steps skipped by fp16 overflow; schedules follow them."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    updates: int = 0
+    update_samples: int = 0
+
+    @classmethod
+    def after_steps(cls, run: RunConfig, steps: int) -> TrainProgress:
+        """Returns the progress of a run that has trained on so many global batches, and skipped none.
+
+        >>> from petatron.config import load_config
+        >>> flags = "--mock-data --lr 1e-3 --train-iters 10 --global-batch-size 4 --seq-length 8".split()
+        >>> TrainProgress.after_steps(load_config(flags, preset="tiny-llama").config, 3).consumed_samples
+        12
+        """
+        samples = BatchSizeSchedule.from_config(run).samples_after(steps)
+        return cls(steps, samples, samples * run.model.seq_length, steps, samples)
+
+
+def build_run_facts(
+    run: RunConfig, progress: TrainProgress, *, scaler: LossScaler | None = None, data_fingerprint: str | None = None
+) -> dict[str, Any]:
+    """Returns the facts of a run as a checkpoint stores them; without a scaler the loss scale is the initial one."""
+    return {
+        "progress": asdict(progress),
+        "data": data_fingerprint,
+        "model": model_identity(run.model, run.moe),
+        "scaler": (scaler or build_loss_scaler(run.precision)).state(),
+        "schedule": schedule_settings(run),
+        "config": config_for_checkpoint(run),
+    }
+
+
+def check_resumable(run: RunConfig, facts: Mapping[str, Any], folder: str) -> None:
+    """Raises for a checkpoint that this run does not continue."""
+    missing = _REQUIRED - facts.keys()
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint in {folder} was not saved by a training run (it lacks its {', '.join(sorted(missing))}). "
+            "Use --finetune to start a run from its weights."
+        )
+    check_same_model(run, facts, folder)
+    changed = _differences(facts["schedule"], schedule_settings(run))
+    if changed and not run.checkpoint.override_opt_param_scheduler:
+        raise CheckpointError(
+            f"The checkpoint in {folder} was trained with another schedule ({'; '.join(changed)}). Restore those "
+            "values, or say --override-opt-param-scheduler to go on with the new ones."
+        )
+
+
+def check_same_model(run: RunConfig, facts: Mapping[str, Any], folder: str) -> None:
+    """Raises if a checkpoint says that its weights belong to another model than the run's."""
+    changed = model_differences(run, facts["model"]) if "model" in facts else []
+    if changed:
+        raise CheckpointError(
+            f"The checkpoint in {folder} is of another model ({'; '.join(changed)}). Restore those values; or, if all "
+            "weights have the same shapes in the changed model, start a new run of it from them with --finetune."
+        )
+
+
+def model_differences(run: RunConfig, saved: Mapping[str, Any]) -> list[str]:
+    """Returns the settings by which the run's model is another function of its weights than the saved one."""
+    now = model_identity(run.model, run.moe)
+    # A setting added after the checkpoint had its default then.
+    then = {**{name: fields_by_name()[name].default for name in now}, **saved}
+    now = dict.fromkeys(then) | now
+    return [f"{name}: {then[name]} then, {now[name]} now" for name in identity_differences(then, now)]
+
+
+def schedule_settings(run: RunConfig) -> dict[str, Any]:
+    """Returns the settings that would change the course of a run on resume."""
+    weight_decay = WeightDecaySchedule.from_config(run)
+    decoupled_schedule = LearningRateSchedule.decoupled_from_config(run)
+    rates, decays = asdict(LearningRateSchedule.from_config(run)), asdict(weight_decay)
+    decoupled = {} if decoupled_schedule is None else asdict(decoupled_schedule)
+    for values in (rates, decoupled):
+        if values.get("samples_per_iteration") == 1:  # checkpoints of earlier releases do not have it
+            del values["samples_per_iteration"]
+    if weight_decay.start == weight_decay.end:  # without a ramp its length does not matter
+        del decays["length"]
+    sections = {"lr": rates, "decoupled_lr": decoupled, "weight_decay": decays}
+    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+
+
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    names = sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
+    return [f"{name}: {saved.get(name)} then, {current.get(name)} now" for name in names]
