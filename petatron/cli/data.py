@@ -232,6 +232,8 @@ def _inspect(args: argparse.Namespace) -> int:
         raise ConfigError(problems)
     asked = any((args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file))
     tokenizer = build_tokenizer(config, vocab_size=args.vocab_size) if asked else None
+    if tokenizer is not None:
+        dataset.check_token_ids()
     for name, value in _dataset_summary(dataset):
         print(f"{name:<18} {value}")
     tokens = dataset.get_document(args.document)

@@ -134,6 +134,7 @@ def _open_all(blends: Sequence[WeightedPrefixes | None], vocab_size: int | None)
                 continue
             try:
                 files[prefix] = IndexedDataset(prefix)
+                files[prefix].check_token_ids()
                 if vocab_size is not None:
                     _check_token_ids(files[prefix], vocab_size)
             except DataError as error:
