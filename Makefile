@@ -21,7 +21,7 @@ $(VENV)/dev: $(VENV)/core
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-quickstart: $(VENV)/core  ## install, then train a small model on this machine in about two minutes
+quickstart: $(VENV)/core  ## install, then train a small model on this machine within three minutes
 	$(BIN)/petatron quickstart
 
 test: $(VENV)/dev  ## the whole default suite

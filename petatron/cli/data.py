@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import configure_logging
 from petatron.base.terminal_escape import raw_stream
+from petatron.base.text import count_with_noun
 from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
 
@@ -231,6 +232,8 @@ def _inspect(args: argparse.Namespace) -> int:
         raise ConfigError(problems)
     asked = any((args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file))
     tokenizer = build_tokenizer(config, vocab_size=args.vocab_size) if asked else None
+    if tokenizer is not None:
+        dataset.check_token_ids()
     for name, value in _dataset_summary(dataset):
         print(f"{name:<18} {value}")
     tokens = dataset.get_document(args.document)
@@ -257,8 +260,20 @@ def _dataset_summary(dataset: IndexedDataset) -> Iterator[tuple[str, str]]:
     quantiles = np.quantile(lengths, [0, 0.05, 0.5, 0.95, 1]).astype(np.int64).tolist()
     yield "document length", "min {:,}, 5% {:,}, median {:,}, 95% {:,}, max {:,}".format(*quantiles)
     yield "mean length", f"{dataset.num_tokens / dataset.num_documents:,.1f}"
+    yield "default split", _split_text(dataset)
     if dataset.modes is not None:
         yield "modes", f"{int((dataset.modes != 0).sum()):,} sequences are not text"
+
+
+def _split_text(dataset: IndexedDataset) -> str:
+    """Describes what `--split` gives each split by default, which of a small dataset may be one document, or none."""
+    from petatron.config.schema.training import DataConfig
+    from petatron.data.gpt_dataset import split_sequences
+
+    split = DataConfig().split
+    ranges = zip(("train", "validation", "test"), split_sequences(split, dataset.num_sequences))
+    unit = dataset.unit.removesuffix("s")
+    return f"{', '.join(f'{name} {count_with_noun(len(part), unit)}' for name, part in ranges)} (--split {split})"
 
 
 def _add_merge_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`petatron quickstart`: from nothing to a trained language model in a few minutes, step by step.
+"""`petatron quickstart`: from nothing to a trained language model within three minutes, step by step.
 
 Nothing is downloaded. Each step uses the same parts as the other verbs; the training step is `petatron train` itself, with
 the command line that is printed.
@@ -23,6 +23,7 @@ from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.config import load_config, resolve_config
 from petatron.mesh.launch.environment import read_environment
 from petatron.quickstart.options import QuickstartOptions
+from petatron.quickstart.run_length import MAX_STEPS, RunLengthChoice, choose_run_length, step_runner, time_step
 
 if TYPE_CHECKING:
     from petatron.quickstart.held_out import HeldOutLoss, TrainedModel
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 PROMPT = "import os\n\n\ndef main("
 SEED = 1234
 NUM_STEPS = 6
+SAMPLE_S = 8.0
+"""Kept for the sample when the evaluation has to end early."""
 _EXIT_INTERRUPTED = 130
 
 
@@ -40,13 +43,13 @@ def parser() -> argparse.ArgumentParser:
     root = CommandParser(
         prog="petatron quickstart",
         description="Train a small LLaMA on the source of Python's standard library, split over two processes of this "
-        "machine's CPU, in a few minutes. Nothing is downloaded; finished steps are not repeated.",
+        "machine's CPU, within three minutes. Nothing is downloaded; finished steps are not repeated.",
         allow_abbrev=False,
     )
     add = root.add_argument
     add("--tp", type=int, default=defaults.tensor_parallel, metavar="N", help="processes that share the model (2)")
-    add("--steps", type=int, default=defaults.steps, metavar="N", help=f"training iterations ({defaults.steps})")
-    add("--minutes", type=float, default=defaults.minutes, metavar="M", help="longest training time (4)")
+    add("--steps", type=int, metavar="N", help=f"training iterations (what fits into --minutes, up to {MAX_STEPS})")
+    add("--minutes", type=float, default=defaults.minutes, metavar="M", help="time for everything (3)")
     add("--out", default=defaults.out, metavar="DIR", help=f"folder for all results ({defaults.out})")
     add("--fresh", action="store_true", help="do everything again, even what is finished")
     return root
@@ -91,7 +94,7 @@ def quickstart(options: QuickstartOptions) -> int:
             facts[f"{split}_tokens"] = dataset.num_tokens
             _print_line(f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens in {dataset.prefix}.bin")
         _print_line(_reuse_text(reused))
-    code = _train(space, options, facts)
+    code = _train(space, options, facts, started_s=started)
     if code:
         return code
     from petatron.quickstart.held_out import evaluate_held_out
@@ -100,7 +103,10 @@ def quickstart(options: QuickstartOptions) -> int:
         with _step(
             5, "evaluation: the checkpoint, loaded into one process instead of the ranks that trained it", facts
         ):
-            trained = evaluate_held_out(str(space.settings), data["train"], data["held_out"])
+            end_s = started + 60 * options.minutes - SAMPLE_S
+            trained = evaluate_held_out(
+                str(space.settings), data["train"], data["held_out"], time_is_over=lambda: time.monotonic() > end_s
+            )
             _report_losses(trained.held_out, facts)
         with _step(6, "a sample: the trained model continues a file", facts):
             _print_sample(trained, options, facts)
@@ -108,7 +114,7 @@ def quickstart(options: QuickstartOptions) -> int:
     print(
         f"\nDone in {_format_duration(time.monotonic() - started)}. All of it is in {space.root}; figures in {space.summary}."
     )
-    print(f"\nTry next:\n{next_commands(space, options)}")
+    print(f"\nTry next:\n{next_commands(space, options, steps=facts['steps'])}")
     return 0
 
 
@@ -117,8 +123,8 @@ def _check(options: QuickstartOptions) -> None:
     if read_environment().launcher != "single":
         raise LaunchError("petatron quickstart starts its own ranks. Run it by itself, not under torchrun or srun.")
     problems: list[Problem] = []
-    if options.steps < 2:
-        problems.append(Problem("--steps", str(options.steps), "is less than 2", "The default is a good number."))
+    if options.steps is not None and options.steps < 2:
+        problems.append(Problem("--steps", str(options.steps), "is less than 2", "Leave it out: a number is chosen."))
     if not options.minutes > 0:
         problems.append(Problem("--minutes", str(options.minutes), "is no time at all", "Give minutes above 0."))
     layout = [f"--{name.replace('_', '-')}={value}" for name, value in options.model.items()]
@@ -128,7 +134,7 @@ def _check(options: QuickstartOptions) -> None:
         raise ConfigError(problems)
 
 
-def _train(workspace: Workspace, options: QuickstartOptions, facts: dict[str, Any]) -> int:
+def _train(workspace: Workspace, options: QuickstartOptions, facts: dict[str, Any], *, started_s: float) -> int:
     """Runs step 4 through the launcher; returns nonzero when it failed or was interrupted."""
     from petatron.checkpoint.files.step_folder import latest_step
     from petatron.mesh.launch.local_launcher import run_ranks
@@ -136,12 +142,14 @@ def _train(workspace: Workspace, options: QuickstartOptions, facts: dict[str, An
 
     ranks = options.tensor_parallel
     with _step(4, f"training: every layer split over {ranks} CPU process{'es' if ranks > 1 else ''}", facts):
-        prepare_settings(workspace, options)
-        flags = training_flags(workspace, options)
+        length = _choose_length(workspace, options, facts, started_s=started_s)
+        steps = facts["steps"] = length.steps
+        prepare_settings(workspace, options, steps=steps)
+        flags = training_flags(workspace, options, minutes=length.minutes)
         facts["command"] = f"petatron train {shlex.join(flags)}"
         run = load_config(flags).config
         before = latest_step(workspace.training) or 0
-        if before >= options.steps:
+        if before >= steps:
             facts["iterations"] = before
             _print_line("finished before; --fresh trains again")
             return 0
@@ -157,13 +165,38 @@ def _train(workspace: Workspace, options: QuickstartOptions, facts: dict[str, An
             return code
         facts["iterations"] = latest_step(workspace.training) or 0
         reason = stop_message(workspace.training / "metrics.jsonl")
-        if facts["iterations"] >= options.steps:
+        if facts["iterations"] >= steps:
             return 0
-        _print_line(f"{reason} ({options.steps} were asked for)")
+        _print_line(f"{reason} ({steps} were {'chosen' if options.steps is None else 'asked for'})")
         if "received SIG" in reason:
             _print_line("the same command goes on from there")
             return _EXIT_INTERRUPTED
         return 0
+
+
+def _choose_length(
+    workspace: Workspace, options: QuickstartOptions, facts: dict[str, Any], *, started_s: float
+) -> RunLengthChoice:
+    """Returns the steps that were asked for or chosen before; else times some steps in this process and chooses."""
+    from petatron.quickstart.stages import chosen_steps, prepare_settings, record_chosen_steps
+
+    known = options.steps or chosen_steps(workspace)
+    if known is not None:
+        elapsed_s = time.monotonic() - started_s
+        return choose_run_length(minutes=options.minutes, elapsed_s=elapsed_s, step_s=0.1, start_s=5.0, steps=known)
+    prepare_settings(workspace, options, steps=MAX_STEPS)
+    before_s = time.monotonic()
+    with _one_thread():
+        steps = step_runner(str(workspace.settings))
+        next(steps)
+        start_s = time.monotonic() - before_s  # imports and the model, as in each rank
+        step_s = facts["measured_step_seconds"] = time_step(lambda: next(steps))
+        steps.close()
+    elapsed_s = time.monotonic() - started_s
+    chosen = choose_run_length(minutes=options.minutes, elapsed_s=elapsed_s, step_s=step_s, start_s=start_s)
+    record_chosen_steps(workspace, chosen.steps)
+    _print_line(f"a step takes {1000 * step_s:.0f} ms here: {chosen.steps} steps fit into {options.minutes:g} minutes")
+    return chosen
 
 
 def _report_losses(held_out: HeldOutLoss, facts: dict[str, Any]) -> None:
@@ -175,7 +208,7 @@ def _report_losses(held_out: HeldOutLoss, facts: dict[str, Any]) -> None:
         "unigram_perplexity": math.exp(held_out.unigram_loss),
         "beats_unigram": held_out.model_loss < held_out.unigram_loss,
     }
-    _print_line(f"{held_out.tokens:,} held-out tokens{'':13} loss (nats per token)   perplexity")
+    _print_line(f"{f'{held_out.tokens:,} held-out tokens':<36} loss (nats per token)   perplexity")
     for name, loss in (("this model", held_out.model_loss), ("unigram (token frequencies)", held_out.unigram_loss)):
         _print_line(f"  {name:<32} {loss:>12.3f} {math.exp(loss):>22,.1f}")
     if held_out.model_loss < held_out.unigram_loss:
@@ -205,7 +238,7 @@ def _print_sample(trained: TrainedModel, options: QuickstartOptions, facts: dict
     print(textwrap.indent(PROMPT + text, "    | ", lambda line: True))
 
 
-def next_commands(workspace: Workspace, options: QuickstartOptions) -> str:
+def next_commands(workspace: Workspace, options: QuickstartOptions, *, steps: int) -> str:
     """Returns commands that work as printed, each with what it shows."""
     settings, data = shlex.quote(str(workspace.settings)), shlex.quote(str(workspace.data("train")))
     longer = shlex.quote(str(workspace.root.parent / f"{workspace.root.name}-longer"))
@@ -218,7 +251,7 @@ def next_commands(workspace: Workspace, options: QuickstartOptions) -> str:
         ),
         "train twice as long, from this checkpoint, with two replicas instead of a split model": (
             f"train --config {settings} --dp 2 --micro-batch-size {options.batch_size // 2} "
-            f"--train-iters {2 * options.steps} --override-opt-param-scheduler --save {longer}"
+            f"--train-iters {2 * steps} --override-opt-param-scheduler --save {longer}"
         ),
         "every setting and where it came from": f"config show --config {settings} --changed",
         "look into the token files": (

@@ -14,8 +14,8 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import read_limited_bytes
 from petatron.config.schema.parallel import ParallelConfig
-from petatron.config.yaml_depth_limit import depth_limited_loader
 from petatron.config.yaml_file import MAX_YAML_BYTES
+from petatron.config.yaml_limits import limited_loader
 
 # A group as Megatron names it -> the axes here whose communicators do that work.
 AXES_BY_GROUP: Mapping[str, tuple[str, ...]] = {
@@ -137,7 +137,7 @@ def _read_file(path: str | None) -> Mapping[str, Mapping[str, Any]]:
         return {}
     import yaml
 
-    class NoAliasLoader(depth_limited_loader()):
+    class NoAliasLoader(limited_loader()):
         def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
                 raise ValueError("uses an alias (*name), by which a few lines can stand for gigabytes")

@@ -34,7 +34,7 @@ from petatron.config.schema.fields import (
 )
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import Setting, ValueOrigin
-from petatron.config.yaml_depth_limit import depth_limited_loader
+from petatron.config.yaml_limits import limited_loader
 
 _Node = Any  # a yaml.Node: `id` is scalar, sequence or mapping, and `style` is the quote around a scalar
 _NULL = "tag:yaml.org,2002:null"
@@ -87,7 +87,7 @@ def read_yaml_text(text: str, *, source: str, kind: Literal["file", "preset"]) -
 
     reader = _YamlReader(source, kind)
     try:
-        root = yaml.compose(text, Loader=depth_limited_loader())
+        root = yaml.compose(text, Loader=limited_loader())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source

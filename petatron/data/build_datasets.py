@@ -30,6 +30,7 @@ from petatron.data.gpt_dataset import GPTDataset, split_sequences
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.mock_dataset import MockDataset
 from petatron.data.sample_dataset import SampleDataset
+from petatron.data.size_warnings import SourceUse, size_warnings
 from petatron.data.tokenizer import Tokenizer
 
 SPLITS: tuple[Literal["train", "valid", "test"], ...] = ("train", "valid", "test")
@@ -45,6 +46,8 @@ class SplitDatasets:
     train: SampleDataset | None
     valid: SampleDataset | None
     test: SampleDataset | None
+    warnings: tuple[str, ...] = ()
+    """What makes the data too small for the run, a line each; they have been logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +73,21 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
     )
     if config.data.mock_data:
         eod = tokenizer.eod if tokenizer is not None else None
-        return SplitDatasets(
-            *(_mock_dataset(config, split, count, vocab_size, eod) for split, count in enumerate(num_samples))
-        )
+        mock = [_mock_dataset(config, split, count, vocab_size, eod) for split, count in enumerate(num_samples)]
+        return SplitDatasets(train=mock[0], valid=mock[1], test=mock[2])
     if config.data.dataset_kind is not None:
-        return SplitDatasets(*_own_datasets(config, config.data.dataset_kind, tokenizer, num_samples))
+        train, valid, test = _own_datasets(config, config.data.dataset_kind, tokenizer, num_samples)
+        return SplitDatasets(train=train, valid=valid, test=test)
     blends = _blends(config.data, num_samples)
     files = _open_all(blends, vocab_size)
     sources = _split_sources(config, blends, files, num_samples)
-    built = [_build_split(config, split, found, count) for split, found, count in zip(SPLITS, sources, num_samples)]
-    return SplitDatasets(*built)
+    warnings: list[str] = []
+    built = [
+        _build_split(config, split, found, count, warnings) for split, found, count in zip(SPLITS, sources, num_samples)
+    ]
+    for text in warnings:
+        get_logger(__name__).warning("WARNING: %s", text)
+    return SplitDatasets(train=built[0], valid=built[1], test=built[2], warnings=tuple(warnings))
 
 
 def _own_datasets(
@@ -149,6 +157,7 @@ def _open_all(blends: Sequence[WeightedPrefixes | None], vocab_size: int | None)
                 continue
             try:
                 files[prefix] = IndexedDataset(prefix)
+                files[prefix].check_token_ids()
                 if vocab_size is not None:
                     _check_token_ids(files[prefix], vocab_size)
             except DataError as error:
@@ -216,7 +225,10 @@ def _has_blend_per_split(data: DataConfig) -> bool:
     return bool(data.train_data_path or data.valid_data_path or data.test_data_path)
 
 
-def _build_split(config: RunConfig, split: str, sources: list[_SplitSource], count: int) -> SampleDataset | None:
+def _build_split(
+    config: RunConfig, split: str, sources: list[_SplitSource], count: int, warnings: list[str]
+) -> SampleDataset | None:
+    """Builds one split from its sources, and appends what makes them too small for the run."""
     if not sources:
         return None
     seq_length = config.model.seq_length
@@ -252,9 +264,26 @@ def _build_split(config: RunConfig, split: str, sources: list[_SplitSource], cou
             )
     built = [distinct[s.indexed.prefix, s.sequences, num_samples] for s, num_samples in zip(sources, needed)]
     _log_summary(split, sources, built, taken)
+    warnings += _size_warnings(config, split, sources, taken)
     if len(built) == 1:
         return built[0]
     return BlendedDataset(built, None if once else shares, None if once else count, cache_dir=cache)
+
+
+def _size_warnings(config: RunConfig, split: str, sources: list[_SplitSource], taken: list[int]) -> list[str]:
+    train = config.train
+    # Every evaluation reads the first samples of its split, however many are built.
+    used = sum(taken) if split == "train" else min(sum(taken), train.eval_iters * train.global_batch_size)
+    samples: dict[str, float] = {}
+    for source, count in zip(sources, taken):  # a list may name one dataset a thousand times
+        samples[source.indexed.prefix] = samples.get(source.indexed.prefix, 0.0) + count * used / sum(taken)
+    by_prefix = {source.indexed.prefix: source for source in sources}
+    uses = [
+        SourceUse(prefix, source.indexed.unit, len(source.sequences), source.num_tokens, samples[prefix])
+        for prefix, source in by_prefix.items()
+        if samples[prefix]
+    ]
+    return size_warnings(split, uses, seq_length=config.model.seq_length, eval_iters=train.eval_iters)
 
 
 def _cache_folder(data: DataConfig, prefix: str) -> Path | None:

@@ -185,6 +185,14 @@ class IndexedDataset:
             raise IndexError(f"tokens {offset}..{offset + count} asked of a sequence of {available} in {self.prefix}")
         return np.frombuffer(self._tokens, self.dtype, count, start + offset * self.dtype.itemsize)
 
+    def check_token_ids(self) -> None:
+        """Raises for a file of floating-point numbers, which Megatron's format allows and which are no token ids."""
+        if self.dtype.kind == "f":
+            raise DataError(
+                f"{self.idx} says that {self.bin.name} holds {self.dtype} numbers, and token ids are whole numbers. "
+                "Give a dataset that `petatron data preprocess` or Megatron's tools made of text."
+            )
+
     def _read_header(self) -> tuple[np.dtype, int, int]:
         with open_regular_file(self.idx) as file:
             head = file.read(HEADER.size)

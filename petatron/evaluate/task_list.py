@@ -21,8 +21,8 @@ from typing import Any
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
-from petatron.config.yaml_depth_limit import depth_limited_loader
 from petatron.config.yaml_file import MAX_YAML_BYTES
+from petatron.config.yaml_limits import limited_loader
 from petatron.data.prompt.prompt_encoder import bos_ids
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate import multiple_choice
@@ -178,7 +178,7 @@ def _load_yaml(path: Path) -> Any:
     with reading_untrusted(path, lambda file, why: DataError(f"The list of tasks {file} {why}.")):
         text = read_limited_bytes(path, MAX_YAML_BYTES).decode()
         try:
-            return yaml.load(text, Loader=depth_limited_loader())
+            return yaml.load(text, Loader=limited_loader())
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = f"{path}:{mark.line + 1}" if mark else str(path)

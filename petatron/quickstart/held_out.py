@@ -7,6 +7,7 @@ context. Both are measured on exactly the same tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,9 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_loaders, launch, open_tokenizer
 from petatron.train.state.train_state import TrainState
+
+MIN_BATCHES = 8
+"""Evaluated whatever time is left."""
 
 
 class UnigramModel:
@@ -65,8 +69,13 @@ class TrainedModel:
     num_parameters: int
 
 
-def evaluate_held_out(settings: str, train: IndexedDataset, held_out: IndexedDataset) -> TrainedModel:
-    """Loads the last checkpoint of a run's settings file into one process, and evaluates every held-out token once."""
+def evaluate_held_out(
+    settings: str, train: IndexedDataset, held_out: IndexedDataset, *, time_is_over: Callable[[], bool] = lambda: False
+) -> TrainedModel:
+    """Loads the last checkpoint of a run's settings file into one process, and evaluates every held-out token once.
+
+    Where the time is over, those of the first batches, which are in random order, have to do.
+    """
     batches = _num_batches(settings, held_out)
     flags = ["--config", settings, "--tp", "1", "--finetune", "--eval-iters", str(batches), "--num-workers", "0"]
     loaded, tokenizer = open_tokenizer(load_config(flags, world_size=1))
@@ -82,6 +91,8 @@ def evaluate_held_out(settings: str, train: IndexedDataset, held_out: IndexedDat
     unigram = UnigramModel.from_dataset(train, tokenizer.vocab_size)
     total, known, tokens = 0.0, 0.0, 0
     for index in range(batches):
+        if index >= MIN_BATCHES and time_is_over():
+            break
         step = loader.next_step(run.train.global_batch_size, index * run.train.global_batch_size)
         loss, count = state.model.evaluate([batch.to(mesh.device) for batch in step])
         total, tokens = total + float(loss), tokens + int(count)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# A LLaMA in miniature: 1.7 million parameters, which two cores train on a million tokens in about two minutes. What counts
+# A LLaMA in miniature: 1.7 million parameters, which two idle cores train on a million tokens in about two minutes. What counts
 # in so short a run is the number of steps and the variety of each batch: hence few layers and short samples. Weights start
 # larger than in a large model, since their standard deviation should scale with 1/sqrt(width).
 MODEL: Mapping[str, Any] = {
@@ -34,10 +34,10 @@ class QuickstartOptions:
     """Output folder."""
     tensor_parallel: int = 2
     """Ranks that share the model."""
-    steps: int = 800
-    """Training iterations."""
-    minutes: float = 4.0
-    """Training stops after this time even if steps are left."""
+    steps: int | None = None
+    """Training iterations; None: as many as fit into the time."""
+    minutes: float = 3.0
+    """Time for everything; training stops early enough for it even if steps are left."""
     fresh: bool = False
     """Redo all stages."""
     corpus_bytes: int = 10_000_000

@@ -143,9 +143,19 @@ def prepare_data(workspace: Workspace) -> tuple[dict[str, IndexedDataset], bool]
     return {split: IndexedDataset(workspace.data(split)) for split in SPLITS}, reused
 
 
-def prepare_settings(workspace: Workspace, options: QuickstartOptions) -> None:
+def chosen_steps(workspace: Workspace) -> int | None:
+    """Returns how many steps were chosen for the present data by an earlier start, whose training goes on."""
+    data, _, steps = workspace.stage_keys().get("steps", "").partition(" ")
+    return int(steps) if data == workspace.stage_keys().get("data") and steps.isdecimal() else None
+
+
+def record_chosen_steps(workspace: Workspace, steps: int) -> None:
+    workspace.set_stage_key("steps", f"{workspace.stage_keys()['data']} {steps}")
+
+
+def prepare_settings(workspace: Workspace, options: QuickstartOptions, *, steps: int) -> None:
     """Writes the settings of the run; results of a run with other settings or data are removed."""
-    settings = training_settings(workspace, options)
+    settings = training_settings(workspace, options, steps=steps)
     key = stage_key(workspace.stage_keys()["data"], settings)
     if workspace.stage_keys().get("training") != key:
         workspace.set_stage_key("training", None)
@@ -155,17 +165,17 @@ def prepare_settings(workspace: Workspace, options: QuickstartOptions) -> None:
         workspace.set_stage_key("training", key)
 
 
-def training_settings(workspace: Workspace, options: QuickstartOptions) -> dict[str, dict[str, Any]]:
+def training_settings(workspace: Workspace, options: QuickstartOptions, *, steps: int) -> dict[str, dict[str, Any]]:
     """Returns all settings of `petatron train` but the layout and the time limit, by section of the schema."""
     return {
         "model": dict(options.model),
         "optim": {"lr": 4e-3, "weight_decay": 0.1, "adam_beta2": 0.99},
-        "schedule": {"lr_decay_style": "cosine", "min_lr": 2e-4, "lr_warmup_iters": max(1, options.steps // 20)},
+        "schedule": {"lr_decay_style": "cosine", "min_lr": 2e-4, "lr_warmup_iters": max(1, steps // 20)},
         "train": {
-            "train_iters": options.steps,
+            "train_iters": steps,
             "micro_batch_size": options.batch_size,
             "global_batch_size": options.batch_size,
-            "eval_interval": max(1, options.steps // 4),
+            "eval_interval": max(1, steps // 4),
             "eval_iters": 10,
             "device": "cpu",
         },
@@ -175,13 +185,13 @@ def training_settings(workspace: Workspace, options: QuickstartOptions) -> dict[
         },
         "tokenizer": {"tokenizer_model": str(workspace.tokenizer)},
         "checkpoint": {"save": str(workspace.training), "load": str(workspace.training)},
-        "log": {"log_interval": max(1, min(20, options.steps // 4))},
+        "log": {"log_interval": max(1, min(20, steps // 4))},
     }
 
 
-def training_flags(workspace: Workspace, options: QuickstartOptions) -> list[str]:
+def training_flags(workspace: Workspace, options: QuickstartOptions, *, minutes: float) -> list[str]:
     """Returns the arguments of `petatron train`."""
-    limit = ["--exit-duration-in-mins", f"{options.minutes:g}"]
+    limit = ["--exit-duration-in-mins", f"{minutes:g}"]
     return ["--config", str(workspace.settings), "--tp", str(options.tensor_parallel), *limit]
 
 

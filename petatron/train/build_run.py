@@ -117,6 +117,8 @@ class DataLoaders:
     train: BatchLoader
     valid: BatchLoader | None
     test: BatchLoader | None
+    warnings: tuple[str, ...] = ()
+    """What makes the data too small for the run; it has been logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ def _build_batch_loaders(
         train=make(datasets.train),
         valid=make(datasets.valid) if datasets.valid is not None else None,
         test=make(datasets.test) if datasets.test is not None else None,
+        warnings=datasets.warnings,
     )
 
 

@@ -12,12 +12,14 @@ import torch
 from petatron.base.device import DeviceInfo, DeviceKind, peak_memory_bytes
 from petatron.base.errors import CheckpointError, TrainError
 from petatron.base.log import get_logger
+from petatron.base.text import count_with_noun
 from petatron.data.batch_loader import BatchLoader
 from petatron.estimate.flops import model_flops_per_token
 from petatron.estimate.memory.forecast import memory_log_line
 from petatron.models.batch import Batch
 from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
 from petatron.train.build_run import DataLoaders
+from petatron.train.evaluation import InterruptedEvaluation, evaluate
 from petatron.train.report.closing_summary import Activity, RunTotals
 from petatron.train.report.metrics import (
     IntervalMeter,
@@ -32,7 +34,7 @@ from petatron.train.report.metrics import (
 from petatron.train.report.profiler import StepProfiler
 from petatron.train.report.task_evaluation import TaskEvaluator
 from petatron.train.report.text_samples import TextSampler
-from petatron.train.signals import EvaluationStopCheck, StopMonitor, time_limit_left_s
+from petatron.train.signals import StopMonitor, time_limit_left_s
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 
@@ -72,6 +74,7 @@ class TrainLoop:
         self._sampler, self._task_evaluator = sampler, task_evaluator
         self.totals = RunTotals(first_iteration=state.progress.iteration, first_tokens=state.progress.consumed_tokens)
         self._last_saved_iteration: int | None = None
+        self._saving = False
         self._pending_save_iteration: int | None = None
         self._last_validation: tuple[int, float] | None = None
         self._profiler = StepProfiler(
@@ -140,8 +143,29 @@ class TrainLoop:
         return stopped
 
     def _stop_monitor(self) -> StopMonitor:
-        saves = self._state.checkpoint_manager is not None
-        return StopMonitor(self._run.train, self._state.mesh.control, will_save=saves, started_s=self._started_s)
+        saver = self._state.checkpoint_manager
+        saves = saver is not None
+        return StopMonitor(
+            self._run.train,
+            self._state.mesh.control,
+            will_save=saves,
+            started_s=self._started_s,
+            is_saving=lambda: self._saving or (saver is not None and saver.is_saving),
+            on_forced_end=self._log_forced_end,
+        )
+
+    def _log_forced_end(self, reason: str) -> None:
+        """Says, from another thread, that the run ends within a step, and what is lost; the state is that of the last finished one."""
+        iteration, first = self._state.progress.iteration, self.totals.first_iteration
+        saved = self.totals.saved_iteration
+        folder = self._run.checkpoint.load if saved is None else self._run.checkpoint.save
+        last = first if saved is None else saved
+        lost = count_with_noun(iteration - last, "finished step")
+        where = f"The last checkpoint is that of iteration {last} in {folder}" if last else "No checkpoint was saved"
+        self._log_event(
+            f"stopping at iteration {iteration}: {reason}, and iteration {iteration + 1} is not finished. {where}: {lost} "
+            f"and the one under way are lost"
+        )
 
     def _run_iteration(self, stopping: StopMonitor) -> str | None:
         """Runs one step, and what is due after it: log line, evaluation, samples, checkpoint. Returns why to stop early, if so."""
@@ -181,6 +205,8 @@ class TrainLoop:
                 self._log_stop(stopped)
                 if state.progress.iteration > began_at:
                     self._save(last=True)
+                if stopped is not None:
+                    stopping.lift_deadline()
             for split, loader in (("valid", self._loaders.valid), ("test", self._loaders.test)):
                 if stopped is None:
                     stopped = self._evaluate(loader, split, stopping, will_save=False)
@@ -307,8 +333,9 @@ class TrainLoop:
         if saver is None:
             return
         with self._not_training("saving"):
-            self._finish_save_or_log()
+            self._saving = True
             try:
+                self._finish_save_or_log()
                 if self._last_saved_iteration != iteration:
                     self._state.save(wait=not self._run.checkpoint.async_save)
                     self._pending_save_iteration = iteration
@@ -318,6 +345,8 @@ class TrainLoop:
                 if last:
                     raise
                 self._log_failed_save(error)
+            finally:
+                self._saving = False
 
     def _poll_async_save(self) -> None:
         """Reports an async save that has finished."""
@@ -358,39 +387,3 @@ class TrainLoop:
     def _write_record(self, record: MetricRecord) -> None:
         for sink in self._sinks:
             sink.write(record)
-
-
-@dataclass(frozen=True, slots=True)
-class InterruptedEvaluation:
-    """An evaluation that was stopped after so many batches."""
-
-    reason: str
-    completed_batches: int
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluatedLosses:
-    """The means of an evaluation: the objective, and each loss by name."""
-
-    loss: float
-    named_losses: dict[str, float]
-
-
-def evaluate(
-    state: TrainState, loader: BatchLoader, stop_check: EvaluationStopCheck | None = None
-) -> EvaluatedLosses | InterruptedEvaluation:
-    """Returns the mean losses per token over the first `eval_iters` batches of a split; the same batches every time."""
-    size = state.run.train.global_batch_size
-    model = state.model
-    total = torch.zeros(len(model.io.losses), dtype=torch.float64, device=state.mesh.device)
-    tokens = torch.zeros_like(total)
-    for index in range(state.run.train.eval_iters):
-        why = stop_check.stop_reason(index) if stop_check is not None else None
-        if why is not None:
-            return InterruptedEvaluation(why, index)
-        batches = loader.next_step(size, index * size)
-        losses, counts = model.evaluate_losses([batch.to(state.mesh.device) for batch in batches])
-        total, tokens = total + losses, tokens + counts
-    means = total / tokens
-    objective, *by_name = torch.cat([model.objective(means).reshape(1), means]).tolist()
-    return EvaluatedLosses(objective, {loss.name: mean for loss, mean in zip(model.io.losses, by_name, strict=True)})

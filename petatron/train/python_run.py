@@ -23,7 +23,8 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.infer.generate import generate
 from petatron.mesh.launch.environment import imports_from_env, read_environment
 from petatron.train.build_run import launch, open_tokenizer
-from petatron.train.loop import EvaluatedLosses, InterruptedEvaluation, TrainLoop, evaluate
+from petatron.train.evaluation import EvaluatedLosses, InterruptedEvaluation, evaluate
+from petatron.train.loop import TrainLoop
 from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
 from petatron.train.report.metrics import MetricRecord, MetricSink
 from petatron.train.report.out_of_memory import report_out_of_memory

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from petatron.base.device import DeviceInfo
 from petatron.base.errors import TrainError
 from petatron.base.log import get_logger
 from petatron.base.safe_files import write_atomic
@@ -102,7 +101,7 @@ def open_sinks(start: RunStart, opened: OpenedRun, directory: Path, *, console: 
     try:
         if opened.state.mesh.rank == 0:
             _write_config(directory / CONFIG_FILE, saved_yaml(start.loaded))
-        _write_header(start, sinks, opened.header_lines, opened.device, iteration=iteration)
+        _write_header(start, sinks, opened, iteration=iteration)
     except BaseException:
         close_sinks(sinks)
         raise
@@ -114,13 +113,13 @@ def close_sinks(sinks: Sequence[MetricSink]) -> None:
         sink.close()
 
 
-def _write_header(
-    start: RunStart, sinks: Sequence[MetricSink], header_lines: Sequence[str], device: DeviceInfo, *, iteration: int
-) -> None:
+def _write_header(start: RunStart, sinks: Sequence[MetricSink], opened: OpenedRun, *, iteration: int) -> None:
     origins = {path: str(origin) for path, origin in start.loaded.origins.items() if origin.is_explicit}
-    facts: Mapping[str, Any] = {"environment": environment_facts(device), "origins": origins}
-    records = [event_record(text, iteration=iteration) for text in header_lines]
-    records += [event_record(text, iteration=iteration, detail=True) for text in start.header.details()]
+    facts: Mapping[str, Any] = {"environment": environment_facts(opened.device), "origins": origins}
+    # The console has shown warnings of the data when the data was opened.
+    details = [*start.header.details(), *(f"WARNING: {text}" for text in opened.loaders.warnings)]
+    records = [event_record(text, iteration=iteration) for text in opened.header_lines]
+    records += [event_record(text, iteration=iteration, detail=True) for text in details]
     records[0] |= facts
     for sink in sinks:
         for record in records:

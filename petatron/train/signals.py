@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +13,10 @@ import torch
 from petatron.base.log import get_logger
 from petatron.config import TrainConfig
 from petatron.mesh import collectives
+from petatron.mesh.diagnose.failure_report import CommunicationError
 from petatron.mesh.mesh import Axis
+from petatron.train.signal_deadline import SIGNALS, SignalThread
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EVALUATION_CHECK_INTERVAL_S = 0.5
 _log = get_logger(__name__)
 
@@ -37,12 +36,23 @@ class StopMonitor:
     iteration in which the signal came.
 
     An evaluation may last for hours, so ranks poll within it too (`evaluation_stop_check`), over the same group and in the same way.
+
+    A step that does not end within `--exit-signal-grace-s` of SIGTERM is not waited for (`signal_deadline.py`).
     """
 
     def __init__(
-        self, config: TrainConfig, control: Axis, *, will_save: bool = True, started_s: float | None = None
+        self,
+        config: TrainConfig,
+        control: Axis,
+        *,
+        will_save: bool = True,
+        started_s: float | None = None,
+        is_saving: Callable[[], bool] = lambda: False,
+        on_forced_end: Callable[[str], None] = lambda reason: None,
     ) -> None:
+        """`is_saving` tells whether a checkpoint is being written, `on_forced_end` reports that the run ends within a step, and why."""
         self._config = config
+        self._is_saving, self._on_forced_end = is_saving, on_forced_end
         self._control = control
         self._started_s = time.monotonic() if started_s is None else started_s
         self._stop_point = "after this step" if control.size == 1 else "after the next step"
@@ -51,22 +61,34 @@ class StopMonitor:
         self._sigint_received = False
         self._pending_all_reduce: tuple[torch.Tensor, collectives.Handle] | None = None
         self._previous_handlers: dict[int, object] = {}
-        self._signal_logger: _SignalLogger | None = None
+        self._signal_thread: SignalThread | None = None
 
     def __enter__(self) -> StopMonitor:
-        for number in _SIGNALS:
+        for number in SIGNALS:
             self._previous_handlers[number] = signal.signal(number, self._handle_signal)
-        if self._control.rank == 0:
-            self._signal_logger = _SignalLogger(self._log_signal)
+        self._signal_thread = SignalThread(
+            rank=self._control.rank,
+            grace_s=self._config.exit_signal_grace_s,
+            on_signal=self._log_signal if self._control.rank == 0 else lambda number: None,
+            is_saving=self._is_saving,
+            on_forced_end=self._on_forced_end,
+        )
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._signal_logger is not None:
-            self._signal_logger.close()
-        if self._pending_all_reduce is not None and exception[0] is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        assert self._signal_thread is not None
+        if isinstance(error, CommunicationError) and self._signal_thread.is_overdue():
+            self._signal_thread.end("received SIGTERM, and other ranks have ended")  # they were overdue too
+        self._signal_thread.close()
+        if self._pending_all_reduce is not None and kind is None:
             self._pending_all_reduce[1].wait()  # leave no all-reduce pending
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+    def lift_deadline(self) -> None:
+        """Ends no run any more: its last state is saved."""
+        if self._signal_thread is not None:
+            self._signal_thread.disarm()
 
     def _handle_signal(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGINT and self._sigint_received:
@@ -153,37 +175,3 @@ class EvaluationStopCheck:
         self._last_check_s, self._previous_stride, self._stride = now_s, self._stride, stride
         self._next_check_batch = batch + stride
         return reason
-
-
-class _SignalLogger:
-    """A thread that logs each signal once.
-
-    A handler would be the wrong place. Python runs it on the main thread after the current library call returns, which may wait for the
-    device for seconds; and it may interrupt a write to the terminal, where another write is an error. The wake-up file descriptor gets
-    the signal number at once, and a thread may write freely.
-    """
-
-    def __init__(self, on_signal: Callable[[int], None]) -> None:
-        self._on_signal = on_signal
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._write_fd, False)  # as `set_wakeup_fd` requires
-        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
-        self._thread.start()
-
-    def _listen(self) -> None:
-        logged: set[int] = set()
-        while True:
-            for number in os.read(self._read_fd, 64):
-                if number == 0:
-                    return
-                if number in _SIGNALS and number not in logged:
-                    logged.add(number)
-                    self._on_signal(number)
-
-    def close(self) -> None:
-        signal.set_wakeup_fd(self._previous_wakeup_fd)
-        os.write(self._write_fd, b"\0")  # no signal has the number 0
-        self._thread.join()
-        os.close(self._read_fd)
-        os.close(self._write_fd)

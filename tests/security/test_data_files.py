@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 
@@ -22,6 +23,7 @@ from petatron.config import load_config
 from petatron.config.absolute_paths import with_absolute_paths
 from petatron.config.checks.preflight import preflight
 from petatron.config.nccl_communicators import communicator_problems
+from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.parallel import ParallelConfig
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig, TokenizerConfig
@@ -363,8 +365,8 @@ def test_a_tokenizer_of_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytes
         ('data: {data_cache_path: "a\\ud800b"}', "holds the character .ud800, which no path"),
         ("model: {num_layers: " + "9" * 5000 + "}", "num_layers"),
         ("? [a, b]\n: 1\n", "has a list or a mapping for a key"),
-        ("&a [*a]", "is not a mapping"),
-        ("model: &a {num_layers: *a}", "takes one value"),
+        ("&a [*a]", "an alias .* is inside of what it names"),
+        ("model: &a {num_layers: *a}", "an alias .* is inside of what it names"),
         ("!!python/object/apply:os.system ['true']", "is not a mapping"),
         ("\x01", "is not valid YAML"),
     ],
@@ -473,3 +475,35 @@ def test_fifos_are_left_out_of_a_corpus_and_no_timelines(tmp_path: Path) -> None
     assert corpus._read(tmp_path / "x.py") == ""
     with pytest.raises(PetatronError, match=", not a file"):
         read_measured(tmp_path / "x.py")
+
+
+@pytest.mark.parametrize("code", [6, 7])
+def test_token_files_of_floating_point_numbers_are_refused(
+    tmp_path: Path, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dtype = {6: np.dtype("<f8"), 7: np.dtype("<f4")}[code]
+    np.full(20, np.nan, dtype).tofile(tmp_path / "data.bin")
+    lengths, offsets = np.array([20], "<i4"), np.array([0], "<i8")
+    head = HEADER.pack(MAGIC, 1, code, 1, 2)
+    index = head + lengths.tobytes() + offsets.tobytes() + np.array([0, 1], "<i8").tobytes()
+    (tmp_path / "data.idx").write_bytes(index)
+    prefix = str(tmp_path / "data")
+    for vocab_size in (257, None):
+        run = RunConfig(model=ModelConfig(seq_length=8, vocab_size=vocab_size), data=DataConfig(data_path=(prefix,)))
+        with pytest.raises(DataError, match=rf"data\.idx says that data\.bin holds {dtype} numbers, and token ids are"):
+            build_datasets(run, None, (1, 0, 0))
+    assert main(["data", "inspect", prefix, "--tokenizer-type", "ByteTokenizer"]) == 1
+    assert "token ids are whole numbers" in capsys.readouterr().err
+    assert main(["data", "inspect", prefix]) == 0
+    assert "nan nan nan" in capsys.readouterr().out
+
+
+def test_a_file_name_that_is_no_text_is_named_by_data_fetch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    with open(os.fsencode(folder) + b"/caf\xe9.jsonl", "w") as file:
+        file.write('{"text": "a"}\n')
+    words = ["--hub", str(tmp_path), "--files", "*.jsonl", "--output", str(tmp_path / "out")]
+    assert main(["data", "fetch", "owner/name", *words]) == 1
+    assert r"files whose names are not UTF-8: caf\udce9.jsonl. Rename them" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

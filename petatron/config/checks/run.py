@@ -137,6 +137,7 @@ def _length(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem
     yield from _first_batch(config)
     yield from at_least("eval_iters", train.eval_iters, 0)
     yield from above("exit_duration_in_mins", train.exit_duration_in_mins, 0)
+    yield from at_least("exit_signal_grace_s", train.exit_signal_grace_s, 0)
     yield from at_least("seed", train.seed, 0)
 
 

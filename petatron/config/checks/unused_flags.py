@@ -72,6 +72,7 @@ _TRAINING_SETTINGS = (
     "eval_iters",
     "exit_interval",
     "exit_duration_in_mins",
+    "exit_signal_grace_s",
     "check_for_nan_in_loss_and_grad",
     "save",
     "save_interval",

@@ -15,6 +15,7 @@ from petatron.config.schema.numeric_bounds import (
     PortNumber,
     RankCount,
     SampleCount,
+    Seconds,
     Seed,
     SmallCount,
 )
@@ -154,6 +155,8 @@ class RawTrainConfig:
     """Save and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: Minutes | None = None
     """Save and exit after this many minutes."""
+    exit_signal_grace_s: Seconds = 25.0
+    """Seconds after SIGTERM within which the step must end; then the run exits (code 143) without saving. 0 means no limit."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when the loss or a gradient is not finite (weights are never updated with such gradients)."""
     seed: Seed = 1234

@@ -20,7 +20,7 @@ from petatron.base.safe_files import symlink_target_outside
 from petatron.base.terminal_escape import printable, raw_output
 from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import not_a_file_reason, read_limited_bytes, reading_untrusted
-from petatron.config.yaml_depth_limit import depth_limited_loader
+from petatron.config.yaml_limits import limited_loader
 from petatron.data.data_file_error import data_file_error
 
 HUB_URL = "https://huggingface.co"
@@ -92,6 +92,11 @@ class FolderHub:
                 f"network, `hf download {repository} --repo-type dataset --local-dir {folder}` puts them there."
             )
         names = tuple(sorted(_files_below(folder)))
+        strange = [printable(name) for name in names if not _is_text(name)]
+        if strange:
+            raise DataError(
+                f"{folder} has files whose names are not UTF-8: {abbreviate_names(strange)}. Rename them; a dataset of the hub has none."
+            )
         return HubDataset(repository, None, _card_licence(folder), str(folder), names)
 
     def file_sizes(self, dataset: HubDataset, names: Sequence[str]) -> dict[str, int]:
@@ -117,6 +122,11 @@ def _files_below(folder: Path) -> Iterator[str]:
         yield from (Path(place, name).relative_to(folder).as_posix() for name in files if not name.startswith("."))
 
 
+def _is_text(name: str) -> bool:
+    """Whether a file's name is text: Python keeps other bytes of it as surrogates, which nothing can write."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
 def _card_licence(folder: Path) -> str | None:
     """The licence of a dataset card's YAML head."""
     if not os.path.lexists(folder / "README.md"):
@@ -128,7 +138,7 @@ def _card_licence(folder: Path) -> str | None:
         head = re.match(
             r"---\r?\n(.*?)^---", read_limited_bytes(card, _MAX_CARD_BYTES).decode(), re.DOTALL | re.MULTILINE
         )
-        settings = yaml.load(head[1], depth_limited_loader()) if head else None
+        settings = yaml.load(head[1], limited_loader()) if head else None
     return licence_text(settings.get("license")) if isinstance(settings, dict) else None
 
 

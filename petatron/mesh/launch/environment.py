@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -50,6 +51,7 @@ TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 # Step ids from here up are not made by srun: 0xfffffffa is an interactive step, then come batch, extern and pending.
 FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
 ECHO_DELAY_S = 2
+EXIT_NOTICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,13 +318,23 @@ def run_rank_main(main: Callable[[], int], *, env: Mapping[str, str] = os.enviro
     return code
 
 
+def exit_rank(code: int, text: str, *, env: Mapping[str, str] = os.environ) -> NoReturn:
+    """Ends this rank from any thread, with a report for its launcher, or for ranks that no launcher of this machine would end."""
+    if env.get(ERROR_FILE):
+        write_error_file(env[ERROR_FILE], message=text, text=text, echo=False)
+    peers = threading.Thread(target=_notify_peers, args=(text, env), daemon=True)
+    peers.start()
+    peers.join(EXIT_NOTICE_S)  # their store may be gone, and nothing here may wait for it
+    os._exit(code)
+
+
 def _notify_peers(text: str, env: Mapping[str, str]) -> None:
     """Notifies ranks that no launcher of this machine would end."""
     try:
         environment = read_environment(env)
     except LaunchError:  # the environment may be what is wrong
         return
-    if environment.store_file is None:
+    if environment.store_file is None and environment.world_size > 1:
         from petatron.mesh.launch.rendezvous import notify_peers
 
         notify_peers(environment, text)

@@ -5,7 +5,8 @@ Here the first failure ends the run within `grace_s` plus a moment, and the user
 
 Signals. Ranks run in a session of their own, so Ctrl-C in a terminal reaches only this process, which forwards it
 exactly once: a rank that handles it as "save and exit" is not interrupted again while saving, and may take as long as it needs.
-A second Ctrl-C means "now", and kills. SIGHUP (a closed terminal) is forwarded as SIGTERM. A run that a signal ended before its
+A second Ctrl-C means "now", and kills; so does a second SIGTERM, a moment after it has been forwarded for ranks to say what is lost.
+SIGHUP (a closed terminal) is forwarded as SIGTERM. A run that a signal ended before its
 ranks could end by themselves has the exit code 128 + that signal, however its ranks died.
 
 Orphans. If this process is killed in a way nothing can catch, the kernel kills the ranks (PR_SET_PDEATHSIG, Linux);
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -33,6 +34,7 @@ from petatron.base.errors import LaunchError
 from petatron.base.terminal_escape import escaped_output, raw_stream
 from petatron.mesh.diagnose import failure_report
 from petatron.mesh.launch.environment import RankEnvironment, rank_variables, secret_from_env
+from petatron.mesh.launch.received_signals import ReceivedSignals
 from petatron.mesh.launch.scratch_folder import RANKS_PREFIX, scratch_folder
 
 POLL_INTERVAL_S = 0.05
@@ -99,35 +101,6 @@ class RankProcess:
         if self.ended_at is None and self.process.poll() is not None:
             self.ended_at = time.time()
         return self.ended_at is None
-
-
-@dataclass(slots=True)
-class ReceivedSignals:
-    """Signals this process received while the ranks ran."""
-
-    signals: list[signal.Signals] = field(default_factory=list)
-
-    @property
-    def killing(self) -> bool:
-        """Whether a second Ctrl-C has killed the ranks."""
-        return self.signals.count(signal.SIGINT) > 1
-
-    def caused_exit(self, code: int) -> bool:
-        """Whether a rank with this exit code died of a forwarded signal, which needs no error report.
-
-        Ranks die of it in many ways: by the signal itself, as Python exits on Ctrl-C, or because their peers did. Only the
-        kernel's SIGKILL is never the result of a signal that can be caught.
-        """
-        if not self.signals:
-            return False
-        if code == -signal.SIGKILL:
-            return self.killing
-        return code < 0 or code in {128 + number for number in self.signals}
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of a program that such a signal ended: 128 + the one that killed, or the one that was forwarded."""
-        return 128 + (signal.SIGINT if self.killing else self.signals[0])
 
 
 def _rank_environments(
@@ -212,7 +185,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 @contextlib.contextmanager
 def _forward_signals(ranks: list[RankProcess], *, interactive: bool = False) -> Iterator[ReceivedSignals]:
-    """Forwards SIGINT, SIGTERM and SIGHUP to the ranks while open; the second SIGINT kills them, unless rank 0 decides."""
+    """Forwards SIGINT, SIGTERM and SIGHUP to the ranks while open; a second one ends them at once, unless rank 0 decides."""
     received = ReceivedSignals()
     if threading.current_thread() is not threading.main_thread():
         yield received  # only the main thread may install handlers
@@ -220,9 +193,14 @@ def _forward_signals(ranks: list[RankProcess], *, interactive: bool = False) -> 
 
     def handle(number: int, _frame: FrameType | None) -> None:
         already = bool(received.signals)
-        received.signals.append(signal.Signals(number))
+        received.add(signal.Signals(number))
         if interactive and number == signal.SIGINT:
             _signal_all(ranks[:1], signal.SIGINT)
+        elif received.killing and number != signal.SIGINT:
+            _signal_all(ranks, signal.SIGTERM)
+            kill = threading.Timer(TERMINATE_GRACE_S, _signal_all, (ranks, signal.SIGKILL))
+            kill.daemon = True
+            kill.start()
         elif received.killing:
             _signal_all(ranks, signal.SIGKILL)
         elif not already:

@@ -72,6 +72,7 @@ _IGNORED_SETTINGS = (
     "train.cuda_graphs",  # no bit depends on it; older checkpoints have a boolean
     "train.exit_interval",
     "train.exit_duration_in_mins",
+    "train.exit_signal_grace_s",
 )
 
 

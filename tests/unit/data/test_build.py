@@ -18,6 +18,7 @@ from petatron.data.build_datasets import build_datasets
 from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.sample_dataset import SampleDataset
 from petatron.data.tokenizer import ByteTokenizer
+from tests.heard import heard
 
 from .conftest import MakeDataset
 
@@ -143,3 +144,44 @@ def test_mock(tmp_path: Path) -> None:
         build_datasets(config, None, (5, 0, 0))
     sized = replace(config, model=replace(config.model, vocab_size=4))
     assert max(tokens(build_datasets(sized, None, (5, 0, 0)).train)) == 3
+
+
+def warnings_of(config: RunConfig, counts: tuple[int, int, int]) -> tuple[str, ...]:
+    with heard("petatron.data.build_datasets", level=logging.WARNING) as said:
+        found = build_datasets(config, None, counts).warnings
+    assert said == [f"WARNING: {text}" for text in found]
+    return found
+
+
+def test_data_that_are_too_small_are_told_in_one_line_each(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    tiny = make_dataset([list(range(7))], "tiny")
+    config = run_config(tmp_path, data_path=(tiny,), split="1")
+    assert warnings_of(config, (100, 0, 0)) == (
+        f"few tokens for training: {tiny} has 7 tokens, and one sample has 8, which repeats them 1.1 times; the run repeats them 114 times",
+    )
+    book = make_dataset(hundreds(0, 10), "book")
+    config = run_config(tmp_path, data_path=(book,), split="8,1,1")
+    assert warnings_of(config, (200, 0, 0)) == (
+        f"many epochs: {book} has 80 tokens, which the run reads 20.0 times. Above about 16 epochs a model mostly memorizes: "
+        "use more data, or fewer iterations",
+    )
+    single, repeated = warnings_of(config, (100, 300, 0))
+    assert single.startswith(
+        f"the validation split is a single document: one of {book} (10 tokens). Its loss tells about"
+    )
+    assert repeated == (
+        "an evaluation reads the 10 tokens of the validation split 80.0 times; --eval-iters 1 reads them about once"
+    )
+    config = replace(config, train=replace(config.train, eval_iters=2), data=replace(config.data, split="1,1"))
+    assert warnings_of(config, (100, 60, 0)) == ()
+
+
+def test_each_small_source_of_a_blend_is_named_and_a_long_list_is_counted(
+    make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    web = make_dataset(hundreds(0, 20), "web")
+    small = [make_dataset(hundreds(0, 1), f"small{number}") for number in range(5)]
+    words = ["9", web, *(word for prefix in small for word in ("1", prefix)), "1", small[0]]
+    [text] = warnings_of(run_config(tmp_path, data_path=tuple(words), split="1"), (330, 0, 0))
+    assert web not in text and small[2] in text and small[3] not in text and "; and 2 more datasets. Above" in text
+    assert f"{small[0]} has 10 tokens, which the run reads 35.2 times; {small[1]} has" in text

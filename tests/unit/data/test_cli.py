@@ -45,6 +45,9 @@ def test_preprocess_inspect_merge(corpus: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "documents          2" in printed and "tokens             28" in printed and "uint16" in printed
     assert "min 12" in printed and "max 16" in printed and "second document" in printed
+    assert (
+        "default split      train 2 documents, validation 0 documents, test 0 documents (--split 969,30,1)" in printed
+    )
     assert main(["data", "inspect", prefix]) == 0
     assert "104 101 108 108 111" in (printed := capsys.readouterr().out) and "give --tokenizer-model" in printed
     merged = str(corpus.parent / "merged")

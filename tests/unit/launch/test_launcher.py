@@ -8,12 +8,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from petatron.base.errors import LaunchError
 from petatron.mesh.launch.local_launcher import run_ranks
+from tests.load_deadline import scaled, wait_until, within
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -32,14 +34,31 @@ def child(body: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
+def _hang_ups_are_ignored() -> Iterator[None]:
+    """As under nohup, which every process inherits: a test whose subject is a signal restores it where it starts one."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-def start_launcher(tmp_path: Path, command: list[str], **options: object) -> subprocess.Popen[str]:
-    """The launcher as a process of its own, to send it signals."""
+def start_launcher(
+    tmp_path: Path, command: list[str], *, ignored: tuple[str, ...] = (), **options: object
+) -> subprocess.Popen[str]:
+    """The launcher as a process of its own, to send it signals; it heeds all but those it is told to ignore."""
     arguments = "".join(f", {name}={value!r}" for name, value in options.items())
-    code = f"import sys\nfrom petatron.mesh.launch.local_launcher import run_ranks\nsys.exit(run_ranks({command!r}{arguments}))"
+    heeded = [name for name in ("SIGHUP", "SIGTERM", "SIGINT") if name not in ignored]
+    code = (
+        "import signal, sys\n"
+        f"for name in {heeded}: signal.signal(signal.Signals[name], signal.SIG_DFL)\n"
+        f"for name in {list(ignored)}: signal.signal(signal.Signals[name], signal.SIG_IGN)\n"
+        "from petatron.mesh.launch.local_launcher import run_ranks\n"
+        f"sys.exit(run_ranks({command!r}{arguments}))"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -51,10 +70,7 @@ def start_launcher(tmp_path: Path, command: list[str], **options: object) -> sub
 
 
 def wait_for(paths: list[Path], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, f"never appeared: {[path for path in paths if not path.exists()]}"
-        time.sleep(0.02)
+    wait_until(lambda: all(path.exists() for path in paths), f"all of {', '.join(map(str, paths))}", seconds=timeout_s)
 
 
 def alive(pid: int) -> bool:
@@ -96,9 +112,8 @@ def test_a_failing_rank_stops_the_others_and_is_shown_once(capfd: pytest.Capture
         raise ValueError("the number was " + "odd")
     time.sleep(60)
     """
-    begin = time.monotonic()
-    code = run_ranks(child(body), nproc=4, grace_s=0.3)
-    assert time.monotonic() - begin < 15
+    with within(15, "ending the other ranks"):
+        code = run_ranks(child(body), nproc=4, grace_s=0.3)
     err = capfd.readouterr().err
     assert code == 1
     assert err.count("Traceback (most recent call last)") == 1
@@ -179,9 +194,21 @@ def test_a_signal_is_passed_on_once_and_ranks_end_cleanly(tmp_path: Path, sent: 
     launcher = start_launcher(tmp_path, child(body), nproc=2, grace_s=0.0)
     wait_for([tmp_path / "up0", tmp_path / "up1"])
     launcher.send_signal(signal.Signals[sent])
-    output, _ = launcher.communicate(timeout=20)
+    output, _ = launcher.communicate(timeout=scaled(20))
     assert launcher.returncode == 0, output
     assert [(tmp_path / f"saved{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    body = SAVE_ON_SIGNAL.format(name="SIGTERM", folder=tmp_path)
+    launcher = start_launcher(tmp_path, child(body), nproc=1, ignored=("SIGHUP",))
+    wait_for([tmp_path / "up0"])
+    launcher.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(0.5)
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=scaled(20))
+    assert launcher.returncode == 0, output
 
 
 def test_a_second_interrupt_kills(tmp_path: Path) -> None:
@@ -197,7 +224,7 @@ def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     launcher.send_signal(signal.SIGINT)
     wait_for([tmp_path / "got0", tmp_path / "got1"])
     launcher.send_signal(signal.SIGINT)
-    output, _ = launcher.communicate(timeout=20)
+    output, _ = launcher.communicate(timeout=scaled(20))
     assert launcher.returncode == 130, "as of one rank, and as shells say it, however the ranks were ended"
     assert "Stopped by SIGINT" in output
     assert "failed first" not in output
@@ -221,7 +248,7 @@ def test_an_interactive_rank_reads_the_input_and_has_every_interrupt_to_itself(t
     for number in (1, 2, 3):
         launcher.send_signal(signal.SIGINT)
         wait_for([tmp_path / f"got0-{number}"])
-    output, _ = launcher.communicate("typed\n", timeout=20)
+    output, _ = launcher.communicate("typed\n", timeout=scaled(20))
     assert launcher.returncode == 0, output
 
 
@@ -231,9 +258,29 @@ def test_a_signal_before_any_handler_is_not_a_failure_report(tmp_path: Path, nam
     launcher = start_launcher(tmp_path, child(body), nproc=2)
     wait_for([tmp_path / "up0", tmp_path / "up1"])
     launcher.send_signal(signal.Signals[name])
-    output, _ = launcher.communicate(timeout=20)
+    output, _ = launcher.communicate(timeout=scaled(20))
     assert launcher.returncode == code
     assert output.strip() == f"Stopped by {name} before the run could end by itself."
+
+
+def test_a_second_sigterm_ends_ranks_that_heed_none(tmp_path: Path) -> None:
+    """Two within a moment are one: a scheduler signals the launcher and its ranks."""
+    body = f"""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"{tmp_path}/up{{rank}}", "w").close()
+    time.sleep(60)
+    """
+    launcher = start_launcher(tmp_path, child(body), nproc=2)
+    wait_for([tmp_path / "up0", tmp_path / "up1"])
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    launcher.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(2.5)
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=scaled(20))
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert output.strip() == "Stopped by SIGTERM before the run could end by itself."
 
 
 def test_a_rank_that_the_kernel_kills_while_it_saves_is_a_failure(tmp_path: Path) -> None:
@@ -247,7 +294,7 @@ def test_a_rank_that_the_kernel_kills_while_it_saves_is_a_failure(tmp_path: Path
     launcher = start_launcher(tmp_path, child(body), nproc=2)
     wait_for([tmp_path / "up0", tmp_path / "up1"])
     launcher.send_signal(signal.SIGINT)
-    output, _ = launcher.communicate(timeout=20)
+    output, _ = launcher.communicate(timeout=scaled(20))
     assert launcher.returncode == 128 + signal.SIGKILL
     assert "failed first: it was ended by SIGKILL. The kernel does that when memory runs out." in output
 
@@ -265,10 +312,7 @@ def test_ranks_die_with_a_killed_launcher(tmp_path: Path) -> None:
     assert all(alive(pid) for pid in pids)
     launcher.kill()
     launcher.wait()
-    deadline = time.monotonic() + 5
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(alive(pid) for pid in pids)
+    wait_until(lambda: not any(alive(pid) for pid in pids), "the death of all ranks", seconds=5)
 
 
 @pytest.mark.parametrize(

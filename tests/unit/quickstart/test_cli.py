@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import shlex
+import time
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_from_nothing_through_a_time_limit_to_a_sample_and_again(
     space = Workspace(options.out)
     assert "goes on from the checkpoint of iteration 2" in said
     assert [f"[{number}/{NUM_STEPS}]" in said for number in range(1, NUM_STEPS + 1)] == [True] * NUM_STEPS
-    assert f"petatron train --config {space.settings} --tp 2 --exit-duration-in-mins 4" in said
+    assert f"petatron train --config {space.settings} --tp 2 --exit-duration-in-mins 2." in said
     assert "iteration       12/      12" in said, "the run's own log lines are shown"
     assert "this model" in said and "unigram" in said and "import os" in said and "Try next:" in said
 
@@ -132,7 +133,7 @@ def test_training_that_stops_early(
         return 0
 
     monkeypatch.setattr("petatron.mesh.launch.local_launcher.run_ranks", stop)
-    assert _train(space, options, {}) == code
+    assert _train(space, options, {}, started_s=time.monotonic()) == code
     assert told in capfd.readouterr().out
 
 
@@ -141,8 +142,8 @@ def test_the_next_commands_are_commands(options: QuickstartOptions, tmp_path: Pa
     space = Workspace(options.out)
     space.open()
     space.set_stage_key("data", "any")
-    stages.prepare_settings(space, options)
-    lines = [shlex.split(line) for line in next_commands(space, options).splitlines() if "petatron" in line]
+    stages.prepare_settings(space, options, steps=12)
+    lines = [shlex.split(line) for line in next_commands(space, options, steps=12).splitlines() if "petatron" in line]
     assert [line[1] for line in lines] == ["generate", "chat", "verify", "train", "config", "data", "doctor"]
     assert lines[0][2] == lines[1][2] == str(space.training)
     train = load_config(lines[3][2:]).config

@@ -16,10 +16,12 @@ from petatron.quickstart.corpus import Corpus, SourceFile
 from petatron.quickstart.options import QuickstartOptions
 from petatron.quickstart.stages import (
     Workspace,
+    chosen_steps,
     prepare_corpus,
     prepare_data,
     prepare_settings,
     prepare_tokenizer,
+    record_chosen_steps,
     stage_key,
     stop_message,
     training_flags,
@@ -49,7 +51,7 @@ def all_stages(space: Workspace, corpus: Corpus, options: QuickstartOptions) -> 
     assert data["train"].num_documents == len(corpus.train)
     assert data["held_out"].num_documents == len(corpus.held_out)
     before = space.stage_keys().get("training")
-    prepare_settings(space, options)
+    prepare_settings(space, options, steps=options.steps or 800)
     return [first, second, third, before == space.stage_keys()["training"]]
 
 
@@ -75,9 +77,9 @@ def test_training_is_kept_for_another_layout_and_time_limit_but_not_for_other_se
     all_stages(space, CORPUS, options)
     space.training.mkdir()
     (space.training / "checkpoint").write_text("here")
-    prepare_settings(space, dataclasses.replace(options, tensor_parallel=1, minutes=9.0))
+    prepare_settings(space, dataclasses.replace(options, tensor_parallel=1, minutes=9.0), steps=800)
     assert (space.training / "checkpoint").is_file()
-    prepare_settings(space, dataclasses.replace(options, steps=options.steps + 1))
+    prepare_settings(space, options, steps=801)
     assert not space.training.exists()
 
 
@@ -146,10 +148,10 @@ def test_keys_depend_on_every_part() -> None:
 
 def test_the_settings_are_a_valid_run(space: Workspace) -> None:
     options = QuickstartOptions()
-    space.settings.write_text(yaml.safe_dump(training_settings(space, options)))
-    run = load_config(training_flags(space, options)).config
+    space.settings.write_text(yaml.safe_dump(training_settings(space, options, steps=800)))
+    run = load_config(training_flags(space, options, minutes=2.5)).config
     assert run.parallel.tensor_model_parallel_size == run.launch.nproc_per_node == 2
-    assert run.train.train_iters == options.steps and run.train.exit_duration_in_mins == options.minutes
+    assert run.train.train_iters == 800 and run.train.exit_duration_in_mins == 2.5
     assert run.checkpoint.save == run.checkpoint.load == run.log.log_dir == str(space.training)
     assert run.data.valid_data_path == (str(space.data("held_out")),)
 
@@ -165,3 +167,12 @@ def test_why_a_run_stopped(tmp_path: Path) -> None:
     metrics.write_text("{half")
     with pytest.raises(DataError, match=r"cannot be read.*--fresh"):
         stop_message(metrics)
+
+
+def test_the_chosen_steps_belong_to_the_data(space: Workspace) -> None:
+    assert chosen_steps(space) is None
+    space.set_stage_key("data", "one")
+    record_chosen_steps(space, 120)
+    assert chosen_steps(space) == 120, "an interrupted training goes on with the same schedule"
+    space.set_stage_key("data", "two")
+    assert chosen_steps(space) is None

@@ -23,7 +23,8 @@ from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
 from petatron.models.stage_inputs_outputs import LossSpec, ModelIO, StageOutput
 from petatron.train.build_run import RunLength, build_loaders
-from petatron.train.loop import EvaluatedLosses, TrainingResult, TrainLoop, evaluate
+from petatron.train.evaluation import EvaluatedLosses, evaluate
+from petatron.train.loop import TrainingResult, TrainLoop
 from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
