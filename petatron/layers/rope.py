@@ -80,7 +80,8 @@ def _yarn(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     index = torch.arange(spec.rotary_dim // 2, dtype=torch.float32, device="cpu")
-    keep = 1.0 - ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
+    span = 1e-3 if low == high else high - low  # no ramp: Kimi-K2 has beta_fast = beta_slow
+    keep = 1.0 - ((index - low) / span).clamp(0.0, 1.0)
     return inv_freq * (keep + (1.0 - keep) / spec.scaling_factor)
 
 
