@@ -146,7 +146,8 @@ def test_a_model_without_windows_is_written_with_one_where_transformers_needs_it
 def test_longrope_of_latent_attention_has_a_factor_for_each_of_its_rotary_pairs(tmp_path: Path):
     """And not for those of channels without positions."""
     table = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
-    config = {**DEEPSEEK_V3, "qk_rope_head_dim": 4, "num_nextn_predict_layers": 0, "rope_parameters": table}
+    shape = {key: value for key, value in DEEPSEEK_V3.items() if key != "head_dim"}
+    config = {**shape, "qk_rope_head_dim": 4, "num_nextn_predict_layers": 0, "rope_parameters": table}
     assert run_config(config, tmp_path).model.longrope_long_factor == "[2.0, 3.0]"
     with pytest.raises(ConfigError, match="has 2 numbers, and a head has 4 rotary pairs"):
         run_config({**config, "qk_rope_head_dim": 8}, tmp_path)
