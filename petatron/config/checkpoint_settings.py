@@ -43,6 +43,7 @@ class CheckpointSettings:
 
     source: str
     sections: Mapping[str, Mapping[str, Any]]
+    has_weights: bool = True
 
 
 ReadCheckpointSettings = Callable[[CheckpointConfig, str | None], CheckpointSettings]

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.terminal_escape import printable
 from petatron.checkpoint.convert.open_model import ModelSource, open_model_source
+from petatron.checkpoint.model_hub import local_model
 from petatron.hf.configuration import PetatronConfig
 from petatron.hf.generation_cache import PetatronCache
 from petatron.hf.packed_inputs import IGNORED, PackedInputs
@@ -290,7 +291,7 @@ def from_checkpoint(
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape[:2]
     torch.Size([1, 3])
     """
-    source = open_model_source(Path(path), step=step)
+    source = open_model_source(local_model(path, where="from_checkpoint"), step=step)
     return PetatronForCausalLM._open(source, None, dtype=dtype, device=torch.device(device or "cpu"))
 
 

@@ -46,7 +46,8 @@ QWEN2_MOE = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 28,
 }
-DEEPSEEK_V3 = {**SHAPE, "model_type": "deepseek_v3", "first_k_dense_replace": 0}
+DEEPSEEK_V3 = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+DEEPSEEK_V3 |= {"model_type": "deepseek_v3", "first_k_dense_replace": 0}
 KIMI = {
     **SHAPE,
     "model_type": "kimi_linear",
@@ -146,8 +147,7 @@ def test_a_model_without_windows_is_written_with_one_where_transformers_needs_it
 def test_longrope_of_latent_attention_has_a_factor_for_each_of_its_rotary_pairs(tmp_path: Path):
     """And not for those of channels without positions."""
     table = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
-    shape = {key: value for key, value in DEEPSEEK_V3.items() if key != "head_dim"}
-    config = {**shape, "qk_rope_head_dim": 4, "num_nextn_predict_layers": 0, "rope_parameters": table}
+    config = {**DEEPSEEK_V3, "qk_rope_head_dim": 4, "num_nextn_predict_layers": 0, "rope_parameters": table}
     assert run_config(config, tmp_path).model.longrope_long_factor == "[2.0, 3.0]"
     with pytest.raises(ConfigError, match="has 2 numbers, and a head has 4 rotary pairs"):
         run_config({**config, "qk_rope_head_dim": 8}, tmp_path)

@@ -49,7 +49,7 @@ def detect_format(path: Path) -> ModelFormat:
         return "huggingface"
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is not a folder. Give the folder of a model or of checkpoints; names of models on a hub are not downloaded."
+            f"{path} is not a folder. Give the folder of a model or of checkpoints, or the name of a model on the hub (OWNER/NAME)."
         )
     raise CheckpointError(
         f"{path} holds no model: neither steps of Petatron "
