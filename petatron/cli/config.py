@@ -9,7 +9,7 @@ from pathlib import Path
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.output_file import writable_problems
 from petatron.base.text import count_with_noun
-from petatron.cli.train import read_checkpoint
+from petatron.cli.train import read_settings_alone
 from petatron.config.checks.check_all import missing_features
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.load import RawLoadedConfig, resolve_config
@@ -67,7 +67,7 @@ def _show(argv: list[str]) -> int:
         preset=source.preset,
         files=source.files,
         require_training=False,
-        read_checkpoint=read_checkpoint,
+        read_checkpoint=read_settings_alone,
     )
     if problems:
         # In a terminal the table scrolls the beginning away: a count first, and what is wrong last.

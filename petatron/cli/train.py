@@ -16,7 +16,7 @@ USAGE = """usage: petatron train [PRESET] [--config FILE] [flags]
 
 Starts its own ranks with --nproc-per-node (or as many as --tp x --pp x --cp x --dp need), and runs unchanged under
 torchrun and srun. Order: preset, then files, then flags; later wins. `petatron config presets` lists presets.
---from FOLDER starts from a model that exists: of Hugging Face, of a run, or of one step of a run.
+--from FOLDER starts from a model that exists: of Hugging Face (or its name on the hub), of a run, or of one step of a run.
 """
 
 
@@ -60,6 +60,13 @@ def read_checkpoint(config: CheckpointConfig, folder: str | None) -> CheckpointS
     from petatron.train.state.checkpoint_args import read_checkpoint_args
 
     return read_checkpoint_args(config, folder)
+
+
+def read_settings_alone(config: CheckpointConfig, folder: str | None) -> CheckpointSettings:
+    """Returns the same for commands that read no weights: a config.json is enough, and of a model on the hub it alone is downloaded."""
+    from petatron.train.state.checkpoint_args import read_checkpoint_args
+
+    return read_checkpoint_args(config, folder, settings_only=True)
 
 
 def train_rank(argv: list[str]) -> int:

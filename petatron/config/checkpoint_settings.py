@@ -45,6 +45,7 @@ class CheckpointSettings:
     sections: Mapping[str, Mapping[str, Any]]
     imports: tuple[str, ...] = ()
     """The modules of its own that the run imported."""
+    has_weights: bool = True
 
 
 ReadCheckpointSettings = Callable[[CheckpointConfig, str | None], CheckpointSettings]

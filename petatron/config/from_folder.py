@@ -67,6 +67,11 @@ def apply_from_folder(
     )
 
 
+def weights_folder(folder: str, settings: AppliedSettings) -> str:
+    """Returns the folder of the weights: as it was given, or where a name on the hub, or a config.json, is on this machine."""
+    return folder if os.path.isdir(folder) or not settings.origin.detail else settings.origin.detail
+
+
 def hf_load_settings(config: RawRunConfig) -> AppliedSettings:
     """Reports a `--load` of a Hugging Face folder that no run can go on with, or whose model nobody described."""
     load, model = config.checkpoint.load, config.model
@@ -160,6 +165,8 @@ def _taken_notice(
         tokenizer = "no tokenizer, since there is none"
     unless = "" if checkpoint.load is None else f", unless {checkpoint.load} has a checkpoint to continue"
     place = "" if stored.source == folder else f" ({stored.source})"
+    if not stored.has_weights:
+        return f"{FROM_FLAG} {folder}{place} gives the model ({model}) and {tokenizer}; there are no weights beside it"
     return (
         f"{FROM_FLAG} {folder}{place} gives this run the model ({model}), {tokenizer}, and the weights{unless}; the optimizer is "
         "fresh, at iteration 0"

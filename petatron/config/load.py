@@ -21,7 +21,7 @@ from petatron.config.checks.unused_flags import unused_flag_notices
 from petatron.config.derived_defaults import derive_defaults, resolve_derived
 from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
 from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
-from petatron.config.from_folder import WEIGHTS_PATH, apply_from_folder, hf_load_settings
+from petatron.config.from_folder import WEIGHTS_PATH, apply_from_folder, hf_load_settings, weights_folder
 from petatron.config.imports import IMPORTS_PATH, NamedImport, import_modules
 from petatron.config.presets import read_preset
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
@@ -107,7 +107,8 @@ def resolve_config(
     values |= stored.values
     origins |= dict.fromkeys(stored.values, stored.origin)
     if flags.from_folder is not None:
-        values[WEIGHTS_PATH], origins[WEIGHTS_PATH] = flags.from_folder, ValueOrigin("flag", FROM_FLAG)
+        values[WEIGHTS_PATH] = weights_folder(flags.from_folder, stored)
+        origins[WEIGHTS_PATH] = ValueOrigin("flag", FROM_FLAG)
     problems += stored.problems
     suspects |= stored.doubtful_flags
     if name:

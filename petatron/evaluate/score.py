@@ -22,6 +22,7 @@ from petatron.config.required_settings import known_vocab_size
 from petatron.mesh import collectives
 from petatron.models.batch import Batch
 from petatron.models.decoder import GREEDY_TARGETS, TOKEN_LOSSES
+from petatron.models.long_rows import mark_long_rows
 from petatron.parallel.context import split_batch
 from petatron.parallel.parallel_model import ParallelModel
 
@@ -153,6 +154,11 @@ def _score_micro_batches(
     mesh = model.mesh
     local = [plan.indices[mesh.dp.rank * plan.rows :][: plan.rows] for plan in plans]
     batches = [_make_batch([sequences[i] for i in mine], plan, mesh.device) for mine, plan in zip(local, plans)]
+    if model.spec.original_context is not None:
+        lengths = [
+            [len(sequences[i]) - 1 for i in mine] + [0] * (plan.rows - len(mine)) for mine, plan in zip(local, plans)
+        ]
+        batches = [mark_long_rows(batch, model.spec.original_context, each) for batch, each in zip(batches, lengths)]
     outputs = model.forward(batches, collect=(TOKEN_LOSSES, GREEDY_TARGETS))
     sizes = [2 * mesh.dp.size * plan.rows * plan.length for plan in plans]
     flat = torch.zeros(sum(sizes), dtype=torch.float64, device=mesh.device)

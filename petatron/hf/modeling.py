@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.terminal_escape import printable
 from petatron.checkpoint.convert.open_model import ModelSource, open_model_source
+from petatron.checkpoint.model_hub import local_model
 from petatron.hf.configuration import PetatronConfig
 from petatron.hf.generation_cache import PetatronCache
 from petatron.hf.packed_inputs import IGNORED, PackedInputs
@@ -34,6 +35,7 @@ from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
 from petatron.models.hf import folder_shapes
 from petatron.models.hf.folder_config_json import own_config_json
+from petatron.models.long_rows import mark_long_rows
 from petatron.parallel.select_kernels import select_kernels
 
 _ONE_DEVICE = 'Use device_map={"": device}, or leave it out; `petatron generate --tp 2` and the like split a model.'
@@ -160,9 +162,23 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = self.new_cache()
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Leaves out positions: they follow from the attention mask, also where padding is on the right."""
+        """Leaves out positions: they follow from the attention mask, also where padding is on the right.
+
+        A batch that grows beyond the original context of LongRoPE begins anew, with an empty cache.
+        """
+        if self._grows_long(args[0] if args else kwargs["input_ids"], kwargs.get("past_key_values")):
+            kwargs |= {"past_key_values": self.new_cache(), "next_sequence_length": None}
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)
         return {name: value for name, value in prepared.items() if name != "position_ids"}
+
+    def _grows_long(self, input_ids: Tensor, cache: PetatronCache | None) -> bool:
+        context = self.spec.original_context
+        return context is not None and cache is not None and 0 < cache.get_seq_length() <= context < input_ids.shape[1]
+
+    def _is_long(self, inputs: PackedInputs, position_ids: Tensor | None) -> bool:
+        """Whether the batch is beyond the original context of LongRoPE; its longest sequence decides, as in transformers."""
+        context = self.spec.original_context
+        return context is not None and int(inputs.packed_positions(position_ids).max()) >= context
 
     def forward(
         self,
@@ -220,6 +236,9 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
             batches = [inputs.batch(position_ids)]
         else:
             batches = inputs.batches_of_sequences(position_ids)
+        if self.spec.original_context is not None:
+            longest = self.spec.original_context + self._is_long(inputs, position_ids)
+            batches = [mark_long_rows(batch, self.spec.original_context, [longest]) for batch in batches]
         parts = [self.decoder.hidden_states(batch).transpose(0, 1).flatten(0, 1) for batch in batches]
         return self._logits(inputs, parts[0] if len(parts) == 1 else torch.cat(parts), columns)
 
@@ -229,6 +248,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         step, rows = cache.add(inputs)
         order_T = torch.from_numpy(rows).to(inputs.tokens_BS.device)
         tokens_T, positions_T = inputs.packed(inputs.tokens_BS), inputs.packed_positions(position_ids)
+        positions_T = ~positions_T if self._is_long(inputs, position_ids) else positions_T  # `layers/rope.py`
         out = self.decoder.generation_step(tokens_T[order_T], positions_T[order_T], None, step, order_T[:0])
         assert isinstance(out, tuple), "the only stage is the last"
         hidden_TD = torch.empty_like(out[1])
@@ -271,7 +291,7 @@ def from_checkpoint(
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape[:2]
     torch.Size([1, 3])
     """
-    source = open_model_source(Path(path), step=step)
+    source = open_model_source(local_model(path, where="from_checkpoint"), step=step)
     return PetatronForCausalLM._open(source, None, dtype=dtype, device=torch.device(device or "cpu"))
 
 

@@ -88,7 +88,10 @@ class Engine:
         # A page says nothing of the recurrent state after its tokens.
         caching = self.options.prefix_caching and not any_layer_has(model, RecurrentState)
         replicas = range(model.mesh.dp.size)
-        self._schedulers = [Scheduler(self.options, cache, prefix_caching=caching) for _ in replicas]
+        original_context = model.spec.original_context
+        self._schedulers = [
+            Scheduler(self.options, cache, prefix_caching=caching, original_context=original_context) for _ in replicas
+        ]
         self._row_multiple = model.mesh.tp.size if model.sequence_parallel else 1
         self._hidden_size = model.spec.config.hidden_size
         self._shares_experts = shares_experts(model)
@@ -248,7 +251,7 @@ class Engine:
             return None
         ahead, sources = found
         next_layout = StepLayout(ahead, [[0]] * len(ahead), [1] * len(ahead), self._hidden_size)
-        positions = np.array([work.start for work in ahead])
+        positions = np.array([~work.start if work.sequence.is_long else work.start for work in ahead])
         rows = CacheLocations([work.sequence.pages for work in ahead], [work.sequence.slot for work in ahead])
         started = _InFlightStep([next_layout], self._steps.run_graph(sources, positions, rows, sources))
         self._draw(started, pending=1)

@@ -17,7 +17,8 @@ SCRATCH_PAGE = 0
 SCRATCH_SLOT = 0
 """The states of padding are stored here; no sequence has it."""
 
-_ROOT = 0
+_ROOT, _LONG_ROOT = 0, -1
+"""The parents of first pages, in which keys have short or long rotary factors."""
 
 
 class CacheSize(NamedTuple):
@@ -77,10 +78,10 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def find_prefix(self, tokens: Sequence[int], *, at_most: int) -> list[int]:
+    def find_prefix(self, tokens: Sequence[int], *, at_most: int, is_long: bool = False) -> list[int]:
         """Returns the pages of the longest known prefix, of `at_most` tokens, now used once more."""
         pages: list[int] = []
-        parent, size = _ROOT, self.page_size
+        parent, size = _LONG_ROOT if is_long else _ROOT, self.page_size
         while self._prefix_caching and (len(pages) + 1) * size <= at_most:
             begin = len(pages) * size
             page = self._pages_by_prefix.get(_PrefixKey(parent, tuple(tokens[begin : begin + size])))
@@ -92,11 +93,11 @@ class PagePool:
             parent = self._prefixes[page][1]
         return pages
 
-    def add_prefix(self, pages: Sequence[int], tokens: Sequence[int], *, computed: int) -> None:
+    def add_prefix(self, pages: Sequence[int], tokens: Sequence[int], *, computed: int, is_long: bool = False) -> None:
         """Makes the full pages of a sequence, whose first tokens have been computed, findable."""
         if not self._prefix_caching:
             return
-        parent, size = _ROOT, self.page_size
+        parent, size = _LONG_ROOT if is_long else _ROOT, self.page_size
         for number, page in enumerate(pages[: computed // size]):
             if page not in self._prefixes:
                 key = _PrefixKey(parent, tuple(tokens[number * size : (number + 1) * size]))

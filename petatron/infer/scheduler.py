@@ -2,8 +2,8 @@
 
 Requests are served in the order in which they came. A sequence that runs has a slot for recurrent states, and pages. When pages run
 out, the sequence that came last gives both back and waits in front of the queue: what it had is computed again, so its tokens are
-the same. Everything is a function of the requests and
-their tokens, so every rank decides the same without asking.
+the same. A sequence that grows beyond the original context of LongRoPE is computed anew in the same way. Everything is a function of
+the requests and their tokens, so every rank decides the same without asking.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ class ScheduledSequence(NamedTuple):
 class Scheduler:
     """The requests of one replica: waiting, then running until they end or are preempted."""
 
-    def __init__(self, options: EngineOptions, cache: CacheSize, *, prefix_caching: bool) -> None:
-        self._options = options
+    def __init__(
+        self, options: EngineOptions, cache: CacheSize, *, prefix_caching: bool, original_context: int | None = None
+    ) -> None:
+        self._options, self._original_context = options, original_context
         self.pool = PagePool(cache.num_pages, options.page_size, prefix_caching=prefix_caching)
         self.slots = SlotPool(cache.num_slots)
         self.waiting: deque[Sequence] = deque()
@@ -65,6 +67,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSequence]:
         """Returns the next step's work: sequences that decode first, then chunks, those that begin a sequence first."""
         budget = self._options.max_step_tokens
+        self._restart_long_sequences()
         scheduled: list[ScheduledSequence] = []
         preemptions = self.num_preemptions
         for sequence in list(self.running):
@@ -108,6 +111,8 @@ class Scheduler:
                 continue
             if not work.decodes:
                 return None
+            if not sequence.is_long and self._is_long(start + 1):
+                return None
             num_running += 1
             if start + 1 < sequence.max_length:
                 ahead.append(ScheduledSequence(sequence, start, 1))
@@ -126,13 +131,15 @@ class Scheduler:
         sequence.computed = work.start + work.count - len(work.drafts) + accepted
         if sequence.computed // self.pool.page_size > work.start // self.pool.page_size:  # a page is full now
             tokens = [*sequence.tokens, *work.drafts[:accepted]] if accepted else sequence.tokens
-            self.pool.add_prefix(sequence.pages, tokens, computed=sequence.computed)
+            self.pool.add_prefix(sequence.pages, tokens, computed=sequence.computed, is_long=sequence.is_long)
 
     def reserve_drafts(self, sequence: Sequence, wanted: int) -> int:
         """Makes room for drafts after the tokens of a running sequence; returns for how many.
 
-        They preempt nobody: a page for the next token of every running sequence is left.
+        They preempt nobody: a page for the next token of every running sequence is left. They end where rotary factors change.
         """
+        if self._original_context is not None and not sequence.is_long:
+            wanted = max(0, min(wanted, self._original_context - len(sequence.tokens)))
         missing = self._pages_for(len(sequence.tokens) + wanted) - len(sequence.pages)
         if missing > 0 and self.pool.num_free - missing >= len(self.running):
             sequence.pages += self.pool.allocate(missing) or []
@@ -143,7 +150,8 @@ class Scheduler:
         # Every token whose prediction is reported has to be computed.
         reports_prompt = sequence.params.prompt_logprobs is not None or sequence.params.pooling is not None
         known = 0 if reports_prompt else len(sequence.tokens) - 1
-        sequence.pages = self.pool.find_prefix(sequence.tokens, at_most=known)
+        sequence.is_long = self._is_long(len(sequence.tokens))
+        sequence.pages = self.pool.find_prefix(sequence.tokens, at_most=known, is_long=sequence.is_long)
         sequence.computed = len(sequence.pages) * self.pool.page_size
         needed = sequence.computed + min(sequence.uncomputed, budget)
         pages = self.pool.allocate(self._pages_for(needed) - len(sequence.pages))
@@ -169,6 +177,19 @@ class Scheduler:
             if last is sequence:
                 return False
         return True
+
+    def _is_long(self, length: int) -> bool:
+        return self._original_context is not None and length > self._original_context
+
+    def _restart_long_sequences(self) -> None:
+        """Computes anew what grew beyond the original context of LongRoPE: all its tokens have other rotary factors now."""
+        if self._original_context is None:
+            return
+        for sequence in reversed(self.running[:]):
+            if not sequence.is_long and self._is_long(len(sequence.tokens)):
+                self._stop(sequence)
+                sequence.start_again()
+                self.waiting.appendleft(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

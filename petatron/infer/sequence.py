@@ -18,7 +18,7 @@ class Sequence:
     """A prompt and its continuation so far.
 
     tokens: of both. computed: so many first tokens have their rows in pages. max_length: tokens at which it ends.
-    slot: of its recurrent states, while it runs.
+    slot: of its recurrent states, while it runs. is_long: it is beyond the original context of LongRoPE.
     drafts: guesses of the tokens after the last (`draft/drafter.py`). draft_inputs: hidden states that the next drafts need again.
     """
 
@@ -33,6 +33,7 @@ class Sequence:
     slot: int = SCRATCH_SLOT
     computed: int = 0
     cancelled: bool = False
+    is_long: bool = False
     drafts: list[int] = field(default_factory=list)
     draft_inputs: Tensor | None = None
 

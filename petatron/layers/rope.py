@@ -9,8 +9,8 @@ keep the high ones:
 - YaRN (Peng et al.) does the same with a ramp over the pair index, between the pairs that make beta_slow and beta_fast
   rotations over the original context, and scales cos and sin by a temperature 0.1 mscale ln(factor) + 1.
 - LongRoPE (Ding et al.) divides each f_i by a number that was searched for, one list of them for sequences up to the original context
-  and one for longer ones, and scales cos and sin by sqrt(1 + ln(factor) / ln(original)). Which list is a choice of the run, by the
-  longest sequence it is for: keys in a cache cannot change theirs.
+  and one for longer ones, and scales cos and sin by sqrt(1 + ln(factor) / ln(original)). The length of a sequence so far decides which
+  list all its tokens have, so one that grows beyond the original context while text is generated is computed anew.
 
 Halves are rotated, not neighbours: pair i is (x_i, x_{i + n/2}), the convention of Hugging Face checkpoints.
 """
@@ -18,7 +18,7 @@ Halves are rotated, not neighbours: pair i is (x_i, x_{i + n/2}), the convention
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -31,7 +31,8 @@ class RopeSpec:
 
     scaling: how frequencies are slowed down for contexts longer than `original_context`; None: not at all.
     round_ramp: whether YaRN's ramp begins and ends at a pair.
-    divisors, attention_factor: what LongRoPE divides each frequency by, and its factor on cos and sin.
+    divisors, long_divisors: what LongRoPE divides each frequency by, in sequences up to the original context and in longer ones.
+    attention_factor: its factor on cos and sin.
     """
 
     rotary_dim: int
@@ -47,6 +48,7 @@ class RopeSpec:
     mscale_all_dim: float = 0.0
     round_ramp: bool = True
     divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
     attention_factor: float | None = None
 
 
@@ -80,7 +82,8 @@ def _yarn(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     index = torch.arange(spec.rotary_dim // 2, dtype=torch.float32, device="cpu")
-    keep = 1.0 - ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
+    span = 1e-3 if low == high else high - low  # no ramp: Kimi-K2 has beta_fast = beta_slow
+    keep = 1.0 - ((index - low) / span).clamp(0.0, 1.0)
     return inv_freq * (keep + (1.0 - keep) / spec.scaling_factor)
 
 
@@ -116,19 +119,41 @@ def pairs_apart(x: Tensor, rotary_dim: int) -> Tensor:
     return torch.cat((rotary[..., ::2], rotary[..., 1::2], others), dim=-1)
 
 
+def split_long_marks(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns positions, and which of them are of a sequence beyond the original context: a step of generation has ~p for p then.
+
+    >>> [x.tolist() for x in split_long_marks(torch.tensor([3, ~5]))]
+    [[3, 5], [False, True]]
+    """
+    is_long = positions < 0
+    return torch.where(is_long, ~positions, positions), is_long
+
+
 class RotaryEmbedding(nn.Module):
-    """Computes cos and sin of the angles of positions: [S] or [B, S] to two of [S, 1 or B, 1, rotary_dim]."""
+    """Computes cos and sin of the angles of positions: [S] or [B, S] to two of [S, 1 or B, 1, rotary_dim].
+
+    `is_long`: whether sequences are beyond the original context, which LongRoPE asks: all, or by [S or 1, B or 1].
+    """
 
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
         self.spec = spec
         self.attention_scaling = attention_scaling(spec)
-        self.inv_freq = inverse_frequencies(spec)
+        self.inv_freq = self.long_inv_freq = inverse_frequencies(spec)
+        if spec.long_divisors:
+            self.long_inv_freq = inverse_frequencies(replace(spec, divisors=spec.long_divisors))
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, positions: Tensor, dtype: torch.dtype, *, is_long: Tensor | bool = False
+    ) -> tuple[Tensor, Tensor]:
         if self.inv_freq.device != positions.device:  # once: the table follows the activations
             self.inv_freq = self.inv_freq.to(positions.device)
+            self.long_inv_freq = self.long_inv_freq.to(positions.device)
+        if not isinstance(is_long, bool) and self.spec.long_divisors:
+            inv_freq = torch.where(is_long.unsqueeze(-1), self.long_inv_freq, self.inv_freq)
+        else:
+            inv_freq = self.long_inv_freq if is_long is True else self.inv_freq
         rows = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
-        angles = rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-1) * self.inv_freq
+        angles = rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-1) * inv_freq
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
         return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)

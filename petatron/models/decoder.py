@@ -13,11 +13,12 @@ from petatron.config.pipeline_stages import PipelineStage
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.mtp import embedding_name
-from petatron.layers.rope import RotaryEmbedding
+from petatron.layers.rope import RotaryEmbedding, split_long_marks
 from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.vocabulary.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
+from petatron.models.long_rows import are_rows_long
 from petatron.models.mtp_batch import labels_name, tokens_name
 from petatron.models.objective import Objective
 from petatron.models.stage_inputs_outputs import StageOutput
@@ -57,6 +58,7 @@ class Decoder(StageModule):
         self.embedding_dropout = Dropout(config.hidden_dropout)
         self._rotary_embeddings = [RotaryEmbedding(rope) for rope in spec.ropes]  # no parameters
         self._layers_need_positions = spec.layers_need_positions
+        self._original_context = spec.original_context
         self.layers = nn.ModuleDict({str(index): spec.layers[index].build(index) for index in stage.layer_indices})
         self.num_depths = len([index for index in stage.layer_indices if index >= config.num_layers])
         self.run_layers = run_layers_sequentially
@@ -235,9 +237,14 @@ class Decoder(StageModule):
         *,
         generation: GenerationStep | None = None,
     ) -> ForwardContext:
-        positions = self._positions(batch)
+        positions, is_long = self._positions(batch), False
+        if self._original_context is not None and generation is not None:
+            positions, long_T = split_long_marks(positions)
+            is_long = long_T.unsqueeze(1)
+        elif self._original_context is not None:
+            is_long = are_rows_long(batch, self._original_context)
         return ForwardContext(
-            {rotary.spec: rotary(positions, x_SBD.dtype) for rotary in self._rotary_embeddings},
+            {rotary.spec: rotary(positions, x_SBD.dtype, is_long=is_long) for rotary in self._rotary_embeddings},
             batch.documents,
             aux_loss_scale,
             tensors,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.hybrid_pattern import ATTENTION, DELTA, EXPERTS, MAMBA, MLP, PARALLEL, branch_letters
@@ -23,11 +22,12 @@ from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
+from petatron.models.batch import Batch
 from petatron.models.branch_specs import attention_specs, delta_spec, mamba2_spec, mlp_spec, moe_spec, norm_spec
 from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, LM_LOSS, TOKEN_LOSSES, Decoder, mtp_loss
+from petatron.models.long_rows import mark_long_rows
 from petatron.models.model_spec import ModelSpec
 from petatron.models.mtp_batch import add_shifted_arrays, mask_name
-from petatron.models.rope_settings import is_longer_than_original
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
@@ -75,12 +75,10 @@ class DecoderSpec(ModelSpec):
         return None if self.config.embedding_multiplier == 1.0 else self.config.embedding_multiplier
 
     @property
-    def max_positions(self) -> int:
-        """Those of the original context, where LongRoPE's short factors are used."""
-        config = self.config
-        if config.longrope_short_factor is None or is_longer_than_original(config):
-            return config.max_position_embeddings
-        return min(config.max_position_embeddings, config.original_max_position_embeddings)
+    def original_context(self) -> int | None:
+        """The length after which a sequence has LongRoPE's long factors; None for other positions."""
+        scaled = any(rope.long_divisors for rope in self.ropes)
+        return self.config.original_max_position_embeddings if scaled else None
 
     @property
     def num_predictions(self) -> int:
@@ -104,8 +102,14 @@ class DecoderSpec(ModelSpec):
             losses=(LossSpec(LM_LOSS), *(LossSpec(mtp_loss(k), mask_name(k), weight / len(depths)) for k in depths)),
             outputs=("logits", "hidden_states", TOKEN_LOSSES, GREEDY_TARGETS),
             sequence_order="contiguous" if self.sequence_sharding == "contiguous" else "zigzag",
-            extend_batch=partial(add_shifted_arrays, depths=len(depths)) if depths else None,
+            extend_batch=self._extend_batch if depths or self.original_context is not None else None,
         )
+
+    def _extend_batch(self, batch: Batch) -> Batch:
+        """Adds what whole sequences say, before context parallelism splits them."""
+        if self.num_predictions > 1:
+            batch = add_shifted_arrays(batch, depths=self.num_predictions - 1)
+        return batch if self.original_context is None else mark_long_rows(batch, self.original_context)
 
     def build_stage(self, stage: PipelineStage) -> Decoder:
         return Decoder(self, stage)

@@ -138,6 +138,11 @@ class ModelSpec(ABC):
         return self.config.max_position_embeddings
 
     @property
+    def original_context(self) -> int | None:
+        """The length after which all tokens of a sequence have other positions, as with LongRoPE; None: they never have."""
+        return None
+
+    @property
     def sequence_sharding(self) -> SequenceSharding:
         """How context parallelism may shard sequences so that every layer can work with it; `whole`: not at all."""
         branches = (branch for layer in self.count_layers() for branch in layer.branches)

@@ -15,14 +15,14 @@ def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
         rotary_dim = int(head_dim * config.rotary_percent)
         return RopeSpec(rotary_dim=rotary_dim, base=config.rotary_base, scaling="linear", scaling_factor=interpolation)
     if config.longrope_short_factor is not None and config.longrope_long_factor is not None:
-        factors = config.longrope_long_factor if is_longer_than_original(config) else config.longrope_short_factor
         return RopeSpec(
             rotary_dim=int(head_dim * config.rotary_percent),
             base=config.rotary_base,
             scaling="longrope",
             scaling_factor=config.rope_scaling_factor,
             original_context=config.original_max_position_embeddings,
-            divisors=parse_longrope_factors(factors),
+            divisors=parse_longrope_factors(config.longrope_short_factor),
+            long_divisors=parse_longrope_factors(config.longrope_long_factor),
             attention_factor=config.longrope_attention_factor,
         )
     return RopeSpec(
@@ -39,8 +39,3 @@ def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
         mscale_all_dim=config.yarn_mscale_all_dim,
         round_ramp=config.yarn_correction_range_round_to_int,
     )
-
-
-def is_longer_than_original(config: ModelConfig) -> bool:
-    """Whether a run's sequences are longer than the context that the model had first."""
-    return config.seq_length > config.original_max_position_embeddings

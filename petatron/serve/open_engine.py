@@ -17,7 +17,9 @@ import torch
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.base.model_companion_files import CONFIG_FILE, is_hf_folder, read_companion_file
+from petatron.checkpoint.convert.formats import reject_pickle_weights
 from petatron.checkpoint.files import step_folder, step_list
+from petatron.checkpoint.model_hub import local_model
 from petatron.config import LoadedConfig, load_config
 from petatron.config.checks.unused_flags import training_flags
 from petatron.config.required_settings import known_vocab_size
@@ -106,14 +108,17 @@ def warn_of_training_flags(settings: ModelSettings) -> None:
 
 def find_model(checkpoint: str | Path) -> Path:
     """Returns the folder of a Hugging Face model, or of the newest step of a run; `CheckpointError` if it is neither."""
-    path = Path(checkpoint)
+    path = local_model(checkpoint, where="CHECKPOINT")
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is not a folder. Give the folder of a run, of one of its steps, or of a Hugging Face model."
+            f"{path} is not a folder. Give the folder of a run, of one of its steps, or of a Hugging Face model, or the name of one "
+            "on the hub (OWNER/NAME)."
         )
     if is_hf_folder(path):
         return path
     if step_list.containing_step(path) is None and not step_list.list_steps(path):
+        if (path / CONFIG_FILE).is_file():
+            reject_pickle_weights(path)
         raise CheckpointError(
             f"{path} holds no checkpoint, and is no Hugging Face model. Give the folder of a run, of one of its steps, or of a "
             "Hugging Face model; what Megatron-LM saved is converted by petatron checkpoint convert."

@@ -46,7 +46,8 @@ QWEN2_MOE = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 28,
 }
-DEEPSEEK_V3 = {**SHAPE, "model_type": "deepseek_v3", "first_k_dense_replace": 0}
+DEEPSEEK_V3 = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+DEEPSEEK_V3 |= {"model_type": "deepseek_v3", "first_k_dense_replace": 0}
 KIMI = {
     **SHAPE,
     "model_type": "kimi_linear",

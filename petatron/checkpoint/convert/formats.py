@@ -49,7 +49,7 @@ def detect_format(path: Path) -> ModelFormat:
         return "huggingface"
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is not a folder. Give the folder of a model or of checkpoints; names of models on a hub are not downloaded."
+            f"{path} is not a folder. Give the folder of a model or of checkpoints, or the name of a model on the hub (OWNER/NAME)."
         )
     raise CheckpointError(
         f"{path} holds no model: neither steps of Petatron "
@@ -133,7 +133,7 @@ def reject_pickle_weights(folder: Path) -> None:
 def config_sections(model: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns a model's settings as sections of a config file, with a sequence length that it supports unless one is given.
 
-    With LongRoPE it decides which factors are used: those of the original context unless a longer one is asked for.
+    With LongRoPE that is the original context: samples of that length train what the model does with short factors.
     """
     longest = model.get("max_position_embeddings") or _MAX_DEFAULT_SEQ_LENGTH
     if model.get("longrope_short_factor"):

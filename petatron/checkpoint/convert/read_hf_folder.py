@@ -71,12 +71,15 @@ def load_config_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_model_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns ModelConfig and MoEConfig values from a folder's config.json; the second is empty for a dense model."""
+def read_model_settings(path: Path, *, without_weights: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns ModelConfig and MoEConfig values from a folder's config.json; the second is empty for a dense model.
+
+    `without_weights`: nothing beside the file is looked at.
+    """
     with reading_untrusted(path / CONFIG_FILE, model_folder_error), naming_file(path / CONFIG_FILE):
         content = load_config_json(path)
         model, moe = parse_config_json(content)
-        if model.get("mtp_num_layers") and content.get("model_type") != OWN_MODEL_TYPE:
+        if not without_weights and model.get("mtp_num_layers") and content.get("model_type") != OWN_MODEL_TYPE:
             model = drop_missing_predictions(content, model, _tensor_infos(path))
         return model, moe
 

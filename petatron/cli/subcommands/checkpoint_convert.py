@@ -47,9 +47,11 @@ def run(options: argparse.Namespace) -> int:
 
     from petatron.checkpoint.convert.convert_model import ConversionOptions, MegatronLayout, convert
     from petatron.checkpoint.convert.open_model import open_model_source
+    from petatron.checkpoint.model_hub import local_model
 
     kind = None if options.kind == "auto" else options.kind
-    source = open_model_source(options.source, model_format=kind, step=options.step, vocab_size=options.vocab_size)
+    path = local_model(options.source, where="SOURCE")
+    source = open_model_source(path, model_format=kind, step=options.step, vocab_size=options.vocab_size)
     conversion = ConversionOptions(
         target_format=options.to,
         dtype=None if options.dtype is None else getattr(torch, _DTYPES[options.dtype]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from petatron.cli.train import read_checkpoint, with_preset
+from petatron.cli.train import read_settings_alone, with_preset
 from petatron.config import LoadedConfig, resolve_config, without_problems
 
 USAGE = """usage: petatron plan cache [PRESET] [--config FILE] [flags of petatron train]
@@ -21,7 +21,9 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
-    loaded, problems = resolve_config(with_preset(list(argv)), require_training=False, read_checkpoint=read_checkpoint)
+    loaded, problems = resolve_config(
+        with_preset(list(argv)), require_training=False, read_checkpoint=read_settings_alone
+    )
     for line in _report(without_problems(loaded, problems)):
         print(line)
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from petatron.base.errors import Problem
-from petatron.cli.train import read_checkpoint, with_preset
+from petatron.cli.train import read_settings_alone, with_preset
 from petatron.config import resolve_config, without_problems
 
 USAGE = """usage: petatron plan memory [PRESET] [--config FILE] [flags of petatron train] [--device-memory-gb N]
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     flags, capacity, size_problems = _extract_device_memory(argv)
-    loaded, problems = resolve_config(with_preset(flags), require_training=False, read_checkpoint=read_checkpoint)
+    loaded, problems = resolve_config(with_preset(flags), require_training=False, read_checkpoint=read_settings_alone)
     resolved = without_problems(loaded, [*size_problems, *problems])
     from petatron.cli.subcommands.plan_memory_report import report
 

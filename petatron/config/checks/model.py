@@ -115,8 +115,8 @@ def _positions(model: RawModelConfig) -> Iterator[Problem]:
         if model.rope_low_freq_factor > model.rope_high_freq_factor:
             rule = f"is above --rope-high-freq-factor {model.rope_high_freq_factor:g}"
             yield Problem("--rope-low-freq-factor", f"{model.rope_low_freq_factor:g}", rule, "Llama-3 uses 1 and 4.")
-    if model.position_embedding_type == "yarn" and model.yarn_beta_slow >= model.yarn_beta_fast:
-        rule = f"is not below --yarn-beta-fast {model.yarn_beta_fast:g}"
+    if model.position_embedding_type == "yarn" and model.yarn_beta_slow > model.yarn_beta_fast:
+        rule = f"is above --yarn-beta-fast {model.yarn_beta_fast:g}"
         yield Problem("--yarn-beta-slow", f"{model.yarn_beta_slow:g}", rule, "The paper uses 1 and 32.")
 
 

@@ -12,8 +12,9 @@ from petatron.config.show import format_value
 
 _COLUMN, _WIDTH = 34, 110
 FROM_DOC = (
-    "Start a new run from a model that exists: the folder of a Hugging Face model, of a run, or of one of its steps. Takes the "
-    "model's settings, its tokenizer and its weights; the optimizer is fresh, at iteration 0."
+    "Start a new run from a model that exists: the folder of a Hugging Face model, of a run, or of one of its steps, or the name of a "
+    "model on the Hugging Face hub (OWNER/NAME), which is downloaded. Takes the model's settings, its tokenizer and its weights; the "
+    "optimizer is fresh, at iteration 0."
 )
 
 

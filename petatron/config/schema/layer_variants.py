@@ -26,9 +26,9 @@ class LayerVariants(LinearAttention):
     rotary_seq_len_interpolation_factor: Factor | None = None
     """Linear interpolation: positions are divided by this. Unset means not at all."""
     longrope_short_factor: str | None = None
-    """LongRoPE (Phi-3): what each rotary frequency is divided by where `--seq-length` is at most the original context, as [1.0,1.02]."""
+    """LongRoPE (Phi-3): what each rotary frequency is divided by in sequences up to the original context, as [1.0,1.02]."""
     longrope_long_factor: str | None = None
-    """LongRoPE: the same where `--seq-length` is longer."""
+    """LongRoPE: the same in longer sequences."""
     longrope_attention_factor: Factor | None = None
     """LongRoPE: factor on cos and sin. Unset means sqrt(1 + log(scaling factor) / log(original context))."""
     norm_bias: bool = True

@@ -13,6 +13,7 @@ from petatron.config.schema.numeric_bounds import (
     LayerCount,
     RotaryBase,
     SequenceLength,
+    SignedFactor,
     VocabularySize,
     Width,
 )
@@ -68,8 +69,8 @@ class RawModelConfig(LayerVariants):
     """YaRN: rotations over the original context above which a frequency is kept."""
     yarn_beta_slow: Factor = 1.0
     """YaRN: rotations over the original context below which a frequency is interpolated."""
-    yarn_mscale: Factor = 1.0
-    """YaRN: scale of the attention temperature correction."""
+    yarn_mscale: SignedFactor = 1.0
+    """YaRN: scale of the attention temperature correction; below 0 for a temperature below 1."""
     yarn_mscale_all_dim: Factor = 0.0
     """YaRN: second scale of the temperature correction (DeepSeek); 0 leaves it out."""
     yarn_correction_range_round_to_int: bool = True

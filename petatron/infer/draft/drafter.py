@@ -65,12 +65,14 @@ class _DraftedSequence:
         known = [*self.sequence.tokens, *self.sequence.drafts]
         begin, end = self.start + depth, self.start + self.count + depth
         tokens = [*known[begin:end], *[0] * (end - max(begin, len(known)))]
-        return ScheduledTokens(tokens, self.start, self.sequence.pages, self.decodes)
+        return ScheduledTokens(tokens, self.start, self.sequence.pages, self.decodes, is_long=self.sequence.is_long)
 
     def next_row(self, ahead: int) -> ScheduledTokens:
         """The position so many after the last of the step, with the last draft."""
         position = self.sequence.computed - 1 + ahead
-        return ScheduledTokens(self.sequence.drafts[-1:], position, self.sequence.pages, True)
+        return ScheduledTokens(
+            self.sequence.drafts[-1:], position, self.sequence.pages, True, is_long=self.sequence.is_long
+        )
 
 
 class Drafter:

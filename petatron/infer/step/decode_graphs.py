@@ -66,9 +66,10 @@ class _HostInputs:
     ) -> None:
         count, columns = len(sequences.page_lists), self._columns
         self._fill_table(sequences.page_lists)
-        pages = self._table[np.arange(count), positions // page_size]
-        page_rows = pages * page_size + positions % page_size
-        for column, values in zip(columns, (ids, sources, positions, page_rows, positions + 1, sequences.state_slots)):
+        at = np.where(positions < 0, ~positions, positions)  # as packed rows have them
+        pages = self._table[np.arange(count), at // page_size]
+        page_rows = pages * page_size + at % page_size
+        for column, values in zip(columns, (ids, sources, positions, page_rows, at + 1, sequences.state_slots)):
             column[:count] = values
         columns[:, count:] = _PADDING
 

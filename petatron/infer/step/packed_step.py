@@ -28,7 +28,8 @@ class CacheLocations(NamedTuple):
 class ScheduledTokens(NamedTuple):
     """Tokens of a sequence at positions from `start` on. decodes: each is a row by itself, which attends through pages; else a chunk.
 
-    state_slot: that of its recurrent states.
+    state_slot: that of its recurrent states. is_long: the sequence is beyond the original context of LongRoPE, and its positions p
+    are ~p in the packed rows (`layers/rope.py`).
     """
 
     tokens: Many[int]
@@ -36,6 +37,7 @@ class ScheduledTokens(NamedTuple):
     pages: list[int]
     decodes: bool
     state_slot: int = SCRATCH_SLOT
+    is_long: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +84,7 @@ def pack_step(
             work.sequence.pages,
             work.decodes,
             work.sequence.slot,
+            work.sequence.is_long,
         )
         for work in scheduled
     ]
@@ -105,7 +108,7 @@ def pack_rows(
     lengths: list[int] = []
     wanted: list[int] = []
     begin = 0
-    for (tokens, start, pages, decoded, state_slot), rows in zip(sequences, logit_rows):
+    for (tokens, start, pages, decoded, state_slot, is_long), rows in zip(sequences, logit_rows):
         end = begin + len(tokens)
         state_slots += [state_slot] * (len(tokens) if decoded else 1)
         wanted += [begin + row for row in rows]
@@ -113,14 +116,14 @@ def pack_rows(
             assert not chunks, "decodes come first"
             for at, token in enumerate(tokens, start):
                 page_row = pages[at // page_size] * page_size + at % page_size
-                for column, value in zip(decodes, (token, at, page_row)):
+                for column, value in zip(decodes, (token, ~at if is_long else at, page_row)):
                     column.append(value)
                 page_tables.append(pages)
                 lengths.append(at + 1)
         else:
             positions = np.arange(start, start + len(tokens))
             page_rows = np.array(pages)[positions // page_size] * page_size + positions % page_size
-            parts.append(np.stack([np.array(tokens), positions, page_rows]))
+            parts.append(np.stack([np.array(tokens), ~positions if is_long else positions, page_rows]))
             chunks.append(PromptChunk(begin, end, len(page_tables), start))
             page_tables.append(pages)
             lengths.append(start + len(tokens))

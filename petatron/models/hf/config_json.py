@@ -67,13 +67,28 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     family = FAMILIES[family_name_of_config(config)]
     full = {**family.defaults, **config}
     full |= {key: full[other] for key, other in family.aliases.items() if key not in config and other in config}
-    problems = _key_problems(family, full)
+    problems = [*_spelling_conflicts(family, config), *_key_problems(family, full)]
     if problems:
         raise ConfigError([*problems, *_other_problems(family, full, {problem.where for problem in problems})])
     values, experts, problems = _read_settings(family, full)
     if problems:
         raise ConfigError(problems)
     return values, experts
+
+
+def _spelling_conflicts(family: Family, config: Mapping[str, Any]) -> list[Problem]:
+    """Returns settings that a file has in two spellings with two values; of which one counts, readers disagree."""
+    pairs = [(key, other) for key, other in family.aliases.items() if None not in (config.get(key), config.get(other))]
+    return [
+        Problem(
+            other,
+            f"{config[other]!r:.40}",
+            f"is another spelling of {key}, which is {config[key]!r:.40}",
+            OWN_FOLDER_FIX,
+        )
+        for key, other in pairs
+        if config[key] != config[other]
+    ]
 
 
 def _key_problems(family: Family, full: Mapping[str, Any]) -> list[Problem]:

@@ -97,6 +97,8 @@ _SCALING_KEYS = {
     "original_max_position_embeddings": "original_max_position_embeddings",
     "rope_low_freq_factor": "low_freq_factor",
     "rope_high_freq_factor": "high_freq_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
     "longrope_short_factor": "short_factor",
     "longrope_long_factor": "long_factor",
 }

@@ -62,6 +62,8 @@ GATED_ACTIVATION_NAMES: Mapping[str, ActivationName] = {
     "gelu_pytorch_tanh": "geglu_tanh",
     "relu": "reglu",
 }
+SILU_ALONE: Mapping[str, ActivationName] = {"silu": "swiglu", "swish": "swiglu"}
+"""Of families whose recurrent layers have the same activation, which is SiLU in ours."""
 SLIDING_WINDOW_DEFAULTS = {
     "use_sliding_window": False,
     "sliding_window": 4096,

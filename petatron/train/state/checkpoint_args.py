@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError
+from petatron.base.model_companion_files import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.convert.formats import config_sections, detect_format
 from petatron.checkpoint.convert.read_hf_folder import check_stored_counts, read_model_settings
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_facts
+from petatron.checkpoint.model_hub import local_model
 from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
@@ -30,10 +32,15 @@ _SECTIONS = ("model", "moe", "parallel", "tokenizer")
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
-def read_checkpoint_args(config: CheckpointConfig, start_folder: str | None = None) -> CheckpointSettings:
-    """Returns the settings of the checkpoint that a run would load, or of the model in `start_folder`; raises if there is none."""
+def read_checkpoint_args(
+    config: CheckpointConfig, start_folder: str | None = None, *, settings_only: bool = False
+) -> CheckpointSettings:
+    """Returns the settings of the checkpoint that a run would load, or of the model in `start_folder`; raises if there is none.
+
+    With `settings_only` a Hugging Face model needs no weights: a config.json is enough.
+    """
     if start_folder is not None:
-        return _read_start_folder(Path(start_folder))
+        return _read_start_folder(local_model(start_folder, settings_only=settings_only), settings_only=settings_only)
     folder = Path(required("load", config.load))
     check_load_dir(folder, config, may_be_empty=False)
     if not step_folder.list_steps(folder):
@@ -42,7 +49,7 @@ def read_checkpoint_args(config: CheckpointConfig, start_folder: str | None = No
         return _settings_from_step(*_select_step(folder, config))
 
 
-def _read_start_folder(folder: Path) -> CheckpointSettings:
+def _read_start_folder(folder: Path, *, settings_only: bool) -> CheckpointSettings:
     """Reads the model of a Hugging Face folder, of a run's newest step, or of one step."""
     try:
         kind = detect_format(folder)
@@ -51,6 +58,11 @@ def _read_start_folder(folder: Path) -> CheckpointSettings:
     if kind == "petatron":
         step = step_list.resolve_step(folder, None, warn=False)  # whoever loads the weights warns
         return _settings_from_step(step, step_folder.read_manifest(step))
+    if settings_only and kind == "huggingface" and not is_hf_folder(folder):
+        sections = {**config_sections(*read_model_settings(folder, without_weights=True))}
+        return CheckpointSettings(
+            str(folder), {**sections, "tokenizer": _tokenizer_section({}, folder)}, has_weights=False
+        )
     refuse_unconverted(folder, "--from")
     return CheckpointSettings(str(folder), _settings_from_hf_folder(folder))
 

@@ -33,6 +33,7 @@ from petatron.checkpoint.convert.read_hf_folder import (
     read_model_settings,
 )
 from petatron.checkpoint.files import step_folder, step_list
+from petatron.checkpoint.model_hub import local_model
 from petatron.config import RunConfig
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
@@ -94,7 +95,8 @@ def from_pretrained(
     """
     precision = None if dtype is None else _precision_of(dtype)
     if isinstance(source, str | Path):
-        folder = _locate_hf_folder(Path(source))
+        source = local_model(source, where="from_pretrained")
+        folder = _locate_hf_folder(source)
         content, settings = load_config_json(folder), read_model_settings(folder)
         stored = content.get("dtype") or content.get("torch_dtype")
         companions = {

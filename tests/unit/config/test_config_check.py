@@ -109,7 +109,7 @@ ONE_PROBLEM = [
     ),
     (
         "--position-embedding-type yarn --yarn-beta-slow 40",
-        "--yarn-beta-slow 40 is not below --yarn-beta-fast 32. The paper uses 1 and 32.",
+        "--yarn-beta-slow 40 is above --yarn-beta-fast 32. The paper uses 1 and 32.",
     ),
     ("--rotary-percent 0", "--rotary-percent 0 is not in (0, 1]. Use 1 to rotate the whole head."),
     (

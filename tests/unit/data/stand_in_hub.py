@@ -25,6 +25,10 @@ def write_parquet(path: Path, rows: Sequence[object], *, key: str = "text", row_
     return path
 
 
+def sha1(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
 @dataclass
 class StandInHub:
     """What the server was asked for (`downloads`), and how it refuses (`refuse`: an HTTP status and the hub's error code)."""
@@ -58,20 +62,26 @@ def serve(folder: Path) -> Iterator[StandInHub]:
             self.do_GET()
 
         def do_GET(self) -> None:
-            parts = self.path.strip("/").split("/")
+            parts = self.path.partition("?")[0].strip("/").split("/")
             if hub.refuse is not None:
                 self._answer(b"{}", hub.refuse[0], X_Error_Code=hub.refuse[1])
-            elif parts[:2] == ["api", "datasets"]:
+            elif parts[0] == "api" and "tree" in parts:  # api/models/OWNER/NAME/tree/COMMIT
+                root = folder / parts[2] / parts[3]
+                files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+                names = [(path.relative_to(root).as_posix(), path.read_bytes()) for path in files]
+                self._json([{"type": "file", "path": name, "size": len(x), "oid": sha1(x)} for name, x in names])
+            elif parts[0] == "api":  # api/datasets/OWNER/NAME or api/models/OWNER/NAME/revision/main
                 root = folder / parts[2] / parts[3]
                 names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
                 siblings = [{"rfilename": name} for name in names]
                 card = {"license": ["cc-by-sa-3.0", "gfdl"]}
                 self._json({"id": "/".join(parts[2:4]), "sha": COMMIT, "siblings": siblings, "cardData": card})
-            else:  # datasets/OWNER/NAME/resolve/COMMIT/file
-                content = (folder / parts[1] / parts[2] / "/".join(parts[5:])).read_bytes()
+            else:  # datasets/OWNER/NAME/resolve/COMMIT/file, or of a model without the first
+                owner, name, _, _, *file = parts if parts[0] != "datasets" else parts[1:]
+                content = (folder / owner / name / "/".join(file)).read_bytes()
                 if self.command == "GET":
-                    hub.downloads.append("/".join(parts[5:]))
-                etag = f'"{hashlib.sha1(content).hexdigest()}"'
+                    hub.downloads.append("/".join(file))
+                etag = f'"{sha1(content)}"'
                 self._answer(content, ETag=etag, X_Repo_Commit=COMMIT)
 
         def do_POST(self) -> None:

@@ -47,6 +47,14 @@ def _unsupported_bloom(spec: ModelSpec) -> list[Problem]:
     return _wide_mlp(spec, BLOOM)
 
 
+def _read_bloom(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Sums over slices of the weights, in transformers, leave biases out."""
+    if not hf_config.get("slow_but_exact") or hf_config.get("pretraining_tp") in (None, 1):
+        return {}, []
+    rule = "leaves out biases in transformers, with pretraining_tp above 1"
+    return {}, [Problem("slow_but_exact", "True", rule, "Use false, as published models do.")]
+
+
 BLOOM = Family(
     name="bloom",
     architecture="BloomForCausalLM",
@@ -92,6 +100,7 @@ BLOOM = Family(
     },
     fixed={**_FIXED, "add_bias_linear": True, "activation": "gelu_tanh", "embed_layernorm": True},
     single_values={"apply_residual_connection_post_layernorm": False},
+    read_more=_read_bloom,
     heads_divide_width=True,
     unsupported=_unsupported_bloom,
 )
@@ -185,6 +194,7 @@ MPT = Family(
         "no_bias": True,
     },
     fixed={**_FIXED, "add_bias_linear": False, "add_qkv_bias": False, "norm_bias": False, "activation": "gelu"},
+    aliases={"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"},
     single_values={"expansion_ratio": 4, "logit_scale": None, "no_bias": True},
     heads_divide_width=True,
     read_more=_read_mpt,

@@ -13,6 +13,10 @@ them with the model and leaves them out where it saves one, although its config.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from petatron.base.errors import Problem
 from petatron.models.hf.families.llama import like_llama
 from petatron.models.hf.family import ModuleMapping
 from petatron.models.hf.shared_tables import (
@@ -108,6 +112,16 @@ V3_ROUTER_FIXED = {
 _NO_LATENT = {"moe_latent_size": None}
 V3_MOE_FIXED = {**V3_ROUTER_FIXED, **_NO_LATENT}
 
+
+def _check_head_dim(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """`head_dim` is that of the rotary part in transformers, which computes frequencies by it where a file has one."""
+    given, rotary = hf_config.get("head_dim"), hf_config["qk_rope_head_dim"]
+    if given in (None, rotary):
+        return {}, []
+    rule = f"is not qk_rope_head_dim {rotary}, the width by which transformers computes rotary frequencies"
+    return {}, [Problem("head_dim", f"{given!r:.40}", rule, "Remove it.")]
+
+
 DEEPSEEK_V2 = like_llama(
     name="deepseek_v2",
     models="DeepSeek-V2, V2-Lite",
@@ -130,6 +144,7 @@ DEEPSEEK_V2 = like_llama(
         "norm_topk_prob": False,
     },
     fixed=_FIXED,
+    aliases={"n_routed_experts": "num_experts"},
     single_values={**_SINGLE_VALUES, "mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
     heads_divide_width=True,
     moe_keys=V3_MOE_KEYS,
@@ -170,6 +185,8 @@ DEEPSEEK_V3 = like_llama(
         "norm_topk_prob": True,
     },
     fixed=_FIXED,
+    aliases={"n_routed_experts": "num_local_experts"},
+    read_more=_check_head_dim,
     single_values={
         **_SINGLE_VALUES,
         "topk_method": "noaux_tc",

@@ -65,6 +65,12 @@ GPT2 = Family(
         "apply_layernorm_1p": False,
         "scale_embeddings": False,
     },
+    aliases={
+        "n_embd": "hidden_size",
+        "n_positions": "max_position_embeddings",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+    },
     single_values={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,

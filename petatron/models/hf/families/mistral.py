@@ -51,6 +51,7 @@ MIXTRAL = like_llama(
         "router_jitter_noise": 0.0,
     },
     fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False},
+    aliases={"num_local_experts": "num_experts"},
     single_values={"router_jitter_noise": 0.0},  # it would add jitter to the experts' input, not only to the router's
     moe_keys={
         "num_experts": "num_local_experts",

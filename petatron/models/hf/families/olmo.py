@@ -67,6 +67,7 @@ OLMOE = like_llama(
     keys=_KEYS,
     defaults={**_DEFAULTS, "max_position_embeddings": 4096, "norm_topk_prob": False, "clip_qkv": None},
     fixed=_FIXED,
+    aliases={"num_experts": "num_local_experts"},
     single_values={**_SINGLE_VALUES, "clip_qkv": None},
     moe_keys={
         "num_experts": "num_experts",

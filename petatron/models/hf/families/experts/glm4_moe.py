@@ -54,6 +54,7 @@ GLM4_MOE = like_llama(
         **{name: value for name, value in LLAMA_FIXED.items() if name not in ("rotary_percent", "qk_layernorm")},
         "add_bias_linear": False,
     },
+    aliases={"n_routed_experts": "num_local_experts"},
     single_values={"topk_method": "noaux_tc", "norm_topk_prob": True},
     moe_keys=V3_MOE_KEYS,
     moe_fixed=V3_MOE_FIXED,

@@ -66,6 +66,7 @@ GPT_OSS = like_llama(
         "softmax_type": "learnable",
         "glu_linear_offset": 1.0,
     },
+    aliases={"num_local_experts": "num_experts"},
     single_values={"attention_bias": True, "swiglu_alpha": 1.702},
     required=("activation_func_clamp_value",),
     activations={"silu": "quick_geglu"},

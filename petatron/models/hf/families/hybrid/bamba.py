@@ -20,7 +20,7 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     time_step_problems,
 )
 from petatron.models.hf.family import OWN_FOLDER_FIX, Family, HybridLayers, ModuleMapping
-from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, LLAMA_KEYS
+from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, LLAMA_KEYS, SILU_ALONE
 from petatron.models.model_spec import ModelSpec
 
 _LAYER = "model.layers.*"
@@ -63,7 +63,7 @@ BAMBA = Family(
         **BAMBA_KEYS,
     },
     activation_key="hidden_act",
-    activations={"silu": "swiglu"},  # of the convolution too
+    activations=SILU_ALONE,  # of the convolution too
     defaults={
         **{key: value for key, value in LLAMA_DEFAULTS.items() if key != "head_dim"},
         **BAMBA_DEFAULTS,

@@ -24,7 +24,7 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     time_step_problems,
 )
 from petatron.models.hf.family import OWN_FOLDER_FIX, Family, HybridLayers, ModuleMapping, unsupported_setting
-from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, LLAMA_KEYS
+from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, LLAMA_KEYS, SILU_ALONE
 from petatron.models.model_spec import ModelSpec
 
 _LAYER = "model.layers.*"
@@ -141,7 +141,7 @@ FALCON_H1 = Family(
         **{name: name for name in _FACTORS},
     },
     activation_key="hidden_act",
-    activations={"silu": "swiglu"},  # of the convolution too
+    activations=SILU_ALONE,  # of the convolution too
     defaults={
         **LLAMA_DEFAULTS,
         **BAMBA_DEFAULTS,

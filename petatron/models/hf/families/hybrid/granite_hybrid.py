@@ -17,16 +17,18 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     BAMBA_KEYS,
     BAMBA_SINGLE_VALUES,
     HYBRID_FIXED,
+    LAYER_KEYS,
     LAYER_TYPES,
     attention_mappings,
     bamba_expansion,
     mixer_mappings,
     mixer_problems,
     read_layer_count,
-    read_layer_types,
+    read_layer_kinds,
     time_step_problems,
 )
 from petatron.models.hf.family import Family, HybridLayers, ModuleMapping
+from petatron.models.hf.shared_tables import SILU_ALONE
 from petatron.models.model_spec import ModelSpec
 
 _LAYER = "model.layers.*"
@@ -60,11 +62,10 @@ def _expert_mappings(mappings: tuple[ModuleMapping, ...]) -> tuple[ModuleMapping
 
 def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
     count = hf_config.get("num_hidden_layers")
-    kinds = hf_config.get("layer_types") or hf_config.get("layers_block_type")
-    if kinds is None:
+    if not any(hf_config.get(key) for key in LAYER_KEYS):
         layers = read_layer_count(hf_config)
         return layers if isinstance(layers, Problem) else (MAMBA + _channel_mixer(hf_config)) * layers
-    mixers = read_layer_types("layer_types", kinds, MAMBA + ATTENTION)
+    mixers = read_layer_kinds(hf_config, "layer_types", MAMBA + ATTENTION)
     if isinstance(mixers, Problem):
         return mixers
     if is_count(count) and len(mixers) != count:
@@ -119,7 +120,7 @@ GRANITE_HYBRID = Family(
         "ffn_hidden_size": "shared_intermediate_size",
     },
     activation_key="hidden_act",
-    activations={"silu": "swiglu"},  # of the convolution too
+    activations=SILU_ALONE,  # of the convolution too
     defaults={
         **{key: value for key, value in GRANITE.defaults.items() if key != "mlp_bias"},
         **BAMBA_DEFAULTS,

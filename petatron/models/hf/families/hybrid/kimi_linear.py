@@ -28,7 +28,7 @@ from petatron.models.hf.families.deepseek import (
 from petatron.models.hf.families.hybrid.qwen3_next import LINEAR
 from petatron.models.hf.families.llama import like_llama
 from petatron.models.hf.family import OWN_FOLDER_FIX, Family, ModuleMapping, unsupported_setting
-from petatron.models.hf.shared_tables import EXPERTS, LLAMA_DEFAULTS, LLAMA_FIXED
+from petatron.models.hf.shared_tables import EXPERTS, LLAMA_DEFAULTS, LLAMA_FIXED, SILU_ALONE
 from petatron.models.hf.window_config_json import FULL
 from petatron.models.model_spec import ModelSpec
 
@@ -169,6 +169,7 @@ KIMI_LINEAR: Family = like_llama(
         "max_position_embeddings": "model_max_length",
         "norm_epsilon": "rms_norm_eps",
     },
+    activations=SILU_ALONE,  # of the convolution too
     defaults={
         **{key: value for key, value in LLAMA_DEFAULTS.items() if key not in ("head_dim", "max_position_embeddings")},
         "model_max_length": 1048576,

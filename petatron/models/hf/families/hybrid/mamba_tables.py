@@ -87,6 +87,22 @@ def read_layer_count(hf_config: Mapping[str, Any]) -> int | Problem:
     return Problem("num_hidden_layers", f"{count!r:.40}", "is not a positive whole number of layers", OWN_FOLDER_FIX)
 
 
+LAYER_KEYS = ("layers_block_type", "layer_types")
+
+
+def read_layer_kinds(hf_config: Mapping[str, Any], key: str, letters: str) -> str | Problem:
+    """Returns the letters of the kinds of layers under either key, `key` where there is none; two lists must say the same."""
+    given = {name: hf_config[name] for name in LAYER_KEYS if hf_config.get(name)} or {key: hf_config.get(key)}
+    found = {name: read_layer_types(name, kinds, letters) for name, kinds in given.items()}
+    for pattern in found.values():
+        if isinstance(pattern, Problem):
+            return pattern
+    if len(set(found.values())) > 1:
+        rule = f"is another spelling of {LAYER_KEYS[1]}, and names other kinds of layers"
+        return Problem(LAYER_KEYS[0], "", rule, OWN_FOLDER_FIX)
+    return next(iter(found.values()))
+
+
 def read_layer_types(key: str, kinds: object, letters: str) -> str | Problem:
     """Returns the letters of a list of kinds of layers.
 

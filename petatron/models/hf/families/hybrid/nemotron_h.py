@@ -19,11 +19,12 @@ from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.families.deepseek import V3_MOE_KEYS, V3_ROUTER_FIXED
 from petatron.models.hf.families.hybrid.mamba_tables import (
     HYBRID_FIXED,
+    LAYER_KEYS,
     LAYER_TYPES,
     attention_mappings,
     has_mamba,
     mixer_mappings,
-    read_layer_types,
+    read_layer_kinds,
     time_step_problems,
 )
 from petatron.models.hf.family import OWN_FOLDER_FIX, Family, HybridLayers, ModuleMapping, unsupported_setting
@@ -68,8 +69,8 @@ _LETTERS = "".join(LAYER_TYPES)
 
 def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
     pattern = hf_config.get("hybrid_override_pattern")
-    if hf_config.get("layers_block_type") is not None or pattern is None:
-        return read_layer_types("layers_block_type", hf_config.get("layers_block_type"), _LETTERS)
+    if pattern is None or any(hf_config.get(key) is not None for key in LAYER_KEYS):
+        return read_layer_kinds(hf_config, "layers_block_type", _LETTERS)
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(_LETTERS):
         return Problem(
             "hybrid_override_pattern", f"{pattern!r:.40}", f"is no pattern of the letters {_LETTERS}", OWN_FOLDER_FIX
@@ -169,6 +170,7 @@ NEMOTRON_H = Family(
         "tie_word_embeddings": False,
     },
     aliases={
+        "n_routed_experts": "num_local_experts",
         "n_groups": "mamba_n_groups",
         "conv_kernel": "mamba_d_conv",
         "chunk_size": "mamba_chunk_size",

@@ -18,7 +18,7 @@ from petatron.config.schema.layer_patterns import format_layers, linear_layers
 from petatron.models.hf.families.llama import like_llama
 from petatron.models.hf.families.qwen import QWEN2_MOE, QWEN3_MOE
 from petatron.models.hf.family import OWN_FOLDER_FIX, ModuleMapping
-from petatron.models.hf.shared_tables import LLAMA_FIXED, LLAMA_KEYS
+from petatron.models.hf.shared_tables import LLAMA_FIXED, LLAMA_KEYS, SILU_ALONE
 from petatron.models.hf.window_config_json import FULL
 from petatron.models.model_spec import ModelSpec
 
@@ -85,6 +85,7 @@ QWEN3_NEXT = like_llama(
     in_memory_mappings=_with_net(QWEN2_MOE.in_memory_mappings),
     ignored_tensors=("*rotary_emb.inv_freq", "mtp.*"),
     keys={**LLAMA_KEYS, **{name: name for name in _SIZES}},
+    activations=SILU_ALONE,  # of the convolution too
     defaults={
         **{key: value for key, value in QWEN3_MOE.defaults.items() if "sliding_window" not in key},
         "num_key_value_heads": 2,
