@@ -139,11 +139,11 @@ def _context(config: RawRunConfig) -> Iterator[Problem]:
         rule = f"is for --cp-comm-type a2a+p2p, but that is {kind}"
         yield Problem(_HIERARCHY, _words(sizes), rule, "Leave it out, or use a2a+p2p.")
         return
-    if cp == 1:
-        return
-    if sizes and (len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != cp):
+    if sizes and (len(sizes) != 2 or min(sizes) < 1 or (cp > 1 and sizes[0] * sizes[1] != cp)):
         rule = f"is not two positive numbers whose product is --context-parallel-size {cp}"
         yield Problem(_HIERARCHY, _words(sizes), rule, f"Use, for instance, 1 {cp}; or leave it out.")
+    elif cp == 1:
+        return
     elif kind == "a2a":
         yield from _all_to_all_heads(
             config, cp, "--cp-comm-type", kind, "Use p2p, all_gather or a2a+p2p, or another layout."
