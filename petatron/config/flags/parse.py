@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from petatron.base.errors import Problem
 from petatron.config.flags import foreign_names, megatron_flags
+from petatron.config.flags.absent_features import ALTERNATIVES, absent_feature, alternative
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
@@ -90,7 +91,7 @@ def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Proble
     """The problem of a value that does not fit its field; `where` is how the user named the field."""
     feature = megatron_flags.UNSUPPORTED_VALUES.get(info.name, {}).get(text)
     if feature is not None:
-        return unsupported_problem(where, text, feature, f"Use {join_with_or(info.choices)}")
+        return unsupported_problem(where, text, feature, ALTERNATIVES.get(feature, f"Use {join_with_or(info.choices)}"))
     meant = _BINARY_DIGITS.get(text, text) if info.is_switch else text
     fix = _did_you_mean(meant, info.choices) or info.meaning
     return Problem(where, text or "''", reason, fix)
@@ -242,8 +243,9 @@ def _needs_value(info: FieldInfo, token: _FlagToken) -> Problem:
 def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
     flag, typed = token.flag, token.typed
     found = token.inline_value if token.inline_value is not None else " ".join(token.following_words)
-    if flag in megatron_flags.UNSUPPORTED_FLAGS:
-        return unsupported_problem(typed, found, megatron_flags.UNSUPPORTED_FLAGS[flag])
+    feature = megatron_flags.UNSUPPORTED_FLAGS.get(flag) or absent_feature(foreign_names.without_section(flag))
+    if feature is not None:
+        return unsupported_problem(typed, found, feature, alternative(feature))
     if (renamed := megatron_flags.RENAMED_FLAGS.get(flag)) is not None:
         parsed.doubtful_flags.update(foreign_names.suggested_flags(renamed))
         return Problem(typed, "", "is an old name", f"Use {renamed}.")

@@ -154,7 +154,7 @@ ONE_PROBLEM = [
         "one (single machine only).",
     ),
     (
-        "--nnodes 2 --nproc-per-node 1",
+        "--nnodes 2 --nproc-per-node 1 --master-addr node0",
         "--nnodes 2 machines must agree on a port. Give the same --master-port on all of them.",
     ),
     (
@@ -162,7 +162,7 @@ ONE_PROBLEM = [
         "--nproc-per-node 4 x --nnodes 1 = 4 is not the world size 2. Give the layout or the number of ranks.",
     ),
     (
-        "--nnodes 2 --master-port 6000 --world-size 3",
+        "--nnodes 2 --master-addr node0 --master-port 6000 --world-size 3",
         "--nnodes 2 does not divide the world size 3. Use 1 or 3, or set --nproc-per-node.",
     ),
     ("--fp16 --bf16", "--fp16 cannot be combined with --bf16. Keep one; none of them means fp32."),
