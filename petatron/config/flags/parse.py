@@ -27,6 +27,7 @@ from petatron.config.schema.fields import (
 from petatron.config.value_origins import Setting, ValueOrigin
 
 PRESET_FLAG, FILE_FLAG, FROM_FLAG = "--preset", "--config", "--from"
+TOY_FLAG = "--toy"
 _BINARY_DIGITS = {"1": "on", "0": "off"}
 _SOURCES = {PRESET_FLAG: "a preset's name", FILE_FLAG: "a YAML file", FROM_FLAG: "the folder of a model or of a run"}
 
@@ -43,6 +44,7 @@ class ParsedFlags:
     problems: list[Problem] = field(default_factory=list)
     doubtful_flags: set[str] = field(default_factory=set)
     drops_learned_positions: bool = False
+    toy: bool = False
 
     def add_setting(self, info: FieldInfo, value: FieldValue, spelling: str) -> None:
         self.settings.append(Setting(info.path, value, ValueOrigin("flag", spelling)))
@@ -79,7 +81,7 @@ def known_flags() -> list[str]:
         megatron_flags.CHOICE_FLAGS,
         megatron_flags.NO_OP_FLAGS,
     )
-    return [*own, *negated, *(flag for table in others for flag in table), *_SOURCES]
+    return [*own, *negated, *(flag for table in others for flag in table), *_SOURCES, TOY_FLAG]
 
 
 def unsupported_problem(where: str, found: str, feature: str, fix: str = "Leave it out") -> Problem:
@@ -130,6 +132,8 @@ def _apply_flag(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
         return _apply_valueless(token, parsed, lambda: parsed.add_setting(negated, negated.off_value, token.typed))
     if flag in _SOURCES:
         return _apply_source(token, parsed)
+    if flag == TOY_FLAG:
+        return _apply_valueless(token, parsed, lambda: setattr(parsed, "toy", True))
     if (shorthand := megatron_flags.SHORTHANDS.get(flag)) is not None:
         target = fields_by_name()[shorthand.field]
         return _apply_valueless(token, parsed, lambda: parsed.add_setting(target, shorthand.value, token.typed))

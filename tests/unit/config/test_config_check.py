@@ -60,7 +60,7 @@ ONE_PROBLEM = [
         "--latent-norm-epsilon 0.0 is not above 0. Use a number above 0.",
     ),
     (
-        "--multi-latent-attention",
+        "--multi-latent-attention --group-query-attention",
         "--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. "
         "Use --no-group-query-attention, or leave the other out.",
     ),
@@ -94,7 +94,7 @@ ONE_PROBLEM = [
     ),
     ("--num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 8. Use 1, 2, 4 or 8."),
     (
-        "--no-group-query-attention",
+        "--no-group-query-attention --num-query-groups 4",
         "--num-query-groups 4 shares key/value heads, but --group-query-attention is turned off. Leave one out, or use 8.",
     ),
     ("--max-position-embeddings 64", "--max-position-embeddings 64 is shorter than --seq-length 128. Use 128 or more."),
