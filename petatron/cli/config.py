@@ -20,7 +20,7 @@ from petatron.config.yaml_file import dump_yaml, read_yaml_file
 
 _USAGE = """usage:
   petatron config show [X] [flags ...] [--changed] [--yaml]
-      every value with its origin: default, preset, file and line, flag, checkpoint, or derived and why
+      every value with its origin: default, preset (or its toy), file and line, flag, checkpoint, or derived and why
       X           a preset, a YAML file, or a run folder with its config.yaml
       --changed   leave out plain defaults
       --yaml      print a file for --config instead

@@ -15,6 +15,7 @@ from petatron.base.terminal_escape import raw_stream
 from petatron.base.text import count_with_noun
 from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.config.checks.raw_text import parquet_problem
 
 if TYPE_CHECKING:
     from petatron.config.schema.training import TokenizerConfig
@@ -94,6 +95,7 @@ def _preprocess(args: argparse.Namespace) -> int:
         for name in SENTENCE_FLAGS
         if getattr(args, name)
     ]
+    problems += [problem for path in args.input if (problem := parquet_problem("--input", path)) is not None]
     tokenizer = _tokenizer_config(args, problems)
     if args.log_interval < 1:
         problems.append(Problem("--log-interval", str(args.log_interval), "must be at least 1", "Leave it out."))

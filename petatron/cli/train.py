@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from petatron.base.errors import ConfigError
-from petatron.config import CheckpointConfig, load_config
+from petatron.config import CheckpointConfig, LoadedConfig, resolve_config, without_problems
 from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.config.checks.preflight import preflight
 from petatron.config.flags.help_text import flag_help
@@ -29,11 +28,7 @@ def main(argv: list[str]) -> int:
     environment = read_environment()
     if environment.launcher != "single":
         return run_rank_main(lambda: train_rank(argv))
-    config = load_config(argv, read_checkpoint=read_checkpoint).config
-    problems = preflight(config)  # in addition to `load_config`'s: every problem before any rank starts
-    if problems:
-        raise ConfigError(problems)
-    launch = config.launch
+    launch = load_checked(argv).config.launch
     if (launch.nproc_per_node or 1) * launch.nnodes == 1:
         return train_rank(argv)
     from petatron.mesh.launch.local_launcher import run_ranks
@@ -46,6 +41,18 @@ def main(argv: list[str]) -> int:
         master_addr=launch.master_addr,
         master_port=launch.master_port,
     )
+
+
+def load_checked(argv: list[str], *, world_size: int | None = None) -> LoadedConfig:
+    """Returns the config; what is wrong with it and what this machine lacks is told together, before anything is built.
+
+    A rank (`world_size`) without other problems leaves the machine to `check_start`.
+    """
+    loaded, problems = resolve_config(argv, world_size=world_size, read_checkpoint=read_checkpoint)
+    if problems or world_size is None:
+        told = {problem.where for problem in problems}
+        problems += [problem for problem in preflight(loaded.config) if problem.where not in told]
+    return without_problems(loaded, problems)
 
 
 def with_preset(argv: list[str]) -> list[str]:
@@ -78,7 +85,7 @@ def train_rank(argv: list[str]) -> int:
 
     environment = read_environment()
     configure_logging(rank=environment.rank)
-    loaded = load_config(argv, world_size=environment.world_size, read_checkpoint=read_checkpoint)
+    loaded = load_checked(argv, world_size=environment.world_size)
     run_training(loaded, verbs=VERBS)
     stop_process_group()
     return 0

@@ -8,10 +8,10 @@ of `--pretrained-checkpoint`, so they reshard to any layout, and a restart that 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from petatron.base.errors import Problem
+from petatron.base.errors import ConfigError, Problem
 from petatron.base.model_companion_files import is_hf_folder
 from petatron.config.checkpoint_settings import (
     CHECKPOINT_ARGS_FLAG,
@@ -33,7 +33,7 @@ from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path
 from petatron.config.schema.model_identity import identity_differences
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import CheckpointConfig
-from petatron.config.value_origins import ValueOrigin
+from petatron.config.value_origins import Setting, ValueOrigin
 
 WEIGHTS_PATH = "checkpoint.pretrained_checkpoint"
 
@@ -70,6 +70,21 @@ def apply_from_folder(
 def weights_folder(folder: str, settings: AppliedSettings) -> str:
     """Returns the folder of the weights: as it was given, or where a name on the hub, or a config.json, is on this machine."""
     return folder if os.path.isdir(folder) or not settings.origin.detail else settings.origin.detail
+
+
+def shape_of_folder(
+    folder: str, checkpoint: CheckpointConfig, read: ReadCheckpointSettings | None
+) -> Sequence[Setting]:
+    """Returns the settings of the model in a folder and of its tokenizer as those of any other source, for a toy of it."""
+    if read is None:
+        raise ConfigError([unknown_to_command(FROM_FLAG, folder)])
+    stored = read(checkpoint, folder)
+    if unsupported := list(unsupported_settings(FROM_FLAG, stored)):
+        raise ConfigError(unsupported)
+    found, origin = all_values(stored), ValueOrigin("checkpoint", stored.source)
+    sections = (*MODEL_SECTIONS, "tokenizer")
+    paths = [f"{section}.{name}" for section in sections for name in stored.sections.get(section, {})]
+    return [Setting(path, found[path], origin) for path in paths if path in found and found[path] is not None]
 
 
 def hf_load_settings(config: RawRunConfig) -> AppliedSettings:

@@ -1,10 +1,11 @@
 """Loads argv, a preset and files into one checked config that records the origin of each value.
 
 Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` or
-`--from` a model that exists is one more source, which defines it (`checkpoint_settings.py`, `from_folder.py`). What is still unset
-is derived. All problems of all stages are raised together; a rule skips a field whose value could not be read, since that is already
-a problem of its own. A config without problems is resolved: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after this,
-except `with_vocab_size` and `train/state/start_tokenizer.py`, which fill facts that need a tokenizer's file to be opened.
+`--from` a model that exists is one more source, which defines it (`checkpoint_settings.py`, `from_folder.py`). Before flags are applied,
+the model is adapted to them (`adapt/`): `--toy`, fewer layers than a preset's patterns have, values that they make meaningless. What is
+still unset is derived. All problems of all stages are raised together; a rule skips a field whose value could not be read, since that is
+already a problem of its own. A config without problems is resolved: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after
+this, except `with_vocab_size` and `train/state/start_tokenizer.py`, which fill facts that need a tokenizer's file to be opened.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.config.adapt.adapt_model import adapt_model
 from petatron.config.checkpoint_settings import AppliedSettings, ReadCheckpointSettings, apply_checkpoint_settings
 from petatron.config.checks.check_all import UNSUPPORTED_FIELDS, check_config, unsupported_preset
 from petatron.config.checks.model import ROTARY_TYPES
@@ -21,13 +23,19 @@ from petatron.config.checks.unused_flags import unused_flag_notices
 from petatron.config.derived_defaults import derive_defaults, resolve_derived
 from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
 from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
-from petatron.config.from_folder import WEIGHTS_PATH, apply_from_folder, hf_load_settings, weights_folder
+from petatron.config.from_folder import (
+    WEIGHTS_PATH,
+    apply_from_folder,
+    hf_load_settings,
+    shape_of_folder,
+    weights_folder,
+)
 from petatron.config.imports import IMPORTS_PATH, NamedImport, import_modules
 from petatron.config.presets import read_preset
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.value_origins import Setting, ValueOrigin
-from petatron.config.yaml_file import ParsedYaml, read_yaml_file
+from petatron.config.yaml_file import read_yaml_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +109,20 @@ def resolve_config(
 
     values = {path: info.default for path, info in fields_by_path().items()}
     origins = dict.fromkeys(values, ValueOrigin("default"))
-    for setting in _settings_in_order(documents, flags):
-        values[setting.path], origins[setting.path] = setting.value, setting.origin
+    _apply(values, origins, [setting for document in documents for setting in document.settings])
+    if flags.toy and flags.from_folder is not None:
+        _apply(
+            values, origins, shape_of_folder(flags.from_folder, unflatten_config(values).checkpoint, read_checkpoint)
+        )
+    adapted = adapt_model(values, origins, {one.path: one for one in flags.settings}, toy=flags.toy)
+    values, origins = values | adapted.values, origins | adapted.origins
+    problems += adapted.problems
+    suspects |= {info.flag for info in all_fields()} if adapted.problems else set()
+    _apply(values, origins, flags.settings)
     stored = _settings_of_model(flags, values, origins, read_checkpoint)
     values |= stored.values
     origins |= dict.fromkeys(stored.values, stored.origin)
-    if flags.from_folder is not None:
+    if flags.from_folder is not None and not flags.toy:
         values[WEIGHTS_PATH] = weights_folder(flags.from_folder, stored)
         origins[WEIGHTS_PATH] = ValueOrigin("flag", FROM_FLAG)
     problems += stored.problems
@@ -129,6 +145,7 @@ def resolve_config(
     problems += [_with_source(problem, origins) for problem in found if problem.where not in suspects]
     notices = (
         *flags.notices,
+        *adapted.notices,
         *stored.notices,
         *_derived_switch_notices(config, origins),
         *unused_flag_notices(config, origins),
@@ -165,7 +182,7 @@ def _settings_of_model(
 ) -> AppliedSettings:
     """Returns what the model that a run starts from says about itself, if the run asks for it."""
     config = unflatten_config(values)
-    if flags.from_folder is not None:
+    if flags.from_folder is not None and not flags.toy:
         return apply_from_folder(flags.from_folder, config, values, origins, read_checkpoint)
     if config.checkpoint.use_checkpoint_args:
         return apply_checkpoint_settings(config, values, origins, read_checkpoint)
@@ -180,21 +197,29 @@ def _derived_switch_notices(config: RawRunConfig, origins: dict[str, ValueOrigin
 
 
 def with_vocab_size(loaded: LoadedConfig, vocab_size: int, why: str) -> LoadedConfig:
-    """Returns the config with the tokenizer's vocabulary size; a larger explicit one takes precedence."""
+    """Returns the config with the tokenizer's vocabulary size; a larger explicit one takes precedence.
+
+    A smaller one of a preset gives way to the tokenizer that a user chose.
+    """
     path = "model.vocab_size"
-    chosen = loaded.config.model.vocab_size
-    if chosen is not None and loaded.origins[path].is_explicit:
-        if chosen < vocab_size:
+    chosen, origin = loaded.config.model.vocab_size, loaded.origins[path]
+    if chosen is not None and origin.is_explicit:
+        if chosen >= vocab_size:
+            return loaded
+        if origin.kind not in ("preset", "adapted"):
             rule = f"is smaller than the {vocab_size} ids of {why}"
             raise ConfigError([Problem("--vocab-size", str(chosen), rule, f"Use {vocab_size} or more.")])
-        return loaded
+        notice = f"the {vocab_size} ids of {why} take the place of --vocab-size {chosen} ({origin})"
+        loaded = replace(loaded, notices=(*loaded.notices, notice))
     model = replace(loaded.config.model, vocab_size=vocab_size)
     origins = loaded.origins | {path: ValueOrigin("derived", why)}
     return replace(loaded, config=replace(loaded.config, model=model), origins=origins)
 
 
-def _settings_in_order(files: Sequence[ParsedYaml], flags: ParsedFlags) -> list[Setting]:
-    return [setting for source in (*files, flags) for setting in source.settings]
+def _apply(values: dict[str, FieldValue], origins: dict[str, ValueOrigin], settings: Sequence[Setting]) -> None:
+    """Sets what a source says, in its order."""
+    for setting in settings:
+        values[setting.path], origins[setting.path] = setting.value, setting.origin
 
 
 def _source_problems(config: RawRunConfig, flags: ParsedFlags, world_size: int | None) -> list[Problem]:

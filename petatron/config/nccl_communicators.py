@@ -13,7 +13,7 @@ from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import read_limited_bytes
-from petatron.config.schema.parallel import ParallelConfig
+from petatron.config.schema.parallel import ParallelConfig, RawParallelConfig
 from petatron.config.yaml_file import MAX_YAML_BYTES
 from petatron.config.yaml_limits import limited_loader
 
@@ -78,7 +78,7 @@ def communicator_options(config: ParallelConfig) -> CommunicatorOptions:
     return CommunicatorOptions(by_axis)
 
 
-def communicator_problems(config: ParallelConfig) -> Iterator[Problem]:
+def communicator_problems(config: RawParallelConfig) -> Iterator[Problem]:
     """Yields every problem of both settings."""
     import yaml
 

@@ -10,13 +10,16 @@ from petatron.config.schema.fields import FieldValue
 
 @dataclass(frozen=True, slots=True)
 class ValueOrigin:
-    """`detail` is the preset's name, `file:line`, the flag as typed, the checkpoint's folder, or the reason of a derived value."""
+    """`detail` is the preset's name, `file:line`, the flag as typed, the checkpoint's folder, or the reason of a derived value.
 
-    kind: Literal["default", "preset", "file", "flag", "checkpoint", "derived"]
+    `adapted` values are those of another source at another size: a toy of it, or its layers cut to fewer.
+    """
+
+    kind: Literal["default", "preset", "file", "flag", "checkpoint", "adapted", "derived"]
     detail: str = ""
 
     def __str__(self) -> str:
-        if self.kind in ("file", "flag"):
+        if self.kind in ("file", "flag", "adapted"):
             return self.detail
         separator = ": " if self.kind == "derived" else " "
         return f"{self.kind}{separator}{self.detail}" if self.detail else self.kind
@@ -24,7 +27,7 @@ class ValueOrigin:
     @property
     def is_explicit(self) -> bool:
         """Whether someone set this value, rather than a default or a rule."""
-        return self.kind in ("preset", "file", "flag", "checkpoint")
+        return self.kind in ("preset", "file", "flag", "checkpoint", "adapted")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from typing import Any, Literal
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
-from petatron.config.flags.foreign_names import suggested_flags, suggestion
+from petatron.config.flags.absent_features import absent_feature, alternative
+from petatron.config.flags.foreign_names import suggested_flags, suggestion, without_section
 from petatron.config.flags.megatron_flags import FORMER_SECTIONS, SECTION_ALIASES
 from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, value_problem
 from petatron.config.schema.fields import (
@@ -205,6 +206,9 @@ class _YamlReader:
             # What that preset or file would have set is unknown, so every value is in doubt.
             self.parsed.doubtful_flags.update(info.flag for info in all_fields())
             self.add_problem(key, name, "cannot be set in a file", _COMMAND_LINE_KEYS[name])
+            return
+        if (feature := absent_feature(without_section(flag_name(name)))) is not None:
+            self.add_problem(key, name, f"needs {feature}, which is not in this version", f"{alternative(feature)}.")
             return
         foreign = suggested_flags(suggestion(flag_name(name)) or "")
         known = [flag[2:].removeprefix("no-").replace("-", "_") for flag in foreign]

@@ -15,7 +15,7 @@ def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
     its ends.
     """
     parallel, axes = run.parallel, ["tp", "cp", "pp", "dp_cp"]
-    if parallel.cp_comm_type == "a2a+p2p":
+    if parallel.cp_comm_type == "a2a+p2p" and parallel.context_parallel_size > 1:
         heads = (parallel.hierarchical_context_parallel_sizes or (1,))[0]
         axes += [f"cp/{heads}", f"cp%{heads}"]
     if parallel.data_parallel_sharding_strategy != "no_shard":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.network_address import is_loopback
 from petatron.mesh.launch.environment import API_KEY_VARIABLE
 from petatron.serve.tool_calls import ToolCallFormat, template_format
 
@@ -101,17 +102,3 @@ def is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener there. A name other than localhost may resolve to anything.
-
-    >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::", "", "node7")]
-    [True, True, True, False, False, False, False]
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

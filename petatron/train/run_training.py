@@ -163,7 +163,7 @@ def _write_summary(
         train_iters=loop.train_iters,
         complete=totals.iteration >= loop.train_iters,
         saved=totals.saved_iteration is not None,
-        launcher=environment.launcher if environment.store_file is None else "single",
+        environment=environment,
     )
     earlier = read_history(directory / METRICS_FILE, up_to_iteration=totals.first_iteration, every_point=False)
     record = summary_record(

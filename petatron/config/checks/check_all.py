@@ -59,7 +59,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         check_hybrid(config),
         check_linear_attention(config),
         check_moe(config, require_training=require_training),
-        check_layout(config),
+        check_layout(config, require_training=require_training),
         check_pipeline(config),
         check_data_parallel(config),
         check_moe_overlap(config),

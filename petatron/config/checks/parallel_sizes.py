@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, within
+from petatron.base.network_address import is_loopback
+from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, or_default, within
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.training import LaunchConfig
 
 MODEL_PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -23,7 +25,7 @@ _OVERLAP = "--tp-comm-overlap"
 _HIERARCHY = "--hierarchical-context-parallel-sizes"
 
 
-def check_layout(config: RawRunConfig) -> Iterator[Problem]:
+def check_layout(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     parallel = config.parallel
     sizes_are_sound = True
     for name in _SIZES:
@@ -32,6 +34,8 @@ def check_layout(config: RawRunConfig) -> Iterator[Problem]:
             yield problem
     yield from above("distributed_timeout_minutes", parallel.distributed_timeout_minutes, 0)
     yield from _launch(config)
+    if require_training and config.launch.nnodes > 1:
+        yield from _meeting_point(config.launch)
     if sizes_are_sound:
         yield from _world(config)
         yield from _tensor(config)
@@ -49,9 +53,6 @@ def _launch(config: RawRunConfig) -> Iterator[Problem]:
     if launch.nnodes < 1:
         return
     yield from within("node_rank", launch.node_rank, 0, launch.nnodes)
-    if launch.nnodes > 1 and launch.master_port is None:
-        rule = "machines must agree on a port"
-        yield Problem("--nnodes", str(launch.nnodes), rule, "Give the same --master-port on all of them.")
     if world is None or world < 1:
         return
     local = launch.nproc_per_node
@@ -61,6 +62,17 @@ def _launch(config: RawRunConfig) -> Iterator[Problem]:
     elif local is None and world % launch.nnodes:
         rule = f"does not divide the world size {world}"
         yield Problem("--nnodes", str(launch.nnodes), rule, f"Use {divisors(world)}, or set --nproc-per-node.")
+
+
+def _meeting_point(launch: LaunchConfig) -> Iterator[Problem]:
+    """Machines that start their own ranks meet at one address and port; a plan starts none."""
+    if launch.master_port is None:
+        rule = "machines must agree on a port"
+        yield Problem("--nnodes", str(launch.nnodes), rule, "Give the same --master-port on all of them.")
+    if is_loopback(launch.master_addr):
+        rule = f"means each of the {launch.nnodes} machines itself, so that they would never meet"
+        fix = "Give the name or address of the machine with --node-rank 0, the same on all of them."
+        yield Problem("--master-addr", or_default("master_addr", launch.master_addr), rule, fix)
 
 
 def _world(config: RawRunConfig) -> Iterator[Problem]:
@@ -139,11 +151,11 @@ def _context(config: RawRunConfig) -> Iterator[Problem]:
         rule = f"is for --cp-comm-type a2a+p2p, but that is {kind}"
         yield Problem(_HIERARCHY, _words(sizes), rule, "Leave it out, or use a2a+p2p.")
         return
-    if cp == 1:
-        return
-    if sizes and (len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != cp):
+    if sizes and (len(sizes) != 2 or min(sizes) < 1 or (cp > 1 and sizes[0] * sizes[1] != cp)):
         rule = f"is not two positive numbers whose product is --context-parallel-size {cp}"
         yield Problem(_HIERARCHY, _words(sizes), rule, f"Use, for instance, 1 {cp}; or leave it out.")
+    elif cp == 1:
+        return
     elif kind == "a2a":
         yield from _all_to_all_heads(
             config, cp, "--cp-comm-type", kind, "Use p2p, all_gather or a2a+p2p, or another layout."

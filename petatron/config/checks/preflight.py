@@ -13,10 +13,11 @@ from pathlib import Path
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import not_a_file_reason
+from petatron.config.checks.raw_text import raw_text_problem
 from petatron.config.nccl_communicators import communicator_problems
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.run import RunConfig
+from petatron.config.schema.run import RawRunConfig
 
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -28,13 +29,13 @@ _LIBRARIES = {
 }
 
 
-def preflight(config: RunConfig) -> list[Problem]:
-    """Returns everything that is missing, all at once."""
+def preflight(config: RawRunConfig) -> list[Problem]:
+    """Returns everything that is missing, all at once; of a config with problems too, so that they are told together."""
     asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _run_folders, _offload_folder, _trace_folder)
     return [*(problem for ask in asked for problem in ask(config)), *communicator_problems(config.parallel)]
 
 
-def _timeline(config: RunConfig) -> Iterator[Problem]:
+def _timeline(config: RawRunConfig) -> Iterator[Problem]:
     path = config.log.pipeline_timeline
     if path is not None and Path(path).is_dir():
         yield Problem("--pipeline-timeline", path, "is a folder", "Give the path of a file.")
@@ -42,7 +43,7 @@ def _timeline(config: RunConfig) -> Iterator[Problem]:
         yield Problem("--pipeline-timeline", path, "is in a folder that does not exist", "Make the folder first.")
 
 
-def _run_folders(config: RunConfig) -> Iterator[Problem]:
+def _run_folders(config: RawRunConfig) -> Iterator[Problem]:
     """They are created with their parents, so the nearest folder there is must take files. Logs are next to checkpoints by default."""
     save, log = config.checkpoint.save, config.log
     named = {
@@ -63,13 +64,13 @@ def _run_folders(config: RunConfig) -> Iterator[Problem]:
             yield Problem(flag_name(name), path, rule, "Make it writable, or give another folder.")
 
 
-def _offload_folder(config: RunConfig) -> Iterator[Problem]:
+def _offload_folder(config: RawRunConfig) -> Iterator[Problem]:
     """The folder itself is created if needed. One without a parent is a mistyped path, or a disk that is not mounted."""
     if config.memory.optimizer_nvme_offload is not None:
         yield from _new_folder("--optimizer-nvme-offload", config.memory.optimizer_nvme_offload)
 
 
-def _trace_folder(config: RunConfig) -> Iterator[Problem]:
+def _trace_folder(config: RawRunConfig) -> Iterator[Problem]:
     """As above; its parent may also be a folder that the run itself will create."""
     log = config.log
     if not log.profile or log.profile_dir is None:
@@ -99,7 +100,7 @@ def _write_error(folder: Path) -> str | None:
         return error.strerror or str(error)
 
 
-def _missing_files(config: RunConfig) -> Iterator[Problem]:
+def _missing_files(config: RawRunConfig) -> Iterator[Problem]:
     named = [(name, getattr(config.tokenizer, name)) for name in _FILES]
     named += [("data_args_path", config.data.data_args_path), ("sample_prompts", config.log.sample_prompts)]
     named += [("eval_tasks", config.train.eval_tasks)]
@@ -112,7 +113,7 @@ def _missing_files(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(flag_name(name), path, reason, "Give the path of a file.")
 
 
-def _missing_data(config: RunConfig) -> Iterator[Problem]:
+def _missing_data(config: RawRunConfig) -> Iterator[Problem]:
     for name in _BLENDS:
         try:
             parts = parse_blend(getattr(config.data, name))
@@ -123,13 +124,16 @@ def _missing_data(config: RunConfig) -> Iterator[Problem]:
             gone = [path for path, reason in reasons.items() if reason == "is missing"]
             strange = [f"{path} {reason}" for path, reason in reasons.items() if reason and path not in gone]
             fix = "Give the prefix of files that `petatron data preprocess` wrote, without .bin or .idx."
-            if strange:
+            raw = raw_text_problem(flag_name(name), prefix) if gone else None
+            if raw is not None:
+                yield raw
+            elif strange:
                 yield Problem(flag_name(name), prefix, f"cannot be read: {' and '.join(strange)}", fix)
             elif gone:
                 yield Problem(flag_name(name), prefix, f"does not exist: there is no {' and no '.join(gone)}", fix)
 
 
-def _missing_libraries(config: RunConfig) -> Iterator[Problem]:
+def _missing_libraries(config: RawRunConfig) -> Iterator[Problem]:
     for name, (library, extra) in _LIBRARIES.items():
         value = getattr(config.checkpoint if name == "sign_key" else config.log, name)
         if value is not None and importlib.util.find_spec(library) is None:

@@ -22,7 +22,7 @@ def multiples_near(number: int, step: int) -> str:
     return f"{below} or {below + step}" if below > 0 else str(step)
 
 
-def or_default(name: str, value: int) -> str:
+def or_default(name: str, value: int | str) -> str:
     """Returns `12`, or `10 (default)` for a value that nobody may have typed."""
     return f"{value} (default)" if value == fields_by_name()[name].default else str(value)
 

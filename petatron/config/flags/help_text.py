@@ -6,7 +6,7 @@ import textwrap
 
 from petatron.config.checks.model import REQUIRED_FIELDS
 from petatron.config.flags import megatron_flags
-from petatron.config.flags.parse import FROM_FLAG
+from petatron.config.flags.parse import FROM_FLAG, TOY_FLAG
 from petatron.config.schema.fields import FieldInfo, all_fields, sections
 from petatron.config.show import format_value
 
@@ -16,13 +16,18 @@ FROM_DOC = (
     "model on the Hugging Face hub (OWNER/NAME), which is downloaded. Takes the model's settings, its tokenizer and its weights; the "
     "optimizer is fresh, at iteration 0."
 )
+TOY_DOC = (
+    "Shrink the model of the preset, file or folder to a size that a laptop trains in seconds: every kind of layer, experts, latent "
+    "attention, windows and the like stay, with small widths and few layers. Flags win. With `--from` the folder gives the structure "
+    "alone: weights are random."
+)
 
 
 def flag_help() -> str:
     """Returns every flag with its documentation, by section."""
     lines = ["Sources, later wins:", *_entry("--preset NAME", "A published model shape; `petatron config presets`.")]
     lines += [*_entry("--config FILE", "YAML with the same fields; may be given several times.")]
-    lines += [*_entry(f"{FROM_FLAG} FOLDER", FROM_DOC), ""]
+    lines += [*_entry(f"{FROM_FLAG} FOLDER", FROM_DOC), *_entry(TOY_FLAG, TOY_DOC), ""]
     other_names = flag_aliases()
     for section, section_class in sections().items():
         title = (section_class.__doc__ or "").strip()

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from petatron.config.flags.absent_features import CONVERSATIONS, REINFORCEMENT, SAVED_FORMAT, ZARR_FORMAT
 from petatron.config.schema.fields import FieldValue
 
 
@@ -177,6 +178,8 @@ RENAMED_FLAGS: Mapping[str, str] = {
 }
 
 _PREPROCESS = "petatron data preprocess"
+_TASKS = "python tasks/main.py"
+_GENERATE = "petatron generate"
 
 # Flags of another verb.
 OTHER_COMMAND_FLAGS: Mapping[str, str] = {
@@ -185,6 +188,13 @@ OTHER_COMMAND_FLAGS: Mapping[str, str] = {
     "--json-keys": _PREPROCESS,
     "--append-eod": _PREPROCESS,
     "--workers": _PREPROCESS,
+    "--task": _TASKS,
+    "--valid-data": _TASKS,
+    "--strict-lambada": "petatron eval",
+    "--port": "petatron serve",
+    "--temperature": _GENERATE,
+    "--top-k": _GENERATE,
+    "--top-p": _GENERATE,
 }
 
 _GRAPHS = "CUDA graphs of single modules (--cuda-graphs records a whole step)"
@@ -197,13 +207,10 @@ _VISION = "multimodal models"
 _MOE = "this option of mixture of experts"
 _FP8 = "this option of FP8 training"
 _OFFLOAD = "activation offload by module (--cpu-offloading-num-layers offloads by layer)"
-_TASKS = "zero-shot evaluation"
-_SERVER = "text generation"
+_SERVER = "this option of text generation (`petatron serve` batches as requests come)"
 _RETRY = "fault tolerance beyond save and resume"
-_RL = "reinforcement learning"
 _CHECKPOINT = "this checkpoint option"
 _ATTN = "this attention variant"
-_SFT = "fine-tuning on conversations"
 _DATA = "this data option"
 
 # Features that Megatron has and this version has not. The value is the feature's name in the message.
@@ -304,18 +311,11 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--fim-rate": _DATA,
     "--tiktoken-pattern": "tiktoken tokenizers",
     "--split-sentences": "sentence splitting",
-    "--sft": _SFT,
-    "--sft-tokenizer-prompt-format": _SFT,
-    "--perform-rl-step": _RL,
+    "--sft": CONVERSATIONS,
+    "--sft-tokenizer-prompt-format": CONVERSATIONS,
+    "--perform-rl-step": REINFORCEMENT,
     "--yaml-cfg": "Megatron's YAML files (ours are read by --config)",
     "--use-legacy-models": "Megatron's legacy models",
-    "--task": _TASKS,
-    "--valid-data": _TASKS,
-    "--strict-lambada": _TASKS,
-    "--port": _SERVER,
-    "--temperature": _SERVER,
-    "--top-k": _SERVER,
-    "--top-p": _SERVER,
     "--inference-dynamic-batching": _SERVER,
     "--inference-max-requests": _SERVER,
 }
@@ -335,6 +335,15 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
         "distributed": "Newton-Schulz steps sharded over tensor-parallel ranks",
     },
     "muon_scalar_optimizer": {"lion": "the Lion optimizer"},
+    "ckpt_format": {
+        "torch_dist": SAVED_FORMAT,
+        "torch_dcp": SAVED_FORMAT,
+        "torch": SAVED_FORMAT,
+        "fsdp_dtensor": SAVED_FORMAT,
+        "huggingface": SAVED_FORMAT,
+        "megatron": SAVED_FORMAT,
+        "zarr": ZARR_FORMAT,
+    },
     "position_embedding_type": {"mrope": _VISION, "relative": "relative position bias"},
     "moe_token_dispatcher_type": {"flex": "the flex token dispatcher"},
     "moe_router_load_balancing_type": {"quantile_balancing": "quantile balancing"},
@@ -350,7 +359,7 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
         "TikTokenizer": "tiktoken tokenizers",
         "MultimodalTokenizer": _VISION,
         "NullMultimodalTokenizer": _VISION,
-        "SFTTokenizer": _SFT,
+        "SFTTokenizer": CONVERSATIONS,
     },
 }
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from petatron.base.errors import Problem
 from petatron.config.flags import foreign_names, megatron_flags
+from petatron.config.flags.absent_features import ALTERNATIVES, absent_feature, alternative
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
@@ -26,6 +27,7 @@ from petatron.config.schema.fields import (
 from petatron.config.value_origins import Setting, ValueOrigin
 
 PRESET_FLAG, FILE_FLAG, FROM_FLAG = "--preset", "--config", "--from"
+TOY_FLAG = "--toy"
 _BINARY_DIGITS = {"1": "on", "0": "off"}
 _SOURCES = {PRESET_FLAG: "a preset's name", FILE_FLAG: "a YAML file", FROM_FLAG: "the folder of a model or of a run"}
 
@@ -42,6 +44,7 @@ class ParsedFlags:
     problems: list[Problem] = field(default_factory=list)
     doubtful_flags: set[str] = field(default_factory=set)
     drops_learned_positions: bool = False
+    toy: bool = False
 
     def add_setting(self, info: FieldInfo, value: FieldValue, spelling: str) -> None:
         """The last of several wins; a flag that may be repeated takes the values of all."""
@@ -82,7 +85,7 @@ def known_flags() -> list[str]:
         megatron_flags.CHOICE_FLAGS,
         megatron_flags.NO_OP_FLAGS,
     )
-    return [*own, *negated, *(flag for table in others for flag in table), *_SOURCES]
+    return [*own, *negated, *(flag for table in others for flag in table), *_SOURCES, TOY_FLAG]
 
 
 def unsupported_problem(where: str, found: str, feature: str, fix: str = "Leave it out") -> Problem:
@@ -94,7 +97,7 @@ def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Proble
     """The problem of a value that does not fit its field; `where` is how the user named the field."""
     feature = megatron_flags.UNSUPPORTED_VALUES.get(info.name, {}).get(text)
     if feature is not None:
-        return unsupported_problem(where, text, feature, f"Use {join_with_or(info.choices)}")
+        return unsupported_problem(where, text, feature, ALTERNATIVES.get(feature, f"Use {join_with_or(info.choices)}"))
     meant = _BINARY_DIGITS.get(text, text) if info.is_switch else text
     fix = _did_you_mean(meant, info.choices) or info.meaning
     return Problem(where, text or "''", reason, fix)
@@ -133,6 +136,8 @@ def _apply_flag(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
         return _apply_valueless(token, parsed, lambda: parsed.add_setting(negated, negated.off_value, token.typed))
     if flag in _SOURCES:
         return _apply_source(token, parsed)
+    if flag == TOY_FLAG:
+        return _apply_valueless(token, parsed, lambda: setattr(parsed, "toy", True))
     if (shorthand := megatron_flags.SHORTHANDS.get(flag)) is not None:
         target = fields_by_name()[shorthand.field]
         return _apply_valueless(token, parsed, lambda: parsed.add_setting(target, shorthand.value, token.typed))
@@ -246,8 +251,9 @@ def _needs_value(info: FieldInfo, token: _FlagToken) -> Problem:
 def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
     flag, typed = token.flag, token.typed
     found = token.inline_value if token.inline_value is not None else " ".join(token.following_words)
-    if flag in megatron_flags.UNSUPPORTED_FLAGS:
-        return unsupported_problem(typed, found, megatron_flags.UNSUPPORTED_FLAGS[flag])
+    feature = megatron_flags.UNSUPPORTED_FLAGS.get(flag) or absent_feature(foreign_names.without_section(flag))
+    if feature is not None:
+        return unsupported_problem(typed, found, feature, alternative(feature))
     if (renamed := megatron_flags.RENAMED_FLAGS.get(flag)) is not None:
         parsed.doubtful_flags.update(foreign_names.suggested_flags(renamed))
         return Problem(typed, "", "is an old name", f"Use {renamed}.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from petatron.config.checks.check_all import UNSUPPORTED_FIELDS
 from petatron.config.checks.model import REQUIRED_FIELDS
 from petatron.config.flags import megatron_flags
-from petatron.config.flags.help_text import FROM_DOC, flag_aliases
-from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG
+from petatron.config.flags.help_text import FROM_DOC, TOY_DOC, flag_aliases
+from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, TOY_FLAG
 from petatron.config.presets import preset_names, preset_summary
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_path, sections
 from petatron.config.show import format_value
@@ -21,6 +21,8 @@ Values come from the schema's defaults, then `{PRESET_FLAG} NAME`, then each `{F
 What is still unset is derived. `petatron config show` prints every value with its origin.
 
 `{FROM_FLAG} FOLDER`: {FROM_DOC[0].lower()}{FROM_DOC[1:]} A flag that makes another model of it is an error.
+
+`{TOY_FLAG}`: {TOY_DOC[0].lower()}{TOY_DOC[1:]}
 
 Booleans are `--x`, `--no-x` or `--x=false`. The word `none` unsets a field that may be unset. Fields marked `...` take
 several values. Underscores in a flag count as dashes. Fields marked * need a feature that is not in this version: only

@@ -40,11 +40,13 @@ from petatron.mesh.launch.shared_secret import check_secret
 
 logger = get_logger(__name__)
 
-Launcher = Literal["torchrun", "slurm", "single"]
+Launcher = Literal["petatron", "torchrun", "slurm", "single"]
 Backend = Literal["gloo", "nccl", "fake"]
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STORE_FILE, SECRET_NAME = "PETATRON_STORE_FILE", "PETATRON_SECRET_NAME"
+STARTED_BY = "PETATRON_STARTED_BY"
+"""Tells ranks of our own launcher from torchrun's, whose variables both have."""
 API_KEY_VARIABLE = "PETATRON_API_KEY"
 IMPORT_VARIABLE = "PETATRON_IMPORT"
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -103,7 +105,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
         local_world_size=_integer(env, "LOCAL_WORLD_SIZE"),
         master_addr=env["MASTER_ADDR"],
         master_port=_integer(env, "MASTER_PORT"),
-        launcher="torchrun",
+        launcher="petatron" if env.get(STARTED_BY) == "petatron" else "torchrun",
         store_file=env.get(STORE_FILE),
         secret=secret_from_env(env),
         secret_name=env.get(SECRET_NAME),
@@ -238,9 +240,13 @@ def _check_consistent(found: RankEnvironment) -> None:
     if not 0 < found.master_port < 65_536:
         wrong.append(f"port {found.master_port} is not between 1 and 65535")
     if wrong:
-        names = ", ".join(TORCHRUN_VARIABLES) if found.launcher == "torchrun" else "SLURM_PROCID, SLURM_NTASKS, ..."
+        who, names = (
+            ("slurm", "SLURM_PROCID, SLURM_NTASKS, ...")
+            if found.launcher == "slurm"
+            else ("torchrun", ", ".join(TORCHRUN_VARIABLES))
+        )
         raise LaunchError(
-            f"The {found.launcher} variables ({names}) contradict each other: {'; '.join(wrong)}. Left-over exports in "
+            f"The {who} variables ({names}) contradict each other: {'; '.join(wrong)}. Left-over exports in "
             "the shell are the usual cause; unset them."
         )
 
@@ -269,9 +275,10 @@ def rank_variables(
         MASTER_PORT=str(environment.master_port),
     )
     # A launcher started under torchrun must not make its ranks wait for that torchrun's store.
-    for name in ("TORCHELASTIC_USE_AGENT_STORE", ERROR_FILE, STORE_FILE, SECRET, SECRET_NAME):
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", ERROR_FILE, STORE_FILE, SECRET, SECRET_NAME, STARTED_BY):
         env.pop(name, None)
     own = {ERROR_FILE: error_file, STORE_FILE: environment.store_file}
+    own |= {STARTED_BY: "petatron" if environment.launcher == "petatron" else None}
     own |= {SECRET: environment.secret, SECRET_NAME: environment.secret_name}
     env.update({name: value for name, value in own.items() if value is not None})
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // environment.local_world_size)))

@@ -7,10 +7,11 @@ left out.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from petatron.config import RunConfig
+from petatron.mesh.launch.environment import SINGLE_PROCESS, RankEnvironment
 from petatron.models.hf import matching_family
 from petatron.models.registry import model_spec
 
@@ -23,19 +24,20 @@ def next_commands(
     train_iters: int,
     complete: bool,
     saved: bool,
-    launcher: str = "single",
+    environment: RankEnvironment = SINGLE_PROCESS,
 ) -> list[tuple[str, str]]:
     """Returns commands, each with its purpose, that work as they are printed.
 
-    `saved` tells whether there is a checkpoint; `launcher` started the ranks, if the command itself did not.
+    `saved` tells whether there is a checkpoint; `environment` is that of rank 0.
     """
-    folder, found = run.checkpoint.save, []
+    folder = run.checkpoint.save
+    resume: list[tuple[str, str]] = []
+    found: list[tuple[str, str]] = []
+    if saved and folder is not None and "train" in verbs:
+        words = _resume_words(run, folder, log_dir, train_iters if complete else None)
+        resume = [(_start_command(words, environment), _resume_purpose(complete) + _how_started(environment))]
     if saved and folder is not None:
         found += [
-            (
-                _resume_command(run, folder, log_dir, train_iters if complete else None),
-                _resume_purpose(complete) + ("" if launcher == "single" else f", started with {launcher} as before"),
-            ),
             *_generation_commands(run, folder),
             (f"checkpoint verify {shlex.quote(folder)}", "check every byte of the checkpoint"),
         ]
@@ -47,7 +49,7 @@ def next_commands(
         (f"plot {shlex.quote(str(log_dir))}", "draw its curves"),
         (f"report {shlex.quote(str(log_dir))}", "one HTML file to send to a colleague"),
     ]
-    return [(f"petatron {words}", purpose) for words, purpose in found if words.split()[0] in verbs]
+    return resume + [(f"petatron {words}", purpose) for words, purpose in found if words.split()[0] in verbs]
 
 
 def has_hf_family(run: RunConfig) -> bool:
@@ -67,14 +69,39 @@ def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
     ]
 
 
-def _resume_command(run: RunConfig, folder: str, log_dir: Path, train_iters: int | None) -> str:
+def _resume_words(run: RunConfig, folder: str, log_dir: Path, train_iters: int | None) -> list[str]:
     """Restarts from the saved settings; a run that is complete is made twice as long."""
     words = ["train", str(log_dir / "config.yaml"), "--load", folder]
     if train_iters is not None and run.train.train_samples is not None:
         words += ["--train-samples", str(2 * run.train.train_samples), "--override-opt-param-scheduler"]
     elif train_iters is not None:
         words += ["--train-iters", str(2 * train_iters), "--override-opt-param-scheduler"]
-    return shlex.join(words)
+    return words
+
+
+def _start_command(words: Sequence[str], environment: RankEnvironment) -> str:
+    """Returns the command line that starts as many ranks in the same way, on the machine of rank 0."""
+    local, nodes = environment.local_world_size, _num_nodes(environment)
+    sizes = [f"--nproc-per-node={local}"]
+    if nodes > 1:
+        address = [f"--master-addr={environment.master_addr}", f"--master-port={environment.master_port}"]
+        sizes = [f"--nnodes={nodes}", "--node-rank=0", *sizes, *address]
+    if environment.launcher == "torchrun":
+        return shlex.join(["torchrun", *sizes, "-m", "petatron", *words])
+    if environment.launcher == "slurm":
+        return shlex.join(["srun", f"--nodes={nodes}", f"--ntasks-per-node={local}", "petatron", *words])
+    return shlex.join(["petatron", *words, *(sizes if environment.world_size > 1 else [])])
+
+
+def _how_started(environment: RankEnvironment) -> str:
+    if environment.launcher == "slurm":
+        return ", in an allocation like this one"
+    how = ", started with torchrun as before" if environment.launcher == "torchrun" else ""
+    return f"{how}, on every machine with its own --node-rank" if _num_nodes(environment) > 1 else how
+
+
+def _num_nodes(environment: RankEnvironment) -> int:
+    return max(1, environment.world_size // environment.local_world_size)
 
 
 def _resume_purpose(complete: bool) -> str:

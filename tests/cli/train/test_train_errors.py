@@ -184,6 +184,42 @@ def test_missing_library(capsys, monkeypatch: pytest.MonkeyPatch):
     assert code == 2 and "pip install wandb" in text and "pip install tensorboard" in text
 
 
+def test_a_missing_library_is_told_with_the_other_problems(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, text = _fails(
+        capsys, "--mock-data", "--wandb-project", "p", "--tensorboard-dir", "t", "--lr", "-1", "--tp", "3"
+    )
+    assert code == 2 and text.startswith("4 problems"), text
+    for flag in ("--wandb-project", "--tensorboard-dir", "--lr", "--tensor-model-parallel-size"):
+        assert f"\n  {flag} " in text
+
+
+def test_text_where_token_files_belong_names_what_reads_it(tmp_path: Path, capsys):
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    (folder / "a.parquet").write_bytes(b"PAR1")
+    (folder / "b.jsonl").write_text("{}")
+    code, text = _fails(capsys, "--data-path", str(folder / "a.parquet"), str(folder / "b.jsonl"))
+    fetch = (
+        f"petatron data fetch owner/name --hub {tmp_path} --files a.parquet --text-key text --output {folder / 'jsonl'}"
+    )
+    assert code == 2 and "which `petatron data fetch` reads" in text and fetch in text
+    assert f"petatron data preprocess --input {folder / 'b.jsonl'} --output-prefix {folder / 'b'}" in text
+    words = ["data", "preprocess", "--input", str(folder / "a.parquet"), "--output-prefix", str(tmp_path / "x")]
+    assert main([*words, "--tokenizer-type", "ByteTokenizer"]) == 2
+    assert fetch in capsys.readouterr().err
+
+
+def test_machines_that_would_never_meet(capsys):
+    code, text = _fails(capsys, "--mock-data", *"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1".split())
+    assert code == 2 and text.startswith("2 problems") and "Give the same --master-port" in text
+    assert "--master-addr 127.0.0.1 (default) means each of the 2 machines itself" in text
+    code, text = _fails(
+        capsys, "--mock-data", *"--nnodes 2 --nproc-per-node 1 --master-addr localhost --master-port 29500".split()
+    )
+    assert code == 2 and "--master-addr localhost means each of the 2 machines itself" in text
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -60,7 +60,7 @@ ONE_PROBLEM = [
         "--latent-norm-epsilon 0.0 is not above 0. Use a number above 0.",
     ),
     (
-        "--multi-latent-attention",
+        "--multi-latent-attention --group-query-attention",
         "--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. "
         "Use --no-group-query-attention, or leave the other out.",
     ),
@@ -94,7 +94,7 @@ ONE_PROBLEM = [
     ),
     ("--num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 8. Use 1, 2, 4 or 8."),
     (
-        "--no-group-query-attention",
+        "--no-group-query-attention --num-query-groups 4",
         "--num-query-groups 4 shares key/value heads, but --group-query-attention is turned off. Leave one out, or use 8.",
     ),
     ("--max-position-embeddings 64", "--max-position-embeddings 64 is shorter than --seq-length 128. Use 128 or more."),
@@ -154,7 +154,7 @@ ONE_PROBLEM = [
         "one (single machine only).",
     ),
     (
-        "--nnodes 2 --nproc-per-node 1",
+        "--nnodes 2 --nproc-per-node 1 --master-addr node0",
         "--nnodes 2 machines must agree on a port. Give the same --master-port on all of them.",
     ),
     (
@@ -162,7 +162,7 @@ ONE_PROBLEM = [
         "--nproc-per-node 4 x --nnodes 1 = 4 is not the world size 2. Give the layout or the number of ranks.",
     ),
     (
-        "--nnodes 2 --master-port 6000 --world-size 3",
+        "--nnodes 2 --master-addr node0 --master-port 6000 --world-size 3",
         "--nnodes 2 does not divide the world size 3. Use 1 or 3, or set --nproc-per-node.",
     ),
     ("--fp16 --bf16", "--fp16 cannot be combined with --bf16. Keep one; none of them means fp32."),

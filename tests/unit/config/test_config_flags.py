@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config
+from petatron.cli.main import VERBS
+from petatron.config import load_config, resolve_config
 from petatron.config.flags import foreign_names, megatron_flags
+from petatron.config.flags.absent_features import ALTERNATIVES, absent_feature
 from petatron.config.flags.parse import known_flags, parse_flags
 from petatron.config.schema.fields import all_fields, fields_by_name, flag_name
 
@@ -108,7 +111,8 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--seed=", "--seed '' is not a whole number. It is: Seed of initial weights, dropout and data order."),
         ("--normalization rmsnorm", "--normalization rmsnorm is not one of LayerNorm or RMSNorm. Did you mean RMSNorm?"),
         ("--rampup-batch-size 1 x", "--rampup-batch-size x is not a whole number. It is: START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."),
-        ("--ckpt-format torch_dist", "--ckpt-format torch_dist is not petatron, the only choice. It is: Checkpoint format."),
+        ("--ckpt-format torch_dist", "--ckpt-format torch_dist needs saving in another format while training, which is not in this version. Leave it out: a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` (or huggingface) writes another; with --to petatron it reads what Megatron saved."),
+        ("--port 5000", "--port does not belong to this command. It is a flag of `petatron serve`."),
         ("--optimizer lion", "--optimizer lion needs the Lion optimizer, which is not in this version. Use adam, sgd or muon."),
         ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer-type BertWordPieceLowerCase needs BERT, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, ByteTokenizer or NullTokenizer."),
         ("--use-mup", "--use-mup needs muP, which is not in this version. Leave it out."),
@@ -195,6 +199,41 @@ def test_what_a_name_of_another_program_sets_is_not_missing_too():
     with pytest.raises(ConfigError) as found:
         load_config("--model-name-or-path x --mock-data --train-iters 2".split())
     assert [problem.where for problem in found.value.problems] == ["--model-name-or-path"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "feature", "exists"),
+    [
+        ("--lora-rank 8", "low-rank adapters (LoRA)", "`--from FOLDER` fine-tunes all weights"),
+        ("--lora", "low-rank adapters (LoRA)", "`--from FOLDER` fine-tunes all weights"),
+        ("--peft lora", "low-rank adapters (LoRA)", "`petatron.build_model`"),
+        ("--use-peft", "low-rank adapters (LoRA)", "`petatron.build_model`"),
+        ("--dpo", "training on preferences (DPO", "`--from FOLDER` fine-tunes all weights"),
+        ("--dpo_beta 0.1", "training on preferences (DPO", "any loss"),
+        ("--sft", "fine-tuning on conversations", "`petatron data preprocess`"),
+        ("--perform-rl-step", "reinforcement learning", "`--from FOLDER` fine-tunes all weights"),
+        ("--grpo-group-size 8", "reinforcement learning", "any loss"),
+        ("--load-in-4bit", "training with quantised weights", "--fp8-format hybrid"),
+    ],
+)
+def test_what_is_absent_is_named_with_what_exists(flags: str, feature: str, exists: str):
+    [problem] = problems(flags)
+    assert problem.startswith(f"{flags} needs {feature}") and "which is not in this version" in problem
+    assert exists in problem and "Did you mean" not in problem
+
+
+def test_what_is_absent_is_named_in_a_file_too(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text("lora_rank: 8\nmodel:\n  dpo: true\n")
+    told = [str(problem) for problem in resolve_config(files=[tmp_path / "a.yaml"], preset="tiny-llama")[1][:2]]
+    assert "lora_rank needs low-rank adapters" in told[0] and "dpo needs training on preferences" in told[1]
+
+
+def test_alternatives_name_flags_and_commands_that_exist():
+    for feature, text in ALTERNATIVES.items():
+        assert set(foreign_names.suggested_flags(text)) <= {*known_flags(), "--to"}, feature
+        assert {words.split()[0] for words in re.findall(r"`petatron ([^`]+)`", text)} <= set(VERBS), feature
+    for flag in [*known_flags(), *foreign_names.SUGGESTIONS]:
+        assert absent_feature(flag) is None, flag
 
 
 def test_suggestions_name_flags_that_exist():

@@ -27,7 +27,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, refused: dict[str, str]) -> None:
 def test_rule_beside_a_later_feature(monkeypatch: pytest.MonkeyPatch):
     """Rules about flags that are not themselves refused still speak, beside the refusals of others."""
     refuse(monkeypatch, PREDICTIONS)
-    flags = [*BASE, "--mtp-num-layers", "1", "--multi-latent-attention"]
+    flags = [*BASE, "--mtp-num-layers", "1", "--multi-latent-attention", "--group-query-attention"]
     found = [str(problem) for problem in resolve_config(flags)[1]]
     message = "--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. Use --no-group-query-attention, or leave the other out."
     assert [text for text in found if LATER not in text] == [message]

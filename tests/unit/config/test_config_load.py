@@ -176,7 +176,7 @@ def test_any_config_survives_a_round_trip(data: st.DataObject):
         ("--tp 2", None, (2, 1, 2)),
         ("--tp 2 --dp 3", None, (6, 3, 6)),
         ("--tp 2 --nproc-per-node 4", None, (4, 2, 4)),
-        ("--tp 2 --nproc-per-node 4 --nnodes 2 --master-port 1", None, (8, 4, 4)),
+        ("--tp 2 --nproc-per-node 4 --nnodes 2 --master-addr node0 --master-port 1", None, (8, 4, 4)),
         ("--tp 2 --world-size 8", None, (8, 4, 8)),
         ("--tp 2", 16, (16, 8, None)),
     ],

@@ -147,10 +147,10 @@ def test_launcher_flags_parse():
     assert (loaded.config.parallel.world_size, loaded.config.parallel.data_parallel_size) == (8, 1)
 
 
-def test_evaluation_flags_are_known_but_not_in_this_version():
+def test_flags_of_other_commands_name_them():
     assert {str(problem) for problem in parse_flags(EVALUATION).problems} == {
-        "--task WIKITEXT103 needs zero-shot evaluation, which is not in this version. Leave it out.",
-        "--valid-data wikitext103_valid.txt needs zero-shot evaluation, which is not in this version. Leave it out.",
-        "--strict-lambada needs zero-shot evaluation, which is not in this version. Leave it out.",
-        "--port 5000 needs text generation, which is not in this version. Leave it out.",
+        "--task does not belong to this command. It is a flag of `python tasks/main.py`.",
+        "--valid-data does not belong to this command. It is a flag of `python tasks/main.py`.",
+        "--strict-lambada does not belong to this command. It is a flag of `petatron eval`.",
+        "--port does not belong to this command. It is a flag of `petatron serve`.",
     }

@@ -46,7 +46,7 @@ REFUSED = [
     (f"{EXPERTS} --ep 4 --dp 2", "--expert-model-parallel-size 4 x etp 1 x pp 1 = 4 does not divide the world size 2. Use 4 ranks (--dp 4 or --nproc-per-node 4), or fewer for the experts."),
     (f"{EXPERTS} --ep 4 --pp 2 --dp 2", "--expert-model-parallel-size 4 x etp 1 x pp 2 = 8 does not divide the world size 4. Use 8 ranks (--dp 4 or --nproc-per-node 8), or fewer for the experts."),
     (f"{EXPERTS} --ep 2", "--expert-model-parallel-size 2 x etp 1 x pp 1 = 2 does not divide the world size 1. Use 2 ranks (--dp 2 or --nproc-per-node 2), or fewer for the experts."),
-    (f"{EXPERTS} --ep 8 --nnodes 3 --master-port 1234 --nproc-per-node 1", "--expert-model-parallel-size 8 x etp 1 x pp 1 = 8 does not divide the world size 3. Use 8 ranks (--dp 8), or fewer for the experts."),
+    (f"{EXPERTS} --ep 8 --nnodes 3 --master-addr node0 --master-port 1234 --nproc-per-node 1", "--expert-model-parallel-size 8 x etp 1 x pp 1 = 8 does not divide the world size 3. Use 8 ranks (--dp 8), or fewer for the experts."),
     (f"{EXPERTS} --etp 2 --dp 2 --moe-ffn-hidden-size 33", "--moe-ffn-hidden-size 33 is not a multiple of --expert-tensor-parallel-size 2. Nearest: 32 or 34."),
     (f"{EXPERTS} --tp 2 --moe-shared-expert-intermediate-size 33", "--moe-shared-expert-intermediate-size 33 is not a multiple of --tensor-model-parallel-size 2. Nearest: 32 or 34."),
     (f"{EXPERTS} --tp 2 --no-sp", "--sequence-parallel cannot be turned off with --num-experts and --tensor-model-parallel-size 2: each token must be routed once. Leave it out; it is turned on by itself."),

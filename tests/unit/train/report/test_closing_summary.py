@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from petatron.config import load_config
+from petatron.mesh.launch.environment import SINGLE_PROCESS, Launcher, rank_variables, read_environment
 from petatron.train.report.closing_summary import RunTotals, summary_lines, summary_record
 from petatron.train.report.next_commands import next_commands
 from tests.unit.train.report.records import SUMMARY, log_record
@@ -88,12 +90,60 @@ def test_commands_name_the_runs_own_paths_and_no_verb_that_does_not_exist() -> N
     ]
     assert [command.split()[1] for command in left] == ["train", "generate", "chat", "checkpoint"], "no export"
     assert "verify" in left[3]
-    longer, purpose = next_commands(run, **known, complete=True, saved=True, launcher="slurm")[0]
+    longer, purpose = next_commands(run, **known, complete=True, saved=True)[0]
     assert longer.endswith("--load 'my runs/a' --train-iters 80 --override-opt-param-scheduler")
-    assert purpose.endswith("started with slurm as before")
+    assert purpose == "train twice as long, from this checkpoint"
     assert next_commands(run, **known, complete=True, saved=False) == []
     with_plot = next_commands(run, **{**known, "verbs": {"plot"}}, complete=True, saved=True)
     assert [command for command, _ in with_plot] == ["petatron plot 'my runs/a'"]
+
+
+ALONE = "petatron train a/config.yaml --load a"
+MEETING = "--master-addr=node0 --master-port=29500"
+STARTS = [
+    ("single", 1, 1, ALONE, ""),
+    ("petatron", 4, 4, f"{ALONE} --nproc-per-node=4", ""),
+    (
+        "petatron",
+        8,
+        4,
+        f"{ALONE} --nnodes=2 --node-rank=0 --nproc-per-node=4 {MEETING}",
+        ", on every machine with its own --node-rank",
+    ),
+    ("torchrun", 4, 4, f"torchrun --nproc-per-node=4 -m {ALONE}", ", started with torchrun as before"),
+    (
+        "torchrun",
+        8,
+        4,
+        f"torchrun --nnodes=2 --node-rank=0 --nproc-per-node=4 {MEETING} -m {ALONE}",
+        ", started with torchrun as before, on every machine with its own --node-rank",
+    ),
+    ("slurm", 16, 8, f"srun --nodes=2 --ntasks-per-node=8 {ALONE}", ", in an allocation like this one"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "ranks", "local", "command", "how"), STARTS)
+def test_the_command_that_resumes_starts_as_many_ranks_in_the_same_way(
+    launcher: Launcher, ranks: int, local: int, command: str, how: str
+) -> None:
+    environment = replace(
+        SINGLE_PROCESS,
+        launcher=launcher,
+        world_size=ranks,
+        local_world_size=local,
+        master_addr="node0",
+        master_port=29500,
+    )
+    run = load_config([*RUN, "--train-iters", "4", "--save", "a"], preset="tiny-llama").config
+    known = {"verbs": {"train"}, "log_dir": Path("a"), "train_iters": 4, "complete": False, "saved": True}
+    assert next_commands(run, **known, environment=environment) == [(command, f"go on from this checkpoint{how}")]
+
+
+def test_ranks_of_our_own_launcher_are_not_those_of_torchrun() -> None:
+    ours = replace(SINGLE_PROCESS, world_size=2, local_world_size=2, master_port=29500, launcher="petatron")
+    variables = rank_variables(ours, base={})
+    assert read_environment(variables).launcher == "petatron"
+    assert read_environment(rank_variables(replace(ours, launcher="torchrun"), base=variables)).launcher == "torchrun"
 
 
 def test_a_model_that_knows_text_can_be_asked_for_some() -> None:

@@ -1,0 +1,178 @@
+"""`--toy`: the model of a preset, a file or a folder at a size that a laptop trains in seconds.
+
+What makes the model what it is stays: kinds of layers and their order, experts and how tokens are routed to them, latent attention, sharing
+of key/value heads, windows, scaled positions, multi-token prediction, factors, norms, activations, dropout. Sizes shrink, none grows:
+widths, heads, experts, layers, vocabulary, the length of samples. All sizes split over 2, 4 and 8 ranks. A flag that the user types wins,
+and sizes that depend on it follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from petatron.config.adapt.layer_cut import HYBRID, LayerCut, cut_layers, num_layer_kinds
+from petatron.config.derived_defaults import MOCK_VOCAB_SIZE
+from petatron.config.schema.fields import FieldValue, fields_by_name
+from petatron.config.schema.longrope_factors import LongRopeFactorError, format_longrope_factors, parse_longrope_factors
+
+_LAYERS, _HEADS = 4, 8
+# Sizes that stand for themselves: no larger than this, and unset where they are.
+_SIZES: Mapping[str, int] = {
+    "hidden_size": 128,
+    "ffn_hidden_size": 256,
+    "seq_length": 128,
+    "window_size": 32,
+    "attention_chunk_size": 32,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "mamba_state_dim": 16,
+    "mamba_head_dim": 16,
+    "mamba_num_heads": 16,
+    "mamba_num_groups": 8,
+    "mamba_norm_groups": 8,
+    "mamba_chunk_size": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 8,
+    "linear_chunk_size": 32,
+    "mtp_num_layers": 1,
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_latent_size": 64,
+}
+
+
+class _ToyValues:
+    """Values by name while they shrink; a typed one stays as it is."""
+
+    def __init__(self, values: Mapping[str, FieldValue], typed: Mapping[str, FieldValue]) -> None:
+        self.before, self.values = values, {**values, **typed}
+        self.changed: dict[str, FieldValue] = {}
+        self._typed = typed
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[fields_by_name()[name].path]
+
+    def original(self, name: str) -> Any:
+        """Returns the value of preset, file or folder."""
+        return self.before[fields_by_name()[name].path]
+
+    def is_typed(self, name: str) -> bool:
+        return fields_by_name()[name].path in self._typed
+
+    def set(self, name: str, value: FieldValue) -> None:
+        path = fields_by_name()[name].path
+        if path not in self._typed and self.values[path] != value:
+            self.values[path] = self.changed[path] = value
+
+    def lower(self, name: str, limit: int) -> None:
+        """Lowers a number that is set and above the limit."""
+        value = self[name]
+        if isinstance(value, int) and value > limit:
+            self.set(name, limit)
+
+
+def toy_values(
+    values: Mapping[str, FieldValue], typed: Mapping[str, FieldValue], *, has_tokenizer: bool
+) -> tuple[dict[str, FieldValue], LayerCut | None]:
+    """Returns what `--toy` changes in the values of preset, files and folder, and how layers were cut."""
+    toy = _ToyValues(values, typed)
+    cut = _shrink_layers(toy)
+    for shrink in (_shrink_attention, _shrink_linear_attention, _shrink_experts, _shrink_positions):
+        shrink(toy)
+    for name, limit in _SIZES.items():
+        toy.lower(name, limit)
+    _shrink_longrope(toy)
+    if has_tokenizer:
+        toy.set("vocab_size", None)  # the tokenizer's
+    else:
+        toy.lower("vocab_size", MOCK_VOCAB_SIZE)
+    return toy.changed, cut
+
+
+def _shrink_layers(toy: _ToyValues) -> LayerCut | None:
+    """Keeps a layer of each kind, and as many as the pipeline's stages share evenly."""
+    before = toy.before
+    pattern = before[HYBRID]
+    current = len(pattern) if isinstance(pattern, str) else toy["num_layers"]
+    if not toy.is_typed("num_layers"):
+        stages = toy["pipeline_model_parallel_size"] * (toy["num_virtual_stages_per_pipeline_rank"] or 1)
+        stages *= 2 if toy["pipeline_schedule"] == "zb-v" and not toy["num_virtual_stages_per_pipeline_rank"] else 1
+        least = max(_LAYERS, num_layer_kinds(before) + (2 if pattern is not None else 0))
+        toy.lower("num_layers", min(current, -(-least // max(1, stages)) * max(1, stages)))
+    number = toy["num_layers"]
+    cut = cut_layers(before, number, every_pattern=True)
+    for path, value in (cut.values if cut is not None else {}).items():
+        toy.set(path.partition(".")[2], value)
+    for name, limit in (("recompute_num_layers", number), ("cpu_offloading_num_layers", max(0, number - 1))):
+        toy.lower(name, limit)
+    return cut
+
+
+def _shrink_attention(toy: _ToyValues) -> None:
+    """Keeps whether heads share keys and values: none, some or all of them; and a head width that does not follow from the rest."""
+    names = ("num_attention_heads", "num_query_groups", "hidden_size", "kv_channels")
+    heads, groups, hidden, width = (toy.original(name) for name in names)
+    if heads < 1:
+        return
+    toy.lower("num_attention_heads", _HEADS)
+    own = toy["num_attention_heads"]
+    if groups is not None and 1 < groups < heads:
+        toy.set("num_query_groups", next(size for size in (own // 2, 1) if size and own % size == 0))
+    elif groups == heads:
+        toy.set("num_query_groups", own)
+    if width is not None and width * heads == hidden:
+        toy.set("kv_channels", None)
+    else:
+        toy.lower("kv_channels", 32)
+
+
+def _shrink_linear_attention(toy: _ToyValues) -> None:
+    keys, values = toy["linear_num_key_heads"], toy["linear_num_value_heads"]
+    toy.lower("linear_num_key_heads", _SIZES["linear_num_key_heads"])
+    ratio = 2 if values > keys > 0 else 1
+    toy.lower("linear_num_value_heads", ratio * toy["linear_num_key_heads"])
+
+
+def _shrink_experts(toy: _ToyValues) -> None:
+    """Keeps whether a token has one expert or several, and whether groups of experts limit the choice."""
+    if toy["num_experts"] is None:
+        return
+    toy.lower("num_experts", _SIZES["num_experts"])
+    experts, grouped = toy["num_experts"], toy["moe_router_num_groups"] is not None
+    if grouped:
+        divisors = (size for size in (4, 2, 1) if experts % size == 0)
+        toy.lower("moe_router_num_groups", next(divisors))
+        toy.lower("moe_router_group_topk", max(1, toy["moe_router_num_groups"] // 2))
+        toy.lower("moe_router_group_score_topk", 2)
+        within = toy["moe_router_group_topk"] or toy["moe_router_num_groups"]
+        toy.lower("moe_router_topk", min(4, within * (experts // toy["moe_router_num_groups"])))
+    toy.lower("moe_router_topk", min(experts, 4 if grouped else 2))
+
+
+def _shrink_positions(toy: _ToyValues) -> None:
+    """A table of learned positions is as long as samples; rotary positions have no size."""
+    if toy["attention_temperature_scale"] is not None:
+        toy.lower("attention_temperature_floor", 32)
+    if toy["position_embedding_type"] == "learned_absolute":
+        toy.lower("max_position_embeddings", toy["seq_length"] if toy.is_typed("seq_length") else _SIZES["seq_length"])
+
+
+def _shrink_longrope(toy: _ToyValues) -> None:
+    """LongRoPE has one factor for each rotary pair."""
+    width = toy["qk_pos_emb_head_dim"] if toy["multi_latent_attention"] else toy["kv_channels"]
+    heads = toy["num_attention_heads"]
+    width = width or (toy["hidden_size"] // heads if heads else 0)
+    pairs = int(width * toy["rotary_percent"]) // 2
+    for name in ("longrope_short_factor", "longrope_long_factor"):
+        if isinstance(text := toy[name], str):
+            try:
+                factors = parse_longrope_factors(text)
+            except LongRopeFactorError:  # a problem of its own
+                continue
+            toy.set(name, format_longrope_factors(factors[:pairs]) if 0 < pairs < len(factors) else text)
