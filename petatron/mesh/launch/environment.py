@@ -69,7 +69,12 @@ class RankEnvironment:
     secret_name: str | None = None
     """Where the secret was not passed on: the name under which rank 0 writes it for the others."""
     restart_count: int | None = None
-    """Where torchrun's agent hosts the store: how often it has restarted the ranks."""
+    """Where torchrun's agent hosts a store: how often it has restarted the ranks."""
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether no rank is on another machine."""
+        return self.local_world_size == self.world_size
 
 
 SINGLE_PROCESS = RankEnvironment(
@@ -93,6 +98,12 @@ def read_environment(env: Mapping[str, str] = os.environ) -> RankEnvironment:
 
 def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
     _require(env, TORCHRUN_VARIABLES, who="torchrun's variables")
+    restart_count = _restart_count(env)
+    is_on_one_machine = env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]
+    # Ranks of one machine share a home folder for sure; others would wait for a secret that never comes.
+    agent_secret = (
+        f"torchrun-{env['MASTER_PORT']}-{restart_count}" if restart_count is not None and is_on_one_machine else None
+    )
     return RankEnvironment(
         rank=_integer(env, "RANK"),
         local_rank=_integer(env, "LOCAL_RANK"),
@@ -103,8 +114,8 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
         launcher="torchrun",
         store_file=env.get(STORE_FILE),
         secret=secret_from_env(env),
-        secret_name=env.get(SECRET_NAME),
-        restart_count=_restart_count(env),
+        secret_name=env.get(SECRET_NAME, agent_secret),
+        restart_count=restart_count,
     )
 
 
