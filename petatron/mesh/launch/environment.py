@@ -278,11 +278,16 @@ def rank_variables(
     own |= {SECRET: environment.secret, SECRET_NAME: environment.secret_name}
     env.update({name: value for name, value in own.items() if value is not None})
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // environment.local_world_size)))
-    if environment.local_world_size == environment.world_size and sys.platform == "linux":
-        # No connection from outside is needed; and gloo would resolve the host name, which is slow where DNS is broken.
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    return env
+    return {**interface_variables(environment), **env}
+
+
+def interface_variables(environment: RankEnvironment) -> dict[str, str]:
+    """Returns the variables that keep gloo and NCCL on the loopback interface where all ranks are on one machine.
+
+    No connection from outside is needed; and gloo would resolve the host name, which is slow where DNS is broken.
+    """
+    is_local = environment.is_on_one_machine and sys.platform == "linux"
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo") if is_local else {}
 
 
 def set_default_variables(wanted: Mapping[str, str]) -> None:

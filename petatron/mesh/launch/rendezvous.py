@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from petatron.base.errors import LaunchError, PeerFailure
 from petatron.base.log import get_logger
 from petatron.mesh.diagnose.failure_report import format_ranks
+from petatron.mesh.launch.connection_guard import GuardedStore
 from petatron.mesh.launch.environment import SECRET, RankEnvironment, set_default_variables
 from petatron.mesh.launch.open_store import open_store
 from petatron.mesh.launch.sealed_store import SealedStore
@@ -154,9 +156,9 @@ class Rendezvous:
 
     def process_group_store(self) -> dist.Store:
         """Returns the store of process groups, which call it from C++ until this process ends."""
-        if isinstance(self.store, SealedStore):
-            atexit.register(self.store.close)  # C++ holds no reference to its Python part; this one does
-        return dist.PrefixStore("groups", self.store)
+        store = GuardedStore(self.store) if sys.platform == "linux" else self.store
+        atexit.register(_keep, store)  # C++ holds no reference to the Python part of a store; this one does
+        return dist.PrefixStore("groups", store)
 
     @contextmanager
     def process_group(self, name: str, world_size: int, *, timeout_minutes: float) -> Iterator[None]:
@@ -189,6 +191,10 @@ class Rendezvous:
         store.set(f"{key}-{self.rank}", "")
         if self.rank == 0:
             store.wait([f"{key}-{rank}" for rank in range(world_size)], timeout)
+
+
+def _keep(store: dist.Store) -> None:
+    """Holds a store until the process ends."""
 
 
 def notify_peers(environment: RankEnvironment, text: str) -> None:
