@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,7 +30,14 @@ from petatron.mesh.launch.environment import (
     secret_from_env,
 )
 from petatron.mesh.launch.rendezvous import Rendezvous
-from petatron.mesh.launch.shared_secret import SECRET_VARIABLE, secret_folder, wait_for_secret, write_secret
+from petatron.mesh.launch.sealed_store import SealedStore
+from petatron.mesh.launch.shared_secret import (
+    SECRET_VARIABLE,
+    find_secret_folder,
+    secret_folder,
+    wait_for_secret,
+    write_secret,
+)
 from tests.forked_python import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,23 +62,23 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RankEnvironment]:
     )
 
 
-def stranger(place: RankEnvironment) -> dist.TCPStore:
-    """Whoever reaches the port can talk to the store."""
-    return dist.TCPStore("127.0.0.1", place.master_port, is_master=False, wait_for_workers=False)
-
-
 def test_a_stranger_is_not_admitted_and_keeps_nobody_out(
     world: Callable[..., RankEnvironment], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also one that sends what is no text: that once ended the roll call."""
     first = Rendezvous(world(0))
-    stranger(world(0)).set("present/1", "let me in")
     waiting = threading.Thread(target=first.wait_for_all_ranks, args=(LATE,), daemon=True)
     waiting.start()
-    waiting.join(timeout=0.5)
+    for words in (b"present/1", b"petatr01" + "\u00e4\u20ac".encode() * 20, bytes(range(256))):
+        with socket.create_connection(("127.0.0.1", world(0).master_port)) as stranger, suppress(ConnectionError):
+            stranger.sendall(words)
+            assert stranger.recv(8) == b"petatr01"
+            while stranger.recv(4096):
+                pass
     assert waiting.is_alive(), "somebody without the secret was taken for rank 1"
     Rendezvous(world(1)).wait_for_all_ranks(LATE)
     waiting.join()
-    assert "without the secret of this run says to be rank 1" in caplog.text
+    assert "connections without the secret of this run were refused" in caplog.text
 
 
 def test_a_rank_with_another_secret_is_not_admitted(world: Callable[..., RankEnvironment]) -> None:
@@ -78,7 +86,7 @@ def test_a_rank_with_another_secret_is_not_admitted(world: Callable[..., RankEnv
 
     def join() -> None:
         try:
-            Rendezvous(world(1, OTHER)).wait_for_all_ranks(SOON)
+            Rendezvous(world(1, OTHER), timeout=SOON)
         except LaunchError as error:
             ended.append(str(error))
 
@@ -87,23 +95,44 @@ def test_a_rank_with_another_secret_is_not_admitted(world: Callable[..., RankEnv
     with pytest.raises(LaunchError, match="for rank 1"):
         first.wait_for_all_ranks(SOON)
     other.join()
-    assert ended and "Rank 1 of 2 waited" in ended[0]
+    assert ended and "Rank 1 of 2 could not join the others" in ended[0] and "has another secret" in ended[0]
 
 
 def test_a_false_rank_0_is_not_believed(world: Callable[..., RankEnvironment]) -> None:
+    """Neither a store of torch's, which says nothing first, nor a server with another secret."""
     false = dist.TCPStore("127.0.0.1", world(0).master_port, is_master=True, wait_for_workers=False)
-    false.set("nonce", "0")
     false.set("admitted", "you are welcome")
-    with pytest.raises(LaunchError, match="Rank 1 of 2 waited"):
-        Rendezvous(world(1)).wait_for_all_ranks(SOON)
+    with pytest.raises(
+        LaunchError, match=r"Rank 1 of 2 could not join the others .* Nobody answers there as rank 0 would"
+    ):
+        Rendezvous(world(1), timeout=SOON)
 
 
-@pytest.mark.parametrize("word", ['{"rank": 1, "text": "stop", "proof": "x"}', '{"rank": []}', "no json", "\xff"])
-def test_a_false_word_of_a_failure_ends_nobody(world: Callable[..., RankEnvironment], word: str) -> None:
-    first = Rendezvous(world(0))
-    stranger(world(0)).set("failed", word)
-    assert first.first_failure() is None
-    first.raise_if_peer_failed()
+def test_a_false_server_learns_nothing_it_can_use(world: Callable[..., RankEnvironment]) -> None:
+    """It gets a proof, cannot give one, and what it got is worth nothing at the real server."""
+    seen, false = [], socket.create_server(("127.0.0.1", 0))
+    real = Rendezvous(world(0))
+
+    def serve() -> None:
+        taken, _ = false.accept()
+        with taken, socket.create_connection(("127.0.0.1", world(0).master_port)) as other:
+            taken.sendall(
+                b"petatr01" + bytes(32)
+            )  # a nonce of its own: it cannot use the real server's and be asked first
+            seen.append(taken.recv(4096))
+            other.recv(4096)
+            other.sendall(seen[0])
+            seen.append(other.recv(4096))
+            taken.sendall(seen[0][-32:])
+
+    server = threading.Thread(target=serve)
+    server.start()
+    with pytest.raises(dist.DistNetworkError):
+        SealedStore(lambda: false.getsockname(), lambda: SECRET, timedelta(0))
+    server.join()
+    false.close()
+    assert len(seen[0]) == 72 and seen[1] == b"" and SECRET.encode() not in seen[0]
+    assert real.first_failure() is None
 
 
 def test_a_true_word_of_a_failure_does(world: Callable[..., RankEnvironment], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +172,10 @@ def test_a_folder_of_secrets_that_others_can_open_is_refused(tmp_path: Path) -> 
 
 def test_a_home_that_others_can_open_holds_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert secret_folder() == tmp_path / ".petatron" / "rendezvous"
-    secret_folder().chmod(0o755)
+    folder = secret_folder()
+    assert folder == tmp_path / ".petatron" / "rendezvous"
+    folder.chmod(0o755)
+    assert find_secret_folder() is None
     with pytest.raises(LaunchError, match="only you can open"):
         secret_folder()
 

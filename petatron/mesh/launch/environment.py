@@ -74,7 +74,12 @@ class RankEnvironment:
     secret_name: str | None = None
     """Where the secret was not passed on: the name under which rank 0 writes it for the others."""
     restart_count: int | None = None
-    """Where torchrun's agent hosts the store: how often it has restarted the ranks."""
+    """Where torchrun's agent hosts a store: how often it has restarted the ranks."""
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether no rank is on another machine."""
+        return self.local_world_size == self.world_size
 
 
 SINGLE_PROCESS = RankEnvironment(
@@ -98,6 +103,12 @@ def read_environment(env: Mapping[str, str] = os.environ) -> RankEnvironment:
 
 def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
     _require(env, TORCHRUN_VARIABLES, who="torchrun's variables")
+    restart_count = _restart_count(env)
+    is_on_one_machine = env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]
+    # Ranks of one machine share a home folder for sure; others would wait for a secret that never comes.
+    agent_secret = (
+        f"torchrun-{env['MASTER_PORT']}-{restart_count}" if restart_count is not None and is_on_one_machine else None
+    )
     return RankEnvironment(
         rank=_integer(env, "RANK"),
         local_rank=_integer(env, "LOCAL_RANK"),
@@ -108,8 +119,8 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
         launcher="petatron" if env.get(STARTED_BY) == "petatron" else "torchrun",
         store_file=env.get(STORE_FILE),
         secret=secret_from_env(env),
-        secret_name=env.get(SECRET_NAME),
-        restart_count=_restart_count(env),
+        secret_name=env.get(SECRET_NAME, agent_secret),
+        restart_count=restart_count,
     )
 
 
@@ -282,11 +293,16 @@ def rank_variables(
     own |= {SECRET: environment.secret, SECRET_NAME: environment.secret_name}
     env.update({name: value for name, value in own.items() if value is not None})
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // environment.local_world_size)))
-    if environment.local_world_size == environment.world_size and sys.platform == "linux":
-        # No connection from outside is needed; and gloo would resolve the host name, which is slow where DNS is broken.
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    return env
+    return {**interface_variables(environment), **env}
+
+
+def interface_variables(environment: RankEnvironment) -> dict[str, str]:
+    """Returns the variables that keep gloo and NCCL on the loopback interface where all ranks are on one machine.
+
+    No connection from outside is needed; and gloo would resolve the host name, which is slow where DNS is broken.
+    """
+    is_local = environment.is_on_one_machine and sys.platform == "linux"
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo") if is_local else {}
 
 
 def set_default_variables(wanted: Mapping[str, str]) -> None:

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
-from petatron.mesh.launch.environment import Backend, RankEnvironment, set_default_variables
+from petatron.mesh.launch.environment import Backend, RankEnvironment, interface_variables, set_default_variables
 from petatron.mesh.launch.nccl_options import as_env_dict, env_variables
 from petatron.mesh.launch.rendezvous import Rendezvous
 
@@ -55,7 +55,7 @@ def start_process_group(
             f"{device_type} and NCCL is {'' if dist.is_nccl_available() else 'not '}available. Use gloo."
         )
     wanted = env_variables(nccl=backend == "nccl", ranks_per_device=ranks_per_device, rank=environment.rank)
-    set_default_variables(as_env_dict(wanted))
+    set_default_variables({**as_env_dict(wanted), **interface_variables(environment)})
     if device_type == "cuda":
         _bind_device(local_device_index(environment.local_rank, torch.cuda.device_count(), ranks_per_device))
     if environment.world_size == 1:

@@ -1,33 +1,33 @@
 """The rendezvous of a launch: a store that all ranks reach, a roll call, and reports of ranks that failed.
 
-Ranks that our launcher starts on one machine share a file in its private folder (`RankEnvironment.store_file`); others share a TCP store
-that rank 0, or torchrun's agent, hosts at the master address. Whoever reaches that address can write into the store, so ranks prove
-by a shared secret (`shared_secret.py`) that they belong to the run, and authenticate their failure reports by it.
+Who can write to the store belongs to the run: it is a file in the launcher's private folder, or a server that answers only who knows the
+secret of the run (`open_store.py`).
 
 The roll call comes first, so that a rank that never starts is named, and a rank that fails before it joins ends the others at once
-instead of leaving them waiting for the time limit. Such a rank writes its failure to the store (`report_failure`); rank 0, which hosts
-the store, stays until all have read it, or a few seconds. Later the watchdog of every rank polls for it.
+instead of leaving them waiting for the time limit. Such a rank writes its failure to the store (`report_failure`); rank 0, beside which
+the store is, stays until all have read it, or a few seconds. Later the watchdog of every rank polls for it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import json
-import secrets
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from petatron.base.errors import LaunchError, PeerFailure
 from petatron.base.log import get_logger
-from petatron.base.safe_files import is_private_folder
 from petatron.mesh.diagnose.failure_report import format_ranks
-from petatron.mesh.launch.environment import SECRET, STORE_FILE, RankEnvironment, set_default_variables
-from petatron.mesh.launch.shared_secret import compute_hmac, secret_folder, verify_hmac, wait_for_secret, write_secret
+from petatron.mesh.launch.connection_guard import GuardedStore
+from petatron.mesh.launch.environment import SECRET, RankEnvironment, set_default_variables
+from petatron.mesh.launch.open_store import open_store
+from petatron.mesh.launch.sealed_store import SealedStore
+from petatron.mesh.launch.shared_secret import remove_secret
 
 _log = get_logger(__name__)
 _GROUP_TIMEOUT = timedelta(hours=6)
@@ -44,30 +44,28 @@ class Rendezvous:
         """`timeout` is how long to wait for the host of the store."""
         self.rank = environment.rank
         self._environment, self._world_size = environment, environment.world_size
-        self._missing_ranks, self._refused = set(range(1, self._world_size)), set[str]()
+        self._missing_ranks, self._num_refused = set(range(1, self._world_size)), 0
         try:
-            self._secret = _secret_of(environment, timeout_s=timeout.total_seconds())
-            if self.rank == 0:
-                self._export_secret()
-            self.store = _open_store(environment, timeout)
+            self.store = open_store(environment, timeout)
         except dist.DistError as error:
             raise LaunchError(
                 f"Rank {self.rank} of {self._world_size} could not join the others at {self._address}: "
-                f"{str(error).splitlines()[0]} Check that every rank was started, that the address reaches rank 0's machine "
-                "and that the port is free there."
+                f"{str(error).splitlines()[0]} Check that every rank was started, that the address reaches rank 0's machine, "
+                "that the port is free there and that all ranks have the same secret."
             ) from error
+        if self.rank == 0:
+            self._export_secret()
 
     @property
     def _address(self) -> str:
         return self._environment.store_file or f"{self._environment.master_addr}:{self._environment.master_port}"
 
     def wait_for_all_ranks(self, timeout: timedelta) -> None:
-        """Returns when all ranks are here and have proven that they belong to this run; raises when one has failed, or when some have
-        not arrived in time."""
-        if self.rank == 0:
-            self.store.set("nonce", secrets.token_hex(16))
+        """Returns when all ranks are here; raises when one has failed, or when some have not arrived in time."""
         started, pause, notice_s = time.monotonic(), _POLL_S[0], _NOTICE_S
-        while not (self._all_admitted() if self.rank == 0 else self._admitted()):
+        if self.rank:
+            self.store.set(f"present/{self.rank}", str(self._world_size))
+        while not (self._all_present() if self.rank == 0 else self.store.check(["admitted"])):
             self.raise_if_peer_failed()
             waited = time.monotonic() - started
             if waited > timeout.total_seconds():
@@ -82,44 +80,42 @@ class Rendezvous:
             pause = min(_POLL_S[1], 1.5 * pause)
         self._export_secret()
         if self.rank == 0 and self._environment.secret_name is not None:
-            (secret_folder() / self._environment.secret_name).unlink(missing_ok=True)
+            remove_secret(self._environment.secret_name)
 
     def _export_secret(self) -> None:
         """Exports the secret for other users of the store in this process, such as the watchdog."""
-        if self._secret:
-            set_default_variables({SECRET: self._secret})
+        if isinstance(self.store, SealedStore) and self.store.secret:
+            set_default_variables({SECRET: self.store.secret})
 
-    def _admitted(self) -> bool:
-        """On every rank but the first: announces this rank, and returns whether rank 0 has admitted all."""
-        if not self.store.check(["nonce"]):
-            return False
-        nonce = self._read("nonce")
-        with contextlib.suppress(
-            LaunchError
-        ):  # an earlier run may have left another secret, which is gone once all are admitted
-            self._secret = _secret_of(self._environment, timeout_s=0.0)
-        own = f"present/{self.rank}", compute_hmac(self._secret, nonce, "rank", self.rank, self._world_size)
-        if not self.store.check([own[0]]) or self._read(own[0]) != own[1]:
-            self.store.set(*own)
-        digest = self._read("admitted") if self.store.check(["admitted"]) else ""
-        return verify_hmac(digest, self._secret, nonce, "admitted", self._world_size)
-
-    def _all_admitted(self) -> bool:
-        """On rank 0: returns whether all others are here; a process without the secret neither counts nor blocks the real rank."""
-        nonce = self._read("nonce")
+    def _all_present(self) -> bool:
+        """On rank 0: returns whether all others are here, and tells them so."""
+        self._warn_of_strangers()
         for rank in sorted(self._missing_ranks):
             if not self.store.check([f"present/{rank}"]):
                 continue
-            digest = self._read(f"present/{rank}")
-            if verify_hmac(digest, self._secret, nonce, "rank", rank, self._world_size):
-                self._missing_ranks.remove(rank)
-            elif digest not in self._refused:
-                self._refused.add(digest)
-                _log.warning("somebody without the secret of this run says to be rank %d, and is not admitted", rank)
+            if (world_size := self._read(f"present/{rank}")) != str(self._world_size):
+                raise LaunchError(
+                    f"Rank {rank} was started as one of {world_size} ranks, rank 0 as one of {self._world_size}. Start all with the "
+                    "same numbers of machines and of ranks per machine."
+                )
+            self._missing_ranks.remove(rank)
         if self._missing_ranks:
             return False
-        self.store.set("admitted", compute_hmac(self._secret, nonce, "admitted", self._world_size))
+        self.store.set("admitted", "")
         return True
+
+    def _warn_of_strangers(self) -> None:
+        """Warns of connections without the secret: of the first one, and when there are ten times as many."""
+        if not isinstance(self.store, SealedStore):
+            return
+        status = self.store.status()
+        if status.num_refused >= max(1, 10 * self._num_refused):
+            self._num_refused = status.num_refused
+            _log.warning(
+                "connections without the secret of this run were refused: %d so far, the last one from %s",
+                status.num_refused,
+                status.last_refused,
+            )
 
     def _read(self, key: str) -> str:
         return self.store.get(key).decode(errors="replace")
@@ -133,8 +129,7 @@ class Rendezvous:
 
     def report_failure(self, text: str) -> None:
         """Reports this rank's failure to the others. Only the first report counts."""
-        text = text[-_MAX_TEXT_CHARS:]
-        failure = {"rank": self.rank, "text": text, "proof": compute_hmac(self._secret, "failed", self.rank, text)}
+        failure = {"rank": self.rank, "text": text[-_MAX_TEXT_CHARS:]}
         self.store.compare_set("failed", "", json.dumps(failure))
         self._acknowledge()
 
@@ -142,16 +137,8 @@ class Rendezvous:
         """Returns the report of the first rank that failed, if any."""
         if not self.store.check(["failed"]):
             return None
-        try:
-            failure = json.loads(self._read("failed"))
-            rank, text, digest = int(failure["rank"]), str(failure["text"]), str(failure["proof"])
-        except (ValueError, KeyError, TypeError):
-            return None
-        return (
-            f"Rank {rank} of {self._world_size} failed:\n{text}"
-            if verify_hmac(digest, self._secret, "failed", rank, text)
-            else None
-        )
+        failure = json.loads(self._read("failed"))
+        return f"Rank {failure['rank']} of {self._world_size} failed:\n{failure['text']}"
 
     def raise_if_peer_failed(self) -> None:
         """Raises `PeerFailure` if another rank has failed."""
@@ -168,8 +155,10 @@ class Rendezvous:
             num_acknowledged = self.store.add("told", 0)
 
     def process_group_store(self) -> dist.Store:
-        """Returns the store of process groups, after the roll call: under a name that requires the secret."""
-        return dist.PrefixStore(compute_hmac(self._secret, self._read("nonce"), "groups"), self.store)
+        """Returns the store of process groups, which call it from C++ until this process ends."""
+        store = GuardedStore(self.store) if sys.platform == "linux" else self.store
+        atexit.register(_keep, store)  # C++ holds no reference to the Python part of a store; this one does
+        return dist.PrefixStore("groups", store)
 
     @contextmanager
     def process_group(self, name: str, world_size: int, *, timeout_minutes: float) -> Iterator[None]:
@@ -204,34 +193,8 @@ class Rendezvous:
             store.wait([f"{key}-{rank}" for rank in range(world_size)], timeout)
 
 
-def _secret_of(environment: RankEnvironment, *, timeout_s: float) -> str:
-    """Returns the secret; empty where ranks share only a private file, or torchrun."""
-    if environment.secret is not None or environment.secret_name is None:
-        return environment.secret or ""
-    if environment.rank == 0:
-        return write_secret(environment.secret_name, secret_folder())
-    return wait_for_secret(environment.secret_name, secret_folder(), timeout_s=timeout_s)
-
-
-def _open_store(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
-    if environment.store_file is not None:
-        if not is_private_folder(Path(environment.store_file).parent):
-            raise LaunchError(
-                f"The folder of {environment.store_file} ({STORE_FILE}) is open to other users, who could pass for a rank. "
-                "Its mode has to be 0700, and its owner you."
-            )
-        store: dist.Store = dist.FileStore(environment.store_file)
-    else:
-        attempt, address, port = environment.restart_count, environment.master_addr, environment.master_port
-        hosts = environment.rank == 0 and attempt is None
-        # Several stores of one process share a server. Nothing waits here: the roll call does, and can name missing ranks.
-        store = dist.TCPStore(
-            address, port, is_master=hosts, timeout=timeout, multi_tenant=True, wait_for_workers=False
-        )
-        if attempt is not None:  # the agent's own entries are in the same store
-            store = dist.PrefixStore(f"petatron/attempt-{attempt}", store)
-    store.set_timeout(timeout)
-    return store
+def _keep(store: dist.Store) -> None:
+    """Holds a store until the process ends."""
 
 
 def notify_peers(environment: RankEnvironment, text: str) -> None:

@@ -1,13 +1,12 @@
 """The secret of a run over several machines, by which each rank proves that it belongs to the run.
 
 It comes from PETATRON_SECRET where that is set. Otherwise rank 0 writes one to a file in the user's home that nobody else may read, and
-the others wait for it there. It is never a command argument, which every user of a machine can list.
+the others wait for it there. It is never a command argument, which every user of a machine can list. `sealed_channel.py` says what is
+done with it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 import secrets
 import time
@@ -24,9 +23,14 @@ _MIN_CHARS = 16
 _POLL_S, _NOTICE_S = 0.2, 30.0
 
 
+def find_secret_folder() -> Path | None:
+    """Returns the folder of secrets; None where others could open it."""
+    return private_folder("rendezvous")
+
+
 def secret_folder() -> Path:
-    """Returns the folder of secrets for runs over several machines."""
-    folder = private_folder("rendezvous")
+    """Returns the folder of secrets, which has to be there."""
+    folder = find_secret_folder()
     if folder is None:
         raise LaunchError(
             "There is no folder ~/.petatron/rendezvous that only you can open, where ranks would leave their secret. Make it with "
@@ -57,6 +61,13 @@ def write_secret(name: str, folder: Path) -> str:
     return text
 
 
+def remove_secret(name: str) -> None:
+    """Removes a secret that all ranks have read."""
+    folder = find_secret_folder()
+    if folder is not None:
+        (folder / name).unlink(missing_ok=True)
+
+
 def wait_for_secret(name: str, folder: Path, *, timeout_s: float) -> str:
     """Waits for the secret that `write_secret` writes on another machine."""
     path, started, noticed = folder / name, time.monotonic(), False
@@ -78,18 +89,3 @@ def wait_for_secret(name: str, folder: Path, *, timeout_s: float) -> str:
 def _check_private(folder: Path) -> None:
     if not is_private_folder(folder):
         raise LaunchError(f"{folder} holds secrets and is open to other users. Make it yours alone: chmod 700 {folder}")
-
-
-def compute_hmac(secret: str, *fields: object) -> str:
-    """Returns the HMAC of the fields under the secret.
-
-    >>> own = compute_hmac("s" * 16, "rank", 3)
-    >>> own == compute_hmac("s" * 16, "rank", 3), own == compute_hmac("t" * 16, "rank", 3)
-    (True, False)
-    """
-    return hmac.new(secret.encode(), "\0".join(map(str, fields)).encode(), hashlib.sha256).hexdigest()
-
-
-def verify_hmac(digest: str, secret: str, *fields: object) -> bool:
-    """Whether the digest is the HMAC of the fields."""
-    return hmac.compare_digest(digest, compute_hmac(secret, *fields))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import os
 import socket
@@ -13,9 +14,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from petatron.base.errors import LaunchError, PeerFailure
-from petatron.mesh.launch import rendezvous
+from petatron.mesh.launch import open_store, rendezvous, shared_secret
 from petatron.mesh.launch.environment import (
     SINGLE_PROCESS,
     STORE_FILE,
@@ -117,7 +119,8 @@ def test_torchruns_own_store_is_used_where_it_has_one() -> None:
 
 def test_srun_ranks_find_the_secret_that_the_first_one_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an earlier run left another one; and when all have joined it is gone."""
-    monkeypatch.setattr(rendezvous, "secret_folder", lambda: tmp_path / "secrets")
+    for module, name in ((shared_secret, "find_secret_folder"), (open_store, "secret_folder")):
+        monkeypatch.setattr(module, name, lambda: tmp_path / "secrets")
     monkeypatch.setattr(rendezvous, "set_default_variables", lambda wanted: None)
     port = free_port()
     places = [
@@ -128,9 +131,55 @@ def test_srun_ranks_find_the_secret_that_the_first_one_leaves(tmp_path: Path, mo
     stale = threading.Thread(target=lambda: Rendezvous(places[1]).wait_for_all_ranks(LATE))
     stale.start()
     time.sleep(0.3)
-    Rendezvous(places[0]).wait_for_all_ranks(LATE)
+    first = Rendezvous(places[0])
+    first.wait_for_all_ranks(LATE)
     stale.join(timeout=10)
     assert not stale.is_alive() and not list((tmp_path / "secrets").iterdir())
+
+
+@pytest.fixture
+def over_tcp() -> Callable[..., RankEnvironment]:
+    port = free_port()
+    return lambda rank, **changes: dataclasses.replace(
+        SINGLE_PROCESS, rank=rank, world_size=2, master_port=port, **changes
+    )
+
+
+def test_rank_0_starts_one_server_however_often_it_opens_the_store(over_tcp: Callable[..., RankEnvironment]) -> None:
+    """The watchdog opens it again."""
+    first, again = Rendezvous(over_tcp(0)), Rendezvous(over_tcp(0))
+    first.store.set("a", "1")
+    assert again.store.get("a") == b"1"
+
+
+def test_a_port_of_another_program_is_named(
+    over_tcp: Callable[..., RankEnvironment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_store, "_PORT_IN_USE_S", 0.2)
+    monkeypatch.setattr(open_store, "_OWN_SERVER_TIMEOUT", timedelta(seconds=0.2))
+    words = r"cannot listen at 127\.0\.0\.1, port \d+: Address already in use\. Another run"
+    with socket.create_server(("127.0.0.1", over_tcp(0).master_port)), pytest.raises(LaunchError, match=words):
+        Rendezvous(over_tcp(0))
+
+
+def test_ranks_of_worlds_of_different_sizes_are_told(over_tcp: Callable[..., RankEnvironment]) -> None:
+    first = Rendezvous(over_tcp(0))
+    first.store.set("present/1", "4")
+    with pytest.raises(LaunchError, match="Rank 1 was started as one of 4 ranks, rank 0 as one of 2"):
+        first.wait_for_all_ranks(LATE)
+
+
+def test_under_torchrun_ranks_meet_at_a_port_that_its_store_tells(over_tcp: Callable[..., RankEnvironment]) -> None:
+    """Nothing else is there, and what others write there leads nowhere."""
+    agent = dist.TCPStore("127.0.0.1", over_tcp(0).master_port, is_master=True, wait_for_workers=False)
+    agent.set("petatron/attempt-3/port", "1")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        places = [over_tcp(rank, restart_count=3, secret="correct horse battery") for rank in range(2)]
+        other = pool.submit(Rendezvous, places[1], timeout=LATE)
+        first = Rendezvous(places[0], timeout=LATE)
+        pool.submit(other.result().wait_for_all_ranks, LATE)
+        first.wait_for_all_ranks(LATE)
+    assert sorted(key.split("/")[-1] for key in agent.list_keys() if "petatron" in key) == ["port"]
 
 
 FAILS = """

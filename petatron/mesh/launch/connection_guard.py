@@ -1,0 +1,305 @@
+"""Cuts connections to gloo's listeners that no rank of the run has opened.
+
+gloo accepts whoever connects first and sends the number of a rank; nothing proves that it is one, and its TLS transport is in no wheel of
+torch. A listener is known to everybody on its machine (/proc/net/tcp) and to whoever scans ports. What a stranger cannot do is own the
+other end of a connection that a rank has opened. So while ranks connect, this guard looks at the connections of its process:
+
+- The other end is on this machine: the kernel tells whose socket it is. It has to be this user's.
+- It is on another machine: the rank that opened the connection claims its two ends in the store of the launch, which only ranks can write
+  to. A connection that nobody claims within `_CLAIM_S` is not a rank's.
+
+All others are shut down. gloo drops one that has not said which rank it is; where a stranger had already taken the place of a rank, the
+first collective with it fails, and so does the run, instead of going on with a stranger in it.
+
+gloo connects two ranks when they first communicate (TORCH_GLOO_LAZY_INIT), and asks the store for the address just before. This is
+the moment to look: `GuardedStore` passes everything on, remembers which addresses gloo has published and asked for, and wakes the guard,
+which rests again when as many connections are open as were asked for. Linux only, as the table of sockets is.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from petatron.base.log import get_logger
+
+_log = get_logger(__name__)
+_CLAIM_S = 20.0
+_POLL_S = (0.005, 0.2)
+Endpoint = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Connection:
+    """A connection of this process, and the end of it that this process has."""
+
+    inode: int
+    descriptor: int
+    own: Endpoint
+    other: Endpoint
+    seen_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def claim(self) -> str:
+        """The key by which the rank that opened the connection claims it."""
+        return f"connection/{self.own[0]}:{self.own[1]}/{self.other[0]}:{self.other[1]}"
+
+    @property
+    def claim_of_other_end(self) -> str:
+        return f"connection/{self.other[0]}:{self.other[1]}/{self.own[0]}:{self.own[1]}"
+
+    @property
+    def is_within_machine(self) -> bool:
+        return self.own[0] == self.other[0] or self.other[0].startswith("127.") or self.other[0] == "::1"
+
+
+class ConnectionGuard:
+    """Watches the connections of gloo in this process."""
+
+    def __init__(self, store: dist.Store) -> None:
+        """`store` is that of the launch, for the claims."""
+        self._store, self._wake = store, threading.Event()
+        self._lock, self._check_lock = threading.Lock(), threading.Lock()
+        self._published, self._asked = b"", list[bytes]()
+        self._known: dict[int, bool] = {}
+        """Sockets that need no further look, by inode: whether they are connections of gloo to ranks."""
+        self._num_opened = 0
+        self._pending: dict[int, _Connection] = {}
+        self._thread: threading.Thread | None = None
+
+    def note_published(self, value: bytes) -> None:
+        """Notes a value of the store, which may have the address of a listener of this process."""
+        if is_address_of_gloo(value):
+            with self._lock:
+                self._published += value
+
+    def note_asked(self, values: Sequence[bytes]) -> None:
+        """Notes that connections to the addresses in these values will be opened, by either end; cuts those of strangers before that."""
+        with self._lock:
+            addresses = [value for value in values if is_address_of_gloo(value) and value not in self._published]
+            if not addresses:
+                return
+            self._asked += addresses
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="connection guard", daemon=True)
+                self._thread.start()
+        self._check_connections()
+        self._wake.set()
+
+    def _watch(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            pause = _POLL_S[0]
+            while not self._check_connections():
+                time.sleep(pause)
+                pause = _POLL_S[0] if self._wake.is_set() else min(_POLL_S[1], 1.3 * pause)
+                self._wake.clear()
+
+    def _check_connections(self) -> bool:
+        """Checks all connections that are new; returns whether as many are open as were asked for, and all are ranks'."""
+        with self._check_lock:
+            return self._check_new_connections()
+
+    def _check_new_connections(self) -> bool:
+        with self._lock:
+            published, asked = self._published, list(self._asked)
+        present = set[int]()
+        for inode, descriptor in _sockets():
+            present.add(inode)
+            if inode not in self._known and inode not in self._pending:
+                self._classify(inode, descriptor, published, asked)
+        for inode in [*self._known.keys() - present, *self._pending.keys() - present]:  # closed meanwhile
+            self._known.pop(inode, None)
+            self._pending.pop(inode, None)
+        for connection in list(self._pending.values()):
+            self._verify(connection)
+        return not self._pending and self._num_opened >= len(asked)
+
+    def _settle(self, inode: int, is_of_rank: bool) -> None:
+        self._known[inode] = is_of_rank
+        self._num_opened += is_of_rank
+
+    def _classify(self, inode: int, descriptor: int, published: bytes, asked: list[bytes]) -> None:
+        try:
+            ends = _ends(descriptor)
+        except OSError:  # closed, or not connected yet
+            return
+        if ends is None:
+            self._known[inode] = False
+            return
+        own, other, own_bytes, other_bytes = ends
+        connection = _Connection(inode, descriptor, own, other)
+        if own_bytes in published:
+            self._pending[inode] = connection
+        elif any(other_bytes in value for value in asked):
+            if not connection.is_within_machine:
+                self._store.set(connection.claim, "")
+            self._settle(inode, True)
+        else:
+            self._settle(inode, False)
+
+    def _verify(self, connection: _Connection) -> None:
+        is_late = time.monotonic() - connection.seen_s > _CLAIM_S
+        if connection.is_within_machine:
+            owner = _owner_of_other_end(connection)  # none: it has ended there
+            is_of_rank, is_settled = owner == os.geteuid(), owner is not None or is_late
+        else:
+            is_of_rank = self._store.check([connection.claim_of_other_end])
+            is_settled = is_of_rank or is_late
+        if not is_settled:
+            return
+        del self._pending[connection.inode]
+        self._settle(connection.inode, is_of_rank)
+        if not is_of_rank:
+            _log.error(
+                "a process at %s that is no rank of this run connected to gloo's port %d; the connection was cut",
+                connection.other[0],
+                connection.own[1],
+            )
+            _cut(connection.descriptor)
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    """Yields the inodes and descriptors of this process's sockets."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.fstat(int(name))
+        except OSError:
+            continue
+        if stat.S_ISSOCK(status.st_mode):
+            yield status.st_ino, int(name)
+
+
+def _ends(descriptor: int) -> tuple[Endpoint, Endpoint, bytes, bytes] | None:
+    """Returns both ends of a TCP connection, also in the form of `struct sockaddr`; None for any other socket."""
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        is_stream = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+        if not is_stream or copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return None
+        own, other = copy.getsockname()[:2], copy.getpeername()[:2]
+        own_bytes, other_bytes = (_as_sockaddr(copy.family, end) for end in (own, other))
+        return own, other, own_bytes, other_bytes
+
+
+def _as_sockaddr(family: int, end: Endpoint) -> bytes:
+    """Returns the beginning of the `struct sockaddr` of an address; gloo publishes the whole one.
+
+    >>> _as_sockaddr(socket.AF_INET, ("127.0.0.1", 258))[2:].hex()
+    '01027f000001'
+    """
+    head = struct.pack("=H", family) + struct.pack(">H", end[1])
+    flow_info = b"" if family == socket.AF_INET else bytes(4)
+    return head + flow_info + socket.inet_pton(family, end[0])
+
+
+def _owner_of_other_end(connection: _Connection) -> int | None:
+    """Returns the user id of the process at the other end of a connection within this machine; None where it has closed it."""
+    for table, is_wide in (("tcp", False), ("tcp6", True)):
+        path = Path("/proc/net") / table
+        wanted = [_as_in_proc(connection.other, is_wide=is_wide), _as_in_proc(connection.own, is_wide=is_wide)]
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            fields = line.split()
+            if fields[1:3] == wanted and fields[9] != "0":  # one that was closed has no inode, and user 0
+                return int(fields[7])
+    return None
+
+
+def _as_in_proc(end: Endpoint, *, is_wide: bool) -> str:
+    """Returns an endpoint as the tables of sockets in /proc/net write it; `is_wide`: as IPv6.
+
+    >>> _as_in_proc(("0.0.0.0", 80), is_wide=False)
+    '00000000:0050'
+    """
+    address = ipaddress.ip_address(end[0].partition("%")[0])
+    packed = address.packed
+    if is_wide and len(packed) == 4:
+        packed = bytes(10) + b"\xff\xff" + packed
+    return "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", packed)) + f":{end[1]:04X}"
+
+
+def is_address_of_gloo(value: bytes) -> bool:
+    """Whether a value is what gloo publishes of a rank: a host name and an address with their lengths, then numbers of 8 bytes."""
+    if len(value) < 16:
+        return False
+    (name_bytes,) = struct.unpack_from("=Q", value)
+    if name_bytes > len(value) - 16:
+        return False
+    (address_bytes,) = struct.unpack_from("=Q", value, 8 + name_bytes)
+    rest = len(value) - 16 - name_bytes - address_bytes
+    return address_bytes >= 16 and rest >= 0 and rest % 8 == 0
+
+
+def _cut(descriptor: int) -> None:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as copy:
+            copy.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it has ended by itself
+        pass
+
+
+class GuardedStore(dist.Store):
+    """A store that tells a guard of the addresses that gloo publishes and asks for."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store, self._guard = store, ConnectionGuard(store)
+        self.set_timeout(store.timeout)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        if isinstance(value, bytes):
+            self._guard.note_published(value)
+        self._store.set(key, value)  # pyright: ignore[reportArgumentType]
+
+    def get(self, key: str) -> bytes:
+        value = self._store.get(key)
+        self._guard.note_asked([value])
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values = self._store.multi_get(keys)
+        self._guard.note_asked(values)
+        return values
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys, timeout or self.timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self._store.compare_set(key, expected_value, desired_value)  # pyright: ignore[reportArgumentType]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._store.append(key, value)  # pyright: ignore[reportArgumentType]
+
+    def multi_set(self, keys: list[str], values: list[str] | list[bytes]) -> None:
+        self._store.multi_set(keys, values)  # pyright: ignore[reportArgumentType]
+
+    def deleteKey(self, key: str) -> bool:
+        """The name by which torch's C++ calls `delete_key`."""
+        return self._store.delete_key(key)
+
+    def getNumKeys(self) -> int:
+        """The name by which torch's C++ calls `num_keys`."""
+        return self._store.num_keys()
+
+    def has_extended_api(self) -> bool:
+        return self._store.has_extended_api()
+
+    def clone(self) -> GuardedStore:
+        return self

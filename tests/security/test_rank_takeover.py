@@ -1,0 +1,236 @@
+"""Another user attacks ranks that run: of one machine, and of two launchers that pass for two machines.
+
+The attacks that once worked: list the keys of torch's store and publish an address in the place of a rank; connect to gloo's port first
+and send the number of a rank. Now nothing is learned, nobody's place is taken, and a run is either right or ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from petatron.mesh.launch.local_launcher import run_ranks
+from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
+from tests.forked_python import run_forked
+
+ROOT = Path(__file__).resolve().parents[2]
+NOBODY = 65534
+HEADER_BYTES = 48
+"""By which gloo announces what it would send."""
+PROGRAM = """
+import json, os, pathlib, sys, time
+import torch, torch.distributed as dist
+from datetime import timedelta
+from petatron.mesh.launch.environment import read_environment, run_rank_main
+from petatron.mesh.launch.process_group import new_group, start_process_group
+here = pathlib.Path(sys.argv[1])
+def main():
+    place = read_environment()
+    start_process_group(place, timeout_minutes=0.5)
+    (here / f"joined-{place.rank}").touch()
+    while not (here / "go").exists():
+        time.sleep(0.02)
+    if place.rank == 1:
+        time.sleep(float(sys.argv[2]))
+    totals = []
+    for name in "ab":
+        group = new_group(name, (0, 1), backend="gloo", timeout=timedelta(seconds=30))
+        for step in range(3):
+            x = torch.full((4,), float(step + 10 * place.rank))
+            dist.all_reduce(x, group=group)
+            totals.append(x.tolist())
+    (here / f"totals-{place.rank}").write_text(json.dumps(totals))
+    while not (here / "end").exists():
+        time.sleep(0.02)
+    return 0
+sys.exit(run_rank_main(main))
+"""
+TOTALS = [[float(2 * step + 10)] * 4 for step in range(3)] * 2
+LISTENING = """
+def listening():
+    for table in ("tcp", "tcp6"):
+        for line in open("/proc/net/" + table).read().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[7]) == {user}:
+                yield int(fields[1].split(":")[1], 16)
+"""
+STORE_ATTACK = """
+import json, os, sys
+from datetime import timedelta
+import torch.distributed as dist
+os.setgid({nobody}); os.setuid({nobody})
+learned = []
+try:
+    soon = timedelta(seconds=2)
+    store = dist.TCPStore({host!r}, {port}, is_master=False, wait_for_workers=False, timeout=soon)
+    store.set_timeout(soon)
+    learned = store.list_keys()
+    for key in learned:
+        store.set(key, store.get(key)[:-1])
+except Exception as error:
+    sys.stderr.write(str(error)[:300])
+print(json.dumps(learned))
+"""
+GLOO_ATTACK = """
+import os, socket, struct, sys, time
+os.setgid({nobody}); os.setuid({nobody})
+{listening}
+held, tried, heard = [], set({known!r}), 0
+print("begins", flush=True)
+ends = time.monotonic() + {seconds}
+while time.monotonic() < ends:
+    for port in set(listening()) - tried:
+        tried.add(port)
+        for number in {numbers!r}:
+            one = socket.socket()
+            try:
+                one.connect(("127.0.0.1", port))
+                if number is not None:
+                    one.sendall(struct.pack("=q", number))
+            except OSError:
+                continue
+            one.setblocking(False)
+            held.append(one)
+    for one in held:
+        try:
+            heard += len(one.recv(4096))
+        except OSError:
+            pass
+    time.sleep(0.002)
+print(len(held), heard)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of two ranks that wait for `go` between joining and communicating."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    yield tmp_path
+    for name in ("go", "end"):
+        (tmp_path / name).touch()
+
+
+class Launchers:
+    """Launchers in threads, with ranks that import nothing."""
+
+    def __init__(self, folder: Path, *, nnodes: int, delay_s: float = 0.0) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.2", 0))
+            self.port = probe.getsockname()[1]
+        self.folder, self.codes = folder, dict[int, int]()
+        command = [sys.executable, str(folder / "program.py"), str(folder), str(delay_s)]
+
+        def launch(node: int) -> None:
+            machines = {"nnodes": 2, "node_rank": node, "master_addr": "127.0.0.2", "master_port": self.port}
+            self.codes[node] = run_ranks(command, nproc=2 // nnodes, **(machines if nnodes > 1 else {}))
+
+        self.threads = [threading.Thread(target=launch, args=(node,)) for node in range(nnodes)]
+        for thread in self.threads:
+            thread.start()
+
+    def wait_for(self, *names: str) -> None:
+        deadline = time.monotonic() + 60
+        while not all((self.folder / name).exists() for name in names):
+            assert time.monotonic() < deadline and any(thread.is_alive() for thread in self.threads), names
+            time.sleep(0.02)
+
+    def end(self) -> list[int]:
+        (self.folder / "end").touch()
+        for thread in self.threads:
+            thread.join()
+        return [self.codes[node] for node in sorted(self.codes)]
+
+    def totals(self) -> list[list[list[float]]]:
+        return [json.loads((self.folder / f"totals-{rank}").read_text()) for rank in range(2)]
+
+
+def own_ports() -> list[int]:
+    """The ports that this user's processes listen at."""
+    names: dict[str, object] = {}
+    exec(LISTENING.format(user=os.getuid()), names)
+    return list(names["listening"]())  # type: ignore[operator]
+
+
+def attack(code: str, **values: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code.format(nobody=NOBODY, **values)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@needs_root
+@needs_linux
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_stranger_reads_and_writes_nothing_of_two_machines(program: Path) -> None:
+    """After admission, when addresses of gloo are in the store: torch's listed them, and took others in their place."""
+    run = Launchers(program, nnodes=2)
+    run.wait_for("joined-0", "joined-1")
+    assert not list((program / ".petatron" / "rendezvous").iterdir()), "the secret is gone"
+    code = STORE_ATTACK.format(nobody=NOBODY, host="127.0.0.2", port=run.port)
+    stranger = run_forked([sys.executable, "-c", code], cwd=ROOT)
+    assert json.loads(stranger.stdout) == [], stranger.stderr
+    (program / "go").touch()
+    run.wait_for("totals-0", "totals-1")
+    assert run.end() == [0, 0] and run.totals() == [TOTALS, TOTALS]
+
+
+@needs_root
+@needs_linux
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_a_stranger_at_gloos_port_is_cut_off(program: Path, nnodes: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """It sends the number of a rank before the rank comes: it gets no more than headers, and the run ends with the reason."""
+    known = own_ports()
+    run = Launchers(program, nnodes=nnodes, delay_s=1.0)
+    run.wait_for("joined-0", "joined-1")
+    listening = LISTENING.format(user=os.getuid())
+    known = sorted({*known, run.port})
+    with attack(GLOO_ATTACK, listening=listening, known=known, numbers=[0, 1], seconds=2.5) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "begins\n"
+        (program / "go").touch()
+        codes = run.end()
+        held, heard = map(int, stranger.stdout.read().split())
+    said = capfd.readouterr().err
+    assert held >= 4, "the stranger connected"
+    assert heard <= 4 * HEADER_BYTES, "a rank spoke with a stranger"
+    assert any(codes) and "is no rank of this run connected to gloo's port" in said, (codes, said)
+    assert not (program / "totals-0").exists() or run.totals()[0] == TOTALS
+
+
+@needs_root
+@needs_linux
+@pytest.mark.usefixtures("forked_ranks")
+def test_whoever_only_scans_ports_disturbs_nobody(program: Path) -> None:
+    known = own_ports()
+    run = Launchers(program, nnodes=2, delay_s=0.5)
+    run.wait_for("joined-0", "joined-1")
+    listening = LISTENING.format(user=os.getuid())
+    with attack(GLOO_ATTACK, listening=listening, known=known, numbers=[None, 1 << 40], seconds=2) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "begins\n"
+        (program / "go").touch()
+        run.wait_for("totals-0", "totals-1")
+        codes = run.end()
+        stranger.communicate()
+    assert codes == [0, 0] and run.totals() == [TOTALS, TOTALS]
