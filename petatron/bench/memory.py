@@ -167,7 +167,7 @@ def _peak_bytes(spec: BenchSpec) -> int:
     """Returns the peak of the second step, besides what was allocated before anything was built."""
     import torch
 
-    from petatron.bench.measure.timing import allocated_bytes, synchronize
+    from petatron.bench.measure.timing import allocated_bytes, peak_allocated_bytes, synchronize
     from petatron.bench.peers.bench_model import make_batches
     from petatron.bench.peers.ours import PetatronContender
 
@@ -177,7 +177,7 @@ def _peak_bytes(spec: BenchSpec) -> int:
         torch.cuda.reset_peak_memory_stats(spec.device)
         contender.step(batch)
         synchronize(spec.device)
-    return torch.cuda.max_memory_allocated(spec.device) - before
+    return peak_allocated_bytes(spec.device) - before
 
 
 def _label(name: str, case: MeasuredCase, info: DeviceInfo) -> str:

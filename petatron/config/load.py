@@ -131,7 +131,7 @@ def resolve_config(
         effective = [one for one in documents[0].settings if origins[one.path] == one.origin]
         problems += unsupported_preset(name, effective)
         suspects |= {fields_by_path()[one.path].flag for one in effective if one.path in UNSUPPORTED_FIELDS}
-    named = _named_imports(_settings_in_order(documents, flags), stored)
+    named = _named_imports([setting for source in (*documents, flags) for setting in source.settings], stored)
     values[IMPORTS_PATH] = tuple(dict.fromkeys(one.name for one in named))
     problems += import_modules(named)
     given = {path for path, origin in origins.items() if origin.is_explicit}

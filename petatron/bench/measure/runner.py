@@ -18,7 +18,14 @@ from torch import Tensor
 
 from petatron.base.log import get_logger
 from petatron.bench.measure.progress import ProgressLog
-from petatron.bench.measure.timing import allocated_bytes, alternating_orders, elapsed_seconds, gc_disabled, synchronize
+from petatron.bench.measure.timing import (
+    allocated_bytes,
+    alternating_orders,
+    elapsed_seconds,
+    gc_disabled,
+    peak_allocated_bytes,
+    synchronize,
+)
 from petatron.bench.peers import Contender
 from petatron.models.batch import Batch
 
@@ -87,7 +94,7 @@ class BenchRunner:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.run(PEAK_STEPS)
             synchronize(self.device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - allocated_before
+            self.peak_bytes = peak_allocated_bytes(self.device) - allocated_before
             self.held_bytes = allocated_bytes(self.device) - allocated_before
 
 

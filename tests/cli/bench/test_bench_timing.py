@@ -105,3 +105,18 @@ def test_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch):
 
 def test_contenders_have_one_name():
     assert PEERS == ("torchtitan", "hf", OWN_BF16) and OURS not in PEERS
+
+
+def test_memory_of_captured_graphs_counts(monkeypatch: pytest.MonkeyPatch):
+    """A replay writes into the pool of its graph, which the allocator counts as free."""
+    segments = [
+        {"device": 0, "segment_pool_id": (0, 0), "total_size": 100, "allocated_size": 40},
+        {"device": 0, "segment_pool_id": (0, 3), "total_size": 70, "allocated_size": 20},
+        {"device": 1, "segment_pool_id": (0, 3), "total_size": 500, "allocated_size": 0},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 90)
+    device = CUDA
+    assert bench_timing.graph_bytes(device) == 50
+    assert bench_timing.allocated_bytes(device) == 110 and bench_timing.peak_allocated_bytes(device) == 140
