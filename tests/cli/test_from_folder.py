@@ -163,7 +163,7 @@ def test_the_saved_config_starts_it_again(folder: Path):
 
 def test_folders_without_a_model(folder: Path, tmp_path: Path):
     for name, words in {
-        "none": r"--from .*none is not a folder\. .*not downloaded",
+        "none": r"--from .*none is not a folder\. .*name of a model on the hub",
         "empty": r"--from .*empty holds no model",
         "megatron": r"--from .*megatron was saved by Megatron-LM\. Convert it first",
         "pickled": r"holds its weights as pickles",

@@ -15,6 +15,7 @@ from torch import Tensor
 import petatron
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, load_config
+from petatron.evaluate.score import score_sequences
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
@@ -128,6 +129,10 @@ def opened(folder: str, layout: dict[str, int], dtype: str | None = None, flags:
 def logits_of(folder: str, tokens: Tensor, layout: dict[str, int], dtype: str | None = None) -> Tensor:
     with torch.no_grad():
         return opened(folder, layout, dtype).module.eval().logits(tokens)
+
+
+def scores_of(folder: str, sequences: list[list[int]], layout: dict[str, int]) -> list[Any]:
+    return [score.logprobs for score in score_sequences(opened(folder, layout), sequences)]
 
 
 def weights_of(folder: str, layout: dict[str, int]) -> dict[str, Tensor]:

@@ -12,14 +12,13 @@ import torch
 import petatron
 import petatron.hf
 from petatron.base.errors import ConfigError
-from petatron.evaluate.score import score_sequences
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.models.hf import from_hf_config, to_logical
 from petatron.models.registry import model_spec
 from tests.dist import RankPool
-from tests.hf.ours import compute, run_config
+from tests.hf.ours import compute, run_config, scores_of
 from tests.hf.zoo import build, truth
 from tests.longform import later
 
@@ -95,15 +94,17 @@ def test_a_prefix_of_the_other_factors_is_not_reused(folder: Path):
         assert answer.ids == _greedy(long[:count], 6)
 
 
-def test_scores_go_by_the_length_of_each_sequence(folder: Path):
-    """Padded to one length in one micro-batch."""
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}, later({"pp": 2})], ids=str)
+def test_scores_go_by_the_length_of_each_sequence(ranks: RankPool, folder: Path, layout: dict[str, int]):
+    """Padded to one length in one micro-batch, whatever part of it a rank has."""
     sequences = [_ids(count, seed=count) for count in (30, 33, 34, 45)]
-    scores = score_sequences(petatron.from_pretrained(folder), sequences)
+    args = (str(folder), sequences, layout)
+    scores = ranks.run(scores_of, 2, *args)[0] if layout else scores_of(*args)
     for ids, score in zip(sequences, scores):
         with torch.no_grad():
             logits = build(NAME)(torch.tensor([ids[:-1]])).logits[0].double()
         wanted = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        torch.testing.assert_close(torch.from_numpy(score.logprobs), wanted, rtol=0, atol=5e-5)
+        torch.testing.assert_close(torch.from_numpy(score), wanted, rtol=0, atol=5e-5)
 
 
 def test_as_a_model_of_transformers_it_switches_too(folder: Path):
