@@ -18,7 +18,6 @@ which rests again when as many connections are open as were asked for. Linux onl
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import stat
@@ -28,16 +27,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from petatron.base.log import get_logger
+from petatron.mesh.launch.socket_owner import Endpoint, owner_of_socket
 
 _log = get_logger(__name__)
-_CLAIM_S = 20.0
-_POLL_S = (0.005, 0.2)
-Endpoint = tuple[str, int]
+_CLAIM_S = 10.0
+_POLL_S = (0.01, 0.2)
 
 
 @dataclass(slots=True)
@@ -102,6 +100,7 @@ class ConnectionGuard:
             self._wake.wait()
             self._wake.clear()
             pause = _POLL_S[0]
+            time.sleep(pause)
             while not self._check_connections():
                 time.sleep(pause)
                 pause = _POLL_S[0] if self._wake.is_set() else min(_POLL_S[1], 1.3 * pause)
@@ -153,7 +152,7 @@ class ConnectionGuard:
     def _verify(self, connection: _Connection) -> None:
         is_late = time.monotonic() - connection.seen_s > _CLAIM_S
         if connection.is_within_machine:
-            owner = _owner_of_other_end(connection)  # none: it has ended there
+            owner = owner_of_socket(connection.other, connection.own)  # none: it has ended there
             is_of_rank, is_settled = owner == os.geteuid(), owner is not None or is_late
         else:
             is_of_rank = self._store.check([connection.claim_of_other_end])
@@ -202,31 +201,6 @@ def _as_sockaddr(family: int, end: Endpoint) -> bytes:
     head = struct.pack("=H", family) + struct.pack(">H", end[1])
     flow_info = b"" if family == socket.AF_INET else bytes(4)
     return head + flow_info + socket.inet_pton(family, end[0])
-
-
-def _owner_of_other_end(connection: _Connection) -> int | None:
-    """Returns the user id of the process at the other end of a connection within this machine; None where it has closed it."""
-    for table, is_wide in (("tcp", False), ("tcp6", True)):
-        path = Path("/proc/net") / table
-        wanted = [_as_in_proc(connection.other, is_wide=is_wide), _as_in_proc(connection.own, is_wide=is_wide)]
-        for line in path.read_text().splitlines()[1:] if path.exists() else ():
-            fields = line.split()
-            if fields[1:3] == wanted and fields[9] != "0":  # one that was closed has no inode, and user 0
-                return int(fields[7])
-    return None
-
-
-def _as_in_proc(end: Endpoint, *, is_wide: bool) -> str:
-    """Returns an endpoint as the tables of sockets in /proc/net write it; `is_wide`: as IPv6.
-
-    >>> _as_in_proc(("0.0.0.0", 80), is_wide=False)
-    '00000000:0050'
-    """
-    address = ipaddress.ip_address(end[0].partition("%")[0])
-    packed = address.packed
-    if is_wide and len(packed) == 4:
-        packed = bytes(10) + b"\xff\xff" + packed
-    return "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", packed)) + f":{end[1]:04X}"
 
 
 def is_address_of_gloo(value: bytes) -> bool:

@@ -23,6 +23,7 @@ KINDS = {
     "tokenizer": "tokenizer",
     "settings": "settings",
     "run-folder": "run_folder",
+    "rendezvous": "rendezvous",
     # Those of extras, where they are installed.
     **({"fetch": "fetch"} if importlib.util.find_spec("pyarrow") else {}),
 }
