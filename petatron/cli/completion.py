@@ -84,7 +84,9 @@ def completions() -> dict[str, ShellCompletion]:
     found["eval"] = ShellCompletion({**run, **found["eval"].flags})
     for verb, parser in (("generate", generate.parser()), ("chat", chat.parser())):
         found[verb] = ShellCompletion({**run, **dict(_parser_completions(verb, parser))[verb].flags})
-    found["plan memory"] = ShellCompletion({**run, "--device-memory-gb": "text"}, presets=True)
+    found["plan memory"] = ShellCompletion(
+        {**run, "--device-memory-gb": "text", "--host-memory-gb": "text"}, presets=True
+    )
     found["plan cache"] = ShellCompletion(run, presets=True)
     return found
 

@@ -16,6 +16,7 @@ USAGE = """usage: petatron train [PRESET] [--config FILE] [flags]
 Starts its own ranks with --nproc-per-node (or as many as --tp x --pp x --cp x --dp need), and runs unchanged under
 torchrun and srun. Order: preset, then files, then flags; later wins. `petatron config presets` lists presets.
 --from FOLDER starts from a model that exists: of Hugging Face (or its name on the hub), of a run, or of one step of a run.
+--toy shrinks the model to a size that a laptop trains in seconds: petatron train deepseek-v3 --toy --mock-data ...
 """
 
 

@@ -8,10 +8,10 @@ of `--pretrained-checkpoint`, so they reshard to any layout, and a restart that 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem
 from petatron.base.model_companion_files import is_hf_folder
 from petatron.config.checkpoint_settings import (
     CHECKPOINT_ARGS_FLAG,
@@ -74,17 +74,17 @@ def weights_folder(folder: str, settings: AppliedSettings) -> str:
 
 def shape_of_folder(
     folder: str, checkpoint: CheckpointConfig, read: ReadCheckpointSettings | None
-) -> Sequence[Setting]:
-    """Returns the settings of the model in a folder and of its tokenizer as those of any other source, for a toy of it."""
+) -> tuple[list[Setting], list[Problem]]:
+    """Returns the settings of the model in a folder and of its tokenizer as those of any other source, for a toy of it; or why not."""
     if read is None:
-        raise ConfigError([unknown_to_command(FROM_FLAG, folder)])
+        return [], [unknown_to_command(FROM_FLAG, folder)]
     stored = read(checkpoint, folder)
     if unsupported := list(unsupported_settings(FROM_FLAG, stored)):
-        raise ConfigError(unsupported)
+        return [], unsupported
     found, origin = all_values(stored), ValueOrigin("checkpoint", stored.source)
     sections = (*MODEL_SECTIONS, "tokenizer")
     paths = [f"{section}.{name}" for section in sections for name in stored.sections.get(section, {})]
-    return [Setting(path, found[path], origin) for path in paths if path in found and found[path] is not None]
+    return [Setting(path, found[path], origin) for path in paths if path in found and found[path] is not None], []
 
 
 def hf_load_settings(config: RawRunConfig) -> AppliedSettings:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.adapt.adapt_model import adapt_model
+from petatron.config.adapt.adapt_model import AdaptedModel, adapt_model
 from petatron.config.checkpoint_settings import AppliedSettings, ReadCheckpointSettings, apply_checkpoint_settings
 from petatron.config.checks.check_all import UNSUPPORTED_FIELDS, check_config, unsupported_preset
 from petatron.config.checks.model import ROTARY_TYPES
@@ -35,7 +35,7 @@ from petatron.config.presets import read_preset
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.value_origins import Setting, ValueOrigin
-from petatron.config.yaml_file import read_yaml_file
+from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +107,9 @@ def resolve_config(
     problems = [problem for source in (*documents, flags) for problem in source.problems]
     suspects = {flag for source in (*documents, flags) for flag in source.doubtful_flags}
 
-    values = {path: info.default for path, info in fields_by_path().items()}
-    origins = dict.fromkeys(values, ValueOrigin("default"))
-    _apply(values, origins, [setting for document in documents for setting in document.settings])
-    if flags.toy and flags.from_folder is not None:
-        _apply(
-            values, origins, shape_of_folder(flags.from_folder, unflatten_config(values).checkpoint, read_checkpoint)
-        )
-    adapted = adapt_model(values, origins, {one.path: one for one in flags.settings}, toy=flags.toy)
-    values, origins = values | adapted.values, origins | adapted.origins
+    values, origins, adapted = _merge_sources(documents, flags, read_checkpoint)
     problems += adapted.problems
     suspects |= {info.flag for info in all_fields()} if adapted.problems else set()
-    _apply(values, origins, flags.settings)
     stored = _settings_of_model(flags, values, origins, read_checkpoint)
     values |= stored.values
     origins |= dict.fromkeys(stored.values, stored.origin)
@@ -164,6 +155,25 @@ def _named_imports(settings: Sequence[Setting], stored: AppliedSettings) -> list
             found += [NamedImport(str(name), file) for name in setting.value]
     typed = {one.name for one in found if one.file is None}
     return [one for one in found if one.file is None or one.name not in typed]
+
+
+def _merge_sources(
+    documents: Sequence[ParsedYaml], flags: ParsedFlags, read_checkpoint: ReadCheckpointSettings | None
+) -> tuple[dict[str, FieldValue], dict[str, ValueOrigin], AdaptedModel]:
+    """Returns the values of preset, files and flags with their origins, the model adapted to the flags."""
+    values = {path: info.default for path, info in fields_by_path().items()}
+    origins = dict.fromkeys(values, ValueOrigin("default"))
+    _apply(values, origins, [setting for document in documents for setting in document.settings])
+    typed = {setting.path: setting for setting in flags.settings}
+    if flags.toy and flags.from_folder is not None:
+        shape, unread = shape_of_folder(flags.from_folder, unflatten_config(values).checkpoint, read_checkpoint)
+        _apply(values, origins, shape)
+        adapted = AdaptedModel(problems=unread) if unread else adapt_model(values, origins, typed, toy=True)
+    else:
+        adapted = adapt_model(values, origins, typed, toy=flags.toy)
+    values, origins = values | adapted.values, origins | adapted.origins
+    _apply(values, origins, flags.settings)
+    return values, origins, adapted
 
 
 def _with_source(problem: Problem, origins: Mapping[str, ValueOrigin]) -> Problem:

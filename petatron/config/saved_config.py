@@ -8,9 +8,10 @@ from typing import Any
 
 from petatron.config.absolute_paths import with_absolute_paths
 from petatron.config.load import LoadedConfig
+from petatron.config.origin_comments import format_origin_comments
 from petatron.config.schema.fields import all_fields, flatten_config, replace_fields
 from petatron.config.schema.run import RunConfig
-from petatron.config.yaml_file import dump_yaml
+from petatron.config.yaml_file import dump_yaml, yaml_value
 
 _NOT_REPEATED = "for that start only; say it again if it is meant again"
 _NOT_KEPT = "where a private key is is not kept; say it again"
@@ -43,7 +44,8 @@ def saved_yaml(loaded: LoadedConfig) -> str:
     """Serialises the settings of a run as a file.
 
     Paths are absolute. Derived values are comments, so that the run can resume on another number of ranks. So are one-time answers of
-    this start, such as the consent to another schedule: the next start asks again. Where a private key is is not written.
+    this start, such as the consent to another schedule: the next start asks again. Where a private key is is not written. Comments at
+    the end keep where values first came from.
     """
     config = without_private_paths(with_absolute_paths(loaded.config))
     values = flatten_config(config)
@@ -54,4 +56,6 @@ def saved_yaml(loaded: LoadedConfig) -> str:
     given = flatten_config(loaded.config)
     private = {path: _NOT_KEPT for path in _private_paths() if given[path] is not None}
     reasons = {info.path: _NOT_REPEATED for info in once} | private
-    return dump_yaml(config, origins=loaded.origins, commented_out=reasons)
+    kept = {path: origin for path, origin in loaded.origins.items() if path not in reasons}
+    settings = dump_yaml(config, origins=loaded.origins, commented_out=reasons)
+    return f"{settings}\n{format_origin_comments(values, kept, yaml_value)}"

@@ -18,7 +18,7 @@ def format_config(loaded: RawLoadedConfig, *, changed_only: bool = False) -> str
     rows: list[tuple[FieldInfo, str, str]] = []
     for info in all_fields():
         origin = loaded.origins[info.path]
-        if not (changed_only and origin.kind == "default"):
+        if not (changed_only and origin.is_default):
             rows.append((info, format_value(values[info.path]), str(origin)))
     name_width = _width(info.name for info, _, _ in rows)
     value_width = min(_WIDEST_VALUE, _width(value for _, value, _ in rows))

@@ -23,6 +23,7 @@ from petatron.config.flags.absent_features import absent_feature, alternative
 from petatron.config.flags.foreign_names import suggested_flags, suggestion, without_section
 from petatron.config.flags.megatron_flags import FORMER_SECTIONS, SECTION_ALIASES
 from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, value_problem
+from petatron.config.origin_comments import FirstOrigins, read_origin_comments
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
@@ -86,7 +87,7 @@ def read_yaml_text(text: str, *, source: str, kind: Literal["file", "preset"]) -
     """Reads the settings of a YAML text; `source` is the file's or the preset's name."""
     import yaml
 
-    reader = _YamlReader(source, kind)
+    reader = _YamlReader(source, kind, read_origin_comments(text))
     try:
         root = yaml.compose(text, Loader=limited_loader())
     except yaml.YAMLError as error:
@@ -117,13 +118,18 @@ def dump_yaml(
         lines.append(f"{section}:")
         for info in (info for info in all_fields() if info.section == section):
             value = values[info.path]
-            text = f"{info.name}: {_dump_value(value, repr(value))}"
+            text = f"{info.name}: {yaml_value(value)}"
             origin = origins.get(info.path) if origins else None
             reason = str(origin) if origin is not None and origin.kind == "derived" else None
             reason = (commented_out or {}).get(info.path, reason)
             lines.append(f"  {text}" if reason is None else f"  # {text}  ({reason})")
         lines.append("")
     return "\n".join(lines)
+
+
+def yaml_value(value: FieldValue) -> str:
+    """Returns a value as one line of YAML."""
+    return _dump_value(value, repr(value))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -145,8 +151,8 @@ class _TooManyProblems(Exception):
 class _YamlReader:
     """Reads the node tree of one file."""
 
-    def __init__(self, source: str, kind: Literal["file", "preset"]) -> None:
-        self.source, self.kind = source, kind
+    def __init__(self, source: str, kind: Literal["file", "preset"], first_origins: FirstOrigins) -> None:
+        self.source, self.kind, self.first_origins = source, kind, first_origins
         self.parsed = ParsedYaml()
         self.seen: dict[str, int] = {}
 
@@ -230,12 +236,14 @@ class _YamlReader:
         if (items or info.is_list) and all(read for read, _ in values):
             parsed = [value for _, value in values]
             value = tuple(parsed) if info.is_list else parsed[0]
-            origin = (
-                ValueOrigin("preset", self.source) if self.kind == "preset" else ValueOrigin("file", self.where(key))
-            )
-            self.parsed.settings.append(Setting(info.path, value, origin))  # type: ignore[arg-type]
+            self.parsed.settings.append(Setting(info.path, value, self.origin(info, value, key)))  # type: ignore[arg-type]
         else:
             self.parsed.doubtful_flags.add(info.flag)
+
+    def origin(self, info: FieldInfo, value: Any, key: _Node) -> ValueOrigin:
+        if self.kind == "preset":
+            return ValueOrigin("preset", self.source)
+        return ValueOrigin("file", self.where(key), self.first_origins.of(info.path, value, yaml_value(value)))
 
     def read_scalar(self, info: FieldInfo, node: _Node) -> tuple[bool, FieldValue]:
         """Returns (read, value); a quoted scalar is text, so it fits only text fields."""

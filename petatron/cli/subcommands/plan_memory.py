@@ -11,57 +11,52 @@ from petatron.base.errors import Problem
 from petatron.cli.train import read_settings_alone, with_preset
 from petatron.config import resolve_config, without_problems
 
-USAGE = """usage: petatron plan memory [PRESET] [--config FILE] [flags of petatron train] [--device-memory-gb N]
+USAGE = """usage: petatron plan memory [PRESET] [--config FILE] [flags of petatron train] [--device-memory-gb N] [--host-memory-gb N]
 
 Predicts what every pipeline rank will hold at its worst moment, by kind. With a device's memory (that of the GPU here, or
---device-memory-gb) says whether it fits, and if not the three cheapest changes that would. A pipeline is planned full where
-no --global-batch-size says how many micro-batches a step has.
+--device-memory-gb) says whether it fits, and if not the three fastest changes that would: settings, and other layouts of as many
+ranks. What is offloaded is pinned in the host memory of a node, which its ranks share (8, or those of a node of --nnodes): that of
+this machine if it has a GPU, or --host-memory-gb, or 1,000 GB. A pipeline is planned full where no --global-batch-size says how
+many micro-batches a step has.
 
 For example: petatron plan memory llama3-8b --bf16 --vocab-size 128256 --tp 2 --dp 4 --device-memory-gb 80
 """
-_DEVICE_MEMORY_FLAG = "--device-memory-gb"
+_DEVICE_FLAG, _HOST_FLAG = "--device-memory-gb", "--host-memory-gb"
+_EXAMPLES = {_DEVICE_FLAG: 80, _HOST_FLAG: 2000}
 
 
 def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
-    flags, capacity, size_problems = _extract_device_memory(argv)
+    flags, sizes, size_problems = _extract_sizes(argv)
     loaded, problems = resolve_config(with_preset(flags), require_training=False, read_checkpoint=read_settings_alone)
     resolved = without_problems(loaded, [*size_problems, *problems])
     from petatron.cli.subcommands.plan_memory_report import report
 
-    return report(resolved, capacity)
+    return report(resolved, sizes.get(_DEVICE_FLAG), sizes.get(_HOST_FLAG))
 
 
-def _extract_device_memory(argv: Sequence[str]) -> tuple[list[str], int | None, list[Problem]]:
-    """Returns the other words, the device's bytes if given, and their problems."""
+def _extract_sizes(argv: Sequence[str]) -> tuple[list[str], dict[str, int], list[Problem]]:
+    """Returns the other words, the bytes of device and host that are given, and their problems."""
     flags: list[str] = []
-    given: str | None = None
+    sizes: dict[str, int] = {}
+    problems: list[Problem] = []
     words = iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
-        if name == _DEVICE_MEMORY_FLAG:
-            given = value if equals else next(words, "")
-        else:
+        if name not in (_DEVICE_FLAG, _HOST_FLAG):
             flags.append(word)
-    if given is None:
-        return flags, None, []
-    try:
-        size = float(given)
-    except ValueError:
-        size = 0.0
-    if not 0.0 < size < float("inf"):
-        return (
-            flags,
-            None,
-            [
-                Problem(
-                    _DEVICE_MEMORY_FLAG,
-                    given,
-                    "is not a size above 0",
-                    f"Write, for example, {_DEVICE_MEMORY_FLAG} 80.",
-                )
-            ],
-        )
-    return flags, int(size * 1e9), []
+            continue
+        given = value if equals else next(words, "")
+        try:
+            size = float(given)
+        except ValueError:
+            size = 0.0
+        if 0.0 < size < float("inf"):
+            sizes[name] = int(size * 1e9)
+        else:
+            problems.append(
+                Problem(name, given, "is not a size above 0", f"Write, for example, {name} {_EXAMPLES[name]}.")
+            )
+    return flags, sizes, problems

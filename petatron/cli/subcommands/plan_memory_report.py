@@ -5,26 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from petatron.base.device import detect_device
+from petatron.base.device import detect_device, host_memory_bytes
+from petatron.base.text import count_with_noun
 from petatron.config import LoadedConfig, PrecisionConfig, RunConfig
 from petatron.config.settings_text import precision_name, precision_text
-from petatron.estimate.memory.advice import suggest_changes
-from petatron.estimate.memory.forecast import MemoryForecast, forecast_memory, format_gigabytes
+from petatron.estimate.memory.forecast import MemoryForecast, forecast_memory, format_gigabytes, recompute_plans
+from petatron.estimate.memory.host_memory import (
+    HostMemory,
+    pinned_activation_bytes,
+    pinned_optimizer_bytes,
+    ranks_per_node,
+)
+from petatron.estimate.memory.layouts import fitting_changes
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 from petatron.train.build_run import open_tokenizer
-from petatron.train.report.out_of_memory import RESERVE_BYTES, describe_change
+from petatron.train.report.out_of_memory import RESERVE_BYTES, describe_changes
+
+_NOTHING_FITS = "No setting of this run is predicted to fit: use more ranks that split the model, or a smaller one."
+_ASSUMED_HOST_BYTES = 1_000_000_000_000
+"""The memory of a node where nobody says it and no GPU is here."""
 
 
-def report(loaded: LoadedConfig, capacity: int | None) -> int:
+def report(loaded: LoadedConfig, capacity: int | None, host_bytes: int | None) -> int:
     """Prints the plan; returns 1 if it does not fit. `capacity` is the device's bytes, by default those of the GPU here."""
     loaded, _ = open_tokenizer(loaded)
-    if capacity is None:
-        device = detect_device()
-        capacity = device.memory_bytes if device.kind == "cuda" else None
+    device = detect_device()
+    here = device.kind == "cuda"
+    if capacity is None and here:
+        capacity = device.memory_bytes
     run, batch = _planned_run(loaded)
-    found = forecast_memory(run, device="cuda")
+    plans = recompute_plans(run, device="cuda")
+    found = forecast_memory(run, device="cuda", plans=plans)
     print(f"planned for {_precision(run.precision)}\n{batch}")
     print(_table(found))
+    assumed = host_bytes is None and not here
+    host = HostMemory(
+        total_bytes=host_bytes or (host_memory_bytes() if here else _ASSUMED_HOST_BYTES),
+        ranks_per_node=ranks_per_node(run),
+    )
+    pinned = pinned_activation_bytes(run, plans, device="cuda") + pinned_optimizer_bytes(run)
+    if pinned:
+        print(f"\n{_pinned_text(pinned, host, assumed=assumed)}")
     if capacity is None:
         print("\nGive --device-memory-gb N to be told whether that fits a device.")
         return 0
@@ -32,16 +53,34 @@ def report(loaded: LoadedConfig, capacity: int | None) -> int:
     uncounted = (
         f"of {format_gigabytes(capacity)} GB, with {format_gigabytes(RESERVE_BYTES)} GB left for what is not counted"
     )
-    if most <= room:
+    if most <= room and pinned <= host.bytes_per_rank:
         print(f"\nfits: {format_gigabytes(most)} GB {uncounted}")
         return 0
-    print(f"\ndoes not fit: {format_gigabytes(most)} GB {uncounted}")
-    changes = suggest_changes(run, room)[:3]
+    where = "does not fit" if most > room else "fits the device, not the host"
+    print(f"\n{where}: {format_gigabytes(most)} GB {uncounted}")
+    changes = fitting_changes(run, room, host) if most > room else []
     if not changes:
-        print("No setting of this run is predicted to fit: use more ranks that split the model, or a smaller one.")
-    for number, change in enumerate(changes, start=1):
-        print(f"  {number}. {describe_change(change)}")
+        print(_NOTHING_FITS if most > room else "Offload less, or use more nodes.")
+    if any(change.pinned_bytes for change in changes):
+        print(_host_text(host, assumed=assumed))
+    for number, line in enumerate(describe_changes(changes, ranks_per_node=host.ranks_per_node), start=1):
+        print(f"  {number}. {line}")
     return 1
+
+
+def _pinned_text(pinned: int, host: HostMemory, *, assumed: bool) -> str:
+    node = format_gigabytes(pinned * host.ranks_per_node)
+    verdict = "" if pinned <= host.bytes_per_rank else ": too much"
+    return (
+        f"offload pins {format_gigabytes(pinned)} GB of host memory per rank, {node} GB per node of "
+        f"{count_with_noun(host.ranks_per_node, 'rank')}{verdict}; {_host_text(host, assumed=assumed)}"
+    )
+
+
+def _host_text(host: HostMemory, *, assumed: bool) -> str:
+    usable = format_gigabytes(host.bytes_per_rank * host.ranks_per_node)
+    how = ", which is assumed: --host-memory-gb N says another" if assumed else ""
+    return f"up to {usable} of a node's {format_gigabytes(host.total_bytes)} GB are pinned{how}"
 
 
 def _planned_run(loaded: LoadedConfig) -> tuple[RunConfig, str]:

@@ -56,6 +56,10 @@ def _shrink(
     origins: Mapping[str, ValueOrigin],
     typed: Mapping[str, FieldValue],
 ) -> None:
+    if {**values, **typed}["checkpoint.use_checkpoint_args"]:
+        rule = "cannot be combined with --use-checkpoint-args, which takes the model from --load as it is"
+        adapted.problems.append(Problem(TOY_FLAG, "", rule, "Keep one of them."))
+        return
     if origins["model.hidden_size"].kind == "default":
         rule = "shrinks a model, and neither a preset nor a file nor --from gives one"
         adapted.problems.append(Problem(TOY_FLAG, "", rule, "Name a preset, as in `petatron train deepseek-v3 --toy`."))

@@ -20,7 +20,9 @@ SAVED_FORMAT = "saving in another format while training"
 ZARR_FORMAT = "Megatron's zarr checkpoints"
 
 _FULL_FINE_TUNING = "`--from FOLDER` fine-tunes all weights of a model"
-_OWN_LOOP = "a loop of your own with `petatron.build_model` may have any loss, and frozen parameters (docs/training.md)"
+_OWN_LOOP = (
+    "a loop of your own with `petatron.build_model` may have any loss, and frozen parameters (docs/optimizers.md)"
+)
 
 ALTERNATIVES: Mapping[str, str] = {
     _ADAPTERS: f"Leave it out: {_FULL_FINE_TUNING}; {_OWN_LOOP}",

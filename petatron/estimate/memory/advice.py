@@ -29,6 +29,7 @@ from petatron.estimate.memory.forecast import (
     recompute_plans,
     state_bytes_per_rank,
 )
+from petatron.estimate.memory.host_memory import pinned_activation_bytes, pinned_optimizer_bytes
 from petatron.estimate.memory.options import MemoryOption, OptionGroup, bf16_options, option_groups
 from petatron.estimate.memory.peak import PeakMoment
 from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
@@ -43,17 +44,25 @@ OptionSet = tuple[MemoryOption, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuggestedChange:
-    """Flags that make a run fit, the bytes they free, the run's total then, and the share of time they cost."""
+    """Flags that make a run fit, the bytes they free, the run's total then, and the share of time they cost.
+
+    pinned_bytes: page-locked host memory of a rank then.
+    """
 
     flags: str
     total_bytes: int
     saved_bytes: int
     time_cost: float
     remark: str = ""
+    pinned_bytes: int = 0
 
 
-def suggest_changes(run: RunConfig, capacity_bytes: int, *, device: DeviceKind = "cuda") -> list[SuggestedChange]:
+def suggest_changes(
+    run: RunConfig, capacity_bytes: int, *, device: DeviceKind = "cuda", pinned_capacity_bytes: float = math.inf
+) -> list[SuggestedChange]:
     """Returns the three cheapest changes under which the largest rank needs at most `capacity_bytes`, or as many as there are.
+
+    `pinned_capacity_bytes`: what a rank may pin of host memory.
 
     They are sets of at most three groups' options, and of more only if fewer than three such sets fit. A group is added to a set
     that fits already only if that gains a per cent. A run in fp32 is searched in bf16, and as it is only if that leaves fewer than
@@ -63,7 +72,8 @@ def suggest_changes(run: RunConfig, capacity_bytes: int, *, device: DeviceKind =
     found: list[SuggestedChange] = []
     for common_options in [*([option] for option in bf16_options(run)), []]:
         if len(found) < _NUM_SUGGESTIONS:
-            found += _Search(run, common_options, capacity_bytes, device, baseline).cheapest_changes()
+            limits = _Limits(capacity_bytes, pinned_capacity_bytes)
+            found += _Search(run, common_options, limits, device, baseline).cheapest_changes()
     return sorted(found, key=lambda change: (round(change.time_cost, 4), change.total_bytes))[:_NUM_SUGGESTIONS]
 
 
@@ -76,19 +86,29 @@ class _Baseline:
 
 
 @dataclass(frozen=True, slots=True)
+class _Limits:
+    """What a rank may take of its device, and pin of the host."""
+
+    device_bytes: int
+    pinned_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class _PassCost:
-    """What forward and backward need: the moments of every pipeline rank that may be its peak, and seconds."""
+    """What forward and backward need: the moments of every pipeline rank that may be its peak, seconds, and pinned host memory."""
 
     rank_moments: Sequence[Sequence[PeakMoment]]
     seconds: float
+    pinned_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _StateCost:
-    """What state needs: the bytes of every pipeline rank with all its gradients, and seconds."""
+    """What state needs: the bytes of every pipeline rank with all its gradients, seconds, and pinned host memory."""
 
     ranks: Sequence[StateBytes]
     seconds: float
+    pinned_bytes: int
 
     def is_too_much(self, capacity_bytes: int) -> bool:
         """Whether a rank does not fit even without gradients."""
@@ -106,11 +126,12 @@ class _Search:
         self,
         run: RunConfig,
         common_options: Sequence[MemoryOption],
-        capacity_bytes: int,
+        limits: _Limits,
         device: DeviceKind,
         baseline: _Baseline,
     ) -> None:
-        self._common_options, self._capacity, self._baseline = common_options, capacity_bytes, baseline
+        self._common_options, self._baseline = common_options, baseline
+        self._capacity, self._pinned_capacity = limits.device_bytes, limits.pinned_bytes
         self._device: DeviceKind = device
         self._existing_problems = {str(problem) for problem in check_config(run, require_training=False)}
         self._run = _apply_options(run, common_options)
@@ -154,7 +175,7 @@ class _Search:
             size, cost = self._total_bytes(options), self._time_cost(options)
             price = (round(cost, 4), size)
             better = size <= self._capacity and cost < cost_limit and (best is None or price < best[:2])
-            if better and self._allowed(options):
+            if better and self._pinned_bytes(options) <= self._pinned_capacity and self._allowed(options):
                 best = (*price, options)
         return None if best is None else self._suggested_change(best[2])
 
@@ -181,6 +202,9 @@ class _Search:
             ),
             default=math.inf,
         )
+
+    def _pinned_bytes(self, options: OptionSet) -> int:
+        return self._pass_cost(options).pinned_bytes + self._state_cost(options).pinned_bytes
 
     def _time_cost(self, options: OptionSet) -> float:
         return (self._pass_cost(options).seconds + self._state_cost(options).seconds) / self._baseline.seconds - 1.0
@@ -209,14 +233,17 @@ class _Search:
                 self._pass_costs[key] = _IMPOSSIBLE
             else:
                 moments = moments_per_rank(run, plans, device=self._device)
-                self._pass_costs[key] = _PassCost(moments, forward_backward_time(run, plans, device=self._device))
+                seconds = forward_backward_time(run, plans, device=self._device)
+                pinned = pinned_activation_bytes(run, plans, device=self._device)
+                self._pass_costs[key] = _PassCost(moments, seconds, pinned)
         return self._pass_costs[key]
 
     def _state_cost(self, options: OptionSet) -> _StateCost:
         key = _affecting(options, "state")
         if key not in self._state_costs:
             run = _apply_options(self._run, key)
-            self._state_costs[key] = _StateCost(state_bytes_per_rank(run), optimizer_offload_time(run))
+            pinned = pinned_optimizer_bytes(run)
+            self._state_costs[key] = _StateCost(state_bytes_per_rank(run), optimizer_offload_time(run), pinned)
         return self._state_costs[key]
 
     def _allowed(self, options: OptionSet) -> bool:
@@ -239,6 +266,7 @@ class _Search:
             saved_bytes=self._baseline.total_bytes - total,
             time_cost=self._time_cost(options),
             remark="; ".join(option.remark for option in every if option.remark),
+            pinned_bytes=self._pinned_bytes(options),
         )
 
 

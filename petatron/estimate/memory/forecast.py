@@ -114,16 +114,17 @@ def forecast_memory(
 def state_bytes_per_rank(run: RunConfig) -> list[StateBytes]:
     """Returns the state of every pipeline rank, with all gradients."""
     stages = pipeline_stages(run)
-    return [state_bytes(run, [stages[stage] for stage in own]) for own in _stages_per_rank(run)]
+    return [state_bytes(run, [stages[stage] for stage in own]) for own in stages_per_rank(run)]
 
 
 def moments_per_rank(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> list[list[PeakMoment]]:
     """Returns the moments of every pipeline rank at which it may need most."""
     shape = ActivationShape.from_config(run, device=device)
-    return [peak_moments(run, plans, own, shape) for own in _stages_per_rank(run)]
+    return [peak_moments(run, plans, own, shape) for own in stages_per_rank(run)]
 
 
-def _stages_per_rank(run: RunConfig) -> list[list[int]]:
+def stages_per_rank(run: RunConfig) -> list[list[int]]:
+    """Returns the indices of the stages of every pipeline rank."""
     pipeline, count = pipeline_plan(run), len(pipeline_stages(run))
     return [[stage for stage in range(count) if pipeline.rank_of(stage) == rank] for rank in range(pipeline.ranks)]
 

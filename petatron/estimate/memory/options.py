@@ -14,6 +14,8 @@ from petatron.config.pipeline_stages import max_layers_per_stage
 from petatron.estimate.memory.time_cost import computes_in_fp32
 
 _OFFLOAD_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+_OPTIM = "--data-parallel-sharding-strategy optim"  # also where someone wrote no_shard
+_SHARDED_OPTIMIZER = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim"}
 _SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 ConfigEdit = Callable[[RunConfig], RunConfig]
@@ -114,14 +116,15 @@ def _recompute_options(run: RunConfig) -> OptionGroup:
         flags = f"--recompute-granularity selective --recompute-modules {' '.join(modules)}"
         parts.append(MemoryOption(flags, edit, "passes"))
     some = [
-        _full_recompute_option("block", number)
+        full_recompute_option("block", number)
         for number in sorted({max(1, layers * part // 8) for part in range(1, 8)} - {layers})
     ]
-    every = _full_recompute_option("uniform", 1)
+    every = full_recompute_option("uniform", 1)
     return OptionGroup([*parts, *some, every], [*parts, every])  # whole layers save least, but recompute most at a time
 
 
-def _full_recompute_option(method: str, number: int) -> MemoryOption:
+def full_recompute_option(method: str, number: int) -> MemoryOption:
+    """Returns the recompute of whole layers, in units of `number` or of the first `number`."""
     edit = _edit_section("memory", recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
     flags = f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {number}"
     return MemoryOption(flags, edit, "passes")
@@ -154,18 +157,22 @@ def _sharding_options(run: RunConfig) -> OptionGroup:
     if num_replicas == 1:
         return OptionGroup.empty()
     variants: list[MemoryOption] = []
-    if now == "no_shard":
-        flags = "--data-parallel-sharding-strategy optim"  # also where someone wrote no_shard
-        shared = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim"}
-        overlapped = _edit_section("parallel", **shared, overlap_param_gather=True)
-        variants.append(MemoryOption(f"{flags} --overlap-param-gather", overlapped, "both"))
-        variants.append(MemoryOption(flags, _edit_section("parallel", **shared), "both"))
+    if (overlapped := sharded_optimizer_option(run)) is not None:
+        variants += [overlapped, MemoryOption(_OPTIM, _edit_section("parallel", **_SHARDED_OPTIMIZER), "both")]
     for strategy in _SHARDING_STRATEGIES[max(2, _SHARDING_STRATEGIES.index(now) + 1) :]:
         flags = f"--data-parallel-sharding-strategy {strategy}"
         if run.optim.main_grads_dtype != "fp32":
             flags += " --main-grads-dtype fp32"
         variants.append(MemoryOption(flags, _fully_sharded_edit(strategy), "both"))
     return OptionGroup(variants, variants)
+
+
+def sharded_optimizer_option(run: RunConfig) -> MemoryOption | None:
+    """Returns optimizer state sharded over data-parallel ranks, for a run that shards nothing."""
+    if run.parallel.data_parallel_sharding_strategy != "no_shard":
+        return None
+    overlapped = _edit_section("parallel", **_SHARDED_OPTIMIZER, overlap_param_gather=True)
+    return MemoryOption(f"{_OPTIM} --overlap-param-gather", overlapped, "both")
 
 
 def _fully_sharded_edit(strategy: str) -> ConfigEdit:

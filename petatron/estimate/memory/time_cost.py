@@ -9,6 +9,9 @@ forward, without the head, at 600 TFLOP/s, or 60 in fp32:
     activation offload       bytes / 50 GB/s beyond F for offload, and beyond 2 F for reload
     optimizer offload        the offloaded state, once in each direction at the same time
     context parallelism      keys and values of the other ranks, three times, at 150 GB/s
+    tensor parallelism       inputs and outputs of both branches of a layer in forward, four times, at 300 GB/s; backward overlaps
+    expert parallelism       the tokens of MoE layers to their experts and back, in both passes, at 150 or 50 GB/s
+    pipeline                 (ranks - 1) / (virtual stages x micro-batches) of forward and backward; a third of it for zb-h1, none for zb-v
     bf16 in place of fp32    a tenth of the time for operations
     sequence parallelism     nothing
     bf16 moments             nothing, and less transfer to the host and back
@@ -35,6 +38,7 @@ from dataclasses import replace
 from petatron.config import RunConfig
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
+from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.estimate.flops import head_gemm_elements, model_flops_per_token
 from petatron.estimate.memory.forecast import DeviceKind, recompute_plans
 from petatron.estimate.offload_plan import offloaded_bytes
@@ -48,7 +52,7 @@ from petatron.schedule.pipeline_plan import num_micro_batches
 
 _FLOPS, _FLOPS_FP32, _MEMORY_BANDWIDTH = 600e12, 60e12, 4e12
 _HOST_BANDWIDTH, _INTRA_NODE_BANDWIDTH, _INTER_NODE_BANDWIDTH = 50e9, 150e9, 50e9
-_DEVICES_PER_NODE = 8
+_TENSOR_BANDWIDTH, _DEVICES_PER_NODE = 300e9, 8
 
 
 def predicted_step_time(run: RunConfig, *, device: DeviceKind = "cuda") -> float:
@@ -93,7 +97,31 @@ def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, dev
         for branch in layer.branches
     )
     per_rank = sent / parallel.pipeline_model_parallel_size
-    return seconds + 3.0 * others * per_rank * micro_batches / _INTRA_NODE_BANDWIDTH
+    seconds += 3.0 * others * per_rank * micro_batches / _INTRA_NODE_BANDWIDTH
+    seconds += _model_parallel_wait(run, shape) * micro_batches
+    return seconds * (1.0 + _bubble(run, micro_batches))
+
+
+def _model_parallel_wait(run: RunConfig, shape: ActivationShape) -> float:
+    """Returns the seconds that a micro-batch waits for activations between tensor-parallel ranks, and for tokens between experts."""
+    parallel, pp = run.parallel, run.parallel.pipeline_model_parallel_size
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    token = run.model.hidden_size * element_bytes(run)
+    inputs = shape.gathered_tokens * token * (1.0 - 1.0 / tp)
+    seconds = 4.0 * inputs * run.model.num_layers / pp / _TENSOR_BANDWIDTH
+    if run.moe.num_experts is None or ep == 1:
+        return seconds
+    link = _INTRA_NODE_BANDWIDTH if ep <= _DEVICES_PER_NODE else _INTER_NODE_BANDWIDTH
+    dispatched = shape.gathered_tokens / tp * run.moe.moe_router_topk * token * (1.0 - 1.0 / ep)
+    return seconds + 4.0 * dispatched * sum(moe_layers(run)) / pp / link
+
+
+def _bubble(run: RunConfig, micro_batches: int) -> float:
+    """Returns the idle time of a pipeline, as a share of the time of its passes."""
+    parallel = run.parallel
+    share = {"zb-h1": 1.0 / 3.0, "zb-v": 0.0}.get(parallel.pipeline_schedule, 1.0)
+    stages = parallel.num_virtual_stages_per_pipeline_rank * micro_batches
+    return share * (parallel.pipeline_model_parallel_size - 1) / stages
 
 
 def _largest_recompute_flops(

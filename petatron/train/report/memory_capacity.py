@@ -6,13 +6,14 @@ would end in an allocation error, or be killed by the kernel, which says nothing
 
 from __future__ import annotations
 
-from petatron.base.device import DeviceInfo
+from petatron.base.device import DeviceInfo, host_memory_bytes
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.text import count_with_noun
 from petatron.config import RunConfig
-from petatron.estimate.memory.advice import suggest_changes
 from petatron.estimate.memory.forecast import format_gigabytes, largest_forecast
-from petatron.train.report.out_of_memory import describe_change
+from petatron.estimate.memory.host_memory import HostMemory
+from petatron.estimate.memory.layouts import fitting_changes
+from petatron.train.report.out_of_memory import describe_changes
 
 OVERRIDE_FLAG = "--no-check-memory"
 _NOTHING_FITS = (
@@ -34,8 +35,10 @@ def check_memory_capacity(run: RunConfig, device: DeviceInfo, *, local_ranks: in
     where = "the GPU" if device.kind == "cuda" else "this machine"
     share = f" that {count_with_noun(sharing, 'rank')} share" if sharing > 1 else ""
     rule = f"per rank is more than the {format_gigabytes(device.memory_bytes)} GB of {where}{share}"
-    changes = suggest_changes(run, limit, device=device.kind)
-    lines = [f"    {number}. {describe_change(change)}" for number, change in enumerate(changes, start=1)]
+    host = HostMemory(total_bytes=host_memory_bytes(), ranks_per_node=local_ranks)
+    changes = fitting_changes(run, limit, host, device=device.kind)
+    advice = describe_changes(changes, ranks_per_node=local_ranks)
+    lines = [f"    {number}. {line}" for number, line in enumerate(advice, start=1)]
     fix = "\n".join(["What would fit, the cheapest first (predicted):", *lines]) if lines else _NOTHING_FITS
     raise ConfigError(
         [Problem("memory forecast", forecast.describe(), rule, f"{fix}\n    {OVERRIDE_FLAG} starts it anyway.")]

@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from petatron.base.device import host_memory_bytes
 from petatron.base.errors import CheckpointError, TrainError
+from petatron.base.text import count_with_noun
 from petatron.config import RunConfig
-from petatron.estimate.memory.advice import SuggestedChange, suggest_changes
+from petatron.estimate.memory.advice import SuggestedChange
 from petatron.estimate.memory.forecast import format_gigabytes, largest_forecast
+from petatron.estimate.memory.host_memory import HostMemory, ranks_per_node
+from petatron.estimate.memory.layouts import fitting_changes
+from petatron.mesh.launch.environment import read_environment
 
 RESERVE_BYTES = 2_000_000_000
 """What no forecast counts: the CUDA context, libraries, kernels' workspaces."""
@@ -98,11 +103,15 @@ def report_out_of_memory(run: RunConfig, device: torch.device, *, phase: Callabl
             reason = reason.__cause__
         if reason is None:
             raise
-        raise out_of_memory_error(reason, run, device_memory_stats(device), phase=phase()) from error
+        local_ranks = read_environment().local_world_size
+        host = HostMemory(total_bytes=host_memory_bytes(), ranks_per_node=local_ranks)
+        raise out_of_memory_error(reason, run, device_memory_stats(device), phase=phase(), host=host) from error
 
 
-def out_of_memory_error(error: BaseException, run: RunConfig, stats: DeviceMemoryStats, *, phase: str) -> TrainError:
-    """Builds the error text; `phase` is what was being done, as in `iteration 3`."""
+def out_of_memory_error(
+    error: BaseException, run: RunConfig, stats: DeviceMemoryStats, *, phase: str, host: HostMemory | None = None
+) -> TrainError:
+    """Builds the error text; `phase` is what was being done, as in `iteration 3`. Without `host` its memory is no limit."""
     requested = requested_bytes(error)
     now = largest_forecast(run, device="cuda")
     limit = min(stats.capacity_bytes - RESERVE_BYTES, now.total - requested)
@@ -113,8 +122,9 @@ def out_of_memory_error(error: BaseException, run: RunConfig, stats: DeviceMemor
         f"  predicted need: {now.describe()}",
         f"  {_describe_usage(stats)}",
     ]
-    changes = suggest_changes(run, limit)[:_MAX_SUGGESTIONS]
-    advice = _fragmentation_advice(stats, requested) + [describe_change(change) for change in changes]
+    changes = fitting_changes(run, limit, host)
+    sharing = ranks_per_node(run) if host is None else host.ranks_per_node
+    advice = _fragmentation_advice(stats, requested) + describe_changes(changes, ranks_per_node=sharing)
     if advice:
         lines.append("What would fit, the cheapest first (predicted):")
         lines += [f"  {number}. {text}" for number, text in enumerate(advice[:_MAX_SUGGESTIONS], start=1)]
@@ -126,14 +136,23 @@ def out_of_memory_error(error: BaseException, run: RunConfig, stats: DeviceMemor
     return TrainError("\n".join(lines))
 
 
-def describe_change(change: SuggestedChange) -> str:
-    """Formats a change as one line."""
-    slower = f"about {100 * change.time_cost:.0f}% slower" if change.time_cost >= 0.005 else "no slower"
-    if change.time_cost <= -0.005:
-        slower = f"about {-100 * change.time_cost:.0f}% less time"
-    remark = f"; {change.remark}" if change.remark else ""
-    freed, total = format_gigabytes(change.saved_bytes), format_gigabytes(change.total_bytes)
-    return f"{change.flags}: frees {freed} GB, needs {total} GB, {slower}{remark}"
+def describe_changes(changes: Sequence[SuggestedChange], *, ranks_per_node: int) -> list[str]:
+    """Formats changes as one line each. Times are compared with the first, which can run; the run as it is cannot."""
+    lines: list[str] = []
+    for change in changes:
+        slower = (1.0 + change.time_cost) / (1.0 + changes[0].time_cost) - 1.0
+        speed = f"about {100 * slower:.0f}% slower than that" if slower >= 0.005 else "as fast as that"
+        if change is changes[0]:
+            speed = "the fastest of these" if len(changes) > 1 else "the only one found"
+        freed, total = format_gigabytes(change.saved_bytes), format_gigabytes(change.total_bytes)
+        pinned = ""
+        if change.pinned_bytes:
+            node = f"{format_gigabytes(change.pinned_bytes * ranks_per_node)} GB of host memory per node"
+            each = f"{format_gigabytes(change.pinned_bytes)} GB for each of {count_with_noun(ranks_per_node, 'rank')}"
+            pinned = f", pins {node} ({each})"
+        remark = f"; {change.remark}" if change.remark else ""
+        lines.append(f"{change.flags}: frees {freed} GB, needs {total} GB{pinned}, {speed}{remark}")
+    return lines
 
 
 def _describe_usage(stats: DeviceMemoryStats) -> str:

@@ -102,7 +102,11 @@ def test_a_run_in_fp32_is_offered_bf16_first(capsys: pytest.CaptureFixture[str])
     narrow = f"{EIGHT} --micro-batch-size 4 --device-memory-gb 200"
     code, text, _ = plan(capsys, narrow.replace(" --bf16", ""))
     advice = text.splitlines()[-3:]
-    assert code == 1 and advice[0].startswith("  1. --bf16: frees ") and "less time; computes in bfloat16" in advice[0]
+    assert (
+        code == 1
+        and advice[0].startswith("  1. --bf16: frees ")
+        and "the fastest of these; computes in bfloat16" in advice[0]
+    )
     code, text, _ = plan(capsys, narrow)
     assert code == 0 and "--bf16" not in text
 
@@ -111,6 +115,58 @@ def test_a_run_in_fp32_is_offered_bf16_first(capsys: pytest.CaptureFixture[str])
 def test_sizes_that_are_none(capsys: pytest.CaptureFixture[str], size: str):
     code, _, errors = plan(capsys, f"{EIGHT} --device-memory-gb={size}")
     assert code == 2 and "is not a size above 0. Write, for example, --device-memory-gb 80." in errors
+
+
+SEVENTY = "llama3-70b --bf16 --world-size 64 --device-memory-gb 80"
+
+
+def test_layouts_and_pinned_host_memory_are_part_of_the_advice(capsys: pytest.CaptureFixture[str]):
+    """Eight ranks that offload 60 layers each pin more than 700 GB of their node; times are compared with what can run."""
+    _, text, _ = plan(capsys, SEVENTY)
+    first, *others = text.splitlines()[-3:]
+    assert first.startswith("  1. --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 2 ")
+    assert " --data-parallel-size 4 --global-batch-size 64 " in first and first.endswith(
+        "needs 55.1 GB, the fastest of these"
+    )
+    assert all("slower than that" in line for line in others) and "less time" not in text
+    offload = "--cpu-offloading-num-layers 60 --data-parallel-sharding-strategy optim_grads_params"
+    (line,) = [line for line in others if offload in line]
+    assert "pins 725.8 GB of host memory per node (90.7 GB for each of 8 ranks)" in line
+    assert "up to 800.0 of a node's 1000.0 GB are pinned, which is assumed: --host-memory-gb N says another" in text
+    flags = first.split(". ", 1)[1].split(":")[0]
+    code, text, _ = plan(capsys, f"llama3-70b --bf16 --device-memory-gb 80 {flags}")
+    assert code == 0 and "fits: 55.1 GB" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("host", "most"), [(500, 400), (1, 0)])
+def test_advice_stays_within_a_smaller_host(capsys: pytest.CaptureFixture[str], host: int, most: int):
+    _, text, _ = plan(capsys, f"{SEVENTY} --host-memory-gb {host}")
+    pinned = [float(line.split("pins ")[1].split()[0]) for line in text.splitlines() if "pins " in line]
+    assert max(pinned, default=0) <= most and "assumed" not in text and "--tensor-model-parallel-size 8" in text
+
+
+@pytest.mark.slow
+def test_layers_that_a_pipeline_does_not_divide_are_split_unevenly(capsys: pytest.CaptureFixture[str]):
+    _, text, _ = plan(capsys, "deepseek-v3 --bf16 --world-size 512 --ep 64 --device-memory-gb 80")
+    layouts = [line for line in text.splitlines() if "--decoder-last-pipeline-num-layers" in line]
+    flags = layouts[0].split(". ", 1)[1].split(":")[0]
+    code, text, _ = plan(capsys, f"deepseek-v3 --bf16 --device-memory-gb 80 {flags}")
+    assert code == 0 and "fits: " in text
+
+
+def test_a_run_that_offloads_more_than_the_host_has(capsys: pytest.CaptureFixture[str]):
+    offload = "--dp 8 --use-distributed-optimizer --optimizer-cpu-offload --cpu-offloading-num-layers 30"
+    code, text, _ = plan(capsys, f"{EIGHT} {offload} --device-memory-gb 80 --host-memory-gb 100")
+    assert code == 1 and "per node of 8 ranks: too much; up to 80.0 of a node's 100.0 GB are pinned" in text
+    assert "fits the device, not the host: " in text
+    code, text, _ = plan(capsys, f"{EIGHT} {offload} --device-memory-gb 80 --host-memory-gb 2000")
+    assert code == 0 and "offload pins " in text and "too much" not in text
+
+
+def test_a_plan_for_several_nodes_needs_no_address(capsys: pytest.CaptureFixture[str]):
+    code, text, _ = plan(capsys, f"{EIGHT} --nnodes 4 --nproc-per-node 4 --cpu-offloading-num-layers 4")
+    assert code == 0 and "per node of 4 ranks" in text
 
 
 def test_other_flags_are_those_of_a_run(capsys: pytest.CaptureFixture[str]):

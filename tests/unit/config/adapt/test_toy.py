@@ -141,6 +141,13 @@ def test_without_a_model_there_is_nothing_to_shrink():
         load_config(["--toy", *TRAIN])
 
 
+def test_a_model_as_it_is_and_a_toy_of_it_are_two_things():
+    with pytest.raises(ConfigError, match=r"--toy cannot be combined with --use-checkpoint-args"):
+        load_config(["--toy", "--use-checkpoint-args", "--load", "x", *TRAIN], preset="tiny-llama")
+    with pytest.raises(ConfigError, match=r"1 problem.*\n  --from x is not known to this command"):
+        load_config(["--toy", "--from", "x", *TRAIN])
+
+
 def test_a_file_shrinks_with_its_pipeline(tmp_path: Path):
     text = (
         "num_layers: 12\nhidden_size: 512\nnum_attention_heads: 16\nseq_length: 1024\npipeline_model_parallel_size: 4\n"

@@ -34,7 +34,7 @@ def test_the_forecast_the_limit_and_advice(kind: str, where: str):
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory_capacity, "suggest_changes", lambda *args, **options: [])
+    monkeypatch.setattr(memory_capacity, "fitting_changes", lambda *args, **options: [])
     run = load_config(FLAGS, preset="tiny-llama").config
     enough = 2 * memory_capacity.largest_forecast(run, device="cpu").total
     check_memory_capacity(run, _device("cpu", enough), local_ranks=2)

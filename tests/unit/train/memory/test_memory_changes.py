@@ -15,7 +15,9 @@ from petatron.config import RunConfig
 from petatron.config.checks.check_all import check_config
 from petatron.estimate.memory import advice
 from petatron.estimate.memory.advice import suggest_changes
-from petatron.estimate.memory.forecast import largest_forecast
+from petatron.estimate.memory.forecast import largest_forecast, state_bytes_per_rank
+from petatron.estimate.memory.host_memory import pinned_optimizer_bytes
+from petatron.estimate.memory.layouts import fitting_changes, suggest_layouts
 from petatron.estimate.memory.options import option_groups
 from petatron.estimate.memory.time_cost import predicted_step_time
 from tests.longform import every_second, later
@@ -204,3 +206,44 @@ def test_the_search_is_short(monkeypatch: pytest.MonkeyPatch, share: float):
     run = load("llama3-70b", "--vocab-size 128256 --tp 8 --pp 4 --global-batch-size 128 --micro-batch-size 4", 256)
     suggest_changes(run, int(share * needs(run)))
     assert len(plans) < 1000 and bool(plans) == (share > 0.01)
+
+
+def test_offload_is_offered_only_while_the_host_has_room():
+    run = load("llama-8b-8layer", "--vocab-size 32000 --seq-length 8192 --micro-batch-size 2")
+    capacity = int(0.9 * needs(run))
+    unlimited = [change for change in suggest_changes(run, capacity) if change.pinned_bytes]
+    assert unlimited
+    for limit in (min(change.pinned_bytes for change in unlimited) - 1, 0):
+        assert all(
+            change.pinned_bytes <= limit for change in suggest_changes(run, capacity, pinned_capacity_bytes=limit)
+        )
+    none = suggest_changes(run, capacity, pinned_capacity_bytes=0)
+    assert none and not any("offload" in change.flags for change in none)
+
+
+def test_pinned_memory_is_what_leaves_the_device():
+    run = load("tiny-llama", f"{SMALL} --optimizer-cpu-offload", 2)
+    kept = replace(run, memory=replace(run.memory, optimizer_cpu_offload=False))
+    state = [sum(rank.optimizer for rank in state_bytes_per_rank(each)) for each in (kept, run)]
+    assert pinned_optimizer_bytes(run) == state[0] - state[1] > 0 and pinned_optimizer_bytes(kept) == 0
+
+
+LAYOUT_RUNS = [
+    ("tiny-llama", f"{SMALL} --num-layers 4 --global-batch-size 16", 8, 0.3),
+    ("tiny-llama", f"{SMALL} --num-layers 6 --num-experts 8 --global-batch-size 16 --ep 2", 8, 0.4),
+]
+
+
+@pytest.mark.parametrize(("preset", "flags", "world_size", "share"), LAYOUT_RUNS)
+def test_layouts_are_allowed_fit_and_are_priced(preset: str, flags: str, world_size: int, share: float):
+    run = load(preset, flags, world_size)
+    capacity, before = int(share * needs(run)), predicted_step_time(run)
+    layouts = suggest_layouts(run, capacity)
+    assert len(layouts) == 2 and layouts[0].time_cost <= layouts[1].time_cost
+    for change in layouts:
+        changed = load(preset, f"{flags} {change.flags}", world_size)
+        assert changed.train.global_batch_size == run.train.global_batch_size
+        assert needs(changed) == change.total_bytes <= capacity
+        assert change.time_cost == pytest.approx(predicted_step_time(changed) / before - 1.0)
+    assert any(layout in fitting_changes(run, capacity, None) for layout in layouts)
+    assert suggest_layouts(load(preset, SMALL), capacity) == [], "one rank has one layout"
