@@ -34,6 +34,16 @@ CHECKS = (
 )
 
 
+def test_every_name_in_a_path_is_a_parameter(server: LiveServer):
+    with server.client() as http:
+        paths = http.get("/openapi.json").json()["paths"]
+    for path, operations in paths.items():
+        for operation in operations.values():
+            found = {one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"}
+            assert found == set(re.findall(r"{(\w+)}", path)), path
+    assert "/v1/models/{model}" in paths
+
+
 def _call_route(operation: Any, mode: GenerationMode, *, examples: int) -> int:
     """Returns the number of calls. Not through schemathesis' pytest plugin, which does not know this pytest."""
     calls = 0
