@@ -15,6 +15,7 @@ from schemathesis import checks
 from schemathesis.generation import GenerationMode
 
 from petatron.serve.serve_options import ServeLimits
+from tests.load_deadline import scaled
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 
@@ -53,7 +54,7 @@ def _call_route(operation: Any, mode: GenerationMode, *, examples: int) -> int:
     def call(case: schemathesis.Case) -> None:
         nonlocal calls
         calls += 1
-        case.call_and_validate(checks=CHECKS, timeout=30)
+        case.call_and_validate(checks=CHECKS, timeout=scaled(30))
 
     with suppress(Unsatisfiable):  # a route without parameters has no wrong ones; `_check_calls` names those that have
         call()
