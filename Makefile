@@ -14,7 +14,7 @@ help:            ## list the targets
 $(VENV)/core: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Petatron needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e . rich
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve]' rich
 	touch $@
 
 $(VENV)/dev: $(VENV)/core

@@ -29,9 +29,11 @@ import torch.distributed as dist
 
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.launch.nccl_options import env_variables
+from tests.load_deadline import Deadline
 from tests.quick_disk import skip_flushes
 
 _GRACE_S = 4.0
+_POLL_S = 1.0
 PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -150,12 +152,12 @@ class RankPool:
         for _, connection, _ in chosen:
             connection.send_bytes(pickle.dumps((self._task, world_size, payload)))
         answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         first_failure: int | None = None
         while len(answers) < world_size:
             waiting = {chosen[rank][1]: rank for rank in range(world_size) if rank not in answers}
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            ready = wait(list(waiting), timeout=_POLL_S)
+            if deadline.is_over and not ready:
                 break
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index]
@@ -164,7 +166,7 @@ class RankPool:
                 except EOFError:
                     answers[rank] = (False, f"rank {rank} died")
                 if not answers[rank][0] and first_failure is None:
-                    first_failure, deadline = rank, min(deadline, time.monotonic() + _GRACE_S)
+                    first_failure, deadline = rank, min(deadline, Deadline(_GRACE_S), key=Deadline.left_s)
         if first_failure is not None:
             if len(answers) < world_size or any("died" in str(a[1])[:20] for a in answers.values() if not a[0]):
                 self.close()

@@ -41,15 +41,16 @@ def choose_run_length(
     `steps` are the user's own, which only the limit applies to. Training gets half a minute at least, or nothing would be learned.
 
     >>> choose_run_length(minutes=3, elapsed_s=20, step_s=0.08, start_s=5)
-    RunLengthChoice(steps=800, minutes=2.59)
+    RunLengthChoice(steps=800, minutes=2.54)
     >>> choose_run_length(minutes=3, elapsed_s=60, step_s=0.3, start_s=15)
-    RunLengthChoice(steps=173, minutes=1.7)
+    RunLengthChoice(steps=173, minutes=1.57)
     """
     left_s, least_minutes = 60 * minutes - elapsed_s, min(0.5, minutes)
     training_s = max(0.0, left_s - min(EVALUATION_STEPS * step_s, MAX_EVALUATION_S))
     fitting = (training_s - start_s) / (RANKS_OVERHEAD * step_s) - VALIDATION_STEPS
     chosen = min(max(int(fitting), MIN_STEPS), MAX_STEPS) if steps is None else steps
-    return RunLengthChoice(chosen, max(least_minutes, round(training_s / 60, 2)))
+    # The limit counts from a rank's first line, which comes after its imports: about half of its start.
+    return RunLengthChoice(chosen, max(least_minutes, round((training_s - start_s / 2) / 60, 2)))
 
 
 def time_step(run_step: Callable[[], object], *, clock: Callable[[], float] = time.monotonic) -> float:

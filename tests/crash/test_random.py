@@ -16,6 +16,7 @@ from petatron.config import RunConfig
 from tests.crash.disks import DeadlyDisk
 from tests.crash.nursery import Death, Nursery
 from tests.crash.training import TINY, Content, check_folder, tiny_run, train
+from tests.load_deadline import scaled
 
 ROOT = Path(__file__).parent.parent.parent
 TWO_RANKS = "--dp 2 --use-distributed-optimizer"
@@ -165,7 +166,9 @@ def test_under_the_launcher(tmp_path: Path):
         return int(latest.read_text().strip().rpartition("-")[2]) if latest.exists() else 0
 
     words = f"--train-iters 60 --save {tmp_path / 'whole'} --save-interval 1".split()
-    subprocess.run([*command, *words], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [*command, *words], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=scaled(120)
+    )
     expected, folder = Content.of(tmp_path / "whole"), tmp_path / "folder"
     for number, random in ((number, Random(number)) for number in range(4)):
         before = saved(folder)
@@ -178,10 +181,10 @@ def test_under_the_launcher(tmp_path: Path):
             os.killpg(launcher.pid, signal.SIGKILL)
         else:
             os.kill(random.choice(_ranks(launcher.pid)), signal.SIGKILL)
-        assert launcher.wait(timeout=60) != 0
+        assert launcher.wait(timeout=scaled(60)) != 0
         newest = check_folder(folder, expected, at_least=before)
         assert newest is not None and before < newest < 60
-    assert start(folder).wait(timeout=120) == 0
+    assert start(folder).wait(timeout=scaled(120)) == 0
     assert check_folder(folder, expected) == 60
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.load_deadline import scaled
+
 NOTEBOOK = Path(__file__).parents[2] / "examples/notebooks/first_model.ipynb"
 
 
@@ -31,7 +33,7 @@ def test_cells_run_in_order(tmp_path: Path):
         "OMP_NUM_THREADS": "1",
         "HOME": str(tmp_path),
     }
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=scaled(200))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines if " loss " in line]
@@ -45,7 +47,9 @@ def test_the_notebook_runs_in_a_kernel(tmp_path: Path):
     nbclient = pytest.importorskip("nbclient", reason="make test-slow installs it (extra: notebook)")
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=round(scaled(200)), resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs), "the curve is shown"
     assert not [output for output in outputs if output.output_type == "stream" and output.name == "stderr"], "no prints"

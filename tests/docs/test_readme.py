@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.load_deadline import scaled
+
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -36,7 +38,7 @@ def test_commands_run(page: Path, tmp_path: Path):
     }
     for language, text in _blocks(page):
         words = ["bash", "-euo", "pipefail", "-c", text] if language == "bash" else [sys.executable, "-c", text]
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=scaled(200))
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 

@@ -16,6 +16,7 @@ from tests.fuzz.kinds.planted import make
 from tests.fuzz.manager import fuzz
 from tests.fuzz.mutate import make_case
 from tests.fuzz.mutate.octets import NotOfThisFormat
+from tests.load_deadline import scaled
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
@@ -37,7 +38,7 @@ def test_mutated_files_are_opened_or_refused_and_nothing_else():
     """Also the corpus. It is a process of its own, because an audit hook stays, and because a failure may be a crash."""
     words = [sys.executable, "-m", "tests.fuzz", "--suite"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = run_forked(words, cwd=ROOT, env=environment, timeout=200)
+    done = run_forked(words, cwd=ROOT, env=environment, timeout=scaled(200))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     cases = sum(line.startswith("begins ") for line in done.stdout.splitlines())
     assert cases >= SUITE_CASES * len(KINDS), done.stdout[-4000:]

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.load_deadline import scaled
+
 STATM = Path("/proc/self/statm")
 
 
@@ -17,7 +19,7 @@ class TooSlow(BaseException):
 
 @contextmanager
 def limited(seconds: int = 5, growth_bytes: int = 1 << 30) -> Iterator[None]:
-    """Raises `TooSlow` after some seconds, and lets this process have so much more address space than it has."""
+    """Raises `TooSlow` after some seconds of an idle machine, and lets this process have so much more address space than it has."""
 
     def late(number: int, frame: object) -> None:
         raise TooSlow(f"{seconds} seconds were not enough")
@@ -27,10 +29,10 @@ def limited(seconds: int = 5, growth_bytes: int = 1 << 30) -> Iterator[None]:
     if STATM.exists():  # elsewhere, time alone is limited
         used = int(STATM.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + growth_bytes, before[1]))
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_REAL, scaled(seconds))
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before_alarm)
         resource.setrlimit(resource.RLIMIT_AS, before)

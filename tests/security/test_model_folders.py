@@ -56,6 +56,19 @@ def error_of_opening(folder: Path) -> Exception | None:
     return None
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_link_out_of_the_folder_is_not_followed(folder: Path, name: str):
+    """Somebody's weights or settings would be in whatever is made of the folder."""
+    (folder / name).rename(folder.parent / "private")
+    (folder / name).symlink_to(Path("..") / "private")
+    assert_refused(folder, f"{name} -> {folder.parent / 'private'}", "Put the files themselves there")
+    (folder.parent / "private").rename(folder / "inside")
+    (folder / name).unlink()
+    (folder / name).symlink_to("inside")
+    (folder.parent / "linked").symlink_to(folder)
+    open_model_source(folder.parent / "linked")
+
+
 # ---- Headers
 
 

@@ -39,6 +39,7 @@ from petatron.mesh.launch.shared_secret import (
     write_secret,
 )
 from tests.forked_python import run_forked
+from tests.load_deadline import Deadline, scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET, OTHER = "correct horse battery", "staple staple staple"
@@ -262,9 +263,9 @@ def test_a_run_on_one_machine_can_be_reached_by_nobody_else(tmp_path: Path) -> N
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     run = subprocess.Popen([sys.executable, "-c", launch], env=env, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 20
+        deadline = Deadline(20)
         while not (stores := list(tmp_path.glob("petatron-ranks-*/store"))):
-            assert time.monotonic() < deadline and run.poll() is None
+            assert not deadline.is_over and run.poll() is None
             time.sleep(0.1)
         ranks = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
         sockets = listening([run.pid, *ranks])
@@ -278,7 +279,7 @@ def test_a_run_on_one_machine_can_be_reached_by_nobody_else(tmp_path: Path) -> N
             done = run_forked([sys.executable, "-c", code], cwd=ROOT)
             # A store of the old kind is joined, so the attack works; the run's is neither read nor joined.
             assert json.loads(done.stdout) == {"read": [], "joined": [open_to_all.port]}, done.stderr
-        assert run.wait(timeout=60) == 0, "and the run itself goes on"
+        assert run.wait(timeout=scaled(60)) == 0, "and the run itself goes on"
     finally:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)

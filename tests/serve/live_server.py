@@ -19,6 +19,7 @@ from petatron.serve.http.app import build_app
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeLimits, ServeOptions
+from tests.load_deadline import Deadline, scaled
 
 TEMPLATE = (
     "{% if tools %}[{{ tools | length }} tools]{% endif %}"
@@ -43,12 +44,12 @@ class LiveServer:
 
     def client(self, **settings) -> httpx.Client:
         # Reading certificates would take most of a test's time.
-        return httpx.Client(base_url=self.url, timeout=60, verify=False, trust_env=False, **settings)
+        return httpx.Client(base_url=self.url, timeout=scaled(60), verify=False, trust_env=False, **settings)
 
     def wait_until(self, holds, *, timeout_s: float = 30.0) -> None:
-        end = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         while not holds():
-            assert time.monotonic() < end, "waited in vain"
+            assert not deadline.is_over, "waited in vain"
             time.sleep(0.005)
 
     def is_idle(self) -> bool:
@@ -74,5 +75,5 @@ def live_server(
         yield LiveServer(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, app)
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(scaled(10))
         listener.close()

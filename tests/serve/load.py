@@ -15,6 +15,7 @@ from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
 from petatron.infer.sampling_params import SamplingParams
+from tests.load_deadline import scaled
 
 NUM_CLIENTS, LONGEST_ANSWER = 64, 32
 LEAVING_SHARE, WRONG_SHARE = 0.1, 0.05
@@ -88,7 +89,7 @@ class LoadClients:
         return self.report
 
     async def _client(self, chance: random.Random) -> None:
-        async with httpx.AsyncClient(base_url=self._url, timeout=60, verify=False, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=self._url, timeout=scaled(60), verify=False, trust_env=False) as http:
             while not self.stop.is_set():
                 try:
                     await self._ask(http, chance)

@@ -19,6 +19,7 @@ from petatron.serve.http.app import build_app
 from petatron.serve.http.server import DrainingServer, build_server
 from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeLimits, ServeOptions
+from tests.load_deadline import scaled, wait_until
 from tests.serve.fake_engine import FakeEngine
 
 LONG = {"prompt": ["a", "b", "c"], "n": 4, "max_tokens": 9000, "temperature": 0}
@@ -37,7 +38,7 @@ class _Draining:
     def end_s(self) -> float:
         """Returns how long it takes to end from now on."""
         began_s = time.monotonic()
-        self.thread.join(20)
+        self.thread.join(scaled(20))
         assert not self.thread.is_alive()
         return time.monotonic() - began_s
 
@@ -54,16 +55,16 @@ def _draining_server(drain_timeout_s: float) -> Iterator[_Draining]:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
         thread.start()
-        assert ready.wait(20)
+        assert ready.wait(scaled(20))
         yield _Draining(server, thread, engine, url)
         server.should_exit = True
-        thread.join(10)
+        thread.join(scaled(10))
 
 
 def _ask(url: str, body: dict, answers: dict[str, httpx.Response | httpx.HTTPError], name: str) -> threading.Thread:
     def ask() -> None:
         try:
-            answers[name] = httpx.post(f"{url}/v1/completions", json=body, timeout=30, trust_env=False)
+            answers[name] = httpx.post(f"{url}/v1/completions", json=body, timeout=scaled(30), trust_env=False)
         except httpx.HTTPError as error:
             answers[name] = error
 
@@ -73,10 +74,7 @@ def _ask(url: str, body: dict, answers: dict[str, httpx.Response | httpx.HTTPErr
 
 
 def _wait_for_work(engine: FakeEngine, count: int) -> None:
-    end_s = time.monotonic() + 20
-    while len(engine.requests) < count:
-        assert time.monotonic() < end_s, "the requests do not arrive"
-        time.sleep(0.005)
+    wait_until(lambda: len(engine.requests) >= count, "all requests", seconds=20)
 
 
 def test_after_the_drain_time_clients_are_told_and_the_server_ends(caplog: pytest.LogCaptureFixture):

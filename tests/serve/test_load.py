@@ -29,6 +29,7 @@ from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.http.follow_run import follow_run
 from petatron.serve.model_card import ModelCard
 from tests.forked_python import ForkedPython
+from tests.load_deadline import scaled
 from tests.serve.live_server import TEMPLATE, live_server
 from tests.serve.load import LoadClients, LoadReport, SerialAnswers, make_prompts
 
@@ -131,7 +132,7 @@ class ServerProcess:
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(30)
+            return self.process.wait(scaled(30))
         finally:
             self.process.kill()
 

@@ -29,6 +29,7 @@ from petatron.serve.model_card import ModelCard
 from petatron.serve.newest_step import newest_sound_step
 from petatron.serve.open_engine import model_settings
 from tests.forked_python import ForkedPython
+from tests.load_deadline import scaled
 from tests.serve.live_server import TEMPLATE, LiveServer, live_server
 
 ROOT = Path(__file__).parent.parent.parent
@@ -210,7 +211,7 @@ def _serve(command: list[str], log: Path) -> tuple[ForkedPython, str]:
 def _stop(process: ForkedPython) -> int:
     process.send_signal(signal.SIGTERM)
     try:
-        return process.wait(30)
+        return process.wait(scaled(30))
     finally:
         process.kill()
 
@@ -220,7 +221,7 @@ def test_megatrons_commands_as_typed(run_folder: Path, tmp_path: Path):
     process, url = _serve(["tools/run_text_generation_server.py", "--load", str(run_folder), "--port", "0"], log)
     command = f"""curl -s '{url}/api' -X 'PUT' -d '{{"prompts":["Hello world"], "tokens_to_generate":1}}'"""
     try:
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=scaled(60))
         answer = json.loads(done.stdout)
     finally:
         code = _stop(process)
@@ -237,7 +238,7 @@ def test_two_ranks_answer_as_one(run_folder: Path, tmp_path: Path):
         process, url = _serve(["-m", "petatron", "serve", step, "--port", "0", "--num-pages", "64", *flags], log)
         try:
             body = {"prompt": ["abc", "xyz"], "max_tokens": 8, "temperature": 0}
-            found = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            found = httpx.post(f"{url}/v1/completions", json=body, timeout=scaled(60)).json()
             answers.append([choice["text"] for choice in found["choices"]])
         finally:
             code = _stop(process)

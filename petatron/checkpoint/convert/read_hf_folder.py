@@ -17,6 +17,8 @@ from typing import Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.model_companion_files import CONFIG_FILE
+from petatron.base.safe_files import symlink_target_outside
+from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
 from petatron.checkpoint.convert.mxfp4_folder import num_stored_elements, split_packed_tensors
 from petatron.checkpoint.files.disk import BLOCK_BYTES
@@ -59,8 +61,23 @@ def model_folder_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} {why}. Take it from the model's own folder.")
 
 
+def check_own_files(path: Path) -> None:
+    """Raises if config.json, or a file of weights, is a link to a file elsewhere: what is made of the folder would have a copy of it.
+
+    Links inside of the folder are fine, and so are those of the Hugging Face hub's cache.
+    """
+    files = [path / CONFIG_FILE, path / _INDEX_FILE, *sorted(path.glob("*.safetensors"))]
+    strange = [f"{file.name} -> {to}" for file in files if (to := symlink_target_outside(file, path)) is not None]
+    if strange:
+        raise CheckpointError(
+            f"{path} has links to files elsewhere: {abbreviate_names(strange)}. Put the files themselves there if they belong to the "
+            "model; the folder itself may be a link."
+        )
+
+
 def load_config_json(path: Path) -> dict[str, Any]:
     """Reads a folder's config.json."""
+    check_own_files(path)
     with reading_untrusted(path / CONFIG_FILE, model_folder_error):
         try:
             content = read_limited_json(path / CONFIG_FILE, _MAX_CONFIG_BYTES)
@@ -276,6 +293,7 @@ def _check_shards(path: Path) -> None:
 
 def _tensor_infos(path: Path) -> dict[str, tuple[str, TensorInfo]]:
     """Returns every tensor of the folder's files, and its file."""
+    check_own_files(path)
     _check_shards(path)
     found: dict[str, tuple[str, TensorInfo]] = {}
     for file in sorted(path.glob("*.safetensors")):

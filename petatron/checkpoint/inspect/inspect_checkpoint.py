@@ -28,6 +28,7 @@ from petatron.checkpoint.files.manifest import MAX_MANIFEST_BYTES, Manifest, Sto
 from petatron.checkpoint.files.safetensors_file import TensorInfo, read_header
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, read_signature, signature_problem
 from petatron.checkpoint.files.step_list import check_steps_not_lost, read_latest, warn_of_unusable_latest
+from petatron.checkpoint.inspect.run_facts_check import run_fact_problems
 from petatron.checkpoint.inspect.summarize_checkpoint import run_facts
 from petatron.config.schema.model_identity import identity_differences
 from petatron.sharding.boxes import tiling_problem
@@ -153,6 +154,10 @@ def verify_checkpoint(
         findings.append(Finding(path, text))
     if source.name.startswith("step-") and not source.name.startswith(step_folder.step_name(manifest.step)):
         findings.append(_damage_finding(source / step_folder.MANIFEST_FILE, f"is that of step {manifest.step}"))
+    findings += [
+        _damage_finding(source / step_folder.MANIFEST_FILE, problem)
+        for problem in run_fact_problems(run_facts(manifest), step=manifest.step)
+    ]
     findings += _table_findings(source, manifest, broken)
     findings += _signature_findings(source, manifest, trusted_keys)
     if _CONFIG_FILE in manifest.files and source / _CONFIG_FILE not in broken:

@@ -1,18 +1,18 @@
-"""Keeps a server at the newest sound step of a training run."""
+"""Keeps a server at the newest sound step of the training run that it began with."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from petatron.base.errors import PetatronError
 from petatron.base.log import get_logger
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.model_card import ModelCard
-from petatron.serve.newest_step import newest_sound_step
+from petatron.serve.newest_step import newest_sound_step, step_facts
 
 DEFAULT_INTERVAL_S = 5.0
 _log = get_logger(__name__)
@@ -37,15 +37,18 @@ def follow_run(
 
     async def watch(state: ServerState) -> None:
         rejected: set[int] = set()
+        facts = await asyncio.to_thread(step_facts, folder, engine.step_number)
         while state.thread.state in ("serving", "swapping"):
             await asyncio.sleep(interval_s)
             try:
-                await _swap_to_newest(state, rejected)
+                await _swap_to_newest(state, rejected, facts)
             except (PetatronError, OSError) as error:
                 _log.warning("%s cannot be followed now: %s", folder, error)
 
-    async def _swap_to_newest(state: ServerState, rejected: set[int]) -> None:
-        found = await asyncio.to_thread(newest_sound_step, folder, after=engine.step_number or 0, rejected=rejected)
+    async def _swap_to_newest(state: ServerState, rejected: set[int], facts: Mapping[str, Any]) -> None:
+        found = await asyncio.to_thread(
+            newest_sound_step, folder, after=engine.step_number or 0, rejected=rejected, served_facts=facts
+        )
         if found is None:
             return
         step, path = found

@@ -18,6 +18,7 @@ import pytest
 from petatron.cli.main import main
 from petatron.mesh.launch.local_launcher import run_ranks
 from tests.forked_python import ForkedPython, run_forked
+from tests.load_deadline import Deadline, scaled
 
 ROOT = Path(__file__).parents[3]
 FLAGS = (
@@ -32,7 +33,7 @@ def _losses(text: str) -> list[str]:
 
 
 def _run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, env={**ENV, **more}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env={**ENV, **more}, capture_output=True, text=True, timeout=scaled(120))
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -61,7 +62,7 @@ def test_three_launchers_one_program(
         )
         for rank in range(2)
     ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=scaled(120)) for rank in ranks] == [0, 0]
     srun = capfd.readouterr().out
     assert theirs.returncode == 0, theirs.stderr
     assert len(_losses(own)) == 3
@@ -92,13 +93,13 @@ sys.exit(main(["train", *sys.argv[1:]]))
     assert done.returncode != 0
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert "a fault in rank one" in done.stderr and "Rank 1 of 2 failed first" in done.stderr
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < scaled(60)
 
 
 def _has_trained(metrics: Path, running: Callable[[], bool]) -> bool:
     """Waits for two steps of a run."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and running():
+    deadline = Deadline(60)
+    while not deadline.is_over and running():
         if metrics.exists() and metrics.read_text().count('"kind": "train"') >= 2:
             return True
         time.sleep(0.1)
@@ -130,7 +131,7 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path: Path, monkeypatch: pytest.Mon
     metrics = tmp_path / "out" / "metrics.jsonl"
     monkeypatch.chdir(tmp_path)
     flags = [*FLAGS, "--train-iters", "100000", "--save", "out"]
-    assert _signal_after_two_steps(metrics, signal.SIGTERM, 0.0, flags) < 60
+    assert _signal_after_two_steps(metrics, signal.SIGTERM, 0.0, flags) < scaled(60)
     events = [json.loads(line) for line in metrics.read_text().splitlines()]
     last = max(event["iteration"] for event in events)
     assert any("received SIGTERM" in event.get("message", "") for event in events)
@@ -146,7 +147,7 @@ def test_interrupt_ends_a_long_evaluation_of_two_ranks_and_the_run_resumes(
     metrics = tmp_path / "out" / "metrics.jsonl"
     endless = ["--eval-interval", "2", "--eval-iters", "100000"]  # hours: a second later it is in the evaluation
     monkeypatch.chdir(tmp_path)
-    assert _signal_after_two_steps(metrics, signal.SIGINT, 1.0, [*flags, *endless]) < 30
+    assert _signal_after_two_steps(metrics, signal.SIGINT, 1.0, [*flags, *endless]) < scaled(30)
     assert "SIGINT: stopping the evaluation and saving" in capfd.readouterr().err
     text = metrics.read_text()
     assert "was interrupted after" in text and '"kind": "valid"' not in text

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from petatron.infer.beam.beam_search import BeamParams, BeamSearch
 from petatron.infer.completion import TokenLogprob
+from tests.load_deadline import scaled
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 
@@ -90,7 +91,7 @@ def test_a_client_that_leaves_ends_its_beam_search():
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 def test_the_documented_curl(server: LiveServer):
     command = f"""curl -s '{server.url}/api' -X 'PUT' -d '{{"prompts":["Hello world"], "tokens_to_generate":1}}'"""
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=scaled(20), check=True)
     assert json.loads(done.stdout)["text"][0].startswith("Hello world")
 
 

@@ -15,6 +15,7 @@ from schemathesis import checks
 from schemathesis.generation import GenerationMode
 
 from petatron.serve.serve_options import ServeLimits
+from tests.load_deadline import scaled
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 
@@ -34,6 +35,16 @@ CHECKS = (
 )
 
 
+def test_every_name_in_a_path_is_a_parameter(server: LiveServer):
+    with server.client() as http:
+        paths = http.get("/openapi.json").json()["paths"]
+    for path, operations in paths.items():
+        for operation in operations.values():
+            found = {one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"}
+            assert found == set(re.findall(r"{(\w+)}", path)), path
+    assert "/v1/models/{model}" in paths
+
+
 def _call_route(operation: Any, mode: GenerationMode, *, examples: int) -> int:
     """Returns the number of calls. Not through schemathesis' pytest plugin, which does not know this pytest."""
     calls = 0
@@ -43,7 +54,7 @@ def _call_route(operation: Any, mode: GenerationMode, *, examples: int) -> int:
     def call(case: schemathesis.Case) -> None:
         nonlocal calls
         calls += 1
-        case.call_and_validate(checks=CHECKS, timeout=30)
+        case.call_and_validate(checks=CHECKS, timeout=scaled(30))
 
     with suppress(Unsatisfiable):  # a route without parameters has no wrong ones; `_check_calls` names those that have
         call()

@@ -12,6 +12,7 @@ from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.checkpoint.save.async_save import StagingBuffer
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.mesh import ParallelMesh
+from tests.load_deadline import scaled
 
 
 class Gate(Disk):
@@ -22,7 +23,7 @@ class Gate(Disk):
 
     def write(self, path, parts):
         self.waiting.set()
-        assert self.open.wait(20)
+        assert self.open.wait(scaled(20))
         if self.refusal is not None:
             raise self.refusal
         return super().write(path, parts)
@@ -52,7 +53,7 @@ def _loaded(manager, step):
 def test_what_is_saved_is_the_moment_of_the_call(manager, gate, tmp_path):
     weight, facts = torch.ones(4), {"list": [1]}
     _start(manager, weight, facts=facts)
-    assert gate.waiting.wait(20) and manager.is_saving and not list_steps(tmp_path)
+    assert gate.waiting.wait(scaled(20)) and manager.is_saving and not list_steps(tmp_path)
     weight.fill_(9.0)
     facts["list"].append(2)
     gate.open.set()
@@ -63,13 +64,13 @@ def test_what_is_saved_is_the_moment_of_the_call(manager, gate, tmp_path):
 
 def test_never_two_in_flight(manager, gate, tmp_path):
     _start(manager, torch.ones(4), step=1)
-    assert gate.waiting.wait(20)
+    assert gate.waiting.wait(scaled(20))
     second = threading.Thread(target=lambda: _start(manager, torch.full((4,), 2.0), step=2))
     second.start()
     second.join(0.2)
     assert second.is_alive(), "the second save waits for the first"
     gate.open.set()
-    second.join(20)
+    second.join(scaled(20))
     assert not second.is_alive() and list(list_steps(tmp_path))[:1] == [1]
     manager.drain()
     assert list(list_steps(tmp_path)) == [1, 2]

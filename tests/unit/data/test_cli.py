@@ -14,6 +14,7 @@ from petatron.cli import data
 from petatron.cli.main import main
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.preprocess import PreprocessProgress
+from tests.load_deadline import scaled
 
 REPOSITORY = Path(__file__).parents[3]
 TEXTS = ["hello world", "", "second document"]
@@ -128,7 +129,7 @@ def test_script_runs_from_a_clone_with_several_workers(corpus: Path) -> None:
         cwd=corpus.parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
     )
     assert done.returncode == 0, done.stderr
     assert IndexedDataset(corpus.parent / "out_text_document").num_documents == 2
@@ -136,7 +137,7 @@ def test_script_runs_from_a_clone_with_several_workers(corpus: Path) -> None:
 
 def test_tokenizing_needs_no_torch() -> None:
     code = "import sys, petatron.cli.data, petatron.data.preprocess; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=scaled(60))
 
 
 @pytest.mark.parametrize("name", ["indexed_dataset", "indexed_writer", "gpt_dataset", "blended_dataset", "tokenizer"])

@@ -15,6 +15,7 @@ from petatron.data.batch_loader import BatchLoader, LoaderOptions, epoch_permuta
 from petatron.data.mock_dataset import MockDataset
 from petatron.kernels.attention.documents import Documents
 from petatron.models.batch import Batch
+from tests.load_deadline import scaled
 
 
 class Numbered:
@@ -148,7 +149,7 @@ def test_reads_ahead_and_reads_nothing_twice() -> None:
     dataset = Recording(40)
     with BatchLoader(dataset, LoaderOptions(seed=1234, micro_batch_size=2, num_workers=2)) as loader:
         loader.next_step(2, 0)
-        assert dataset.reached.wait(10), "two further steps are read in the background"
+        assert dataset.reached.wait(scaled(10)), "two further steps are read in the background"
         for consumed in range(2, 20, 2):
             loader.next_step(2, consumed)
     assert len(dataset.read) == len(set(dataset.read)) and set(range(20)) <= set(dataset.read)

@@ -29,6 +29,7 @@ from petatron.mesh.launch.environment import (
 from petatron.mesh.launch.rendezvous import Rendezvous, notify_peers
 from petatron.mesh.launch.shared_secret import write_secret
 from tests.forked_python import ForkedPython
+from tests.load_deadline import scaled, within
 
 ROOT = Path(__file__).resolve().parents[3]
 SOON, LATE = timedelta(seconds=0.5), timedelta(seconds=20)
@@ -73,7 +74,7 @@ def test_a_rank_that_fails_before_joining_ends_the_others_at_once(
         Rendezvous(world(1 - failing), timeout=LATE).wait_for_all_ranks(LATE)
     teller.join()
     assert is_echo(caught.value), "another rank is to blame"
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < scaled(5)
 
 
 def test_only_the_first_failure_counts(
@@ -88,9 +89,8 @@ def test_only_the_first_failure_counts(
 
 def test_telling_nobody_takes_no_longer_than_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_LINGER_S", 0.3)
-    started = time.monotonic()
-    notify_peers(dataclasses.replace(SINGLE_PROCESS, rank=1, world_size=2, master_port=free_port()), "a cause")
-    assert time.monotonic() - started < 5
+    with within(5, "telling nobody"):
+        notify_peers(dataclasses.replace(SINGLE_PROCESS, rank=1, world_size=2, master_port=free_port()), "a cause")
 
 
 def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_srun_ranks_find_the_secret_that_the_first_one_leaves(tmp_path: Path, mo
     time.sleep(0.3)
     first = Rendezvous(places[0])
     first.wait_for_all_ranks(LATE)
-    stale.join(timeout=10)
+    stale.join(timeout=scaled(10))
     assert not stale.is_alive() and not list((tmp_path / "secrets").iterdir())
 
 
@@ -213,7 +213,7 @@ def test_under_srun_a_rank_that_fails_early_ends_the_other(tmp_path: Path, faili
         for rank in range(2)
     ]
     try:
-        codes = [rank.wait(timeout=50) for rank in ranks]
+        codes = [rank.wait(timeout=scaled(50)) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from petatron.mesh.launch import scratch_folder as module
 from petatron.mesh.launch.scratch_folder import RANKS_PREFIX, remove_abandoned_folders, scratch_folder
+from tests.load_deadline import wait_until
 
 _LAUNCHER = """
 import sys
@@ -25,10 +25,7 @@ def _launch(folder: Path, *, sleep_s: float) -> subprocess.Popen[bytes]:
     started.unlink(missing_ok=True)
     words = {"TMPDIR": str(folder), "STARTED": str(started), "SLEEP": str(sleep_s)}
     process = subprocess.Popen([sys.executable, "-c", _LAUNCHER], env=os.environ | words)
-    deadline = time.monotonic() + 60
-    while not started.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert started.exists()
+    wait_until(started.exists, "the launcher", seconds=60)
     return process
 
 

@@ -24,6 +24,7 @@ from petatron.mesh.diagnose.failure_report import (
 from petatron.mesh.diagnose.watchdog import Watchdog
 from petatron.mesh.launch.environment import is_echo
 from petatron.mesh.mesh import Axis
+from tests.load_deadline import Deadline, wait_until
 
 GLOO = "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
 
@@ -131,17 +132,14 @@ def test_transfers_do_not_count_as_collectives():
 
 
 def until(path: Path, *, exists: bool = True) -> None:
-    deadline = time.monotonic() + 10
-    while path.exists() != exists:
-        assert time.monotonic() < deadline, f"{path.name} is {'not ' * exists}there"
+    deadline = Deadline(10)
+    while path.exists() != exists:  # here and not in a helper: reports say where the main thread is
+        assert not deadline.is_over, f"{path.name} is {'not ' * exists}there"
         time.sleep(0.01)
 
 
 def wait_for(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(condition, "the watchdog")
 
 
 def details(path: Path) -> dict:

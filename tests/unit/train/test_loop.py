@@ -28,6 +28,7 @@ from petatron.train.loop import TrainingResult, TrainLoop
 from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
+from tests.load_deadline import scaled
 from tests.parity.harness import TINY, tiny_run
 
 SMALL = "--num-layers 1 --seq-length 8 --vocab-size 37 --log-interval 1"
@@ -328,7 +329,7 @@ def test_a_save_that_was_begun_survives_the_end_of_the_run(tmp_path, monkeypatch
     publish = step_folder.publish_step
 
     def late(*args, **more):
-        assert gate.wait(20)
+        assert gate.wait(scaled(20))
         publish(*args, **more)
 
     monkeypatch.setattr(step_folder, "publish_step", late)

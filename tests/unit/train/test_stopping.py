@@ -19,16 +19,14 @@ from petatron.train import loop as loop_module
 from petatron.train.signals import StopMonitor
 from tests.dist import RankPool
 from tests.heard import heard
+from tests.load_deadline import wait_until
 from tests.unit.train.test_loop import SMALL, start, tiny_run
 
 _PROMISE = "SIGINT: stopping after this step and saving; once more to stop at once"
 
 
 def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not happened():
-        assert time.monotonic() < deadline, "nothing was said"
-        time.sleep(0.01)
+    wait_until(happened, "a word")
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ async def get_models(request: Request) -> JSONResponse:
     return JSONResponse({"object": "list", "data": [_card(state_of(request).model)]})
 
 
-async def get_model(request: Request) -> JSONResponse:
-    return JSONResponse(_card(state_of(request).check_model(request.path_params["model"])))
+async def get_model(request: Request, model: str) -> JSONResponse:
+    return JSONResponse(_card(state_of(request).check_model(model)))
 
 
 def _card(model: ModelCard) -> dict[str, Any]:
