@@ -37,7 +37,10 @@ class TokenTexts:
         self._byte_level = '"ByteLevel"' in decoder
         self._metaspace = "\\u2581" in decoder  # as `dumps` escapes it
         self._byte_of = {char: byte for byte, char in enumerate(byte_characters())}
-        self._added = set() if self._fast is None else set(self._fast.get_added_tokens_decoder())
+        added = {} if self._fast is None else self._fast.get_added_tokens_decoder()
+        self._added = set(added)
+        self.special_ids = {token: one.content for token, one in added.items() if one.special}
+        """Ids that mark, and are no text, with their names."""
 
     def bytes_of(self, token: int) -> bytes:
         if token not in self._bytes:

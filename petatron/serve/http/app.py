@@ -30,6 +30,7 @@ from petatron.serve.http.openai_requests import (
     SamplingFields,
     TokenizeRequest,
 )
+from petatron.serve.http.read_request import naming_ignored_fields
 from petatron.serve.http.routes.chat import post_chat_completion
 from petatron.serve.http.routes.completions import post_completion
 from petatron.serve.http.routes.embeddings import post_embedding
@@ -108,17 +109,22 @@ def _add_routes(app: FastAPI, *, page: PlaygroundPage) -> None:
 
     for method, path, route, body in _POST_ROUTES:
         responses = _ERRORS | (_STREAMS if issubclass(body, SamplingFields) else {})
-        app.add_api_route(path, route, methods=[method], responses=responses, openapi_extra=body_schema(body))
+        naming = naming_ignored_fields(route)
+        app.add_api_route(path, naming, methods=[method], responses=responses, openapi_extra=body_schema(body))
     for path, route in (
         ("/v1/models", get_models),
         ("/v1/models/{model:path}", get_model),
         ("/tokenizer_info", get_tokenizer_info),
         ("/healthz", _get_health),
+        ("/health", _get_health),
         ("/readyz", _get_readiness),
+        ("/version", _get_version),
     ):
         app.add_api_route(path, route, methods=["GET"], responses=_ERRORS)
+        app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/metrics", _get_metrics, methods=["GET"], responses=_ERRORS, response_class=PlainTextResponse)
-    app.add_api_route("/", get_page, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/metrics", _get_metrics, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/", get_page, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def _describe_bodies(app: FastAPI) -> None:
@@ -160,6 +166,10 @@ async def _get_health(request: Request) -> JSONResponse:
     state = state_of(request)
     failed = state.thread.state == "failed"
     return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200)
+
+
+async def _get_version() -> JSONResponse:
+    return JSONResponse({"version": __version__})
 
 
 async def _get_readiness(request: Request) -> JSONResponse:

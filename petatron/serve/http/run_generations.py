@@ -81,11 +81,13 @@ class TokenStream(Response):
         text: Callable[[int, str], dict[str, Any]] | None,
         chunk: Callable[[Generation, TokenEvent], dict[str, Any] | None],
         end: Callable[[list[Completion]], Sequence[dict[str, Any]]],
+        joins: bool = True,
     ) -> None:
+        """joins: tokens that wait already may become one event."""
         super().__init__(None, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._state, self._generations, self._inbox = state, generations, inbox
-        self._begin, self._chunk, self._end = begin, chunk, end
+        self._begin, self._chunk, self._end, self._joins = begin, chunk, end, joins
         self._texts = None if text is None else TextEvents(text)
 
     async def prepare(self, request: Request) -> TokenStream:
@@ -139,7 +141,7 @@ class TokenStream(Response):
         """Sends everything there is at once: one write for all tokens of a step, and of all steps while the client does not read."""
         unfinished, ready = len(self._generations), self._first
         while True:
-            events = joined_texts(ready)
+            events = joined_texts(ready) if self._joins else list(ready)
             unfinished -= sum(event.finish_reason is not None for _, event in events)
             await _send_body(send, "".join([self._event(*one) for one in events]))
             if not unfinished:
