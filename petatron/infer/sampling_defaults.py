@@ -33,6 +33,10 @@ class SamplingDefaults:
     def given(self) -> dict[str, float]:
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
 
+    def as_params(self) -> dict[str, float]:
+        """Returns the fields of `SamplingParams` that it sets: top_k 0 or below keeps all, which is None there, and the default."""
+        return {name: value for name, value in self.given().items() if name != "top_k" or value > 0}
+
     @classmethod
     def from_values(cls, values: Mapping[str, object]) -> SamplingDefaults:
         """Returns those of a generation_config.json; a value that no request could have is left out, with a warning.

@@ -27,10 +27,12 @@ from petatron.serve.http.openai_requests import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
-    SamplingFields,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
 from petatron.serve.http.read_request import naming_ignored_fields
+from petatron.serve.http.responses_requests import ResponsesRequest
 from petatron.serve.http.routes.chat import post_chat_completion
 from petatron.serve.http.routes.completions import post_completion
 from petatron.serve.http.routes.embeddings import post_embedding
@@ -42,6 +44,8 @@ from petatron.serve.http.routes.model_info import (
     post_detokenize,
     post_tokenize,
 )
+from petatron.serve.http.routes.responses import post_response
+from petatron.serve.http.routes.similarity import post_rerank, post_score
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.model_card import ModelCard
 from petatron.serve.playground import PlaygroundPage
@@ -51,7 +55,12 @@ _POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], ty
     ("PUT", "/api", put_api, MegatronRequest),
     ("POST", "/v1/completions", post_completion, CompletionRequest),
     ("POST", "/v1/chat/completions", post_chat_completion, ChatCompletionRequest),
+    ("POST", "/v1/responses", post_response, ResponsesRequest),
     ("POST", "/v1/embeddings", post_embedding, EmbeddingRequest),
+    ("POST", "/v1/rerank", post_rerank, RerankRequest),
+    ("POST", "/rerank", post_rerank, RerankRequest),
+    ("POST", "/v1/score", post_score, ScoreRequest),
+    ("POST", "/score", post_score, ScoreRequest),
     ("POST", "/tokenize", post_tokenize, TokenizeRequest),
     ("POST", "/detokenize", post_detokenize, DetokenizeRequest),
 )
@@ -108,7 +117,7 @@ def _add_routes(app: FastAPI, *, page: PlaygroundPage) -> None:
         return HTMLResponse(page.html, headers=page.headers)
 
     for method, path, route, body in _POST_ROUTES:
-        responses = _ERRORS | (_STREAMS if issubclass(body, SamplingFields) else {})
+        responses = _ERRORS | (_STREAMS if "stream" in body.model_fields else {})
         naming = naming_ignored_fields(route)
         app.add_api_route(path, naming, methods=[method], responses=responses, openapi_extra=body_schema(body))
     for path, route in (

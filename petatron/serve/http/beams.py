@@ -17,7 +17,7 @@ from petatron.serve.http.run_generations import complete
 from petatron.serve.http.server_state import ServerState
 
 _SAMPLED = (
-    *("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed"),
+    *("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("stop", "min_tokens", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "stream", "echo"),
     *("return_tokens_as_token_ids", "skip_special_tokens", "tools", "functions"),
 )

@@ -238,6 +238,38 @@ class EmbeddingRequest(OpenAIRequest):
     pooling: Literal["mean", "last"] = "mean"
 
 
+class SimilarityFields(OpenAIRequest):
+    """`pooling` is ours, as in embeddings."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    pooling: Literal["mean", "last"] = "mean"
+
+
+class TextDocument(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    text: str
+
+
+class RerankRequest(SimilarityFields):
+    """POST /v1/rerank, as Jina, Cohere and vLLM have it."""
+
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[list[str | TextDocument], Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    return_documents: bool | None = True
+
+
+Texts = Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+class ScoreRequest(SimilarityFields):
+    """POST /v1/score, as vLLM has it: one text with each of others, or pair by pair."""
+
+    text_1: Texts
+    text_2: Texts
+
+
 class TokenizeRequest(ChatPromptFields):
     """POST /tokenize: a text, or messages (and tools) through the chat template."""
 

@@ -42,6 +42,7 @@ REFUSED: Mapping[str, FieldRule] = {
     # OpenAI
     "audio": _refused(_TEXT_ALONE),
     "modalities": _refused(_TEXT_ALONE, ["text"]),
+    "moderation": _refused("The server judges no content."),
     "verbosity": _refused("The model has no such setting. Ask for it in a message.", "medium"),
     "web_search_options": _refused("The server searches no web. Offer a tool that does."),
     # vLLM
@@ -107,7 +108,10 @@ NO_EFFECT: Mapping[str, FieldRule] = {
         ),
         (
             "Changes how fast an answer comes at most, not the answer.",
-            ("prediction", "service_tier", "prompt_cache_key", "prompt_cache_retention", "cache_prompt", "id_slot"),
+            (
+                *("prediction", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+                *("cache_prompt", "id_slot"),
+            ),
         ),
         (_HERE, ("rid", "extra_key", "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room")),
         ("Adds to an answer what no client of this server reads.", ("timings_per_token", "return_progress", "verbose")),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -30,34 +30,24 @@ from petatron.serve.reasoning import ReasoningParser, opens_reasoning
 from petatron.serve.tool_calls import ToolCallParser
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat as the engine gets it. splitter: makes that of one answer."""
+
+    ids: Sequence[int]
+    params: SamplingParams
+    tools: ToolChoice
+    splitter: Callable[[], AnswerSplitter]
+
+
 async def post_chat_completion(request: Request) -> Response:
     state = state_of(request)
     body = await read_request(request, ChatCompletionRequest)
-    model = state.check_model(body.model)
-    _check(body)
-    limits, n = state.options.limits, body.n or 1
+    model, n = state.check_model(body.model), body.n or 1
     check_batch(n, state)
-    tools = choose_tools(body, state.options.tool_format(model.chat_template.tool_source))
-    prompt = await chat_prompt(body.messages, body, model, tools=tools.offered)
-    ids = await encode_chat(prompt, model, add_prefix=bool(body.add_special_tokens))
-    ids = truncated(ids, body.truncate_prompt_tokens, model)
-    check_prompt(ids, model, limits, param="messages")
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = sampling_params(
-        body,
-        model,
-        limits,
-        max_new_tokens=new_tokens(asked, model.max_length, [ids], model, limits),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-    )
-    check_beams(body, constrained=params.constraint is not None)
-    params = constrain_to_tools(params, tools, model)
-    params = replace(params, stop_strings=tuple(dict.fromkeys((*params.stop_strings, *model.chat_stop_strings))))
-    reasoning = _reasoning(body, prompt, params, state)
-    answer = ChatAnswer(
-        body, model, ids, splitter=splitter_of(tools, reasoning), echoed=_echoed(body), legacy=tools.legacy
-    )
+    chat = await prepare_chat(body, state)
+    ids, params = chat.ids, chat.params
+    answer = ChatAnswer(body, model, ids, splitter=chat.splitter, echoed=_echoed(body), legacy=chat.tools.legacy)
     if body.use_beam_search:
         beams = beam_params(body, params)
         return JSONResponse(
@@ -71,6 +61,31 @@ async def post_chat_completion(request: Request) -> Response:
     if inbox is not None:
         return await answer.stream(state, generations, inbox).prepare(request)
     return JSONResponse(answer.whole(await complete(request, state, generations)))
+
+
+async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> PreparedChat:
+    """Renders and encodes the messages, and reads how they are answered."""
+    _check(body)
+    model, limits = state.model, state.options.limits
+    tools = choose_tools(body, state.options.tool_format(model.chat_template.tool_source))
+    prompt = await chat_prompt(body.messages, body, model, tools=tools.offered)
+    ids = await encode_chat(prompt, model, add_prefix=bool(body.add_special_tokens))
+    ids = truncated(ids, body.truncate_prompt_tokens, model)
+    check_prompt(ids, model, limits, param="messages")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    room = min(new_tokens(asked, model.max_length, [ids], model, limits), model.max_length - len(ids))
+    params = sampling_params(
+        body,
+        model,
+        limits,
+        max_new_tokens=room,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    check_beams(body, constrained=params.constraint is not None)
+    params = constrain_to_tools(params, tools, model)
+    params = replace(params, stop_strings=tuple(dict.fromkeys((*params.stop_strings, *model.chat_stop_strings))))
+    return PreparedChat(ids, params, tools, splitter_of(tools, _reasoning(body, prompt, params, state)))
 
 
 def constrain_to_tools(params: SamplingParams, tools: ToolChoice, model: ModelCard) -> SamplingParams:
