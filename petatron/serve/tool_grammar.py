@@ -35,11 +35,11 @@ def tool_grammar(
     *,
     required: bool,
     parallel: bool = True,
-    special_ids: Mapping[str, int] | None = None,
+    marker_ids: Mapping[str, int] | None = None,
 ) -> str:
     """Returns the grammar, in Lark's notation. required: the answer is calls; else it may be text as well.
 
-    special_ids: of markers that are special tokens.
+    marker_ids: of markers that are tokens of their own.
 
     >>> print(tool_grammar("llama3", [CallableTool("look")], required=True, parallel=False).splitlines()[0])
     start: call
@@ -51,33 +51,34 @@ def tool_grammar(
         rules.append(f"call_{number}: {json.dumps(begin)} arguments_{number} {json.dumps('}')}")
         schema = {"type": "object"} if tool.parameters is None else tool.parameters
         rules.append(f"arguments_{number}: %json {json.dumps({'x-guidance': _SPACED_JSON, **schema})}")
-    return "\n".join([*_start(form, special_ids or {}, required=required, parallel=parallel), *rules]) + "\n"
+    return "\n".join([*_start(form, marker_ids or {}, required=required, parallel=parallel), *rules]) + "\n"
 
 
-def _start(form: ToolCallFormat, special_ids: Mapping[str, int], *, required: bool, parallel: bool) -> list[str]:
+def _start(form: ToolCallFormat, marker_ids: Mapping[str, int], *, required: bool, parallel: bool) -> list[str]:
     """Returns the rules above a single call."""
     if form == "llama3":
         calls = 'call (";" " "? call)*' if parallel else "call"
         return [f"start: {calls}"] if required else [f"start: {calls} | TEXT", f"TEXT: {_PLAIN_TEXT}"]
     if form == "mistral":
         items = 'call (", " call)*' if parallel else "call"
-        begin, body = _marker("[TOOL_CALLS]", special_ids), f'" "? "[" {items} "]"'
+        begin, body = _marker("[TOOL_CALLS]", marker_ids), f'" "? "[" {items} "]"'
         many = False
     else:
-        begin = _marker("<tool_call>", special_ids)
-        body = f'"\\n"? call "\\n"? {_marker("</tool_call>", special_ids)}'
+        begin = _marker("<tool_call>", marker_ids)
+        body = f'"\\n"? call "\\n"? {_marker("</tool_call>", marker_ids)}'
         many = parallel
     if required:
         more = f' ("\\n"? {begin} {body})*' if many else ""
         return [f"start: {begin} {body}{more}"]
-    tags = "tag*" if many else "tag?"
-    rules = [f"start: {tags} TEXT", f"TEXT: {_ANY_TEXT}"]
+    # Mistral's calls are the end of an answer; text may follow the others.
+    start = "tag | TEXT" if form == "mistral" else "tag* TEXT" if many else "tag? TEXT"
+    rules = [f"start: {start}", f"TEXT: {_ANY_TEXT}"]
     if begin.startswith("<["):
         return [*rules, f"tag: TEXT {begin} {body}"]
     # A lazy lexeme ends with the first marker: the text before has none.
     return [*rules, f"text_and_marker[lazy]: TEXT {begin}", f"tag: text_and_marker {body}"]
 
 
-def _marker(text: str, special_ids: Mapping[str, int]) -> str:
+def _marker(text: str, marker_ids: Mapping[str, int]) -> str:
     """Returns a marker as grammars write it: a special token by its id, any other text as it is."""
-    return f"<[{special_ids[text]}]>" if text in special_ids else json.dumps(text)
+    return f"<[{marker_ids[text]}]>" if text in marker_ids else json.dumps(text)

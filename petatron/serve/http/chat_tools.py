@@ -40,8 +40,8 @@ class ToolChoice:
             CallableTool(one.name, one.parameters if self.required or one.strict else None)
             for one in (tool.function for tool in self.callable)
         ]
-        special = {name: token for token, name in model.texts.special_ids.items() if name in TOOL_MARKERS}
-        grammar = tool_grammar(self.form, tools, required=self.required, parallel=self.parallel, special_ids=special)
+        markers = {name: token for name, token in model.texts.marker_ids.items() if name in TOOL_MARKERS}
+        grammar = tool_grammar(self.form, tools, required=self.required, parallel=self.parallel, marker_ids=markers)
         return Constraint(kind="grammar", grammar=grammar)
 
 
