@@ -36,6 +36,7 @@ def _card(model: ModelCard) -> dict[str, Any]:
         "max_model_len": model.max_prompt_tokens,
         "step": model.step,
         "chat_format": "template" if model.has_chat_template else "plain",
+        "sampling": model.sampling_defaults.given(),
     }
 
 
