@@ -73,8 +73,5 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     path = folder / GENERATION_CONFIG_FILE
     if not path.is_file():
         return NO_DEFAULTS
-    try:
-        values = json.loads(read_companion_file(path, CheckpointError))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}. Mend it, or use --generation-config off.") from error
+    values = json.loads(read_companion_file(path, CheckpointError))
     return SamplingDefaults.from_values(values) if isinstance(values, Mapping) else NO_DEFAULTS

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
@@ -362,3 +364,32 @@ def test_beams_follow_length_penalty_and_early_stopping(client: openai.OpenAI, s
 
     assert best_and_steps(length_penalty=-5.0)[0] < best_and_steps(length_penalty=5.0)[0]
     assert best_and_steps(length_penalty=5.0, early_stopping=True)[1] < best_and_steps(length_penalty=5.0)[1]
+
+
+def test_special_tokens_before_a_prompt(server: LiveServer):
+    engine, card = server.engine, server.state.model
+    assert isinstance(engine, FakeEngine)
+    server.state.model = replace(card, prefix_ids=(1,))
+    found = []
+    with server.client() as http:
+        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": [USER]})):
+            for given in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+                http.post(f"/v1/{path}", json={**body, "max_tokens": 1, **given})
+                found.append(engine.seen[-1][0][0] == 1)
+    server.state.model = card
+    assert found == [True, True, False, False, True, False]
+
+
+def test_the_documentation_has_the_table():
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    missing = [name for name in field_rules(ChatCompletionRequest) if f"`{name}" not in page]
+    assert set(missing) <= {
+        "model",
+        "messages",
+        "temperature",
+        "presence_penalty",
+        "frequency_penalty",
+        "max_tokens",
+    }, missing
+    for name, rule in {**REFUSED, **NO_EFFECT}.items():
+        assert any(f"`{name}`" in line and rule.reason in line for line in page.splitlines()), name
