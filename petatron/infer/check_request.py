@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 from petatron.base.errors import DataError
@@ -24,10 +25,12 @@ class ServedModel(Protocol):
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, model: ServedModel) -> None:
     """Raises `DataError` if a model cannot continue a prompt as asked."""
     check_prompt(prompt_ids, params.max_new_tokens, positions=model.max_length - 1, vocab_size=model.vocab_size)
-    foreign = [token for token in (*params.logit_bias, *params.stop_ids) if not 0 <= token < model.vocab_size]
+    named = (*params.logit_bias, *params.stop_ids, *(params.allowed_ids or ()), *chain(*params.bad_words_ids))
+    foreign = [token for token in named if not 0 <= token < model.vocab_size]
     if foreign:
         raise DataError(
-            f"Ids {', '.join(map(str, foreign[:5]))} of logit_bias or stop_ids are not among the model's {model.vocab_size} ids."
+            f"Ids {', '.join(map(str, foreign[:5]))} of logit_bias, stop_ids, allowed_ids or bad_words_ids are not among the model's "
+            f"{model.vocab_size} ids."
         )
     if params.stop_strings and model.tokenizer is None:
         raise DataError("Stop texts need a tokenizer, and the model has none. Use stop ids.")

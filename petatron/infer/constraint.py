@@ -1,4 +1,4 @@
-"""Constrained decoding: masks out every token after which the text could no longer match a JSON schema or a regular expression.
+"""Constrained decoding: masks out every token after which the text could no longer match a schema, expression or grammar.
 
 llguidance compiles the grammar over the tokenizer's vocabulary and computes the masks. The state of a request's constraint is a function
 of its answer so far, so every rank has the same, and a preempted request keeps it. An answer ends by itself where nothing may follow;
@@ -28,8 +28,15 @@ if TYPE_CHECKING:
 
 _MAX_CACHED_GRAMMARS = 32
 _MAX_SHOWN_CHARS = 500
-_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
-"""Bounded: a model that has lost its way would fill an answer with spaces."""
+ANY_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
+"""Between the parts of JSON, for requests that want it; bounded: a model that has lost its way would fill an answer with spaces."""
+_COMPACT_JSON = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+_WHATS = {
+    "json_schema": "JSON schema",
+    "regex": "regular expression",
+    "grammar": "grammar",
+    "json": "white space of JSON",
+}
 _ANY_JSON = {"type": "object"}
 _REPLACEMENT = "\ufffd"
 
@@ -149,9 +156,8 @@ class ConstraintCompiler:
 
         matcher = LLMatcher(self._known_vocabulary(), _grammar(constraint), log_level=0)
         if matcher.is_error():
-            what = "JSON schema" if constraint.kind == "json_schema" else "regular expression"
             why = printable_lines(matcher.get_error().strip()[:_MAX_SHOWN_CHARS])
-            raise DataError(f"The {what} cannot be used as a constraint: {why}")
+            raise DataError(f"The {_WHATS[constraint.kind]} cannot be used as a constraint: {why}")
         if self._state(matcher, ()).allowed_tokens() is None:
             raise DataError(
                 "The constraint allows no text but the empty one, or none that the tokenizer has tokens for. Change it."
@@ -164,8 +170,12 @@ def _grammar(constraint: Constraint) -> str:
 
     if constraint.kind == "regex":
         return LLMatcher.grammar_from_regex(constraint.grammar)
+    if constraint.kind == "grammar":
+        return LLMatcher.grammar_from_lark(_lark(constraint.grammar))
+    whitespace = constraint.whitespace
+    options = _COMPACT_JSON if whitespace is None else {"whitespace_pattern": whitespace}
     if constraint.kind == "json":
-        return LLMatcher.grammar_from_json_schema(_ANY_JSON, defaults=_JSON_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(_ANY_JSON, defaults=options)
     try:
         schema = json.loads(constraint.grammar)
     except (ValueError, RecursionError) as error:
@@ -174,7 +184,18 @@ def _grammar(constraint: Constraint) -> str:
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
         raise DataError(f"The JSON schema is {type(schema).__name__}, and not an object. Check it.")
-    return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
+    return LLMatcher.grammar_from_json_schema(schema, defaults=options)
+
+
+def _lark(grammar: str) -> str:
+    """Returns a grammar in Lark's notation; llguidance reads GBNF, of which EBNF as SGLang takes it is a part."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # its parser of other notations raises what it meets
+        why = printable_lines(str(error)[:_MAX_SHOWN_CHARS])
+        raise DataError(f"The grammar cannot be used as a constraint: {why}") from error
 
 
 class _TokenBytes:

@@ -45,7 +45,12 @@ class RunningRequests:
             list(prompt),
             params,
             max_length=min(self._max_length, len(prompt) + params.max_new_tokens),
-            stream=TextStream(self._tokenizer, stop_strings=params.stop_strings),
+            stream=TextStream(
+                self._tokenizer,
+                stop_strings=params.stop_strings,
+                keep_stop=params.keep_stop,
+                hidden_ids=params.hidden_ids,
+            ),
             completion=Completion(list(prompt)),
             constraint=None if constraint is None else self._constraints.start(constraint, stop_ids=params.stop_ids),
         )
@@ -119,7 +124,7 @@ def _find_end(sequence: RunningSequence, token: int) -> tuple[FinishReason | Non
     stream, completion, constraint = sequence.stream, sequence.completion, sequence.constraint
     if token in sequence.params.stop_ids or (constraint is not None and token in constraint.end_ids):
         completion.stop = token
-        return "stop", stream.finish()
+        return "stop", (stream.add(token) if sequence.params.keep_stop else "") + stream.finish()
     text = stream.add(token)
     if stream.stop is not None:
         completion.stop = stream.stop

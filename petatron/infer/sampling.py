@@ -70,6 +70,8 @@ class SampledRow:
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
             or bool(params.logit_bias)
+            or bool(params.bad_words_ids)
+            or params.allowed_ids is not None
             or self.allowed_V is not None
             or len(self.tokens) - self.num_prompt < params.min_new_tokens
         )
@@ -140,7 +142,8 @@ def _change_logits(logits_V: Tensor, row: SampledRow) -> Tensor:
         values = logits_V[seen]
         penalty = params.repetition_penalty
         logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    counts = Counter(row.tokens[row.num_prompt :])
+    answer = row.tokens[row.num_prompt :]
+    counts = Counter(answer)
     if counts and (params.presence_penalty or params.frequency_penalty):
         penalties = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
         logits_V[torch.tensor(list(counts), device=device)] -= torch.tensor(
@@ -149,11 +152,20 @@ def _change_logits(logits_V: Tensor, row: SampledRow) -> Tensor:
     if params.logit_bias:
         biases = torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype, device=device)
         logits_V[torch.tensor(list(params.logit_bias), device=device)] += biases
+    if banned := [word[-1] for word in params.bad_words_ids if _ends_with(answer, word[:-1])]:
+        logits_V[torch.tensor(banned, device=device)] = -torch.inf
     if params.stop_ids and len(row.tokens) - row.num_prompt < params.min_new_tokens:
         logits_V[torch.tensor(params.stop_ids, device=device)] = -torch.inf
+    if params.allowed_ids is not None:
+        allowed = torch.tensor(params.allowed_ids, device=device)
+        logits_V = torch.full_like(logits_V, -torch.inf).index_copy_(0, allowed, logits_V[allowed])
     if row.allowed_V is not None:
         logits_V.masked_fill_(~row.allowed_V, -torch.inf)
     return logits_V
+
+
+def _ends_with(ids: Rows[int], end: Rows[int]) -> bool:
+    return not end or list(ids[-len(end) :]) == list(end)
 
 
 def token_logprobs(logits_RV: Tensor, targets: Rows[int], num_top: Rows[int]) -> list[TokenLogprob]:

@@ -16,10 +16,15 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """The text must be a word of a language: that of a JSON schema, a regular expression, or any JSON object (`infer/constraint.py`)."""
+    """The text must be a word of a language (`infer/constraint.py`).
 
-    kind: Literal["json_schema", "regex", "json"]
+    kind: a JSON schema, a regular expression, any JSON object, or a context-free grammar in Lark's notation, or in that of GBNF and EBNF
+    (`root ::= ...`). whitespace: of JSON, a regular expression for what may be between its parts; None: nothing, JSON is compact.
+    """
+
+    kind: Literal["json_schema", "regex", "json", "grammar"]
     grammar: str = ""
+    whitespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +39,11 @@ class SamplingParams:
     repetition_penalty: divides positive logits of ids in the prompt or answer, and multiplies negative ones.
     presence_penalty, frequency_penalty: subtracted once, and once per use, for ids in the answer.
     logit_bias: added to the logits of ids.
+    allowed_ids: no other id may be drawn; None allows all.
+    bad_words_ids: of each of these, the last id may not be drawn after the others; an answer never contains one of them.
     seed, sample: draws are a function of (seed, sample, position), whatever shares the batch.
-    stop_ids, stop_strings: the request ends after such an id, and before such a text, which is cut off.
+    stop_ids, stop_strings: the request ends after such an id, and before such a text, which is cut off unless keep_stop is set.
+    hidden_ids: have no place in the answer's text.
     min_new_tokens: no stop id may be drawn before.
     logprobs, prompt_logprobs: how many alternatives to report beside each new or prompt token; 0: its own log-probability alone;
         None: nothing. They are those of the model, before temperature, penalties and filters.
@@ -54,10 +62,14 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_ids: tuple[int, ...] | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     sample: int = 0
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    keep_stop: bool = False
+    hidden_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     pooling: Literal["mean", "last"] | None = None
@@ -76,10 +88,13 @@ class SamplingParams:
         >>> SamplingParams.from_json(json.loads(json.dumps(dataclasses.asdict(params)))) == params
         True
         """
-        constraint = values["constraint"]
+        constraint, allowed = values["constraint"], values["allowed_ids"]
         changed = {
             "logit_bias": {int(token): bias for token, bias in values["logit_bias"].items()},
+            "allowed_ids": None if allowed is None else tuple(allowed),
+            "bad_words_ids": tuple(tuple(word) for word in values["bad_words_ids"]),
             "stop_ids": tuple(values["stop_ids"]),
+            "hidden_ids": tuple(values["hidden_ids"]),
             "stop_strings": tuple(values["stop_strings"]),
             "constraint": None if constraint is None else Constraint(**constraint),
         }
@@ -131,6 +146,8 @@ class SamplingParams:
                 "is too many or negative",
                 f"Use 0 to {MAX_TOP_LOGPROBS}, or leave it out.",
             ),
+            ("allowed_ids", self.allowed_ids != (), "allows no id", "Name one or more, or leave it out for all."),
+            ("bad_words_ids", all(self.bad_words_ids), "has an empty word", "Leave it out."),
             ("stop_strings", all(self.stop_strings), "has an empty text", "Leave it out."),
         )
         return [Problem(name, str(getattr(self, name)), rule, fix) for name, holds, rule, fix in checks if not holds]

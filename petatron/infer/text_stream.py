@@ -26,8 +26,17 @@ class TextStream:
     (['', ''], 'end')
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, stop_strings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        stop_strings: Sequence[str] = (),
+        keep_stop: bool = False,
+        hidden_ids: Sequence[int] = (),
+    ) -> None:
+        """keep_stop: a stop text is the end of the text, instead of cut off. hidden_ids: are left out of the text."""
         self._tokenizer = tokenizer
+        self._keep_stop, self._hidden_ids = keep_stop, frozenset(hidden_ids)
         self._stop_strings = tuple(stop_strings)
         self._ids: list[int] = []
         self._context, self._read = 0, 0  # ids from the first on are decoded; before the second their text is known
@@ -37,7 +46,7 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """Takes an id and returns the text that became certain; `stop` is set if a stop text is complete, which is cut off."""
-        if self._tokenizer is None:
+        if self._tokenizer is None or token in self._hidden_ids:
             return ""
         self._ids.append(token)
         return self._release(self._decode_new(final=False), final=False)
@@ -66,8 +75,8 @@ class TextStream:
         pending = self._held + new
         found = [(pending.index(stop), stop) for stop in self._stop_strings if stop in pending]
         if found:
-            position, self.stop = min(found, key=lambda each: each[0])
-            certain, self._held = pending[:position], ""
+            position, self.stop = min(found, key=lambda each: (each[0], len(each[1])))
+            certain, self._held = pending[: position + len(self.stop) * self._keep_stop], ""
         else:
             kept = 0 if final else self._longest_beginning_of_a_stop(pending)
             certain, self._held = pending[: len(pending) - kept], pending[len(pending) - kept :]

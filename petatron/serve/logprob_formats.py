@@ -25,33 +25,43 @@ def own_logprob(entry: TokenLogprob) -> float:
     return finite(next((value for token, value in entry.top if token == entry.token), entry.logprob))
 
 
-def top_by_text(entry: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
+def _name(token: int, texts: TokenTexts, as_ids: bool) -> str:
+    """as_ids: as vLLM's `return_tokens_as_token_ids` writes tokens, which texts cannot always name."""
+    return f"token_id:{token}" if as_ids else texts.text_of(token)
+
+
+def top_by_text(entry: TokenLogprob, texts: TokenTexts, *, as_ids: bool = False) -> dict[str, float]:
     """Returns the token itself and its alternatives by text, the most likely first."""
-    found = {texts.text_of(entry.token): own_logprob(entry)}
+    found = {_name(entry.token, texts, as_ids): own_logprob(entry)}
     for token, value in entry.top:
         if token != entry.token:
-            text = texts.text_of(token)
+            text = _name(token, texts, as_ids)
             found[f"token_id:{token}" if text in found else text] = finite(value)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def completion_logprobs(
-    ids: Sequence[int], entries: Sequence[TokenLogprob | None], texts: TokenTexts, *, offset: int = 0
+    ids: Sequence[int],
+    entries: Sequence[TokenLogprob | None],
+    texts: TokenTexts,
+    *,
+    offset: int = 0,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
     """Returns `logprobs` of /v1/completions; an entry is None for the first token of a prompt. offset: characters before the first."""
     return {
-        "tokens": [texts.text_of(token) for token in ids],
+        "tokens": [_name(token, texts, as_ids) for token in ids],
         "token_logprobs": [None if entry is None else own_logprob(entry) for entry in entries],
-        "top_logprobs": [None if entry is None else top_by_text(entry, texts) for entry in entries],
+        "top_logprobs": [None if entry is None else top_by_text(entry, texts, as_ids=as_ids) for entry in entries],
         "text_offset": [offset + start for start in texts.offsets(ids)],
     }
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, *, as_ids: bool = False) -> dict[str, Any]:
     """Returns `logprobs` of /v1/chat/completions."""
 
     def named(token: int, value: float) -> dict[str, Any]:
-        return {"token": texts.text_of(token), "logprob": finite(value), "bytes": list(texts.bytes_of(token))}
+        return {"token": _name(token, texts, as_ids), "logprob": finite(value), "bytes": list(texts.bytes_of(token))}
 
     return {
         "content": [

@@ -9,7 +9,9 @@ from petatron.base.errors import DataError
 from petatron.data.prompt.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
 from petatron.data.prompt.prompt_encoder import PLAIN_STOP_STRINGS, PLAIN_TEMPLATE, prefix_ids
 from petatron.data.tokenizer import Tokenizer
+from petatron.infer.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from petatron.serve.engine_protocol import ServedEngine
+from petatron.serve.fill_in_middle import FillInMiddle, find_fill_in_middle
 from petatron.serve.token_texts import TokenTexts
 
 
@@ -19,7 +21,8 @@ class ModelCard:
 
     chat_template: the plain dialogue of `petatron chat` where `has_chat_template` is false. prefix_ids: that the tokenizer puts
     before a text, which a chat template writes itself. stop_ids: that end an answer unless a
-    request says otherwise. step: of the training run, where it follows one.
+    request says otherwise. step: of the training run, where it follows one. sampling_defaults: of requests that do not say otherwise.
+    fill_in_middle: the tokens for it, where the tokenizer has some.
     """
 
     name: str
@@ -35,6 +38,8 @@ class ModelCard:
     created_s: int = 0
     special_tokens: dict[str, str] = field(default_factory=dict)
     prefix_ids: tuple[int, ...] = ()
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS
+    fill_in_middle: FillInMiddle | None = None
 
     @classmethod
     def of_engine(
@@ -46,6 +51,7 @@ class ModelCard:
         stop_ids: Sequence[int] = (),
         chat_template: str | None = None,
         step: int | None = None,
+        sampling_defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> ModelCard:
         """`stop_ids` are added to the tokenizer's end of document; `chat_template` replaces the tokenizer's."""
         tokenizer = engine.tokenizer
@@ -69,6 +75,8 @@ class ModelCard:
             created_s=created_s,
             special_tokens=special,
             prefix_ids=() if tokenizer is None else prefix_ids(tokenizer),
+            sampling_defaults=sampling_defaults,
+            fill_in_middle=find_fill_in_middle(tokenizer),
         )
 
     @property

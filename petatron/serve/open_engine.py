@@ -26,6 +26,7 @@ from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.sampling_defaults import GENERATION_CONFIG_FILE, SamplingDefaults, read_sampling_defaults
 from petatron.mesh.launch.environment import read_environment
 from petatron.train.build_run import open_tokenizer
 from petatron.train.state.checkpoint_args import read_checkpoint_args
@@ -58,6 +59,10 @@ class ModelSettings:
             fix = "Give its own with --tokenizer-model FILE, or --tokenizer-type."
             raise ConfigError([Problem("CHECKPOINT", self.checkpoint, rule, fix)])
         return self.tokenizer
+
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Reads how its makers recommend to sample."""
+        return read_sampling_defaults(model_files(self.folder))
 
     @property
     def num_local_ranks(self) -> int:
@@ -144,12 +149,17 @@ def load_model(settings: ModelSettings, flags: Sequence[str] = (), *, dtype: tor
     return from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False)
 
 
+def model_files(folder: Path) -> Path:
+    """Returns where the files of a model are: inside a step, or the folder itself."""
+    inner = folder / step_folder.MODEL_FOLDER
+    return inner if inner.is_dir() else folder
+
+
 def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int) -> tuple[int, ...]:
     """Returns the ids that end an answer: those of config.json and generation_config.json, and the tokenizer's end of document."""
     named: list[Any] = [] if tokenizer is None else [tokenizer.eod]
-    inner = folder / step_folder.MODEL_FOLDER
-    for name in (CONFIG_FILE, "generation_config.json"):
-        path = (inner if inner.is_dir() else folder) / name
+    for name in (CONFIG_FILE, GENERATION_CONFIG_FILE):
+        path = model_files(folder) / name
         if path.is_file():
             content = json.loads(read_companion_file(path, CheckpointError))
             named.append(content.get("eos_token_id") if isinstance(content, Mapping) else None)

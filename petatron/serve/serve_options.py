@@ -10,6 +10,7 @@ from typing import Literal
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.network_address import is_loopback
 from petatron.mesh.launch.environment import API_KEY_VARIABLE
+from petatron.serve.reasoning import ReasoningFormat, template_reasoning
 from petatron.serve.tool_calls import ToolCallFormat, template_format
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
@@ -50,7 +51,8 @@ class ServeLimits:
 class ServeOptions:
     """Where a server listens, who may use it, under which name, and its limits.
 
-    tool_call_format: in which the model calls tools (`tool_calls.py`); auto: the one that its chat template shows.
+    tool_call_format: in which the model calls tools (`tool_calls.py`); auto: the one that its chat template shows. reasoning_format: of the
+    tags around reasoning (`reasoning.py`), alike.
     """
 
     host: str = DEFAULT_HOST
@@ -58,6 +60,7 @@ class ServeOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: str | None = None
     tool_call_format: ToolCallFormat | Literal["auto", "none"] = "auto"
+    reasoning_format: ReasoningFormat | Literal["auto", "none"] = "auto"
     limits: ServeLimits = field(default_factory=ServeLimits)
 
     def check(self) -> None:
@@ -83,6 +86,12 @@ class ServeOptions:
         if self.tool_call_format == "auto":
             return template_format(template)
         return None if self.tool_call_format == "none" else self.tool_call_format
+
+    def reasoning_tags(self, template: str) -> ReasoningFormat | None:
+        """Returns the format of reasoning under a chat template; None: it is part of the content."""
+        if self.reasoning_format == "auto":
+            return template_reasoning(template)
+        return None if self.reasoning_format == "none" else self.reasoning_format
 
 
 def flag_of(name: str) -> str:

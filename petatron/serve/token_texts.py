@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from petatron.data.bpe.byte_level_decoder import byte_characters
 from petatron.data.tokenizer import Tokenizer
 
+_TAG = re.compile(r"<.*>", re.DOTALL)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -37,7 +38,14 @@ class TokenTexts:
         self._byte_level = '"ByteLevel"' in decoder
         self._metaspace = "\\u2581" in decoder  # as `dumps` escapes it
         self._byte_of = {char: byte for byte, char in enumerate(byte_characters())}
-        self._added = set() if self._fast is None else set(self._fast.get_added_tokens_decoder())
+        added = {} if self._fast is None else self._fast.get_added_tokens_decoder()
+        self._added = set(added)
+        self.special_ids = {token: one.content for token, one in added.items() if one.special}
+        """Ids that mark, and are no text, with their names."""
+        self.marker_ids = {
+            one.content: token for token, one in added.items() if one.special or _TAG.fullmatch(one.content)
+        }
+        """Tokens that grammars name by id: llguidance takes an added token for no text if it is special, or looks like a tag."""
 
     def bytes_of(self, token: int) -> bytes:
         if token not in self._bytes:

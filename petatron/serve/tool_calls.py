@@ -18,6 +18,7 @@ ToolCallFormat = Literal["hermes", "llama3", "mistral"]
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = get_args(ToolCallFormat)
 _BEGIN: Mapping[ToolCallFormat, str] = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
 _HERMES_END = "</tool_call>"
+TOOL_MARKERS = (*_BEGIN.values(), _HERMES_END)
 
 
 class ToolCall(NamedTuple):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.cli.subcommands.command_parser import CommandParser
@@ -28,6 +28,8 @@ FP8_WEIGHTS_HELP = (
     "quantise the weights of layers to FP8: half the bytes to read for a new token, and less memory; prompts are slower"
 )
 SPECULATIVE_HELP = "tokens drafted by multi-token prediction and verified in one step; answers stay the same"
+GENERATION_CONFIGS = ("auto", "off")
+GENERATION_CONFIG_HELP = "whether the model's generation_config.json says how to sample what is not given (auto)"
 OTHER_FLAGS = (
     "All other words are flags of `petatron train`, mostly a layout: --tp 2, --pp 2, --ep 2, --dp 2 start as many ranks, and "
     "torchrun and srun work as there. The layout in which the checkpoint was trained does not matter."
@@ -45,6 +47,7 @@ def add_sampling_arguments(root: argparse.ArgumentParser) -> None:
     add("--repetition-penalty", type=float, metavar="F", help="divides the logits of tokens that occurred (1)")
     add("--presence-penalty", type=float, metavar="F", help="subtracted for tokens of the answer (0)")
     add("--frequency-penalty", type=float, metavar="F", help="subtracted for each use of a token in the answer (0)")
+    add("--generation-config", choices=GENERATION_CONFIGS, default="auto", help=GENERATION_CONFIG_HELP)
     add("--seed", type=int, metavar="N", help=f"draws are a function of it ({_SAMPLING.seed})")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     add("--ignore-eos", action="store_true", help="do not stop at the model's end of text")
@@ -146,10 +149,15 @@ class GenerationCommand:
         given = [flag[2:] for flag in self.flags if flag in _PRECISION_FLAGS]
         return self.dtype or (given[0] if given else "that of the weights")
 
-    def with_stop_ids(self, stop_ids: Sequence[int]) -> RequestOptions:
-        """Returns the options of requests that also end at the model's own ids."""
-        ids = () if self.options.ignore_eos else tuple(stop_ids)
-        return replace(self.request, params=replace(self.request.params, stop_ids=ids))
+    def with_model_defaults(self, settings: ModelSettings) -> RequestOptions:
+        """Returns the options of requests that also end at the model's own ids, and sample as its makers recommend unless flags say
+        otherwise."""
+        ids = () if self.options.ignore_eos else settings.stop_ids
+        changes: dict[str, Any] = {"stop_ids": ids}
+        if self.options.generation_config == "auto":
+            defaults = settings.sampling_defaults().as_params()
+            changes |= {name: value for name, value in defaults.items() if getattr(self.options, name) is None}
+        return replace(self.request, params=replace(self.request.params, **changes))
 
 
 def read_command(parser: CommandParser, argv: Sequence[str]) -> GenerationCommand:

@@ -92,7 +92,7 @@ class Dialogue:
 
     def __init__(self, command: GenerationCommand, opened: OpenedEngine, encoder: PromptEncoder) -> None:
         self._opened, self._engine, self._encoder = opened, opened.engine, encoder
-        options = command.with_stop_ids(opened.settings.stop_ids)
+        options = command.with_model_defaults(opened.settings)
         stops = (*options.params.stop_strings, *encoder.stop_strings)
         self._options = replace(options, params=replace(options.params, stop_strings=stops))
         self._system: str | None = command.options.system

@@ -149,10 +149,10 @@ class _TextWork:
         for _, ids in self._prompts:
             check_request(ids, command.request.samples(ids, max_length=settings.max_length)[0], settings)
             if self._beam_width is not None:
-                self._beam_params(ids, command.with_stop_ids(settings.stop_ids), self._beam_width)
+                self._beam_params(ids, command.with_model_defaults(settings), self._beam_width)
 
     def run(self, opened: OpenedEngine) -> None:
-        options = self._command.with_stop_ids(self._settings.stop_ids)
+        options = self._command.with_model_defaults(self._settings)
         if self._beam_width is not None:
             self._search(opened.engine, options, self._beam_width)
             return
@@ -279,7 +279,7 @@ class _BatchWork:
         from petatron.infer.batch.prompts_file import PromptsFile
         from petatron.mesh.launch.environment import read_environment
 
-        options = command.with_stop_ids(settings.stop_ids)
+        options = command.with_model_defaults(settings)
         self._prompts = PromptsFile(command.options.prompts, encoder, options, settings)
         self._total = self._prompts.check()
         # Not the layout, nor the engine's sizes: they change no answer.

@@ -8,10 +8,16 @@ from pathlib import Path
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.untrusted_files import read_limited_bytes
-from petatron.cli.generation.arguments import FP8_WEIGHTS_HELP, SPECULATIVE_HELP
+from petatron.cli.generation.arguments import (
+    FP8_WEIGHTS_HELP,
+    GENERATION_CONFIG_HELP,
+    GENERATION_CONFIGS,
+    SPECULATIVE_HELP,
+)
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.infer.engine_options import EngineOptions
 from petatron.mesh.launch.environment import api_key_from_env
+from petatron.serve.reasoning import REASONING_FORMATS
 from petatron.serve.serve_options import ServeLimits, ServeOptions, flag_of
 from petatron.serve.tool_calls import TOOL_CALL_FORMATS
 
@@ -51,8 +57,8 @@ def parser() -> argparse.ArgumentParser:
     root = CommandParser(
         prog="petatron serve",
         usage="petatron serve CHECKPOINT [options] [flags of petatron train]",
-        description="Serve a model over HTTP: OpenAI's /v1/completions, /v1/chat/completions and /v1/embeddings, Megatron's PUT /api, and "
-        "/metrics. CHECKPOINT is the folder of a run (its newest step), of a step, or of a Hugging Face model.",
+        description="Serve a model over HTTP: OpenAI's /v1/completions, /v1/chat/completions, /v1/responses and /v1/embeddings, Megatron's "
+        "PUT /api, and /metrics. CHECKPOINT is the folder of a run (its newest step), of a step, or of a Hugging Face model.",
         epilog="All other words are flags of `petatron train` that say how the model is computed, for example --tp 2 or --bf16. "
         "A key for clients comes from --api-key-file or PETATRON_API_KEY; it is required unless --host is this machine alone.",
         allow_abbrev=False,
@@ -68,6 +74,11 @@ def parser() -> argparse.ArgumentParser:
     formats = ("auto", *TOOL_CALL_FORMATS, "none")
     text = "how the model writes calls of tools; auto: as its chat template shows (auto)"
     add("--tool-call-format", choices=formats, default=defaults.tool_call_format, help=text)
+    text = "tags around the model's reasoning, which answers then have apart; auto: as its chat template shows (auto)"
+    add(
+        "--reasoning-format", choices=("auto", *REASONING_FORMATS, "none"), default=defaults.reasoning_format, help=text
+    )
+    add("--generation-config", choices=GENERATION_CONFIGS, default="auto", help=GENERATION_CONFIG_HELP)
     add("--watch", action="store_true", help="follow a training run: swap to its newest sound step between requests")
     add("--watch-interval", type=float, default=5.0, metavar="S", help="seconds between two looks (5)")
     for names, owner in ((_LIMITS, ServeLimits()), (_ENGINE, EngineOptions())):
@@ -108,6 +119,7 @@ def serve_options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
         api_keys=(*keys, *([own] if own else [])),
         served_model_name=args.served_model_name,
         tool_call_format=args.tool_call_format,
+        reasoning_format=args.reasoning_format,
         limits=limits,
     )
     options.check()

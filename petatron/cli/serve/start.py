@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import LaunchError
+from petatron.base.log import get_logger
 from petatron.cli.serve.arguments import checkpoint_folder, engine_options, parser, read_text, serve_options
 from petatron.mesh.launch.environment import read_environment, run_rank_main
 from petatron.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
+    from petatron.infer.sampling_defaults import SamplingDefaults
     from petatron.serve.engine_process import EngineProcess
     from petatron.serve.model_card import ModelCard
+
+_log = get_logger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,8 +95,10 @@ def _answer(
 
     name = options.served_model_name or checkpoint.resolve().name
 
+    defaults = _sampling_defaults(args, checkpoint)
+
     def describe() -> ModelCard:
-        return _describe(engine, name, template)
+        return _describe(engine, name, template, defaults)
 
     watch = follow_run(checkpoint, engine, describe, interval_s=args.watch_interval) if args.watch else None
     app = build_app(engine, describe(), options, background=watch)
@@ -102,7 +108,21 @@ def _answer(
     run_server(app, listener, on_ready=lambda: print(ready, flush=True))
 
 
-def _describe(engine: EngineProcess, name: str, template: str | None) -> ModelCard:
+def _sampling_defaults(args: argparse.Namespace, checkpoint: Path) -> SamplingDefaults:
+    """Those of the model that is opened; the steps of a run that is followed have one generation_config.json."""
+    from petatron.infer.sampling_defaults import NO_DEFAULTS, read_sampling_defaults
+    from petatron.serve.open_engine import find_model, model_files
+
+    if args.generation_config == "off":
+        return NO_DEFAULTS
+    found = read_sampling_defaults(model_files(find_model(checkpoint)))
+    if given := found.given():
+        shown = ", ".join(f"{name} {value:g}" for name, value in given.items())
+        _log.info("requests that do not say otherwise sample by the model's generation_config.json: %s", shown)
+    return found
+
+
+def _describe(engine: EngineProcess, name: str, template: str | None, defaults: SamplingDefaults) -> ModelCard:
     from petatron.serve.model_card import ModelCard
 
     return ModelCard.of_engine(
@@ -112,6 +132,7 @@ def _describe(engine: EngineProcess, name: str, template: str | None) -> ModelCa
         stop_ids=engine.stop_ids,
         chat_template=template,
         step=engine.step_number,
+        sampling_defaults=defaults,
     )
 
 

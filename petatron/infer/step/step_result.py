@@ -216,9 +216,18 @@ def sampled_row(
     state = sequence.constraint
     state = state.after(drafts) if state is not None and drafts else state
     allowed = None if state is None else state.allowed_tokens()
+    if allowed is not None and sequence.params.allowed_ids is not None:
+        allowed = _intersection(allowed, sequence.params.allowed_ids)
     mask = None if allowed is None else allowed.to(device)
     tokens = [*sequence.tokens, *drafts] if drafts else sequence.tokens
     return SampledRow(sequence.params, tokens, sequence.num_prompt, mask, pending)
+
+
+def _intersection(allowed_V: Tensor, ids: Sequence[int]) -> Tensor | None:
+    """Returns a mask of the ids that a constraint and a request both allow; None if there is none."""
+    both_V = torch.zeros_like(allowed_V)
+    both_V[list(ids)] = allowed_V[list(ids)]
+    return both_V if both_V.any() else None
 
 
 def _pool(layout: StepLayout, results: Sequence[SequenceResult], hidden_TD: Tensor) -> None:

@@ -27,9 +27,12 @@ from petatron.serve.http.openai_requests import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
-    SamplingFields,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
+from petatron.serve.http.read_request import naming_ignored_fields
+from petatron.serve.http.responses_requests import ResponsesRequest
 from petatron.serve.http.routes.chat import post_chat_completion
 from petatron.serve.http.routes.completions import post_completion
 from petatron.serve.http.routes.embeddings import post_embedding
@@ -41,6 +44,8 @@ from petatron.serve.http.routes.model_info import (
     post_detokenize,
     post_tokenize,
 )
+from petatron.serve.http.routes.responses import post_response
+from petatron.serve.http.routes.similarity import post_rerank, post_score
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.model_card import ModelCard
 from petatron.serve.playground import PlaygroundPage
@@ -50,7 +55,12 @@ _POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], ty
     ("PUT", "/api", put_api, MegatronRequest),
     ("POST", "/v1/completions", post_completion, CompletionRequest),
     ("POST", "/v1/chat/completions", post_chat_completion, ChatCompletionRequest),
+    ("POST", "/v1/responses", post_response, ResponsesRequest),
     ("POST", "/v1/embeddings", post_embedding, EmbeddingRequest),
+    ("POST", "/v1/rerank", post_rerank, RerankRequest),
+    ("POST", "/rerank", post_rerank, RerankRequest),
+    ("POST", "/v1/score", post_score, ScoreRequest),
+    ("POST", "/score", post_score, ScoreRequest),
     ("POST", "/tokenize", post_tokenize, TokenizeRequest),
     ("POST", "/detokenize", post_detokenize, DetokenizeRequest),
 )
@@ -107,18 +117,23 @@ def _add_routes(app: FastAPI, *, page: PlaygroundPage) -> None:
         return HTMLResponse(page.html, headers=page.headers)
 
     for method, path, route, body in _POST_ROUTES:
-        responses = _ERRORS | (_STREAMS if issubclass(body, SamplingFields) else {})
-        app.add_api_route(path, route, methods=[method], responses=responses, openapi_extra=body_schema(body))
+        responses = _ERRORS | (_STREAMS if "stream" in body.model_fields else {})
+        naming = naming_ignored_fields(route)
+        app.add_api_route(path, naming, methods=[method], responses=responses, openapi_extra=body_schema(body))
     for path, route in (
         ("/v1/models", get_models),
         ("/v1/models/{model:path}", get_model),
         ("/tokenizer_info", get_tokenizer_info),
         ("/healthz", _get_health),
+        ("/health", _get_health),
         ("/readyz", _get_readiness),
+        ("/version", _get_version),
     ):
         app.add_api_route(path, route, methods=["GET"], responses=_ERRORS)
+        app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/metrics", _get_metrics, methods=["GET"], responses=_ERRORS, response_class=PlainTextResponse)
-    app.add_api_route("/", get_page, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/metrics", _get_metrics, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/", get_page, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def _describe_bodies(app: FastAPI) -> None:
@@ -160,6 +175,10 @@ async def _get_health(request: Request) -> JSONResponse:
     state = state_of(request)
     failed = state.thread.state == "failed"
     return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200)
+
+
+async def _get_version() -> JSONResponse:
+    return JSONResponse({"version": __version__})
 
 
 async def _get_readiness(request: Request) -> JSONResponse:

@@ -14,7 +14,7 @@ from petatron.serve.http.metrics import ServerMetrics
 from petatron.serve.http.run_generations import DEADLINE, ClientLeft
 from petatron.serve.serve_options import ServeOptions
 
-OPEN_PATHS = ("/", "/healthz", "/readyz")
+OPEN_PATHS = ("/", "/health", "/healthz", "/readyz")
 """Need no key: they tell nothing of the model, and probes and browsers have none."""
 _BODY_TIMEOUT_S, _GRACE_S = 60.0, 2.0
 _CLIENT_CLOSED = 499

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's routes. Fields that are not listed are ignored, as clients send many."""
+"""The bodies of OpenAI's routes. What becomes of fields that are not listed, `request_fields.py` says."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from petatron.infer.sampling_params import MAX_TOP_LOGPROBS
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES, MAX_MESSAGES, MAX_GRAMMAR_CHARS = 64, 512, 1024, 4096, 1 << 16
+MAX_CHOICES, MAX_ALLOWED_IDS, MAX_TOOLS, MAX_NAME_CHARS = 4096, 1 << 17, 256, 256
 Share = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Grammar = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
 Prompt = str | Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
 
 
 class OpenAIRequest(BaseModel):
-    """Numbers are numbers: a text that looks like one is refused."""
+    """Numbers are numbers: a text that looks like one is refused. Unknown fields are in `model_extra`, for `read_request` to judge."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     model: str | None = None
 
@@ -28,6 +31,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = False
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class JsonSchema(BaseModel):
@@ -44,17 +48,56 @@ class ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
-    regex: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
+    regex: Grammar | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """With json_object, as llama.cpp takes it."""
 
     @model_validator(mode="after")
     def _has_its_grammar(self) -> Self:
+        if self.schema_ is not None and self.type != "json_object":
+            raise ValueError(
+                "response_format.schema belongs to type json_object; type json_schema has json_schema.schema"
+            )
         if self.type in ("json_schema", "regex") and getattr(self, self.type) is None:
             raise ValueError(f"response_format of type {self.type} needs {self.type}")
         return self
 
 
-class SamplingFields(OpenAIRequest):
-    """What completions and chat share: OpenAI's fields, then vLLM's."""
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`: at most one constraint, and the white space of JSON."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_: str | dict[str, Any] | bool | None = Field(default=None, alias="json")
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+    whitespace_pattern: Grammar | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: Literal[False] | None = None
+    disable_fallback: bool | None = None
+
+
+class ConstraintFields(OpenAIRequest):
+    """The form that the answer must have, under the names of OpenAI, vLLM (two generations), SGLang and llama.cpp."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: Grammar | None = None
+    regex: Grammar | None = None
+    ebnf: Grammar | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    grammar: Grammar | None = None
+
+
+class SamplingFields(ConstraintFields):
+    """What completions and chat share: OpenAI's fields, then those of vLLM, some of which SGLang names otherwise."""
 
     n: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -72,13 +115,32 @@ class SamplingFields(OpenAIRequest):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = False
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
+    include_stop_str_in_output: bool | None = False
+    no_stop_trim: bool | None = False
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    use_beam_search: bool | None = False
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    return_token_ids: bool | None = False
+    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")] | None = None
+
+    @property
+    def keeps_stop(self) -> bool:
+        return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
 
 class CompletionRequest(SamplingFields):
@@ -86,10 +148,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    best_of: int | None = None
     suffix: str | None = None
 
 
@@ -116,43 +175,107 @@ class ChatMessage(BaseModel):
     content: str | list[TextPart] | None = None
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call. strict: its arguments follow `parameters` by a grammar."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: Annotated[str, Field(pattern=r"^\S{1,256}$")]
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
 class ChatTool(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["function"]
-    function: dict[str, Any]
+    function: FunctionDefinition
 
 
-class ChatCompletionRequest(SamplingFields):
-    """POST /v1/chat/completions."""
+class ChatPromptFields(OpenAIRequest):
+    """What decides the prompt of a chat besides its messages."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other: send one of them")
+        return self
+
+
+class ChatCompletionRequest(SamplingFields, ChatPromptFields):
+    """POST /v1/chat/completions. functions and function_call are OpenAI's older form of tools and tool_choice."""
+
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[ChatTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    function_call: str | dict[str, Any] | None = None
+    include_reasoning: bool | None = True
+    separate_reasoning: bool | None = True
 
 
 class EmbeddingRequest(OpenAIRequest):
     """POST /v1/embeddings; `pooling` is ours."""
 
     input: Prompt
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = None
     pooling: Literal["mean", "last"] = "mean"
 
 
-class TokenizeRequest(OpenAIRequest):
-    """POST /tokenize: a text, or messages through the chat template."""
+class SimilarityFields(OpenAIRequest):
+    """`pooling` is ours, as in embeddings."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    pooling: Literal["mean", "last"] = "mean"
+
+
+class TextDocument(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    text: str
+
+
+class RerankRequest(SimilarityFields):
+    """POST /v1/rerank, as Jina, Cohere and vLLM have it."""
+
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[list[str | TextDocument], Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    return_documents: bool | None = True
+
+
+Texts = Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+class ScoreRequest(SimilarityFields):
+    """POST /v1/score, as vLLM has it: one text with each of others, or pair by pair."""
+
+    text_1: Texts
+    text_2: Texts
+
+
+class TokenizeRequest(ChatPromptFields):
+    """POST /tokenize: a text, or messages (and tools) through the chat template."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = False
-    add_generation_prompt: bool = True
     return_token_strs: bool | None = False
 
     @model_validator(mode="after")

@@ -66,7 +66,7 @@ class TokenStream(Response):
 
     The request is submitted before the answer begins, so that a refusal still has its status code. An error after that is an event, the
     last one. text(index, text): the JSON of an event with nothing but new text, the common case; None: there is none.
-    chunk(generation, event): the JSON of any other.
+    chunk(generation, event): the JSON of any other, or of several.
     """
 
     media_type = "text/event-stream"
@@ -79,13 +79,17 @@ class TokenStream(Response):
         *,
         begin: Sequence[dict[str, Any]],
         text: Callable[[int, str], dict[str, Any]] | None,
-        chunk: Callable[[Generation, TokenEvent], dict[str, Any] | None],
+        chunk: Callable[[Generation, TokenEvent], dict[str, Any] | list[dict[str, Any]] | None],
         end: Callable[[list[Completion]], Sequence[dict[str, Any]]],
+        joins: bool = True,
+        named: bool = False,
     ) -> None:
+        """joins: tokens that wait already may become one event. named: each event has its type as a name, and none marks the end."""
         super().__init__(None, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._state, self._generations, self._inbox = state, generations, inbox
-        self._begin, self._chunk, self._end = begin, chunk, end
+        self._begin, self._chunk, self._end, self._joins = begin, chunk, end, joins
+        self._format, self._last = (_named_event, "") if named else (_event, _LAST)
         self._texts = None if text is None else TextEvents(text)
 
     async def prepare(self, request: Request) -> TokenStream:
@@ -123,23 +127,23 @@ class TokenStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with asyncio.timeout_at(deadline_s):
-                await _send_body(send, "".join(map(_event, self._begin)))
+                await _send_body(send, "".join(map(self._format, self._begin)))
                 await self._write_tokens(send)
                 completions = [await generation.done for generation in self._generations]
-                await _send_body(send, "".join(map(_event, self._end(completions))) + _LAST, last=True)
+                await _send_body(send, "".join(map(self._format, self._end(completions))) + self._last, last=True)
         except asyncio.CancelledError:
             raise
         except Exception as error:
             answer = to_api_error(error)
             if answer.status == 500:
                 _log.error("a stream failed", exc_info=error)
-            await _send_body(send, _event(answer.content()) + _LAST, last=True)
+            await _send_body(send, self._format(answer.content()) + self._last, last=True)
 
     async def _write_tokens(self, send: Send) -> None:
         """Sends everything there is at once: one write for all tokens of a step, and of all steps while the client does not read."""
         unfinished, ready = len(self._generations), self._first
         while True:
-            events = joined_texts(ready)
+            events = joined_texts(ready) if self._joins else list(ready)
             unfinished -= sum(event.finish_reason is not None for _, event in events)
             await _send_body(send, "".join([self._event(*one) for one in events]))
             if not unfinished:
@@ -150,7 +154,8 @@ class TokenStream(Response):
         if self._texts is not None and event.finish_reason is None and event.logprob is None:
             return self._texts.event(generation.index, event.text) if event.text else ""
         content = self._chunk(generation, event)
-        return "" if content is None else _event(content)
+        events = content if isinstance(content, list) else [] if content is None else [content]
+        return "".join(map(self._format, events))
 
 
 class TextEvents:
@@ -204,6 +209,10 @@ def _joined(events: list[TokenEvent]) -> TokenEvent:
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {_JSON.encode(content)}\n\n"
+
+
+def _named_event(content: dict[str, Any]) -> str:
+    return f"event: {content.get('type', 'error')}\n{_event(content)}"
 
 
 async def _send_body(send: Send, text: str, *, last: bool = False) -> None:

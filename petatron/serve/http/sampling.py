@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.base.errors import DataError
-from petatron.infer.sampling_params import MAX_SEED, Constraint, SamplingParams
+from petatron.infer.sampling_params import MAX_SEED, SamplingParams
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.openai_requests import MAX_GRAMMAR_CHARS, ResponseFormat, SamplingFields
+from petatron.serve.http.constraints import request_constraint
+from petatron.serve.http.openai_requests import SamplingFields
 from petatron.serve.model_card import ModelCard
+from petatron.serve.reasoning import REASONING_TAGS
 from petatron.serve.serve_options import ServeLimits
+from petatron.serve.tool_calls import TOOL_MARKERS
 
 LEAST_TEMPERATURE = 1e-5
 _LONG_TEXT_CHARS = 4096
@@ -35,8 +37,13 @@ async def encode_prompts(
     limits: ServeLimits,
     *,
     param: str,
+    truncate: int | None = None,
+    add_prefix: bool = True,
 ) -> list[EncodedPrompt]:
-    """Returns one or several prompts of text or of token ids."""
+    """Returns one or several prompts of text or of token ids. truncate: only so many last ids count; -1: what the model takes.
+
+    add_prefix: a text begins with the ids that the tokenizer puts before one.
+    """
     many = not isinstance(given, str) and not isinstance(given[0], int)
     prompts: Sequence[str | Sequence[int]] = given if many else [given]  # type: ignore[assignment]
     if len(prompts) > limits.max_batch:
@@ -45,7 +52,9 @@ async def encode_prompts(
         )
     found = []
     for prompt in prompts:
-        ids = [*model.prefix_ids, *await encode_text(prompt, model)] if isinstance(prompt, str) else prompt
+        before = model.prefix_ids if add_prefix else ()
+        ids = [*before, *await encode_text(prompt, model)] if isinstance(prompt, str) else prompt
+        ids = truncated(ids, truncate, model)
         check_prompt(ids, model, limits, param=param)
         found.append(EncodedPrompt(ids, prompt if isinstance(prompt, str) else None))
     return found
@@ -55,6 +64,14 @@ async def encode_text(text: str, model: ModelCard) -> list[int]:
     if len(text) > _LONG_TEXT_CHARS:
         return await asyncio.to_thread(model.encode, text)
     return model.encode(text)
+
+
+def truncated(ids: Sequence[int], count: int | None, model: ModelCard) -> Sequence[int]:
+    """Returns the last `count` ids: all with None, and what the model takes with -1."""
+    if count is None:
+        return ids
+    count = model.max_prompt_tokens if count < 0 else count
+    return ids[len(ids) - min(count, len(ids)) :]
 
 
 def check_prompt(ids: Sequence[int], model: ModelCard, limits: ServeLimits, *, param: str) -> None:
@@ -105,31 +122,49 @@ def sampling_params(
         raise ApiError(400, f"n {body.n} is more than the {limits.max_n} that this server allows.", param="n")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    extra_ids = body.stop_token_ids or []
-    for param, ids in (("logit_bias", bias), ("stop_token_ids", extra_ids)):
+    extra_ids, allowed = body.stop_token_ids or [], body.allowed_token_ids
+    for param, ids in (("logit_bias", bias), ("stop_token_ids", extra_ids), ("allowed_token_ids", allowed)):
         if ids and max(ids) >= model.vocab_size:
             text = f"Token id {max(ids)} is outside the vocabulary of {model.vocab_size} ids."
             raise ApiError(400, text, param=param)
     if stops and model.tokenizer is None:
         raise DataError("The served model has no tokenizer, so it cannot stop at a text. Use stop_token_ids.")
+    defaults = model.sampling_defaults
+    top_k = defaults.top_k if body.top_k is None else body.top_k
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min(body.min_tokens or 0, max_new_tokens),
-        temperature=stable_temperature(_default(body.temperature, 1.0)),
-        top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=_default(body.repetition_penalty, 1.0),
-        presence_penalty=_default(body.presence_penalty, 0.0),
-        frequency_penalty=_default(body.frequency_penalty, 0.0),
+        temperature=stable_temperature(_first(body.temperature, defaults.temperature, 1.0)),
+        top_k=top_k if top_k is not None and top_k > 0 else None,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        presence_penalty=_first(body.presence_penalty, 0.0),
+        frequency_penalty=_first(body.frequency_penalty, 0.0),
         logit_bias=bias,
+        allowed_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
+        bad_words_ids=_bad_words_ids(body.bad_words or [], model),
         seed=secrets.randbits(63) if body.seed is None else body.seed & MAX_SEED,
         stop_ids=tuple(sorted({*(() if body.ignore_eos else model.stop_ids), *extra_ids})),
         stop_strings=tuple(dict.fromkeys(stops)),
+        keep_stop=body.keeps_stop,
+        hidden_ids=_hidden_ids(model) if body.skip_special_tokens else (),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        constraint=None if body.response_format is None else _constraint(body.response_format),
+        constraint=request_constraint(body),
     )
+
+
+def _bad_words_ids(words: Sequence[str], model: ModelCard) -> tuple[tuple[int, ...], ...]:
+    """Returns the ids of words, at the beginning of a text and after a space, where most vocabularies have other tokens for them."""
+    texts = [text for word in words for text in (word.lstrip() or word, " " + word.lstrip())]
+    return tuple(dict.fromkeys(ids for text in texts if (ids := tuple(model.encode(text)))))
+
+
+def _hidden_ids(model: ModelCard) -> tuple[int, ...]:
+    """Returns the special ids but those that mark the parts of an answer, which are read from its text."""
+    marks = {*TOOL_MARKERS, *(tag for tags in REASONING_TAGS.values() for tag in tags)}
+    return tuple(token for token, name in model.texts.special_ids.items() if name not in marks)
 
 
 def samples(
@@ -154,19 +189,6 @@ def stable_temperature(asked: float) -> float:
     return 0.0 if asked < LEAST_TEMPERATURE else asked
 
 
-def _constraint(wanted: ResponseFormat) -> Constraint | None:
-    if wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return Constraint(kind="json")
-    if wanted.type == "regex":
-        return Constraint(kind="regex", grammar=wanted.regex or "")
-    grammar = json.dumps(wanted.json_schema.schema_ if wanted.json_schema else {})
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        text = f"The schema has {len(grammar)} characters, more than the {MAX_GRAMMAR_CHARS} that this server takes."
-        raise ApiError(400, text, param="response_format")
-    return Constraint(kind="json_schema", grammar=grammar)
-
-
-def _default(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _first(*values: float | None) -> float:
+    """Returns the first that is given; the last one is."""
+    return next(value for value in values if value is not None)

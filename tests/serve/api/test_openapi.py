@@ -105,9 +105,11 @@ def test_every_route_is_in_the_schema_with_its_body(server: LiveServer):
     with server.client() as http:
         found = http.get("/openapi.json").json()
     bodies = {path: operation for path, methods in found["paths"].items() for operation in methods.values()}
-    for path in ("/api", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"):
+    similar = ("/v1/rerank", "/rerank", "/v1/score", "/score")
+    generating = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+    for path in ("/api", *generating, "/v1/embeddings", *similar, "/tokenize", "/detokenize"):
         ref = bodies[path]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         assert ref.rpartition("/")[2] in found["components"]["schemas"]
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in generating:
         assert {"application/json", "text/event-stream"} == bodies[path]["responses"]["200"]["content"].keys()
-    assert {"/v1/models", "/healthz", "/readyz", "/metrics", "/tokenizer_info"} <= bodies.keys()
+    assert {"/v1/models", "/healthz", "/health", "/version", "/readyz", "/metrics", "/tokenizer_info"} <= bodies.keys()

@@ -353,3 +353,89 @@ def test_the_page_names_no_other_host_and_has_the_colours_of_a_report():
     for colors in re.findall(r"--page:[^}]*--c1:#\w+", report_style()):
         for color in colors.split(";"):
             assert color in html
+
+
+def test_a_schema_is_sent_and_what_is_none_is_told(live: LiveServer, open_page: OpenPage, screenshots: Path):
+    live.engine.script = b'{"name":"Ada"}'
+    with open_page(live.url) as page:
+        _wait(page, "#state", "ready")
+        assert page.locator("#schema").is_hidden()
+        _set(page, prompt="Who?", max_tokens=14)
+        page.select_option("#format", "json_schema")
+        page.click("#prompt-send")
+        _wait(page, "#error", "write the JSON schema")
+        _set(page, schema='{"type": "object",}')
+        page.click("#prompt-send")
+        _wait(page, "#error", "The JSON schema is not JSON")
+        schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+        _set(page, schema=json.dumps(schema))
+        with page.expect_request("**/v1/completions") as sent:
+            page.click("#prompt-send")
+        _wait(page, "#prompt-stats", "14 tokens")
+        assert sent.value.post_data_json["response_format"]["json_schema"]["schema"] == schema
+        assert live.engine.seen[-1][1].constraint.kind == "json_schema"
+        page.screenshot(path=screenshots / "schema.png")
+        for kind, text in (("regex", "[0-9]+"), ("grammar", 'root ::= "a"')):
+            page.select_option("#format", kind)
+            _set(page, schema=text)
+            page.click("#prompt-send")
+            _wait(page, "#prompt-stats", "token limit reached")
+            assert live.engine.seen[-1][1].constraint.grammar == text
+        page.click("#reset")
+        assert page.input_value("#format") == "text" and page.locator("#schema").is_hidden()
+
+
+def test_tools_are_called_and_their_results_sent(live: LiveServer, open_page: OpenPage, screenshots: Path):
+    live.engine.script = b'So: <tool_call>{"name": "weather", "arguments": {"place": "Rome"}}</tool_call>'
+    object.__setattr__(live.state.options, "tool_call_format", "hermes")
+    with open_page(live.url) as page:
+        page.click("#tab-chat")
+        page.click("#tools-box > summary")
+        _set(page, tools="[", message="Hot?", max_tokens=len(live.engine.script))
+        page.click("#chat-send")
+        _wait(page, "#error", "Tools is not JSON")
+        _set(page, tools='{"name": "weather", "parameters": {"type": "object"}}')
+        page.click("#chat-send")
+        _wait(page, "#log .call", "weather")
+        assert '"place": "Rome"' in page.locator("#log .call code").inner_text()
+        assert "".join(page.locator("#log .out .t:not(.cut)").all_text_contents()) == "So: "
+        page.locator("#log .call").scroll_into_view_if_needed()
+        page.screenshot(path=screenshots / "tools.png")
+        live.engine.script = b"It is hot."
+        page.fill("#log .call textarea", "31 C")
+        _set(page, max_tokens=10)
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.get_by_text("Send results").click()
+        _wait(page, "#log", "It is hot.")
+        called, result = sent.value.post_data_json["messages"][1:]
+        assert called["tool_calls"][0]["function"]["name"] == "weather" and called["content"] == "So: "
+        assert result == {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "31 C"}
+
+
+@pytest.mark.parametrize(("width", "height"), [(1200, 800), (420, 300)])
+def test_the_tip_stays_on_the_screen_and_shows_the_bytes_of_a_character(
+    live: LiveServer, open_page: OpenPage, screenshots: Path, width: int, height: int
+):
+    live.engine.script = b"x" + b"\xf0\x9f" + "y😀z".encode()
+    with open_page(live.url, width=width) as page:
+        page.set_viewport_size({"width": width, "height": height})
+        _set(page, prompt="p") if width > 900 else page.fill("#prompt", "p")
+        if width <= 900:
+            page.click("#controls > summary")
+        _set(page, max_tokens=9)
+        page.click("#prompt-send")
+        _wait(page, "#prompt-stats", "token limit reached")
+        spans = page.locator("#prompt-out .t")
+        assert spans.all_text_contents() == ["x", "\ufffd", "y", "😀", "z"]
+        for text, said in (("\ufffd", "bytes F0 9F: no character"), ("😀", "bytes F0 9F 98 80, 4 tokens")):
+            page.locator("#prompt-out .t", has_text=text).hover()
+            assert page.locator("#tip .bytes").inner_text() == said
+            assert page.locator("#tip tr.own td:first-child").first.inner_text() == "F0"
+            box = page.locator("#tip").bounding_box()
+            assert (
+                box["x"] >= 0
+                and box["x"] + box["width"] <= width
+                and box["y"] >= 0
+                and box["y"] + box["height"] <= height
+            )
+        page.screenshot(path=screenshots / f"bytes-{width}.png")

@@ -9,7 +9,7 @@ import pytest
 
 from petatron.serve.model_card import ModelCard
 from petatron.serve.tool_calls import ToolCall, ToolCallFormat, ToolCallParser, template_format
-from tests.serve.fake_engine import FakeEngine
+from tests.serve.api.writing_engine import WritingEngine
 from tests.serve.live_server import live_server
 
 LOOK, FIND = ToolCall("look", '{"at": "Köln <b>"}'), ToolCall("find", "{}")
@@ -65,20 +65,9 @@ def test_the_format_is_the_template_s(template: str, form: str | None):
     assert template_format(template) == form
 
 
-class _Writes(FakeEngine):
-    """Answers a given text, and then the end."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(max_length=1000)
-        self._script = [*text.encode(), 256]
-
-    def _draw(self, request) -> int:
-        return self._script[len(request.completion.ids)]
-
-
 def _message(text: str, *, stream: bool, template: str = "<tool_call>", **options):
     """What the OpenAI client makes of an answer, its finish reason, and the text of the prompt."""
-    engine = _Writes(text)
+    engine = WritingEngine(text)
     settings = {name: options.pop(name) for name in ("tool_call_format",) if name in options}
     source = template + "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
     card = ModelCard.of_engine(engine, name="fake", created_s=1, chat_template=source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from petatron.base.errors import ConfigError, DataError
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from petatron.infer.completion import Completion
-from petatron.infer.constraint import ConstraintCompiler
+from petatron.infer.constraint import ANY_WHITESPACE, ConstraintCompiler
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import Constraint, SamplingParams
@@ -100,8 +101,44 @@ def test_any_json_is_an_object():
         assert isinstance(json.loads(answer.text), dict)
 
 
+@pytest.mark.parametrize(
+    "constraint", [Constraint(kind="json"), Constraint(kind="json_schema", grammar=json.dumps(SCHEMA))]
+)
+def test_json_is_compact_unless_white_space_is_asked_for(constraint: Constraint):
+    flexible = replace(constraint, whitespace=ANY_WHITESPACE)
+    compact, spaced = (
+        [one.text for one in engine().complete([[1, 2, 3]], [_sampled(each, number) for number in range(3)])[0]]
+        for each in (constraint, flexible)
+    )
+    assert not any(re.sub(r'"[^"]*"', "", text).count(part) for text in compact for part in " \n\r\t")
+    assert any(re.sub(r'"[^"]*"', "", text).strip().count(part) for text in spaced for part in " \n\r\t")
+
+
+def _sampled(constraint: Constraint, sample: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=40, temperature=2.0, sample=sample, constraint=constraint)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        ('start: "ja" | "nein" /[0-9]{2}/', r"ja|nein[0-9]{2}"),
+        ('root ::= "ja" | "nein" digit digit\ndigit ::= [0-9]', r"ja|nein[0-9]{2}"),
+    ],
+)
+def test_a_grammar_of_either_notation(grammar: str, pattern: str):
+    for sample in range(3):
+        answer = draw(engine(), Constraint(kind="grammar", grammar=grammar), temperature=2.0, sample=sample)
+        assert re.fullmatch(pattern, answer.text) and answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("grammar", ["start: nothing", "root ::= (", "", "no grammar at all"])
+def test_a_grammar_that_cannot_be_read_is_refused(grammar: str):
+    with pytest.raises(DataError, match="The grammar cannot be used as a constraint"):
+        ConstraintCompiler(ByteTokenizer(), vocab_size=300).check(Constraint(kind="grammar", grammar=grammar))
+
+
 def test_preemption_and_batches_change_nothing():
-    constraint = Constraint(kind="json_schema", grammar=json.dumps(SCHEMA))
+    constraint = Constraint(kind="json_schema", grammar=json.dumps(SCHEMA), whitespace=ANY_WHITESPACE)
     params = [SamplingParams(max_new_tokens=60, temperature=3.0, sample=n, constraint=constraint) for n in range(4)]
     scarce = Engine(model(), ByteTokenizer(), EngineOptions(page_size=4, max_sequences=4, num_pages=42))
     together = scarce.complete([[1, 2, 3, 4, 5, 6, 7, 8]] * 2, params)

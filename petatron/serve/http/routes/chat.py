@@ -5,76 +5,170 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from petatron.infer.completion import Completion, TokenEvent
+from petatron.infer.sampling_params import SamplingParams
+from petatron.serve.answer_splitter import AnswerSplitter
 from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.json_body import read_body
-from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatTool
-from petatron.serve.http.routes.completions import check_batch, usage
-from petatron.serve.http.run_generations import TokenStream, complete
-from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples, sampling_params
+from petatron.serve.http.beams import beam_params, check_beams, complete_by_beams
+from petatron.serve.http.chat_answer import ChatAnswer
+from petatron.serve.http.chat_tools import ToolChoice, choose_tools
+from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
+from petatron.serve.http.read_request import read_request
+from petatron.serve.http.routes.completions import check_batch, check_samples
+from petatron.serve.http.run_generations import complete
+from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples, sampling_params, truncated
 from petatron.serve.http.server_state import ServerState, state_of
-from petatron.serve.logprob_formats import chat_logprobs
 from petatron.serve.model_card import ModelCard
-from petatron.serve.tool_calls import ToolCallFormat, ToolCallParser
+from petatron.serve.reasoning import ReasoningParser, opens_reasoning
+from petatron.serve.tool_calls import ToolCallParser
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat as the engine gets it. splitter: makes that of one answer."""
+
+    ids: Sequence[int]
+    params: SamplingParams
+    tools: ToolChoice
+    splitter: Callable[[], AnswerSplitter]
 
 
 async def post_chat_completion(request: Request) -> Response:
     state = state_of(request)
-    body = await read_body(request, ChatCompletionRequest)
-    model = state.check_model(body.model)
-    _check(body)
-    limits, n = state.options.limits, body.n or 1
+    body = await read_request(request, ChatCompletionRequest)
+    model, n = state.check_model(body.model), body.n or 1
     check_batch(n, state)
-    ids = await encode_chat(await chat_prompt(body, model), model)
-    check_prompt(ids, model, limits, param="messages")
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = sampling_params(
-        body,
-        model,
-        limits,
-        max_new_tokens=new_tokens(asked, model.max_length, [ids], model, limits),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
-    params = replace(params, stop_strings=tuple(dict.fromkeys((*params.stop_strings, *model.chat_stop_strings))))
+    chat = await prepare_chat(body, state)
+    ids, params = chat.ids, chat.params
+    answer = ChatAnswer(body, model, ids, splitter=chat.splitter, echoed=_echoed(body), legacy=chat.tools.legacy)
+    if body.use_beam_search:
+        beams = beam_params(body, params)
+        return JSONResponse(
+            answer.whole(await complete_by_beams(request, state, [ids], beams, keep_stop=params.keep_stop))
+        )
     inbox: Inbox | None = Inbox() if body.stream else None
     generations = [
-        Generation(prompt, one, index=index, inbox=inbox)
-        for index, (prompt, one) in enumerate(samples([ids], params, n, model))
+        Generation(prompt_ids, one, index=index, inbox=inbox)
+        for index, (prompt_ids, one) in enumerate(samples([ids], params, n, model))
     ]
-    answer = _ChatAnswer(body, model, len(ids), tool_format=_tool_format(body, state))
     if inbox is not None:
         return await answer.stream(state, generations, inbox).prepare(request)
     return JSONResponse(answer.whole(await complete(request, state, generations)))
 
 
-async def chat_prompt(body: ChatCompletionRequest, model: ModelCard) -> str:
-    """Returns the text of the messages."""
-    tools = [one.model_dump() for one in _offered_tools(body)] or None
-    return await render_messages(
-        body.messages,
+async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> PreparedChat:
+    """Renders and encodes the messages, and reads how they are answered."""
+    _check(body)
+    model, limits = state.model, state.options.limits
+    tools = choose_tools(body, state.options.tool_format(model.chat_template.tool_source))
+    prompt = await chat_prompt(body.messages, body, model, tools=tools.offered)
+    ids = await encode_chat(prompt, model, add_prefix=bool(body.add_special_tokens))
+    ids = truncated(ids, body.truncate_prompt_tokens, model)
+    check_prompt(ids, model, limits, param="messages")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    room = min(new_tokens(asked, model.max_length, [ids], model, limits), model.max_length - len(ids))
+    params = sampling_params(
+        body,
         model,
-        tools=tools,
-        add_generation_prompt=body.add_generation_prompt,
-        values=body.chat_template_kwargs,
+        limits,
+        max_new_tokens=room,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
     )
+    check_beams(body, constrained=params.constraint is not None)
+    params = constrain_to_tools(params, tools, model)
+    params = replace(params, stop_strings=tuple(dict.fromkeys((*params.stop_strings, *model.chat_stop_strings))))
+    return PreparedChat(ids, params, tools, splitter_of(tools, _reasoning(body, prompt, params, state)))
 
 
-def _offered_tools(body: ChatCompletionRequest) -> Sequence[ChatTool]:
-    return [] if body.tool_choice == "none" else body.tools or []
+def constrain_to_tools(params: SamplingParams, tools: ToolChoice, model: ModelCard) -> SamplingParams:
+    """Holds the answer to the grammar of calls, where the request forces or checks them."""
+    grammar = tools.constraint(model)
+    if grammar is None:
+        return params
+    if params.constraint is not None:
+        text = "tool_choice and strict tools constrain the answer, and response_format does too. Send one of them."
+        raise ApiError(400, text, param="response_format")
+    return replace(params, constraint=grammar)
 
 
-def _tool_format(body: ChatCompletionRequest, state: ServerState) -> ToolCallFormat | None:
-    """Returns how the answer may call tools; None if none was offered."""
-    return state.options.tool_format(state.model.chat_template.tool_source) if _offered_tools(body) else None
+def splitter_of(tools: ToolChoice, reasoning: ReasoningParser | None) -> Callable[[], AnswerSplitter]:
+    """Returns what makes the splitter of one answer. A parser is a state, so each answer has its own."""
+
+    def build() -> AnswerSplitter:
+        parser = None if tools.form is None else ToolCallParser(tools.form, tools.names)
+        own = None if reasoning is None else ReasoningParser(reasoning.form, inside=reasoning.inside)
+        return AnswerSplitter(own, parser, max_calls=None if tools.parallel else 1)
+
+    return build
+
+
+def _reasoning(
+    body: ChatCompletionRequest, prompt: str, params: SamplingParams, state: ServerState
+) -> ReasoningParser | None:
+    """Returns how reasoning is told apart; None: all is content. A constraint is one of the content, from its first token on."""
+    if body.separate_reasoning is False or params.constraint is not None:
+        return None
+    return reasoning_of(prompt, state)
+
+
+def reasoning_of(prompt: str, state: ServerState) -> ReasoningParser | None:
+    """Returns the parser of reasoning for answers to a prompt; None if the model's chat template shows none."""
+    template = state.model.chat_template
+    form = state.options.reasoning_tags(template.source + template.tool_source)
+    return None if form is None else ReasoningParser(form, inside=opens_reasoning(prompt, form))
+
+
+def _echoed(body: ChatCompletionRequest) -> str:
+    """Returns the last message, if it is asked for and of the role that answers."""
+    last = body.messages[-1]
+    return message_text(last) or "" if body.echo and last.role == "assistant" else ""
+
+
+async def chat_prompt(
+    messages: Sequence[ChatMessage], body: ChatPromptFields, model: ModelCard, *, tools: Sequence[ChatTool]
+) -> str:
+    """Returns the text of the messages; where the last one is to be continued, it ends with it."""
+    given = [one.model_dump(exclude_unset=True) for one in tools] or None
+    values = _template_values(body, model)
+    if not body.continue_final_message:
+        generate = body.add_generation_prompt is not False
+        return await render_messages(messages, model, tools=given, add_generation_prompt=generate, values=values)
+    last = messages[-1]
+    if (last.model_extra or {}).get("tool_calls"):
+        text = "The last message has tool_calls, after which its content cannot go on."
+        raise ApiError(400, text, param="continue_final_message")
+    # The template may write something after the content, or trim it: a mark at its end says where it is.
+    mark = f"\ue000{secrets.token_hex(8)}\ue001"
+    marked = [*messages[:-1], last.model_copy(update={"content": (message_text(last) or "") + mark})]
+    text = await render_messages(marked, model, tools=given, add_generation_prompt=False, values=values)
+    before, found, _ = text.rpartition(mark)
+    if not found:
+        why = (
+            "The model's chat template does not write the content of the last message, so that it cannot be continued."
+        )
+        raise ApiError(400, why, param="continue_final_message")
+    return before
+
+
+def _template_values(body: ChatPromptFields, model: ModelCard) -> dict[str, Any]:
+    """Returns the values of the template that a request sets by name, which the template must read."""
+    values = dict(body.chat_template_kwargs or {})
+    template = model.chat_template
+    for name, value in (("documents", body.documents), ("reasoning_effort", body.reasoning_effort)):
+        if value is None:
+            continue
+        if name not in template.source + template.tool_source:
+            raise ApiError(400, f"{name} has no effect: the model's chat template does not read it.", param=name)
+        values[name] = value
+    return values
 
 
 async def render_messages(
@@ -92,15 +186,19 @@ async def render_messages(
     )
 
 
-async def encode_chat(text: str, model: ModelCard) -> list[int]:
-    """Returns the ids of rendered messages."""
-    return [*model.chat_prefix_ids, *await encode_text(text, model)]
+async def encode_chat(text: str, model: ModelCard, *, add_prefix: bool = False) -> list[int]:
+    """Returns the ids of rendered messages. add_prefix: those that the tokenizer puts before a text, even if a template writes them."""
+    before = model.prefix_ids if add_prefix else model.chat_prefix_ids
+    return [*before, *await encode_text(text, model)]
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
+    return {**_readable_calls(message.model_extra or {}), "role": message.role, "content": message_text(message)}
+
+
+def message_text(message: ChatMessage) -> str | None:
     content = message.content
-    text = "".join(part.text for part in content) if isinstance(content, list) else content
-    return {**_readable_calls(message.model_extra or {}), "role": message.role, "content": text}
+    return "".join(part.text for part in content) if isinstance(content, list) else content
 
 
 def _readable_calls(extra: dict[str, Any]) -> dict[str, Any]:
@@ -123,107 +221,6 @@ def _readable_call(call: Any) -> Any:
 
 
 def _check(body: ChatCompletionRequest) -> None:
+    check_samples(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs true.", param="top_logprobs")
-    if body.tool_choice not in (None, "none", "auto"):
-        text = "tool_choice may be none or auto: tools are shown to the model, which cannot be made to call one."
-        raise ApiError(400, text, param="tool_choice")
-
-
-class _ChatAnswer:
-    """Formats one request's answer."""
-
-    def __init__(
-        self, body: ChatCompletionRequest, model: ModelCard, prompt_tokens: int, *, tool_format: ToolCallFormat | None
-    ) -> None:
-        self._body, self._model, self._prompt_tokens = body, model, prompt_tokens
-        self._tool_format: ToolCallFormat | None = tool_format
-        self._parsers: dict[int, ToolCallParser] = {}
-        self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model.name}
-
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        choices = [self._choice(index, one) for index, one in enumerate(completions)]
-        totals = usage(self._prompt_tokens, completions)
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": totals}
-
-    def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
-        begin = [self._piece(one.index, {"role": "assistant", "content": ""}) for one in generations]
-        text = self._text_piece if self._tool_format is None else None
-        return TokenStream(state, generations, inbox, begin=begin, text=text, chunk=self._chunk, end=self._end)
-
-    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        logprobs = chat_logprobs(completion.logprobs, self._model.texts) if self._body.logprobs else None
-        delta = self._delta(index, completion.text, completion.finish_reason)
-        message = {"role": "assistant", "content": delta.get("content", None if delta else ""), "refusal": None}
-        if "tool_calls" in delta:
-            message["tool_calls"] = [
-                {name: call[name] for name in call if name != "index"} for call in delta["tool_calls"]
-            ]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": self._finish_reason(index, completion.finish_reason),
-            "stop_reason": completion.stop,
-        }
-
-    def _chunk(self, generation: Generation, event: TokenEvent) -> dict[str, Any] | None:
-        delta = self._delta(generation.index, event.text, event.finish_reason)
-        if not delta and event.logprob is None and event.finish_reason is None:
-            return None
-        logprobs = None if event.logprob is None else chat_logprobs([event.logprob], self._model.texts)
-        if not delta and event.finish_reason is None:
-            delta = {"content": ""}
-        return self._piece(
-            generation.index, delta, logprobs, self._finish_reason(generation.index, event.finish_reason)
-        )
-
-    def _delta(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """Returns the new content and calls of tools; nothing of either is left out where there is none."""
-        if self._tool_format is None:
-            return {"content": text} if text else {}
-        parser = self._parser(index)
-        first, found = parser.num_calls, [parser.feed(text)]
-        if finish_reason is not None:
-            found.append(parser.finish())
-        content, calls = "".join(one.content for one in found), [call for one in found for call in one.calls]
-        named = [
-            {
-                "index": number,
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for number, call in enumerate(calls, first)
-        ]
-        return ({"content": content} if content else {}) | ({"tool_calls": named} if named else {})
-
-    def _parser(self, index: int) -> ToolCallParser:
-        if index not in self._parsers:
-            assert self._tool_format is not None
-            names = {str(tool.function.get("name")) for tool in self._body.tools or []}
-            self._parsers[index] = ToolCallParser(self._tool_format, names)
-        return self._parsers[index]
-
-    def _finish_reason(self, index: int, reason: str | None) -> str | None:
-        called = index in self._parsers and self._parsers[index].num_calls > 0
-        return "tool_calls" if called and reason == "stop" else reason
-
-    def _text_piece(self, index: int, text: str) -> dict[str, Any]:
-        return self._piece(index, {"content": text})
-
-    def _piece(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-
-    def _end(self, completions: list[Completion]) -> list[dict[str, Any]]:
-        if self._body.stream_options is None or not self._body.stream_options.include_usage:
-            return []
-        totals = usage(self._prompt_tokens, completions)
-        return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": totals}]

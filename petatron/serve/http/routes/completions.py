@@ -13,32 +13,39 @@ from fastapi.responses import JSONResponse
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.json_body import read_body
-from petatron.serve.http.openai_requests import CompletionRequest
+from petatron.serve.http.beams import beam_params, check_beams, complete_by_beams
+from petatron.serve.http.openai_requests import CompletionRequest, SamplingFields
+from petatron.serve.http.read_request import read_request
 from petatron.serve.http.run_generations import TokenStream, complete
-from petatron.serve.http.sampling import EncodedPrompt, encode_prompts, new_tokens, samples, sampling_params
+from petatron.serve.http.sampling import (
+    EncodedPrompt,
+    check_prompt,
+    encode_prompts,
+    encode_text,
+    new_tokens,
+    samples,
+    sampling_params,
+)
 from petatron.serve.http.server_state import ServerState, state_of
+from petatron.serve.http.token_usage import usage
 from petatron.serve.logprob_formats import completion_logprobs, prompt_logprobs
 from petatron.serve.model_card import ModelCard
+from petatron.serve.serve_options import ServeLimits
 
 _DEFAULT_MAX_TOKENS = 16
 
 
 async def post_completion(request: Request) -> Response:
     state = state_of(request)
-    body = await read_body(request, CompletionRequest)
+    body = await read_request(request, CompletionRequest)
     model = state.check_model(body.model)
     _check(body)
-    limits = state.options.limits
-    prompts = await encode_prompts(body.prompt, model, limits, param="prompt")
+    limits, n = state.options.limits, body.n or 1
+    prompts = await _encode(body, model, limits)
     ids = [prompt.ids for prompt in prompts]
-    n = body.n or 1
     check_batch(len(prompts) * n, state)
-    scored = (
-        body.prompt_logprobs
-        if not (body.echo and body.logprobs is not None)
-        else max(body.logprobs, body.prompt_logprobs or 0)
-    )
+    reports_echo = body.echo and body.logprobs is not None
+    scored = max(body.logprobs or 0, body.prompt_logprobs or 0) if reports_echo else body.prompt_logprobs
     params = sampling_params(
         body,
         model,
@@ -47,15 +54,43 @@ async def post_completion(request: Request) -> Response:
         logprobs=body.logprobs,
         prompt_logprobs=scored,
     )
+    check_beams(body, constrained=params.constraint is not None)
+    answer = _Answer(body, model, prompts, n)
+    if body.use_beam_search:
+        beams = beam_params(body, params)
+        return JSONResponse(
+            answer.whole(await complete_by_beams(request, state, ids, beams, keep_stop=params.keep_stop))
+        )
     inbox: Inbox | None = Inbox() if body.stream else None
     generations = [
         Generation(prompt, one, index=index, inbox=inbox)
         for index, (prompt, one) in enumerate(samples(ids, params, n, model))
     ]
-    answer = _Answer(body, model, prompts, n)
     if inbox is not None:
         return await answer.stream(state, generations, inbox).prepare(request)
     return JSONResponse(answer.whole(await complete(request, state, generations)))
+
+
+async def _encode(body: CompletionRequest, model: ModelCard, limits: ServeLimits) -> list[EncodedPrompt]:
+    """Returns the prompts; those of a request with a suffix are texts around a gap."""
+    add_prefix = body.add_special_tokens is not False
+    truncate = body.truncate_prompt_tokens
+    if not body.suffix:
+        return await encode_prompts(
+            body.prompt, model, limits, param="prompt", truncate=truncate, add_prefix=add_prefix
+        )
+    if model.fill_in_middle is None:
+        text = "suffix needs a model that was trained to fill a gap: this one's tokenizer has no tokens for it."
+        raise ApiError(400, text, param="suffix")
+    if body.echo or truncate is not None:
+        raise ApiError(400, "suffix goes neither with echo nor with truncate_prompt_tokens.", param="suffix")
+    before = await encode_prompts(body.prompt, model, limits, param="prompt", add_prefix=False)
+    after = await encode_text(body.suffix, model)
+    prefix = model.prefix_ids if add_prefix else ()
+    prompts = [EncodedPrompt([*prefix, *model.fill_in_middle.prompt(one.ids, after)], one.text) for one in before]
+    for prompt in prompts:
+        check_prompt(prompt.ids, model, limits, param="prompt")
+    return prompts
 
 
 def check_batch(sequences: int, state: ServerState) -> None:
@@ -65,26 +100,20 @@ def check_batch(sequences: int, state: ServerState) -> None:
         raise ApiError(400, text, param="n")
 
 
-def _check(body: CompletionRequest) -> None:
+def check_samples(body: SamplingFields) -> None:
+    """What completions and chats refuse alike."""
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, "best_of must be equal to n: answers are not ranked here.", param="best_of")
-    if body.suffix:
-        raise ApiError(
-            400, "suffix is not supported: the model continues a text, and does not fill a gap.", param="suffix"
-        )
-    if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
-        text = "Log-probabilities of the prompt are not streamed. Leave out stream, or echo with logprobs."
+    if body.stream and body.prompt_logprobs is not None:
+        text = "Log-probabilities of the prompt are not streamed. Leave out stream, or prompt_logprobs."
         raise ApiError(400, text, param="stream")
 
 
-def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, Any]:
-    new = sum(len(one.ids) for one in completions)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": new,
-        "total_tokens": prompt_tokens + new,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in completions)},
-    }
+def _check(body: CompletionRequest) -> None:
+    check_samples(body)
+    if body.stream and body.echo and body.logprobs is not None:
+        text = "Log-probabilities of the prompt are not streamed. Leave out stream, or echo with logprobs."
+        raise ApiError(400, text, param="stream")
 
 
 class _Answer:
@@ -93,7 +122,7 @@ class _Answer:
     def __init__(self, body: CompletionRequest, model: ModelCard, prompts: Sequence[EncodedPrompt], n: int) -> None:
         self._body, self._model, self._prompts, self._n = body, model, prompts, n
         self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
+            "id": f"cmpl-{body.request_id or secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": model.name,
@@ -106,7 +135,10 @@ class _Answer:
 
     def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
         begin = [self._piece(one.index, self._echoed(one.index)) for one in generations] if self._body.echo else []
-        return TokenStream(state, generations, inbox, begin=begin, text=self._piece, chunk=self._chunk, end=self._end)
+        text = None if self._body.return_token_ids else self._piece
+        return TokenStream(
+            state, generations, inbox, begin=begin, text=text, chunk=self._chunk, end=self._end, joins=text is not None
+        )
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         body, texts = self._body, self._model.texts
@@ -118,9 +150,12 @@ class _Answer:
             if body.echo:
                 ids = [*completion.prompt_ids, *ids]
                 entries = [None, *completion.prompt_logprobs, *entries]
-            choice["logprobs"] = completion_logprobs(ids, entries, texts)
+            as_ids = bool(body.return_tokens_as_token_ids)
+            choice["logprobs"] = completion_logprobs(ids, entries, texts, as_ids=as_ids)
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(completion.prompt_logprobs, texts)
+        if body.return_token_ids:
+            choice |= {"prompt_token_ids": list(completion.prompt_ids), "token_ids": list(completion.ids)}
         return choice
 
     def _echoed(self, index: int) -> str:
@@ -128,15 +163,20 @@ class _Answer:
         return self._model.texts.decode(prompt.ids) if prompt.text is None else prompt.text
 
     def _chunk(self, generation: Generation, event: TokenEvent) -> dict[str, Any] | None:
-        if not event.text and event.logprob is None and event.finish_reason is None:
+        ids = self._body.return_token_ids
+        if not event.text and event.logprob is None and event.finish_reason is None and not ids:
             return None
         logprobs = None
         if event.logprob is not None:
             offset = self._offsets.setdefault(generation, len(self._echoed(generation.index)) if self._body.echo else 0)
             token = event.logprob.token
-            logprobs = completion_logprobs([token], [event.logprob], self._model.texts, offset=offset)
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            logprobs = completion_logprobs([token], [event.logprob], self._model.texts, offset=offset, as_ids=as_ids)
             self._offsets[generation] = offset + len(event.text)
-        return self._piece(generation.index, event.text, logprobs, event.finish_reason)
+        piece = self._piece(generation.index, event.text, logprobs, event.finish_reason)
+        if ids:
+            piece["choices"][0]["token_ids"] = [] if event.token is None else [event.token]
+        return piece
 
     def _piece(
         self, index: int, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None

@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation import Generation
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.json_body import read_body
 from petatron.serve.http.openai_requests import EmbeddingRequest
+from petatron.serve.http.read_request import read_request
 from petatron.serve.http.routes.completions import check_batch
 from petatron.serve.http.run_generations import complete
 from petatron.serve.http.sampling import encode_prompts
@@ -23,11 +23,13 @@ from petatron.serve.http.server_state import state_of
 
 async def post_embedding(request: Request) -> Response:
     state = state_of(request)
-    body = await read_body(request, EmbeddingRequest)
+    body = await read_request(request, EmbeddingRequest)
     model = state.check_model(body.model)
     if body.dimensions is not None:
         raise ApiError(400, "dimensions is not supported: a hidden state cannot be shortened.", param="dimensions")
-    prompts = await encode_prompts(body.input, model, state.options.limits, param="input")
+    prompts = await encode_prompts(
+        body.input, model, state.options.limits, param="input", truncate=body.truncate_prompt_tokens
+    )
     check_batch(len(prompts), state)
     params = SamplingParams(max_new_tokens=0, temperature=0.0, pooling=body.pooling)
     generations = [Generation(prompt.ids, params, index=index) for index, prompt in enumerate(prompts)]

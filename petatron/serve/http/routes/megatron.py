@@ -9,11 +9,12 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from petatron.infer.beam.beam_search import BeamParams, BeamSearch
+from petatron.infer.beam.beam_search import BeamParams
 from petatron.infer.completion import Completion
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.serve.generation import Generation
 from petatron.serve.http.api_error import ApiError
+from petatron.serve.http.beams import search_beams
 from petatron.serve.http.json_body import read_body
 from petatron.serve.http.megatron_requests import DEFAULT_TOKENS, MegatronRequest
 from petatron.serve.http.routes.completions import check_batch
@@ -99,23 +100,18 @@ def _with_constraint(params: SamplingParams, body: MegatronRequest, prompt: str)
 async def _search_beams(
     request: Request, body: MegatronRequest, state: ServerState, prompt_ids: list[int], params: SamplingParams
 ) -> dict[str, Any]:
-    """Runs the steps of a beam search as requests of one token; the client may leave between and during them."""
     assert body.beam_width is not None
     beams = BeamParams(width=body.beam_width, max_new_tokens=params.max_new_tokens, stop_ids=params.stop_ids)
     if body.length_penalty is not None:
         beams = replace(beams, length_penalty=body.length_penalty)
-    search = BeamSearch(prompt_ids, beams, state.model.vocab_size)
-    while not search.is_over:
-        generations = [Generation(ids, one, index=index) for index, (ids, one) in enumerate(search.requests())]
-        found = await complete(request, state, generations)
-        search.advance([completion.logprobs[0] for completion in found])
+    answers = await search_beams(request, state, prompt_ids, beams)
     texts = state.model.texts
-    tokens = [[*prompt_ids, *one.ids] for one in search.answers]
+    tokens = [[*prompt_ids, *one.ids] for one in answers]
     return {
-        "text": [body.prompts[0] + texts.decode(one.text_ids(beams.stop_ids)) for one in search.answers],
+        "text": [body.prompts[0] + texts.decode(one.text_ids(beams.stop_ids)) for one in answers],
         "segments": [[texts.text_of(token) for token in ids] for ids in tokens],
         "tokens": tokens,
-        "scores": [finite(one.score) for one in search.answers],
+        "scores": [finite(one.score) for one in answers],
     }
 
 

@@ -8,9 +8,9 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.json_body import read_body
 from petatron.serve.http.openai_requests import DetokenizeRequest, TokenizeRequest
-from petatron.serve.http.routes.chat import encode_chat, render_messages
+from petatron.serve.http.read_request import read_request
+from petatron.serve.http.routes.chat import chat_prompt, encode_chat
 from petatron.serve.http.sampling import encode_text
 from petatron.serve.http.server_state import state_of
 from petatron.serve.model_card import ModelCard
@@ -21,6 +21,9 @@ async def get_models(request: Request) -> JSONResponse:
 
 
 async def get_model(request: Request, model: str) -> JSONResponse:
+    """One model; the list of them where no name follows the slash."""
+    if not model:
+        return await get_models(request)
     return JSONResponse(_card(state_of(request).check_model(model)))
 
 
@@ -33,15 +36,15 @@ def _card(model: ModelCard) -> dict[str, Any]:
         "max_model_len": model.max_prompt_tokens,
         "step": model.step,
         "chat_format": "template" if model.has_chat_template else "plain",
+        "sampling": model.sampling_defaults.given(),
     }
 
 
 async def post_tokenize(request: Request) -> JSONResponse:
-    body = await read_body(request, TokenizeRequest)
+    body = await read_request(request, TokenizeRequest)
     model = state_of(request).check_model(body.model)
     if body.messages is not None:
-        generation_prompt = body.add_generation_prompt
-        text = await render_messages(body.messages, model, add_generation_prompt=generation_prompt)
+        text = await chat_prompt(body.messages, body, model, tools=body.tools or [])
         ids = await encode_chat(text, model)
     else:
         ids = await encode_text(body.prompt or "", model)
@@ -54,7 +57,7 @@ async def post_tokenize(request: Request) -> JSONResponse:
 
 
 async def post_detokenize(request: Request) -> JSONResponse:
-    body = await read_body(request, DetokenizeRequest)
+    body = await read_request(request, DetokenizeRequest)
     model = state_of(request).check_model(body.model)
     if body.tokens and max(body.tokens) >= model.vocab_size:
         text = f"Token id {max(body.tokens)} is outside the vocabulary of {model.vocab_size} ids."

@@ -1,0 +1,145 @@
+"""Formats the answer to a chat, whole or as it grows: reasoning, content, calls of tools, log-probabilities."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from petatron.infer.completion import Completion, TokenEvent
+from petatron.serve.answer_splitter import AnswerSplitter
+from petatron.serve.generation import Generation, Inbox
+from petatron.serve.http.openai_requests import ChatCompletionRequest
+from petatron.serve.http.run_generations import TokenStream
+from petatron.serve.http.server_state import ServerState
+from petatron.serve.http.token_usage import usage
+from petatron.serve.logprob_formats import chat_logprobs, prompt_logprobs
+from petatron.serve.model_card import ModelCard
+from petatron.serve.tool_calls import ToolCall
+
+
+class ChatAnswer:
+    """Of one request. splitter: makes that of one of its answers. echoed: text before each answer. legacy: calls are `function_call`."""
+
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        model: ModelCard,
+        prompt_ids: Sequence[int],
+        *,
+        splitter: Callable[[], AnswerSplitter],
+        echoed: str = "",
+        legacy: bool = False,
+    ) -> None:
+        self._body, self._model, self._prompt_ids = body, model, prompt_ids
+        self._splitter, self._echoed, self._legacy = splitter, echoed, legacy
+        self._splitters: dict[int, AnswerSplitter] = {}
+        number = body.request_id or secrets.token_hex(12)
+        self._head = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model.name}
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        body = self._body
+        answer = {**self._head, "object": "chat.completion"}
+        answer["choices"] = [self._choice(index, one) for index, one in enumerate(completions)]
+        answer["usage"] = usage(len(self._prompt_ids), completions)
+        if body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(completions[0].prompt_logprobs, self._model.texts)
+        if body.return_token_ids:
+            answer["prompt_token_ids"] = list(self._prompt_ids)
+        return answer
+
+    def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
+        begin = [self._piece(one.index, {"role": "assistant", "content": self._echoed}) for one in generations]
+        probe = self._splitter()
+        plain = probe.tools is None and probe.reasoning is None and not self._body.return_token_ids
+        text = self._text_piece if plain else None
+        joins = not self._body.return_token_ids
+        return TokenStream(
+            state, generations, inbox, begin=begin, text=text, chunk=self._chunk, end=self._end, joins=joins
+        )
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        parts = self._split(index, completion.text, final=True)
+        content = self._echoed + parts.get("content", "")
+        has_other = "tool_calls" in parts or "function_call" in parts or "reasoning" in parts
+        message = {"role": "assistant", "content": content or (None if has_other else ""), "refusal": None}
+        message |= {name: parts[name] for name in ("reasoning_content", "reasoning", "function_call") if name in parts}
+        if "tool_calls" in parts:
+            message["tool_calls"] = [
+                {name: call[name] for name in call if name != "index"} for call in parts["tool_calls"]
+            ]
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(completion.logprobs) if self._body.logprobs else None,
+            "finish_reason": self._finish_reason(index, completion.finish_reason),
+            "stop_reason": completion.stop,
+        }
+        return choice | ({"token_ids": list(completion.ids)} if self._body.return_token_ids else {})
+
+    def _chunk(self, generation: Generation, event: TokenEvent) -> dict[str, Any] | None:
+        delta = self._split(generation.index, event.text, final=event.finish_reason is not None)
+        if not delta and event.logprob is None and event.finish_reason is None and not self._body.return_token_ids:
+            return None
+        logprobs = None if event.logprob is None else self._logprobs([event.logprob])
+        if not delta and event.finish_reason is None:
+            delta = {"content": ""}
+        reason = self._finish_reason(generation.index, event.finish_reason)
+        piece = self._piece(generation.index, delta, logprobs, reason)
+        if self._body.return_token_ids:
+            piece["choices"][0]["token_ids"] = [] if event.token is None else [event.token]
+        return piece
+
+    def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any]:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(entries, self._model.texts, as_ids=as_ids)
+
+    def _split(self, index: int, text: str, *, final: bool) -> dict[str, Any]:
+        """Returns the new parts of an answer under the names that clients read; those that are empty are left out."""
+        if index not in self._splitters:
+            self._splitters[index] = self._splitter()
+        splitter = self._splitters[index]
+        first = splitter.num_calls
+        found = splitter.feed(text, final=final)
+        parts: dict[str, Any] = {"content": found.content} if found.content else {}
+        if found.reasoning and self._body.include_reasoning is not False:
+            parts |= {"reasoning_content": found.reasoning, "reasoning": found.reasoning}
+        if found.calls and self._legacy:
+            parts["function_call"] = _function(found.calls[0])
+        elif found.calls:
+            parts["tool_calls"] = [_tool_call(number, call) for number, call in enumerate(found.calls, first)]
+        return parts
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        called = index in self._splitters and self._splitters[index].num_calls > 0
+        if not called or reason != "stop":
+            return reason
+        return "function_call" if self._legacy else "tool_calls"
+
+    def _text_piece(self, index: int, text: str) -> dict[str, Any]:
+        return self._piece(index, {"content": text})
+
+    def _piece(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+
+    def _end(self, completions: list[Completion]) -> list[dict[str, Any]]:
+        if self._body.stream_options is None or not self._body.stream_options.include_usage:
+            return []
+        totals = usage(len(self._prompt_ids), completions)
+        return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": totals}]
+
+
+def _function(call: ToolCall) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}
+
+
+def _tool_call(number: int, call: ToolCall) -> dict[str, Any]:
+    return {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": _function(call)}

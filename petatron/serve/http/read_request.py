@@ -1,0 +1,37 @@
+"""Reads the body of an OpenAI route, and judges the fields that it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from fastapi import Request, Response
+
+from petatron.serve.http.json_body import read_body
+from petatron.serve.http.openai_requests import OpenAIRequest
+from petatron.serve.http.request_fields import IGNORED_HEADER, FieldRule, check_extra_fields, header_value
+
+OpenAIBody = TypeVar("OpenAIBody", bound=OpenAIRequest)
+Route = Callable[[Request], Awaitable[Response]]
+
+
+async def read_request(
+    request: Request, body: type[OpenAIBody], *, others: Mapping[str, FieldRule] | None = None
+) -> OpenAIBody:
+    """Returns the body; raises `ApiError` for refused fields, and notes unknown ones for `naming_ignored_fields`."""
+    found = await read_body(request, body)
+    request.state.ignored_fields = check_extra_fields(found.model_extra or {}, others=others)
+    return found
+
+
+def naming_ignored_fields(route: Route) -> Route:
+    """Wraps a route so that its answer names the fields of the request that were ignored."""
+
+    async def wrapped(request: Request) -> Response:
+        answer = await route(request)
+        if names := getattr(request.state, "ignored_fields", None):
+            answer.headers[IGNORED_HEADER] = header_value(names)
+        return answer
+
+    wrapped.__name__, wrapped.__doc__ = route.__name__, route.__doc__
+    return wrapped

@@ -1,0 +1,203 @@
+"""Formats an answer as OpenAI's response object, and as the events of one that is streamed.
+
+An answer is items: reasoning, a message, calls of functions. Each is opened, grows by deltas, and is closed before the next one opens.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from petatron.infer.completion import Completion, TokenEvent, TokenLogprob
+from petatron.serve.answer_splitter import AnswerParts, AnswerSplitter
+from petatron.serve.generation import Generation, Inbox
+from petatron.serve.http.openai_requests import ChatCompletionRequest
+from petatron.serve.http.responses_requests import ResponsesRequest
+from petatron.serve.http.run_generations import TokenStream
+from petatron.serve.http.server_state import ServerState
+from petatron.serve.logprob_formats import chat_logprobs
+from petatron.serve.model_card import ModelCard
+from petatron.serve.tool_calls import ToolCall
+
+_Event = dict[str, Any]
+
+
+class ResponseAnswer:
+    """Of one request, which has one answer."""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        chat: ChatCompletionRequest,
+        model: ModelCard,
+        num_prompt: int,
+        splitter: AnswerSplitter,
+    ) -> None:
+        self._chat, self._model, self._num_prompt, self._splitter = chat, model, num_prompt, splitter
+        self._items: list[dict[str, Any]] = []
+        self._is_open = False
+        self._num_events = 0
+        self._head = {
+            "id": f"resp_{chat.request_id or secrets.token_hex(16)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model.name,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+        }
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        self._add(completion.text, final=True, logprobs=completion.logprobs)
+        return self._response(completion)
+
+    def stream(self, state: ServerState, generation: Generation, inbox: Inbox) -> TokenStream:
+        begin = [
+            self._event(kind, response=self._response(None)) for kind in ("response.created", "response.in_progress")
+        ]
+        return TokenStream(
+            state,
+            [generation],
+            inbox,
+            begin=begin,
+            text=None,
+            chunk=self._chunk,
+            end=lambda completions: self._end(completions[0]),
+            named=True,
+        )
+
+    def _chunk(self, generation: Generation, event: TokenEvent) -> list[_Event]:
+        logprobs = [] if event.logprob is None else [event.logprob]
+        return self._add(event.text, final=event.finish_reason is not None, logprobs=logprobs)
+
+    def _end(self, completion: Completion) -> list[_Event]:
+        kind = "response.incomplete" if completion.finish_reason == "length" else "response.completed"
+        return [self._event(kind, response=self._response(completion))]
+
+    def _response(self, completion: Completion | None) -> dict[str, Any]:
+        """None: it has just begun."""
+        if completion is None:
+            return {
+                **self._head,
+                "status": "in_progress",
+                "output": [],
+                "error": None,
+                "incomplete_details": None,
+                "usage": None,
+            }
+        cut = completion.finish_reason == "length"
+        new = len(completion.ids)
+        usage = {
+            "input_tokens": self._num_prompt,
+            "input_tokens_details": {"cached_tokens": completion.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": new,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self._num_prompt + new,
+        }
+        return {
+            **self._head,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "error": None,
+            "output": self._items,
+            "usage": usage,
+        }
+
+    def _add(self, text: str, *, final: bool, logprobs: Sequence[TokenLogprob] = ()) -> list[_Event]:
+        """Takes new text of the answer, and returns the events of it."""
+        parts: AnswerParts = self._splitter.feed(text, final=final)
+        events: list[_Event] = []
+        if parts.reasoning and self._chat.include_reasoning is not False:
+            events += self._grow("reasoning", parts.reasoning, [])
+        if parts.content:
+            listed = chat_logprobs(logprobs, self._model.texts)["content"] if self._chat.logprobs else []
+            events += self._grow("message", parts.content, listed)
+        for call in parts.calls:
+            events += [*self._close(), *self._call(call)]
+        if final:
+            events += [] if self._items else self._grow("message", "", [])
+            events += self._close()
+        return events
+
+    def _grow(self, kind: str, text: str, logprobs: list[Any]) -> list[_Event]:
+        events: list[_Event] = []
+        if not self._is_open or self._items[-1]["type"] != kind:
+            events += [*self._close(), *self._open(kind)]
+        item = self._items[-1]
+        part = item["content"][0]
+        part["text"] += text
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        if kind == "reasoning":
+            return [*events, self._event("response.reasoning_text.delta", **place, delta=text)] if text else events
+        part["logprobs"] += logprobs
+        delta = self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
+        return [*events, delta] if text else events
+
+    def _open(self, kind: str) -> list[_Event]:
+        if kind == "reasoning":
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            item = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": [], "content": [part]}
+        else:
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "content": [part]}
+        item["status"] = "in_progress"
+        self._items.append(item)
+        self._is_open = True
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        return [
+            self._event("response.output_item.added", output_index=place["output_index"], item={**item, "content": []}),
+            self._event("response.content_part.added", **place, part=dict(part)),
+        ]
+
+    def _close(self) -> list[_Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self._items[-1]
+        item["status"] = "completed"
+        part = item["content"][0]
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        if item["type"] == "reasoning":
+            done = self._event("response.reasoning_text.done", **place, text=part["text"])
+        else:
+            done = self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
+        return [
+            done,
+            self._event("response.content_part.done", **place, part=dict(part)),
+            self._event("response.output_item.done", output_index=place["output_index"], item=item),
+        ]
+
+    def _call(self, call: ToolCall) -> list[_Event]:
+        item = {
+            "id": f"fc_{secrets.token_hex(12)}",
+            "type": "function_call",
+            "call_id": f"call_{secrets.token_hex(12)}",
+        }
+        item |= {"name": call.name, "arguments": call.arguments, "status": "completed"}
+        self._items.append(item)
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        index = place["output_index"]
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        arguments = {"arguments": call.arguments, "name": call.name}
+        return [
+            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
+            self._event("response.function_call_arguments.done", **place, **arguments),
+            self._event("response.output_item.done", output_index=index, item=item),
+        ]
+
+    def _event(self, kind: str, **values: Any) -> _Event:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **values}

@@ -1,0 +1,177 @@
+"""The body of OpenAI's `/v1/responses`, and the chat that it asks for: the same messages, tools and constraint under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from petatron.infer.sampling_params import MAX_TOP_LOGPROBS
+from petatron.serve.http.api_error import ApiError, to_api_error
+from petatron.serve.http.openai_requests import MAX_MESSAGES, MAX_TOOLS, ChatCompletionRequest, OpenAIRequest
+from petatron.serve.http.request_fields import FieldRule
+
+LOGPROBS = "message.output_text.logprobs"
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_KEPT = "The server keeps nothing of a request. Send all items as input."
+RESPONSE_RULES: Mapping[str, FieldRule] = {
+    **{name: FieldRule("refused", _KEPT) for name in ("previous_response_id", "conversation", "prompt")},
+    "background": FieldRule("refused", "An answer is sent to who waits for it.", (False,)),
+    "context_management": FieldRule("refused", "The model reads the input as it is.", ([],)),
+    "image": FieldRule("refused", "The model reads and writes text alone."),
+    "max_tool_calls": FieldRule("refused", "The server runs no tools: each call is one of the client."),
+    "truncation": FieldRule("refused", "Use truncate_prompt_tokens, which keeps the last tokens.", ("disabled",)),
+    "n": FieldRule("refused", "A response is one answer.", (1,)),
+    **{name: FieldRule("refused", "Use max_output_tokens.") for name in ("max_tokens", "max_completion_tokens")},
+    "messages": FieldRule("refused", "Use input."),
+    **{name: FieldRule("refused", "Use tools and tool_choice.") for name in ("functions", "function_call")},
+    "access_programs": FieldRule("none"),
+}
+"""Fields of this route alone."""
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    effort: str | None = None
+
+
+class ResponsesRequest(OpenAIRequest):
+    """POST /v1/responses. Fields of chats that the API does not name, such as top_k or structured_outputs, are taken too."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    text: TextFormat | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=min(20, MAX_TOP_LOGPROBS))] | None = None
+    stream: bool | None = False
+    metadata: dict[str, Any] | None = None
+
+
+_OWN = {
+    *ResponsesRequest.model_fields,
+    "n",
+    "messages",
+    "max_tokens",
+    "max_completion_tokens",
+    "functions",
+    "function_call",
+}
+_SHARED = tuple(name for name in ChatCompletionRequest.model_fields if name not in _OWN)
+"""Fields of chats that this route takes under the same name."""
+
+
+def chat_of(body: ResponsesRequest) -> tuple[ChatCompletionRequest, dict[str, Any]]:
+    """Returns the chat that answers the request, and the fields that neither has."""
+    extra = dict(body.model_extra or {})
+    values: dict[str, Any] = {name: extra.pop(name) for name in _SHARED if name in extra}
+    values |= {
+        "model": body.model,
+        "messages": _messages(body),
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "tools": None if body.tools is None else [_tool(one) for one in body.tools],
+        "tool_choice": body.tool_choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "stream": body.stream,
+        "logprobs": LOGPROBS in (body.include or []),
+        "top_logprobs": body.top_logprobs if LOGPROBS in (body.include or []) else None,
+    }
+    if body.top_logprobs and not values["logprobs"]:
+        raise ApiError(400, f"top_logprobs needs include [{LOGPROBS!r}].", param="top_logprobs")
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        values["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        values["response_format"] = _response_format(body.text.format)
+    try:
+        return ChatCompletionRequest.model_validate(values), extra
+    except ValidationError as error:
+        answer = to_api_error(error)
+        answer.param = "input" if answer.param == "messages" else answer.param
+        raise answer from None
+
+
+def _response_format(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Here a schema is beside its type, and in chats inside json_schema."""
+    if wanted.get("type") != "json_schema":
+        return dict(wanted)
+    return {"type": "json_schema", "json_schema": {"name": wanted.get("name"), "schema": wanted.get("schema")}}
+
+
+def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Here a function is the tool itself, and in chats inside it."""
+    if given.get("type") != "function":
+        text = f"A tool of type {str(given.get('type'))[:40]} is not supported: tools are functions of the client."
+        raise ApiError(400, text, param="tools")
+    inner = given.get("function")
+    function = inner if isinstance(inner, dict) else {name: value for name, value in given.items() if name != "type"}
+    return {"type": "function", "function": function}
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    reasoning: str | None = None
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            reasoning = _text(item.get("content") or item.get("summary") or [], number)
+        elif kind == "function_call_output":
+            content = _text(item.get("output", ""), number)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        elif kind == "function_call":
+            _add_call(messages, item, reasoning)
+            reasoning = None
+        elif kind == "message":
+            role = "system" if item.get("role") == "developer" else item.get("role")
+            message = {"role": role, "content": _text(item.get("content", ""), number)}
+            if role == "assistant" and reasoning is not None:
+                message["reasoning_content"], reasoning = reasoning, None
+            messages.append(message)
+        else:
+            raise ApiError(400, f"input.{number}: an item of type {str(kind)[:40]} is not supported.", param="input")
+    return messages
+
+
+def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], reasoning: str | None) -> None:
+    """Calls that follow each other are those of one message."""
+    call = {"id": item.get("call_id"), "type": "function"}
+    call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
+    if messages and messages[-1].get("role") == "assistant" and "tool_calls" in messages[-1]:
+        messages[-1]["tool_calls"].append(call)
+        return
+    message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages.append(message | ({} if reasoning is None else {"reasoning_content": reasoning}))
+
+
+def _text(content: Any, number: int) -> str:
+    """Returns the text of an item's content: a text, or parts of it."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ApiError(
+                400, f"input.{number}: a part of type {str(kind)[:40]} is not supported: text alone is.", param="input"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
