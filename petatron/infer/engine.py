@@ -123,6 +123,7 @@ class Engine:
             pages_used=sum(scheduler.pool.num_used for scheduler in schedulers),
             pages_total=sum(scheduler.pool.num_pages for scheduler in schedulers),
             preemptions=sum(scheduler.num_preemptions for scheduler in schedulers),
+            computed_prompt_tokens=sum(scheduler.num_computed_prompt_tokens for scheduler in schedulers),
             **self._requests.counts,
         )
 
