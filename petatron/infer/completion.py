@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "cancelled"]
-"""A stop id or text was reached; the asked number of tokens, or the model's last position; the caller did not want more."""
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
+"""A stop id or text was reached; the asked number of tokens, or the model's last position; the caller did not want more; an error
+ended it, which `take` raises."""
 
 
 @dataclass(frozen=True, slots=True)

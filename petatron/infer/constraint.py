@@ -12,6 +12,7 @@ import importlib.util
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.log import get_logger
 from petatron.base.terminal_escape import printable_lines
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.sampling_params import Constraint
@@ -32,6 +34,7 @@ _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 """Bounded: a model that has lost its way would fill an answer with spaces."""
 _ANY_JSON = {"type": "object"}
 _REPLACEMENT = "\ufffd"
+_log = get_logger(__name__)
 
 
 def check_constraint_library() -> None:
@@ -87,7 +90,14 @@ class ConstraintState:
         """Returns a mask over the vocabulary; None if no token is allowed: the vocabulary cannot express what must follow."""
         ids = np.zeros(self._vocab_size, dtype=np.bool_)
         if not self._matcher.is_stopped():
-            found = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)[: self._num_tokens]
+            try:
+                masked = self._matcher.compute_logit_bias()
+            except BaseException as error:  # a panic of the library is no Exception
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
+                _log.warning("llguidance failed at a constraint, whose answer ends here: %s", printable_lines(str(error)))
+                return None
+            found = np.frombuffer(masked, dtype=np.uint8)[: self._num_tokens]
             ids[: len(found)] = found > 0
             ids[self._eos_ids] = False
         ids[list(self.end_ids)] = self.is_matched
@@ -109,6 +119,16 @@ class ConstraintCompiler:
         self._vocab_size = vocab_size
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._compiling: dict[Constraint, Future[LLMatcher]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def prepare(self, constraint: Constraint) -> Future[LLMatcher]:
+        """Compiles beside the caller, who may look whether it is done; `check` and `start` wait for it."""
+        if constraint not in self._compiling:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="petatron-grammar")
+            self._compiling[constraint] = self._thread.submit(self._build_matcher, constraint)
+        return self._compiling[constraint]
 
     def check(self, constraint: Constraint) -> None:
         """Raises `DataError` for a grammar that cannot be compiled, or that allows no text."""
@@ -137,7 +157,8 @@ class ConstraintCompiler:
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         if constraint not in self._compiled:
-            self._compiled[constraint] = self._build_matcher(constraint)
+            compiling = self._compiling.pop(constraint, None)
+            self._compiled[constraint] = self._build_matcher(constraint) if compiling is None else compiling.result()
             if len(self._compiled) > _MAX_CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(constraint)

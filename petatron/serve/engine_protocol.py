@@ -53,7 +53,8 @@ class ServedEngine(Protocol):
     @property
     def stats(self) -> ServedEngineStats: ...
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Returns the request's id; raises `DataError` or `ConfigError` for what cannot be served."""
+        """Returns the request's id; raises `DataError` or `ConfigError` for what cannot be served. What is found later, such as a
+        constraint that cannot be compiled, is what `take` raises."""
         ...
 
     def cancel(self, request: int) -> None: ...
@@ -63,7 +64,7 @@ class ServedEngine(Protocol):
         ...
 
     def take(self, request: int) -> Completion:
-        """Returns a finished request, and forgets it."""
+        """Returns a finished request, and forgets it; raises the `PetatronError` of one that failed."""
         ...
 
     def check_alive(self) -> None:

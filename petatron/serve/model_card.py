@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from petatron.base.errors import DataError
 from petatron.data.prompt.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
 from petatron.data.prompt.prompt_encoder import PLAIN_STOP_STRINGS, PLAIN_TEMPLATE, prefix_ids
+from petatron.data.prompt.token_bounds import max_token_bytes
 from petatron.data.tokenizer import Tokenizer
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.token_texts import TokenTexts
@@ -19,7 +20,7 @@ class ModelCard:
 
     chat_template: the plain dialogue of `petatron chat` where `has_chat_template` is false. prefix_ids: that the tokenizer puts
     before a text, which a chat template writes itself. stop_ids: that end an answer unless a
-    request says otherwise. step: of the training run, where it follows one.
+    request says otherwise. max_token_bytes: of text in one token, where that is known (`token_bounds.py`). step: of the training run, where it follows one.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ModelCard:
     created_s: int = 0
     special_tokens: dict[str, str] = field(default_factory=dict)
     prefix_ids: tuple[int, ...] = ()
+    max_token_bytes: int | None = None
 
     @classmethod
     def of_engine(
@@ -69,6 +71,7 @@ class ModelCard:
             created_s=created_s,
             special_tokens=special,
             prefix_ids=() if tokenizer is None else prefix_ids(tokenizer),
+            max_token_bytes=max_token_bytes(tokenizer),
         )
 
     @property

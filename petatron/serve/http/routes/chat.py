@@ -20,7 +20,7 @@ from petatron.serve.http.json_body import read_body
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatTool
 from petatron.serve.http.routes.completions import check_batch, usage
 from petatron.serve.http.run_generations import TokenStream, complete
-from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples, sampling_params
+from petatron.serve.http.sampling import check_prompt, check_text, encode_text, new_tokens, samples, sampling_params
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.logprob_formats import chat_logprobs
 from petatron.serve.model_card import ModelCard
@@ -34,7 +34,9 @@ async def post_chat_completion(request: Request) -> Response:
     _check(body)
     limits, n = state.options.limits, body.n or 1
     check_batch(n, state)
-    ids = await encode_chat(await chat_prompt(body, model), model)
+    prompt_text = await chat_prompt(body, model)
+    check_text(prompt_text, model, limits, param="messages")
+    ids = await encode_chat(prompt_text, model)
     check_prompt(ids, model, limits, param="messages")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = sampling_params(
