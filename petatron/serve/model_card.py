@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from petatron.base.errors import DataError
 from petatron.data.prompt.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
@@ -11,6 +13,7 @@ from petatron.data.prompt.prompt_encoder import PLAIN_STOP_STRINGS, PLAIN_TEMPLA
 from petatron.data.prompt.token_bounds import max_token_bytes
 from petatron.data.tokenizer import Tokenizer
 from petatron.serve.engine_protocol import ServedEngine
+from petatron.serve.isolation.limited_process import Isolation
 from petatron.serve.token_texts import TokenTexts
 
 
@@ -19,8 +22,9 @@ class ModelCard:
     """Replaced as a whole when the engine is.
 
     chat_template: the plain dialogue of `petatron chat` where `has_chat_template` is false. prefix_ids: that the tokenizer puts
-    before a text, which a chat template writes itself. stop_ids: that end an answer unless a
-    request says otherwise. max_token_bytes: of text in one token, where that is known (`token_bounds.py`). step: of the training run, where it follows one.
+    before a text, which a chat template writes itself. stop_ids: that end an answer unless a request says otherwise.
+    max_token_bytes: of text in one token, where that is known (`token_bounds.py`). isolation: where templates are rendered, if not
+    here. step: of the training run, where it follows one.
     """
 
     name: str
@@ -37,6 +41,7 @@ class ModelCard:
     special_tokens: dict[str, str] = field(default_factory=dict)
     prefix_ids: tuple[int, ...] = ()
     max_token_bytes: int | None = None
+    isolation: Isolation | None = None
 
     @classmethod
     def of_engine(
@@ -87,6 +92,12 @@ class ModelCard:
     def chat_stop_strings(self) -> tuple[str, ...]:
         """What ends an answer to messages besides the stop ids."""
         return () if self.has_chat_template else PLAIN_STOP_STRINGS
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """`ChatTemplate.render`, with limits where the template came with the model: it is a program of others."""
+        if self.isolation is None or not self.has_chat_template:
+            return await asyncio.to_thread(self.chat_template.render, messages, **arguments)
+        return await self.isolation.render(self.chat_template, {"messages": messages, **arguments})
 
     def encode(self, text: str) -> list[int]:
         return self.needed_tokenizer().encode(text)

@@ -22,7 +22,8 @@ class ServeLimits:
     max_body_bytes: of one request. max_prompt_tokens, max_tokens: of one sequence; None: what the model has positions for. max_batch:
     prompts of one request. max_n: answers to one prompt. max_open: sequences accepted and not finished. max_connections: requests that are
     answered at once. request_timeout_s: from the first byte of a request to the last of its answer. drain_timeout_s: after SIGTERM, for
-    what is open.
+    what is open. isolation_timeout_s, isolation_memory_bytes: of one grammar or chat template, which run in processes of their own
+    (`serve/isolation`).
     """
 
     max_body_bytes: int = 8 << 20
@@ -34,6 +35,8 @@ class ServeLimits:
     max_connections: int = 1024
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
+    isolation_timeout_s: float = 10.0
+    isolation_memory_bytes: int = 1 << 30
 
     def problems(self) -> Iterator[Problem]:
         for name in (one.name for one in fields(self)):

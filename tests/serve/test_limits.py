@@ -189,4 +189,8 @@ def test_an_unexpected_failure_tells_nothing(caplog: pytest.LogCaptureFixture):
     with live_server(engine) as server:
         engine.submit = None  # type: ignore[assignment,method-assign]
         answer = _post(server, {"prompt": "a", "max_tokens": 1})
-        assert _is_error(answer, 503) and "NoneType" not in answer.text
+        assert _is_error(answer, 500, "internal_error") and "NoneType" not in answer.text
+        del engine.submit
+        assert _post(server, {"prompt": "a", "max_tokens": 1}).status_code == 200, (
+            "one request does not fail the engine"
+        )

@@ -26,6 +26,8 @@ _LIMITS = {
     "max_connections": "requests open at once; more are refused with 503",
     "request_timeout_s": "seconds that a request may take",
     "drain_timeout_s": "seconds that open requests have after SIGTERM",
+    "isolation_timeout_s": "seconds to compile a grammar or to render a chat template",
+    "isolation_memory_bytes": "bytes of memory for that",
 }
 _ENGINE = {
     "max_sequences": "sequences of one step",

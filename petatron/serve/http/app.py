@@ -42,6 +42,7 @@ from petatron.serve.http.routes.model_info import (
     post_tokenize,
 )
 from petatron.serve.http.server_state import ServerState, state_of
+from petatron.serve.isolation.limited_process import Isolation
 from petatron.serve.model_card import ModelCard
 from petatron.serve.playground import PlaygroundPage
 from petatron.serve.serve_options import ServeOptions
@@ -76,7 +77,12 @@ def build_app(
     """Builds the app of an engine, which it drives, and closes at its end. background: what runs beside it, from start to end."""
     metrics = ServerMetrics()
     thread = EngineThread(engine, max_open=options.limits.max_open, on_finish=metrics.observe)
-    state = ServerState(thread, model, options, metrics)
+    limits = options.limits
+    isolation = Isolation(
+        model.tokenizer, timeout_s=limits.isolation_timeout_s, memory_bytes=limits.isolation_memory_bytes
+    )
+    state = ServerState(thread, model, options, metrics, isolation)
+    state.replace_model(model)
     metrics.watch_engine(thread, lambda: state.model.step)
 
     @asynccontextmanager
@@ -89,6 +95,7 @@ def build_app(
                 async with asynccontextmanager(background)(state):
                     yield
         finally:
+            isolation.close()
             await thread.close()
 
     app = FastAPI(title="petatron", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import time
@@ -87,11 +86,8 @@ async def render_messages(
     add_generation_prompt: bool = True,
     values: dict[str, Any] | None = None,
 ) -> str:
-    """Renders beside the event loop: a template is a program of others."""
     plain = [_plain(message) for message in messages]
-    return await asyncio.to_thread(
-        model.chat_template.render, plain, tools=tools, add_generation_prompt=add_generation_prompt, values=values
-    )
+    return await model.render_chat(plain, tools=tools, add_generation_prompt=add_generation_prompt, values=values)
 
 
 async def encode_chat(text: str, model: ModelCard) -> list[int]:
