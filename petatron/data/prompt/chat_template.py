@@ -120,7 +120,7 @@ def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
         raise DataError(f"The chat template has {len(source):,} characters. Use one of at most {MAX_TEMPLATE_CHARS:,}.")
     try:
         return environment.from_string(source)
-    except (jinja2.TemplateError, RecursionError) as error:
+    except Exception as error:  # besides its own errors, those of Python's compiler: too deep, too many digits
         why = printable(str(error), max_chars=_MAX_SHOWN_CHARS)
         raise DataError(
             f"The chat template cannot be read: {why}. Give another one with --chat-template FILE."

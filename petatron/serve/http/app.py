@@ -56,7 +56,7 @@ _POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], ty
     ("POST", "/detokenize", post_detokenize, DetokenizeRequest),
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer} for status in (400, 401, 404, 405, 413, 415, 429, 500, 503, 504)
+    status: {"model": ErrorAnswer} for status in (400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 }
 _EVENT = {
     "type": "object",

@@ -1,7 +1,8 @@
 """What clients send to a server: bodies with sampling values, schemas and grammars, and the chat template of a model.
 
-The whole server answers, in this process, with a real engine, which lives through all cases: whatever one request asks for, it is answered
-or refused, and the engine serves on. Grammars and templates, which a server gives to processes with limits, run here, where a crash is found.
+The whole server answers, in this process, with a real engine, which lives through all cases: whatever one request asks for, it is
+answered or refused, and the engine serves on. Grammars and templates, which a server gives to processes with limits, run here, where a
+crash is found.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ from tests.serve.in_process_engine import InProcessEngine
 
 _MAX_BYTES = 1 << 20
 _FLAGS = "--mock-data --lr 1e-3 --train-iters 2 --vocab-size 257 --num-layers 1 --max-position-embeddings 1024"
-_TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content or '' }}{% endfor %}{{ tools | tojson if tools }}"
-)
+_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content or '' }}{% endfor %}{{ tools | tojson if tools }}"
 _SAMPLING = {
     "n": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.01, "presence_penalty": 0.1, "frequency_penalty": 0.2,
     "repetition_penalty": 1.1, "logit_bias": {"65": 2.0, "66": -3}, "seed": 7, "stop": ["x", "\n\n"], "stop_token_ids": [3, 4],
@@ -54,7 +53,10 @@ _FILES: Mapping[str, tuple[str, Any]] = {
     "chat.json": (
         "/v1/chat/completions",
         {
-            "messages": [{"role": "system", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}],
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "a"}]},
+                {"role": "user", "content": "b"},
+            ],
             "tools": [{"type": "function", "function": {"name": "look", "parameters": _SCHEMA}}],
             "tool_choice": "auto",
             "chat_template_kwargs": {"x": [1]},
@@ -114,7 +116,9 @@ class _Server:
             answer = await http.post(path, content=content, headers={"Content-Type": "application/json"})
             health = await http.get("/healthz")
         assert health.status_code == 200, "the engine has failed"
-        assert answer.status_code in (200, 504) or 400 <= answer.status_code < 500, f"{answer.status_code} {answer.text}"
+        assert answer.status_code in (200, 504) or 400 <= answer.status_code < 500, (
+            f"{answer.status_code} {answer.text}"
+        )
         if answer.status_code != 200:
             raise Refused(f"{answer.status_code} {answer.text[:300]}")
         json.loads(answer.content) if "stream" not in answer.headers["content-type"] else None
@@ -124,7 +128,11 @@ class _Server:
 def make(name: str) -> Kind:
     server = _Server()
     files = {file: json.dumps(body).encode() for file, (_, body) in _FILES.items()}
-    files |= {"schema.json": json.dumps(_SCHEMA).encode(), "regex.txt": _REGEX.encode(), "template.txt": _TEMPLATE.encode()}
+    files |= {
+        "schema.json": json.dumps(_SCHEMA).encode(),
+        "regex.txt": _REGEX.encode(),
+        "template.txt": _TEMPLATE.encode(),
+    }
     doors = {file: _door(server, file, path) for file, (path, _) in _FILES.items()}
     doors |= {"schema.json": _schema_door(server), "regex.txt": _regex_door(server), "template.txt": _template}
     return Kind(

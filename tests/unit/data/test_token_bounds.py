@@ -55,4 +55,8 @@ def test_there_is_no_such_number_where_text_may_vanish(tmp_path: Path, changes: 
 
 
 def test_tokenizers_without_a_file():
-    assert (max_token_bytes(ByteTokenizer()), max_token_bytes(NullTokenizer(9)), max_token_bytes(None)) == (1, None, None)
+    assert (max_token_bytes(ByteTokenizer()), max_token_bytes(NullTokenizer(9)), max_token_bytes(None)) == (
+        1,
+        None,
+        None,
+    )
