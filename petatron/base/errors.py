@@ -34,6 +34,10 @@ class RunFolderError(PetatronError):
     """The folder of a run cannot be read, or what was drawn from it cannot be written."""
 
 
+class RequestError(PetatronError):
+    """One request to an engine failed by a fault that is not its sender's; the engine serves on."""
+
+
 class TrainError(PetatronError):
     """Training cannot continue with sound numbers."""
 

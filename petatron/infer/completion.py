@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "cancelled"]
-"""A stop id or text was reached; the asked number of tokens, or the model's last position; the caller did not want more."""
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
+"""A stop id or text was reached; the asked number of tokens, or the model's last position; the caller did not want more; an error
+ended it, which `take` raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Completion:
 class EngineStats:
     """Counts since the start, and the present state, of all replicas.
 
+    computed_prompt_tokens: of all prompts, those that steps computed; a preempted sequence computes some again.
     With speculative decoding: drafted_tokens were verified, accepted_tokens of them are in answers, and a sequence's decode steps are
     counted in speculative_decodes.
     """
@@ -71,6 +73,7 @@ class EngineStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     speculative_decodes: int = 0
+    computed_prompt_tokens: int = 0
 
     @property
     def tokens_per_decode(self) -> float:

@@ -8,48 +8,27 @@ where it may end or go on, its stop ids and the tokenizer's end of document are 
 from __future__ import annotations
 
 import copy
-import importlib.util
-import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.errors import DataError
+from petatron.base.log import get_logger
 from petatron.base.terminal_escape import printable_lines
 from petatron.data.tokenizer import Tokenizer
+from petatron.infer.grammar import build_vocabulary, compile_grammar
 from petatron.infer.sampling_params import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_CACHED_GRAMMARS = 32
-_MAX_SHOWN_CHARS = 500
-ANY_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
-"""Between the parts of JSON, for requests that want it; bounded: a model that has lost its way would fill an answer with spaces."""
-_COMPACT_JSON = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-_WHATS = {
-    "json_schema": "JSON schema",
-    "regex": "regular expression",
-    "grammar": "grammar",
-    "json": "white space of JSON",
-}
-_ANY_JSON = {"type": "object"}
-_REPLACEMENT = "\ufffd"
-
-
-def check_constraint_library() -> None:
-    """Raises `ConfigError` if llguidance is not installed."""
-    try:
-        found = importlib.util.find_spec("llguidance")
-    except ValueError:  # it was unloaded on purpose
-        found = None
-    if found is None:
-        rule = "needs the llguidance package, which is not installed"
-        raise ConfigError([Problem("constrained decoding", "", rule, "Install it: pip install 'petatron[serve]'")])
+_log = get_logger(__name__)
 
 
 class ConstraintState:
@@ -94,7 +73,16 @@ class ConstraintState:
         """Returns a mask over the vocabulary; None if no token is allowed: the vocabulary cannot express what must follow."""
         ids = np.zeros(self._vocab_size, dtype=np.bool_)
         if not self._matcher.is_stopped():
-            found = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)[: self._num_tokens]
+            try:
+                masked = self._matcher.compute_logit_bias()
+            except BaseException as error:  # a panic of the library is no Exception
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
+                _log.warning(
+                    "llguidance failed at a constraint, whose answer ends here: %s", printable_lines(str(error))
+                )
+                return None
+            found = np.frombuffer(masked, dtype=np.uint8)[: self._num_tokens]
             ids[: len(found)] = found > 0
             ids[self._eos_ids] = False
         ids[list(self.end_ids)] = self.is_matched
@@ -116,6 +104,18 @@ class ConstraintCompiler:
         self._vocab_size = vocab_size
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._compiling: dict[Constraint, Future[LLMatcher]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def prepare(self, constraint: Constraint) -> Future[LLMatcher]:
+        """Compiles beside the caller, who may look whether it is done; `check` and `start` wait for it."""
+        if constraint not in self._compiling:
+            if len(self._compiling) > _MAX_CACHED_GRAMMARS:  # of requests that were cancelled before they began
+                self._compiling = {one: found for one, found in self._compiling.items() if not found.done()}
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="petatron-grammar")
+            self._compiling[constraint] = self._thread.submit(self._build_matcher, constraint)
+        return self._compiling[constraint]
 
     def check(self, constraint: Constraint) -> None:
         """Raises `DataError` for a grammar that cannot be compiled, or that allows no text."""
@@ -139,109 +139,22 @@ class ConstraintCompiler:
     def _known_vocabulary(self) -> LLTokenizer:
         if self._vocabulary is None:
             assert self._tokenizer is not None, "a request with a constraint was accepted without a tokenizer"
-            self._vocabulary = _build_vocabulary(self._tokenizer)
+            self._vocabulary = build_vocabulary(self._tokenizer)
         return self._vocabulary
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         if constraint not in self._compiled:
-            self._compiled[constraint] = self._build_matcher(constraint)
+            compiling = self._compiling.pop(constraint, None)
+            self._compiled[constraint] = self._build_matcher(constraint) if compiling is None else compiling.result()
             if len(self._compiled) > _MAX_CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(constraint)
         return self._compiled[constraint]
 
     def _build_matcher(self, constraint: Constraint) -> LLMatcher:
-        check_constraint_library()
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(self._known_vocabulary(), _grammar(constraint), log_level=0)
-        if matcher.is_error():
-            why = printable_lines(matcher.get_error().strip()[:_MAX_SHOWN_CHARS])
-            raise DataError(f"The {_WHATS[constraint.kind]} cannot be used as a constraint: {why}")
+        matcher = compile_grammar(constraint, self._known_vocabulary)
         if self._state(matcher, ()).allowed_tokens() is None:
             raise DataError(
                 "The constraint allows no text but the empty one, or none that the tokenizer has tokens for. Change it."
             )
         return matcher
-
-
-def _grammar(constraint: Constraint) -> str:
-    from llguidance import LLMatcher
-
-    if constraint.kind == "regex":
-        return LLMatcher.grammar_from_regex(constraint.grammar)
-    if constraint.kind == "grammar":
-        return LLMatcher.grammar_from_lark(_lark(constraint.grammar))
-    whitespace = constraint.whitespace
-    options = _COMPACT_JSON if whitespace is None else {"whitespace_pattern": whitespace}
-    if constraint.kind == "json":
-        return LLMatcher.grammar_from_json_schema(_ANY_JSON, defaults=options)
-    try:
-        schema = json.loads(constraint.grammar)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"The JSON schema is not JSON: {error}. Check it.") from error
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    if not isinstance(schema, dict):
-        raise DataError(f"The JSON schema is {type(schema).__name__}, and not an object. Check it.")
-    return LLMatcher.grammar_from_json_schema(schema, defaults=options)
-
-
-def _lark(grammar: str) -> str:
-    """Returns a grammar in Lark's notation; llguidance reads GBNF, of which EBNF as SGLang takes it is a part."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return any_to_lark(grammar)
-    except Exception as error:  # its parser of other notations raises what it meets
-        why = printable_lines(str(error)[:_MAX_SHOWN_CHARS])
-        raise DataError(f"The grammar cannot be used as a constraint: {why}") from error
-
-
-class _TokenBytes:
-    """A vocabulary as llguidance reads it, of a tokenizer without tokenizer.json.
-
-    After the tokenizer's own come an end and all single bytes, which no mask includes: llguidance encodes texts that must follow, and
-    expects that every text has tokens.
-    """
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
-        self.eos_token_id = len(texts)
-        # Part of a character, or no text at all: never allowed, since its bytes are unknown.
-        special = {
-            token for token, text in enumerate(texts) if not text or _REPLACEMENT in text or token == tokenizer.eod
-        }
-        self.special_token_ids = [*sorted(special), self.eos_token_id]
-        self.tokens = [f"<{token}>".encode() if token in special else text.encode() for token, text in enumerate(texts)]
-        self.tokens += [b"<end>", *(bytes([byte]) for byte in range(256))]
-        hidden = set(self.special_token_ids)
-        self._ids = {text: token for token, text in reversed(list(enumerate(self.tokens))) if token not in hidden}
-        self._longest = max(map(len, self._ids))
-
-    def __call__(self, text: bytes) -> list[int]:
-        """Returns the ids of a text, the longest token first."""
-        found: list[int] = []
-        start = 0
-        while start < len(text):
-            ends = range(min(len(text), start + self._longest), start, -1)
-            end = next(end for end in ends if text[start:end] in self._ids)
-            found.append(self._ids[text[start:end]])
-            start = end
-        return found
-
-
-def _build_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    content = tokenizer.files().get("tokenizer.json")
-    try:
-        if content is None:
-            return LLTokenizer(TokenizerWrapper(_TokenBytes(tokenizer)))
-        eod = {} if tokenizer.eod is None else {"eos_token": tokenizer.eod}
-        return LLTokenizer(content.decode(), **eod)
-    except ValueError as error:
-        why = printable_lines(str(error)[:_MAX_SHOWN_CHARS])
-        raise DataError(f"llguidance cannot use the tokenizer {tokenizer.name}: {why}") from error

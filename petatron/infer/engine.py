@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,7 +35,7 @@ from petatron.infer.constraint import ConstraintCompiler
 from petatron.infer.draft.drafter import Drafter
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.running_requests import RunningRequests
-from petatron.infer.sampling_params import SamplingParams
+from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.step.exchange_results import exchange_results
 from petatron.infer.step.generation_weights import GenerationWeights
@@ -46,6 +47,8 @@ from petatron.infer.step.step_result import StepLayout, compute_result
 from petatron.layers.spec.generation_state import PagedState, RecurrentState
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
+
+_PREPARING_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +100,7 @@ class Engine:
         self._shares_experts = shares_experts(model)
         self._constraints = ConstraintCompiler(tokenizer, vocab_size=self.vocab_size)
         self._inbox: list[dict[str, Any]] = []
+        self._preparing: dict[int, tuple[Future[Any], dict[str, Any]]] = {}
         self._requests = RunningRequests(
             self._schedulers, self._constraints, tokenizer=tokenizer, max_length=self.max_length
         )
@@ -106,7 +110,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox) or any(scheduler.has_work for scheduler in self._schedulers)
+        return bool(self._inbox or self._preparing) or any(scheduler.has_work for scheduler in self._schedulers)
 
     @property
     def num_ranks(self) -> int:
@@ -121,30 +125,44 @@ class Engine:
         schedulers = self._schedulers
         return EngineStats(
             waiting=sum(len(scheduler.waiting) for scheduler in schedulers)
-            + sum(message["kind"] == "submit" for message in self._inbox),
+            + sum(message["kind"] == "submit" for message in self._inbox)
+            + len(self._preparing),
             running=sum(len(scheduler.running) for scheduler in schedulers),
             pages_used=sum(scheduler.pool.num_used for scheduler in schedulers),
             pages_total=sum(scheduler.pool.num_pages for scheduler in schedulers),
             preemptions=sum(scheduler.num_preemptions for scheduler in schedulers),
+            computed_prompt_tokens=sum(scheduler.num_computed_prompt_tokens for scheduler in schedulers),
             **self._requests.counts,
         )
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Takes a request at rank 0 and returns its number; `DataError` if the model cannot serve it."""
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, compiled: bool = True) -> int:
+        """Takes a request at rank 0 and returns its number; `DataError` if the model cannot serve it.
+
+        compiled: waits until its constraint is. Otherwise that happens beside the steps of other requests, on every rank, and a
+        constraint that cannot be compiled is what `take` raises.
+        """
         check_request(prompt_ids, params, self)
-        if params.constraint is not None:
+        if params.constraint is not None and compiled:
             self._constraints.check(params.constraint)
         request = self._next_request
         self._next_request += 1
-        self._inbox.append({"kind": "submit", "request": request, "prompt": list(prompt_ids), "params": asdict(params)})
+        message = {"kind": "submit", "request": request, "prompt": list(prompt_ids), "params": asdict(params)}
+        if params.constraint is None or compiled:
+            self._inbox.append(message)
+            return request
+        self._preparing[request] = self._constraints.prepare(params.constraint), message
+        if self.num_ranks > 1:
+            self._inbox.append({"kind": "prepare", "constraint": asdict(params.constraint)})
         return request
 
     def cancel(self, request: int) -> None:
         """Ends a request with the next step; nothing happens if it has ended."""
+        if (preparing := self._preparing.pop(request, None)) is not None:
+            self._inbox.append({**preparing[1], "params": {**preparing[1]["params"], "constraint": None}})
         self._inbox.append({"kind": "cancel", "request": request})
 
     def take(self, request: int) -> Completion:
-        """Returns the answer of a request that has ended, and forgets it."""
+        """Returns the answer of a request that has ended, and forgets it; raises the error of one that failed."""
         return self._requests.take(request)
 
     def complete(
@@ -183,7 +201,7 @@ class Engine:
         while not self._closed:
             for event in self.step():
                 if event.finish_reason is not None:
-                    self._requests.take(event.request)
+                    self._requests.forget(event.request)
 
     def capture_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures every CUDA graph of steps beforehand, so that no request waits for it; at every rank.
@@ -217,6 +235,8 @@ class Engine:
 
         On a GPU the step after it is already started where its tokens do not matter for that.
         """
+        if self._preparing:
+            self._take_prepared()
         events = self._exchange_inbox()
         if self._closed or not any(scheduler.has_work for scheduler in self._schedulers):
             self._in_flight = None
@@ -274,18 +294,31 @@ class Engine:
             for work, token in zip(own.scheduled, step.ids.wait()):
                 if work.sequence.completion.finish_reason is None:  # else it ended while this step ran
                     scheduler.advance(work)
-                    events.append(self._requests.add_token(scheduler, work.sequence, token, None))
+                    try:
+                        events.append(self._requests.add_token(scheduler, work.sequence, token, None))
+                    except Exception as error:
+                        events.append(self._requests.fail(work.sequence.request, error))
             return events
         result = None if step.outputs is None else compute_result(own, *step.outputs)
         for scheduler, results in zip(self._schedulers, exchange_results(self._mesh, step.layouts, result)):
             for result in results:
                 if result.work.sequence.completion.finish_reason is None:
                     scheduler.advance(result.work, result.num_accepted)
-                    events += self._requests.add_result(scheduler, result, speculative=self._drafter is not None)
+                    try:
+                        events += self._requests.add_result(scheduler, result, speculative=self._drafter is not None)
+                    except Exception as error:
+                        events.append(self._requests.fail(result.work.sequence.request, error))
         if self._drafter is not None:
             with self._weights.host_gemms.step():
                 self._drafter.draft(step.layouts, self._schedulers, step.outputs)
         return events
+
+    def _take_prepared(self) -> None:
+        """Lets requests in whose constraints are compiled; waits a little where there is nothing else to do."""
+        if not self._inbox and not any(scheduler.has_work for scheduler in self._schedulers):
+            wait([future for future, _ in self._preparing.values()], timeout=_PREPARING_S, return_when=FIRST_COMPLETED)
+        for request in [request for request, (future, _) in self._preparing.items() if future.done()]:
+            self._inbox.append(self._preparing.pop(request)[1])
 
     def _exchange_inbox(self) -> list[TokenEvent]:
         """Takes what entered at rank 0 since the last step; the bytes' number first, since mostly there are none."""
@@ -302,8 +335,13 @@ class Engine:
         events: list[TokenEvent] = []
         for message in messages:
             if message["kind"] == "submit":
-                params = SamplingParams.from_json(message["params"])
-                self._requests.start(message["request"], message["prompt"], params)
+                try:
+                    params = SamplingParams.from_json(message["params"])
+                    self._requests.start(message["request"], message["prompt"], params)
+                except Exception as error:
+                    events.append(self._requests.fail(message["request"], error))
+            elif message["kind"] == "prepare":
+                self._constraints.prepare(Constraint(**message["constraint"]))
             elif message["kind"] == "cancel":
                 events += self._requests.cancel(message["request"])
             else:

@@ -8,7 +8,7 @@ sequence ends it stays findable, and is handed out for other tokens only when no
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 SCRATCH_PAGE = 0
@@ -41,7 +41,7 @@ class PagePool:
         assert num_pages >= 2
         self.page_size = page_size
         self.num_pages = num_pages - 1
-        self._prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching
         self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))
         self._users = [0] * num_pages
         self._unused_prefixes: OrderedDict[int, None] = OrderedDict()
@@ -80,22 +80,28 @@ class PagePool:
 
     def find_prefix(self, tokens: Sequence[int], *, at_most: int, is_long: bool = False) -> list[int]:
         """Returns the pages of the longest known prefix, of `at_most` tokens, now used once more."""
-        pages: list[int] = []
-        parent, size = _LONG_ROOT if is_long else _ROOT, self.page_size
-        while self._prefix_caching and (len(pages) + 1) * size <= at_most:
-            begin = len(pages) * size
-            page = self._pages_by_prefix.get(_PrefixKey(parent, tuple(tokens[begin : begin + size])))
-            if page is None:
-                break
+        pages = list(self._prefix_pages(tokens, at_most, is_long=is_long))
+        for page in pages:
             self._unused_prefixes.pop(page, None)
             self._users[page] += 1
-            pages.append(page)
-            parent = self._prefixes[page][1]
         return pages
+
+    def count_prefix(self, tokens: Sequence[int], *, at_most: int, is_long: bool = False) -> int:
+        """Returns how many tokens `find_prefix` would find."""
+        return sum(1 for _ in self._prefix_pages(tokens, at_most, is_long=is_long)) * self.page_size
+
+    def _prefix_pages(self, tokens: Sequence[int], at_most: int, *, is_long: bool) -> Iterator[int]:
+        parent, size = _LONG_ROOT if is_long else _ROOT, self.page_size
+        for end in range(size, at_most + 1, size) if self.prefix_caching else ():
+            page = self._pages_by_prefix.get(_PrefixKey(parent, tuple(tokens[end - size : end])))
+            if page is None:
+                return
+            yield page
+            parent = self._prefixes[page][1]
 
     def add_prefix(self, pages: Sequence[int], tokens: Sequence[int], *, computed: int, is_long: bool = False) -> None:
         """Makes the full pages of a sequence, whose first tokens have been computed, findable."""
-        if not self._prefix_caching:
+        if not self.prefix_caching:
             return
         parent, size = _LONG_ROOT if is_long else _ROOT, self.page_size
         for number, page in enumerate(pages[: computed // size]):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 
+from petatron.base.errors import PetatronError, RequestError
+from petatron.base.log import get_logger
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.completion import Completion, FinishReason, TokenEvent, TokenLogprob
 from petatron.infer.constraint import ConstraintCompiler
@@ -13,6 +15,8 @@ from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
 from petatron.infer.step.step_result import NO_TOKEN, SequenceResult
 from petatron.infer.text_stream import TextStream
+
+_log = get_logger(__name__)
 
 
 class RunningRequests:
@@ -29,11 +33,15 @@ class RunningRequests:
         self._schedulers, self._constraints = schedulers, constraints
         self._tokenizer, self._max_length = tokenizer, max_length
         self.sequences: dict[int, RunningSequence] = {}
+        self._failures: dict[int, PetatronError] = {}
         self.counts = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "generated_tokens": 0}
         self.counts |= {"drafted_tokens": 0, "accepted_tokens": 0, "speculative_decodes": 0}
 
     def take(self, request: int) -> Completion:
-        """Returns the answer of a request that has ended, and forgets it."""
+        """Returns the answer of a request that has ended, and forgets it; raises the error that ended it."""
+        if request in self._failures:
+            self.sequences.pop(request, None)
+            raise self._failures.pop(request)
         sequence = self.sequences.pop(request)
         assert sequence.completion.finish_reason is not None, f"request {request} has not ended"
         return sequence.completion
@@ -57,6 +65,23 @@ class RunningRequests:
         self.sequences[request] = sequence
         self.counts["prompt_tokens"] += len(prompt)
         self._scheduler(request).add(sequence)
+
+    def forget(self, request: int) -> None:
+        """`take`, for ranks that nobody asks."""
+        self.sequences.pop(request, None)
+        self._failures.pop(request, None)
+
+    def fail(self, request: int, error: Exception) -> TokenEvent:
+        """Ends a request whose own handling raised: the others go on. Ranks handle requests alike, so it fails on all of them."""
+        if not isinstance(error, PetatronError):
+            _log.error("request %d failed", request, exc_info=error)
+            error = RequestError("The engine failed at this request, and goes on with others. Its log has the cause.")
+        self._failures[request] = error
+        sequence = self.sequences.get(request)
+        if sequence is not None:
+            sequence.completion.finish_reason = "failed"
+            self._scheduler(request).remove(sequence)
+        return TokenEvent(request, None, finish_reason="failed")
 
     def cancel(self, request: int) -> list[TokenEvent]:
         """Ends a request; no event if it has ended."""

@@ -11,7 +11,7 @@ from petatron.base.errors import ConfigError, Problem
 
 MAX_TOP_LOGPROBS = 100
 """The most alternatives reported of one token."""
-MAX_SEED = 2**63 - 1
+MAX_SEED, MAX_TOP_K = 2**63 - 1, 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,12 @@ class SamplingParams:
                 "Use a number between.",
             ),
             ("temperature", 0 <= self.temperature < math.inf, "is not 0 or above", "0 is greedy, 1 the model's own."),
-            ("top_k", self.top_k is None or self.top_k >= 1, "keeps no id", "Use 1 or more, or leave it out for all."),
+            (
+                "top_k",
+                self.top_k is None or 1 <= self.top_k <= MAX_TOP_K,
+                "keeps no id, or more than there are",
+                f"Use 1 to {MAX_TOP_K}, or leave it out for all.",
+            ),
             ("top_p", _is_share(self.top_p), "is not a share", "Use a number above 0 and up to 1, or leave it out."),
             (
                 "min_p",

@@ -2,8 +2,9 @@
 
 Requests are served in the order in which they came. A sequence that runs has a slot for recurrent states, and pages. When pages run
 out, the sequence that came last gives both back and waits in front of the queue: what it had is computed again, so its tokens are
-the same. A sequence that grows beyond the original context of LongRoPE is computed anew in the same way. Everything is a function of
-the requests and their tokens, so every rank decides the same without asking.
+the same. A sequence that grows beyond the original context of LongRoPE is computed anew in the same way. A sequence whose beginning a
+running one is just computing waits until it is there, and those behind it may go first: a prompt that comes many times at once is computed
+once. Everything is a function of the requests and their tokens, so every rank decides the same without asking.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import CacheSize, PagePool, SlotPool
-from petatron.infer.sequence import Sequence
+from petatron.infer.sequence import AwaitedPrefix, Sequence
 
 
 class ScheduledSequence(NamedTuple):
@@ -48,6 +49,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_computed_prompt_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -81,17 +83,29 @@ class Scheduler:
                 budget -= count + len(drafts)
         if self.num_preemptions > preemptions:
             scheduled = [work for work in scheduled if work.sequence in self.running]
+        if self.waiting:
+            scheduled += self._start_waiting(budget)
+        return sorted(scheduled, key=lambda work: (not work.decodes, work.start > 0))
+
+    def _start_waiting(self, budget: int) -> list[ScheduledSequence]:
+        """Starts those that there is room for, in their order; those that wait for another one's prefix keep their places."""
+        started: list[ScheduledSequence] = []
+        held: list[Sequence] = []
         while self.waiting and budget and self.slots.num_free:
             sequence = self.waiting[0]
+            if self._waits_for_prefix(sequence):
+                held.append(self.waiting.popleft())
+                continue
             if not self._admit(sequence, budget):
                 break
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.slot = self.slots.allocate()
             count = min(sequence.uncomputed, budget)
-            scheduled.append(ScheduledSequence(sequence, sequence.computed, count))
+            started.append(ScheduledSequence(sequence, sequence.computed, count))
             budget -= count
-        return sorted(scheduled, key=lambda work: (not work.decodes, work.start > 0))
+        self.waiting.extendleft(reversed(held))
+        return started
 
     def schedule_ahead(self, step: Sequences[ScheduledSequence]) -> tuple[list[ScheduledSequence], list[int]] | None:
         """Returns the step after one of which no token is known yet, with each one's row there; None if the tokens decide what it is.
@@ -128,6 +142,8 @@ class Scheduler:
     def advance(self, work: ScheduledSequence, accepted: int = 0) -> None:
         """Notes that the step has run, and that so many of its drafts are the sequence's next tokens."""
         sequence = work.sequence
+        if work.start < len(sequence.completion.prompt_ids):
+            self.num_computed_prompt_tokens += min(work.count, sequence.num_prompt - work.start)
         sequence.computed = work.start + work.count - len(work.drafts) + accepted
         if sequence.computed // self.pool.page_size > work.start // self.pool.page_size:  # a page is full now
             tokens = [*sequence.tokens, *work.drafts[:accepted]] if accepted else sequence.tokens
@@ -145,13 +161,36 @@ class Scheduler:
             sequence.pages += self.pool.allocate(missing) or []
         return max(0, min(wanted, len(sequence.pages) * self.pool.page_size - len(sequence.tokens)))
 
+    def _waits_for_prefix(self, sequence: Sequence) -> bool:
+        """Whether a running sequence computes tokens now that this one begins with: to wait for them is less than to compute them."""
+        if not self.pool.prefix_caching:
+            return False
+        awaited = sequence.awaited
+        if awaited is not None and awaited.sequence in self.running and awaited.sequence.computed < awaited.computed:
+            return True
+        is_long = self._is_long(len(sequence.tokens))
+        known = self.pool.count_prefix(sequence.tokens, at_most=sequence.shareable, is_long=is_long)
+        leaders = (other for other in self.running if other.uncomputed > 0 and other.is_long == is_long)
+        shared = ((self._shared_tokens(sequence, other), other) for other in leaders)
+        most, leader = max(shared, key=lambda each: each[0], default=(0, None))
+        sequence.awaited = None if leader is None or most <= known else AwaitedPrefix(leader, most)
+        return sequence.awaited is not None
+
+    def _shared_tokens(self, sequence: Sequence, running: Sequence) -> int:
+        """Returns how many tokens of full pages both begin with, and the second has still to compute some of; 0 if none."""
+        size = self.pool.page_size
+        most = min(sequence.shareable, len(running.tokens)) // size * size
+        if most <= running.computed or running.tokens[:size] != sequence.tokens[:size]:
+            return 0
+        pages = range(0, most, size)
+        same = next((at for at in pages if running.tokens[at : at + size] != sequence.tokens[at : at + size]), most)
+        return same if same > running.computed else 0
+
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Gives a waiting sequence its first pages; another one's prefix if there is one."""
-        # Every token whose prediction is reported has to be computed.
-        reports_prompt = sequence.params.prompt_logprobs is not None or sequence.params.pooling is not None
-        known = 0 if reports_prompt else len(sequence.tokens) - 1
+        sequence.awaited = None
         sequence.is_long = self._is_long(len(sequence.tokens))
-        sequence.pages = self.pool.find_prefix(sequence.tokens, at_most=known, is_long=sequence.is_long)
+        sequence.pages = self.pool.find_prefix(sequence.tokens, at_most=sequence.shareable, is_long=sequence.is_long)
         sequence.computed = len(sequence.pages) * self.pool.page_size
         needed = sequence.computed + min(sequence.uncomputed, budget)
         pages = self.pool.allocate(self._pages_for(needed) - len(sequence.pages))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,12 +14,20 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.text_stream import TextStream
 
 
+class AwaitedPrefix(NamedTuple):
+    """The running sequence whose first `computed` tokens are those of one that waits for them."""
+
+    sequence: Sequence
+    computed: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A prompt and its continuation so far.
 
     tokens: of both. computed: so many first tokens have their rows in pages. max_length: tokens at which it ends.
     slot: of its recurrent states, while it runs. is_long: it is beyond the original context of LongRoPE.
+    awaited: what another one computes of its prompt, while it waits for that.
     drafts: guesses of the tokens after the last (`draft/drafter.py`). draft_inputs: hidden states that the next drafts need again.
     """
 
@@ -34,6 +43,7 @@ class Sequence:
     computed: int = 0
     cancelled: bool = False
     is_long: bool = False
+    awaited: AwaitedPrefix | None = None
     drafts: list[int] = field(default_factory=list)
     draft_inputs: Tensor | None = None
 
@@ -58,6 +68,12 @@ class Sequence:
     @property
     def num_new(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def shareable(self) -> int:
+        """So many first tokens may be found computed: not the last one, and none where predictions of the prompt are reported."""
+        reports_prompt = self.params.prompt_logprobs is not None or self.params.pooling is not None
+        return 0 if reports_prompt else len(self.tokens) - 1
 
     @property
     def uncomputed(self) -> int:

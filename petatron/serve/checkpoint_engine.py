@@ -66,7 +66,7 @@ class CheckpointEngine:
         return self._running.stats
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        return self._running.submit(prompt_ids, params)
+        return self._running.submit(prompt_ids, params, compiled=False)
 
     def cancel(self, request: int) -> None:
         self._running.cancel(request)

@@ -14,6 +14,7 @@ was asked.
 
 from __future__ import annotations
 
+import base64
 import gc
 import json
 import queue
@@ -21,6 +22,7 @@ import signal
 import socket
 import threading
 import weakref
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -36,7 +38,6 @@ from petatron.base.log import configure_logging
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.check_request import check_request
 from petatron.infer.completion import Completion, EngineStats, TokenEvent, TokenLogprob
-from petatron.infer.constraint import ConstraintCompiler
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.launch.environment import read_environment
@@ -57,7 +58,6 @@ class EngineProcess:
         settings = model_settings(checkpoint, flags, options=options)
         self.tokenizer: Tokenizer | None = settings.tokenizer
         self.vocab_size = settings.vocab_size
-        self._constraints = ConstraintCompiler(settings.tokenizer, vocab_size=settings.vocab_size)
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._pipe, other = get_context("spawn").Pipe()
@@ -83,11 +83,9 @@ class EngineProcess:
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         check_request(prompt_ids, params, self)
-        if params.constraint is not None:
-            self._constraints.check(params.constraint)
         request, self._next_request = self._next_request, self._next_request + 1
         self._prompts[request] = list(prompt_ids)
-        self._commands.append({"request": request, "prompt": list(prompt_ids), "params": asdict(params)})
+        self._commands.append({"request": request, "prompt": _packed(prompt_ids), "params": asdict(params)})
         return request
 
     def cancel(self, request: int) -> None:
@@ -107,7 +105,10 @@ class EngineProcess:
         self.stats = EngineStats(*answer["stats"])
         events = [_read_event(one) for one in answer["events"]]
         for request, completion in answer["completions"]:
-            self._finished[request] = _read_completion(completion, self._prompts.pop(request))
+            prompt = self._prompts.pop(request)
+            self._finished[request] = (
+                _read_error(completion["error"]) if "error" in completion else _read_completion(completion, prompt)
+            )
         return events
 
     def wake(self) -> None:
@@ -115,7 +116,10 @@ class EngineProcess:
             self._wake_writer.send(b"w")
 
     def take(self, request: int) -> Completion:
-        return self._finished.pop(request)
+        finished = self._finished.pop(request)
+        if isinstance(finished, PetatronError):
+            raise finished
+        return finished
 
     def reload(self, step: Path) -> EngineProcess:
         """Loads another step on all ranks, while nothing runs; `step_number` then tells which one it is."""
@@ -149,7 +153,7 @@ class EngineProcess:
         self._works, self._num_sent, self._next_request = False, facts["num_taken"], 0
         self._commands: list[dict[str, Any]] = []
         self._prompts: dict[int, list[int]] = {}
-        self._finished: dict[int, Completion] = {}
+        self._finished: dict[int, Completion | PetatronError] = {}
 
     def _send(self, message: Mapping[str, Any]) -> None:
         try:
@@ -244,7 +248,7 @@ def _reload(pipe: Connection, engine: CheckpointEngine, step: Path, num_taken: i
 def _take_commands(engine: CheckpointEngine, commands: Sequence[Mapping[str, Any]]) -> None:
     for command in commands:
         if "prompt" in command:
-            number = engine.submit(command["prompt"], SamplingParams.from_json(command["params"]))
+            number = engine.submit(_unpacked(command["prompt"]), SamplingParams.from_json(command["params"]))
             assert number == command["request"], "both sides count requests alike"
         else:
             engine.cancel(command["request"])
@@ -255,7 +259,7 @@ def _step(engine: CheckpointEngine) -> dict[str, Any]:
     ended = [event.request for event in events if event.finish_reason is not None]
     return {
         "events": [one if one.logprob is None else _event_content(one) for one in events],
-        "completions": [(request, _completion_content(engine.take(request))) for request in ended],
+        "completions": [(request, _outcome_content(engine, request)) for request in ended],
         "works": engine.has_work,
         "stats": _stats_content(engine.stats),
     }
@@ -293,6 +297,24 @@ def _read_logprob(content: Sequence[Any] | None) -> TokenLogprob | None:
 def _read_event(content: Sequence[Any]) -> TokenEvent:
     event = TokenEvent(*content)
     return event if event.logprob is None else event._replace(logprob=_read_logprob(content[3]))
+
+
+def _packed(ids: Sequence[int]) -> str:
+    """Ids as text: JSON of a long prompt would take longer than a step."""
+    return base64.b64encode(array("i", ids).tobytes()).decode()
+
+
+def _unpacked(text: str) -> list[int]:
+    ids = array("i")
+    ids.frombytes(base64.b64decode(text))
+    return ids.tolist()
+
+
+def _outcome_content(engine: CheckpointEngine, request: int) -> dict[str, Any]:
+    try:
+        return _completion_content(engine.take(request))
+    except PetatronError as error:
+        return {"error": _error_content(error)}
 
 
 def _completion_content(one: Completion) -> dict[str, Any]:

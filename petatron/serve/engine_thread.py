@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from petatron.base.errors import PetatronError
+from petatron.base.errors import LaunchError, PetatronError, RequestError
 from petatron.base.log import get_logger
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.serve.engine_protocol import ServedEngine, ServedEngineStats
@@ -227,8 +227,8 @@ class EngineThread:
                 continue
             try:
                 number = self._engine.submit(generation.prompt_ids, generation.params)
-            except PetatronError as error:
-                self._hand_over([(generation, None, error)])
+            except Exception as error:
+                self._hand_over([(generation, None, _request_error(error))])
                 continue
             self._requests[number] = generation
             self._ids[generation] = number
@@ -249,7 +249,7 @@ class EngineThread:
         now = time.monotonic()
         for event in events:
             ended = event.finish_reason is not None
-            outcome = self._engine.take(event.request) if ended else None
+            outcome = self._take(event.request) if ended else None
             generation = self._requests.get(event.request)
             if generation is None:  # cancelled
                 continue
@@ -260,8 +260,15 @@ class EngineThread:
                 generation.finished_s = now
                 del self._requests[event.request], self._ids[generation]
             if ended or generation.inbox is not None:
-                deliveries.append((generation, event, outcome))
+                shown = None if isinstance(outcome, Exception) else event
+                deliveries.append((generation, shown, outcome))
         self._hand_over(deliveries)
+
+    def _take(self, request: int) -> Completion | Exception:
+        try:
+            return self._engine.take(request)
+        except PetatronError as error:
+            return error
 
     def _replace_engine(self, swap: _Swap) -> None:
         assert self._loop is not None
@@ -301,3 +308,11 @@ class EngineThread:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:  # the loop is closed: nobody waits any more
             _log.debug("an event came after the server's end")
+
+
+def _request_error(error: Exception) -> PetatronError:
+    """Returns what one request fails with: whatever its submission raised, the engine has not begun it, and serves on."""
+    if isinstance(error, PetatronError) and not isinstance(error, LaunchError):
+        return error
+    _log.error("a request could not be submitted", exc_info=error)
+    return RequestError("The engine failed at this request, and goes on with others. Its log has the cause.")

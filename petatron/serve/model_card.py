@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from petatron.base.errors import DataError
 from petatron.data.prompt.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
 from petatron.data.prompt.prompt_encoder import PLAIN_STOP_STRINGS, PLAIN_TEMPLATE, prefix_ids
+from petatron.data.prompt.token_bounds import max_token_bytes
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.fill_in_middle import FillInMiddle, find_fill_in_middle
+from petatron.serve.isolation.limited_process import Isolation
 from petatron.serve.token_texts import TokenTexts
 
 
@@ -20,8 +24,9 @@ class ModelCard:
     """Replaced as a whole when the engine is.
 
     chat_template: the plain dialogue of `petatron chat` where `has_chat_template` is false. prefix_ids: that the tokenizer puts
-    before a text, which a chat template writes itself. stop_ids: that end an answer unless a
-    request says otherwise. step: of the training run, where it follows one. sampling_defaults: of requests that do not say otherwise.
+    before a text, which a chat template writes itself. stop_ids: that end an answer unless a request says otherwise.
+    max_token_bytes: of text in one token, where that is known (`token_bounds.py`). isolation: where templates are rendered, if not
+    here. step: of the training run, where it follows one. sampling_defaults: of requests that do not say otherwise.
     fill_in_middle: the tokens for it, where the tokenizer has some.
     """
 
@@ -40,6 +45,8 @@ class ModelCard:
     prefix_ids: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
     fill_in_middle: FillInMiddle | None = None
+    max_token_bytes: int | None = None
+    isolation: Isolation | None = None
 
     @classmethod
     def of_engine(
@@ -77,6 +84,7 @@ class ModelCard:
             prefix_ids=() if tokenizer is None else prefix_ids(tokenizer),
             sampling_defaults=sampling_defaults,
             fill_in_middle=find_fill_in_middle(tokenizer),
+            max_token_bytes=max_token_bytes(tokenizer),
         )
 
     @property
@@ -92,6 +100,12 @@ class ModelCard:
     def chat_stop_strings(self) -> tuple[str, ...]:
         """What ends an answer to messages besides the stop ids."""
         return () if self.has_chat_template else PLAIN_STOP_STRINGS
+
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """`ChatTemplate.render`, with limits where the template came with the model: it is a program of others."""
+        if self.isolation is None or not self.has_chat_template:
+            return await asyncio.to_thread(self.chat_template.render, messages, **arguments)
+        return await self.isolation.render(self.chat_template, {"messages": messages, **arguments})
 
     def encode(self, text: str) -> list[int]:
         return self.needed_tokenizer().encode(text)

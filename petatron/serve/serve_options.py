@@ -21,10 +21,13 @@ MIN_KEY_LENGTH = 16
 class ServeLimits:
     """The most that a request, and all of them together, may ask for.
 
-    max_body_bytes: of one request. max_prompt_tokens, max_tokens: of one sequence; None: what the model has positions for. max_batch:
-    prompts of one request. max_n: answers to one prompt. max_open: sequences accepted and not finished. max_connections: requests that are
-    answered at once. request_timeout_s: from the first byte of a request to the last of its answer. drain_timeout_s: after SIGTERM, for
-    what is open.
+    max_body_bytes: of one request. max_prompt_tokens, max_tokens: of one sequence; None: what the model has positions for.
+    max_batch: prompts of one request. max_n: answers to one prompt. max_open: sequences accepted and not finished.
+    max_connections: connections, and requests that are answered at once. max_connections_per_address: connections of one client's
+    address, which may be that of a proxy. max_header_bytes, max_headers, header_timeout_s: of one request, before its key is checked.
+    request_timeout_s: from the first byte of a request to the last of its answer. drain_timeout_s: after SIGTERM, for what is open.
+    isolation_timeout_s, isolation_memory_bytes: of one grammar or chat template, which run in processes of their own
+    (`serve/isolation`).
     """
 
     max_body_bytes: int = 8 << 20
@@ -34,8 +37,14 @@ class ServeLimits:
     max_n: int = 16
     max_open: int = 512
     max_connections: int = 1024
+    max_connections_per_address: int = 512
+    max_header_bytes: int = 1 << 16
+    max_headers: int = 128
+    header_timeout_s: float = 15.0
     request_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
+    isolation_timeout_s: float = 10.0
+    isolation_memory_bytes: int = 1 << 30
 
     def problems(self) -> Iterator[Problem]:
         for name in (one.name for one in fields(self)):
@@ -51,6 +60,7 @@ class ServeLimits:
 class ServeOptions:
     """Where a server listens, who may use it, under which name, and its limits.
 
+    allowed_hosts: names by which browsers may reach the server, besides its own; `*`: any.
     tool_call_format: in which the model calls tools (`tool_calls.py`); auto: the one that its chat template shows. reasoning_format: of the
     tags around reasoning (`reasoning.py`), alike.
     """
@@ -59,6 +69,7 @@ class ServeOptions:
     port: int = DEFAULT_PORT
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
     tool_call_format: ToolCallFormat | Literal["auto", "none"] = "auto"
     reasoning_format: ReasoningFormat | Literal["auto", "none"] = "auto"
     limits: ServeLimits = field(default_factory=ServeLimits)

@@ -144,6 +144,8 @@ def _in(path: str, folder: Path) -> bool:
 def _known(code: object) -> bool:
     """Code of an installed file, as importing and generated classes run it."""
     name = code.co_filename if isinstance(code, CodeType) else ""
+    if name in ("<template>", "<unknown>"):  # what jinja2 makes of a template, which its sandbox bounds
+        return True
     return name.startswith((sys.prefix, sys.base_prefix, "<frozen ", str(Path(__file__).parents[2])))
 
 

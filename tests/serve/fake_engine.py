@@ -24,6 +24,7 @@ class FakeStats:
     pages_total: int = 64
     cached_prompt_tokens: int = 0
     prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     drafted_tokens: int = 0

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.engine_thread import EngineThread
 from petatron.serve.http.app import build_app
+from petatron.serve.http.limited_protocol import limited_protocol
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeLimits, ServeOptions
@@ -65,7 +66,8 @@ def live_server(
     app = build_app(engine, model, ServeOptions(**options), background=background)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on such
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
+    protocol = limited_protocol(options["limits"])
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_level="error", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
     while not server.started:

@@ -132,9 +132,23 @@ def test_answers_that_nobody_reads_hold_up_no_request(elsewhere: EngineProcess):
 def test_what_cannot_be_served_is_refused_at_once(elsewhere: EngineProcess):
     with pytest.raises(DataError, match="prompt is empty"):
         elsewhere.submit([], SamplingParams())
-    with pytest.raises(DataError):
-        elsewhere.submit([1], SamplingParams(constraint=Constraint(kind="regex", grammar="(")))
     assert not elsewhere.has_work
+
+
+def test_a_request_that_fails_in_the_engine_fails_alone(elsewhere: EngineProcess):
+    wrong = elsewhere.submit([1], SamplingParams(constraint=Constraint(kind="regex", grammar="(")))
+    other = elsewhere.submit([65], SamplingParams(max_new_tokens=5, temperature=0.0))
+    left = elsewhere.submit([65], SamplingParams(constraint=Constraint(kind="regex", grammar="ab+c")))
+    elsewhere.cancel(left)
+    events = []
+    while elsewhere.has_work:
+        events += elsewhere.step()
+    reasons = {event.request: event.finish_reason for event in events if event.finish_reason}
+    assert reasons == {wrong: "failed", other: "length", left: "cancelled"}
+    with pytest.raises(DataError, match="regular expression cannot be used"):
+        elsewhere.take(wrong)
+    assert len(elsewhere.take(other).ids) == 5 and elsewhere.take(left).ids == []
+    assert elsewhere.stats.running == elsewhere.stats.pages_used == 0
 
 
 def test_another_step_is_loaded_or_the_former_stays(elsewhere: EngineProcess, run_folder: Path, tmp_path: Path):

@@ -95,7 +95,7 @@ def test_other_content_types_addresses_and_methods(server: LiveServer):
 def test_a_body_without_a_length_is_cut_off(server: LiveServer):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as raw:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nTransfer-Encoding: chunked\r\n\r\n"
         raw.sendall(head.encode())
         raw.sendall(b"".join(b"400\r\n" + b"a" * 0x400 + b"\r\n" for _ in range(5)))  # and no end
         assert b"413" in raw.recv(200).split(b"\r\n")[0]
@@ -189,4 +189,8 @@ def test_an_unexpected_failure_tells_nothing(caplog: pytest.LogCaptureFixture):
     with live_server(engine) as server:
         engine.submit = None  # type: ignore[assignment,method-assign]
         answer = _post(server, {"prompt": "a", "max_tokens": 1})
-        assert _is_error(answer, 503) and "NoneType" not in answer.text
+        assert _is_error(answer, 500, "internal_error") and "NoneType" not in answer.text
+        del engine.submit
+        assert _post(server, {"prompt": "a", "max_tokens": 1}).status_code == 200, (
+            "one request does not fail the engine"
+        )

@@ -100,7 +100,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
 def request_options(options: argparse.Namespace) -> RequestOptions:
     """Returns how prompts are continued; `ConfigError` with all that is wrong, also where a package is missing."""
     from petatron.infer.batch.request_options import OPTIONS, RequestOptions
-    from petatron.infer.constraint import check_constraint_library
+    from petatron.infer.grammar import check_constraint_library
 
     values = {name: value for name in OPTIONS if (value := getattr(options, name, None)) is not None}
     problems: list[Problem] = []

@@ -29,9 +29,15 @@ _LIMITS = {
     "max_batch": "prompts of one request",
     "max_n": "answers to one prompt",
     "max_open": "sequences waiting and running; more are refused with 429",
-    "max_connections": "requests open at once; more are refused with 503",
+    "max_connections": "connections and requests open at once; more are refused with 503",
+    "max_connections_per_address": "connections from one address",
+    "max_header_bytes": "bytes of a request's headers; more are refused with 431",
+    "max_headers": "headers of a request",
+    "header_timeout_s": "seconds until a request's headers are complete",
     "request_timeout_s": "seconds that a request may take",
     "drain_timeout_s": "seconds that open requests have after SIGTERM",
+    "isolation_timeout_s": "seconds to compile a grammar or to render a chat template",
+    "isolation_memory_bytes": "bytes of memory for that",
 }
 _ENGINE = {
     "max_sequences": "sequences of one step",
@@ -69,6 +75,8 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default=defaults.host, help=f"address to listen on ({defaults.host})")
     add("--port", type=int, default=defaults.port, help=f"port to listen on; 0: any free one ({defaults.port})")
     add("--api-key-file", type=Path, metavar="FILE", help="keys that clients may send, one a line")
+    text = "a name in the Host header besides this machine's own, for clients behind a proxy or DNS; again for more; '*': any"
+    add("--allowed-host", action="append", default=[], metavar="NAME", help=text)
     add("--served-model-name", metavar="NAME", help="the model's name in requests and answers (the folder's)")
     add("--chat-template", type=Path, metavar="FILE", help="jinja template for chats, instead of the tokenizer's")
     formats = ("auto", *TOOL_CALL_FORMATS, "none")
@@ -118,6 +126,7 @@ def serve_options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
         port=args.port,
         api_keys=(*keys, *([own] if own else [])),
         served_model_name=args.served_model_name,
+        allowed_hosts=tuple(args.allowed_host),
         tool_call_format=args.tool_call_format,
         reasoning_format=args.reasoning_format,
         limits=limits,

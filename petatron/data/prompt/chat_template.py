@@ -35,7 +35,10 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, tool_use: str | None = None, special_tokens: Mapping[str, str] | None = None
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        # Without optimization: it would compute constants such as 'a' * 10**10 when the template is only read.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -44,6 +47,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._plain = _compile(environment, source)
         self._tool_use = self._plain if tool_use is None else _compile(environment, tool_use)
+
+    def sources(self) -> dict[str, Any]:
+        """Returns what makes the same template elsewhere."""
+        tool_use = None if self.tool_source is self.source else self.tool_source
+        return {"source": self.source, "tool_use": tool_use, "special_tokens": self._special_tokens}
 
     def render(
         self,
@@ -112,7 +120,7 @@ def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
         raise DataError(f"The chat template has {len(source):,} characters. Use one of at most {MAX_TEMPLATE_CHARS:,}.")
     try:
         return environment.from_string(source)
-    except (jinja2.TemplateError, RecursionError) as error:
+    except Exception as error:  # besides its own errors, those of Python's compiler: too deep, too many digits
         why = printable(str(error), max_chars=_MAX_SHOWN_CHARS)
         raise DataError(
             f"The chat template cannot be read: {why}. Give another one with --chat-template FILE."

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from petatron.base.errors import ConfigError, PetatronError
+from petatron.base.errors import ConfigError, PetatronError, RequestError
 from petatron.serve.generation import NotServingError, QueueFullError
 
 RETRY_AFTER_S = 1
@@ -66,7 +66,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ConfigError):
         first = error.problems[0]
         return ApiError(400, " ".join(str(problem) for problem in error.problems), param=first.where)
-    if isinstance(error, PetatronError):
+    if isinstance(error, PetatronError) and not isinstance(error, RequestError):
         return ApiError(400, str(error))
     return ApiError(500, "The server failed to answer. Its log has the cause.", code="internal_error")
 

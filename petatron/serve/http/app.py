@@ -47,6 +47,7 @@ from petatron.serve.http.routes.model_info import (
 from petatron.serve.http.routes.responses import post_response
 from petatron.serve.http.routes.similarity import post_rerank, post_score
 from petatron.serve.http.server_state import ServerState, state_of
+from petatron.serve.isolation.limited_process import Isolation
 from petatron.serve.model_card import ModelCard
 from petatron.serve.playground import PlaygroundPage
 from petatron.serve.serve_options import ServeOptions
@@ -65,7 +66,7 @@ _POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], ty
     ("POST", "/detokenize", post_detokenize, DetokenizeRequest),
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer} for status in (400, 401, 404, 405, 413, 415, 429, 500, 503, 504)
+    status: {"model": ErrorAnswer} for status in (400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 }
 _EVENT = {
     "type": "object",
@@ -86,7 +87,12 @@ def build_app(
     """Builds the app of an engine, which it drives, and closes at its end. background: what runs beside it, from start to end."""
     metrics = ServerMetrics()
     thread = EngineThread(engine, max_open=options.limits.max_open, on_finish=metrics.observe)
-    state = ServerState(thread, model, options, metrics)
+    limits = options.limits
+    isolation = Isolation(
+        model.tokenizer, timeout_s=limits.isolation_timeout_s, memory_bytes=limits.isolation_memory_bytes
+    )
+    state = ServerState(thread, model, options, metrics, isolation)
+    state.replace_model(model)
     metrics.watch_engine(thread, lambda: state.model.step)
 
     @asynccontextmanager
@@ -99,6 +105,7 @@ def build_app(
                 async with asynccontextmanager(background)(state):
                     yield
         finally:
+            isolation.close()
             await thread.close()
 
     app = FastAPI(title="petatron", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)

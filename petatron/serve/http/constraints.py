@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from petatron.infer.constraint import ANY_WHITESPACE
+from petatron.infer.grammar import ANY_WHITESPACE
 from petatron.infer.sampling_params import Constraint
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.openai_requests import MAX_GRAMMAR_CHARS, ConstraintFields, ResponseFormat

@@ -56,7 +56,7 @@ def follow_run(
         if engine.step_number != step:
             rejected.add(step)
             return
-        state.model = describe()
+        state.replace_model(describe())
         state.metrics.swaps.inc()
         _log.info("serving step %d of %s", step, folder)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
+import socket
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,7 +21,38 @@ OPEN_PATHS = ("/", "/health", "/healthz", "/readyz")
 """Need no key: they tell nothing of the model, and probes and browsers have none."""
 _BODY_TIMEOUT_S, _GRACE_S = 60.0, 2.0
 _CLIENT_CLOSED = 499
+_BODY_METHODS = ("POST", "PUT", "PATCH", "DELETE")
+_BODY_READ = "petatron.body_read"
 _log = get_logger(__name__)
+
+
+class HostCheck:
+    """Whether a request came by a name of this server.
+
+    A page of another site whose name is made to resolve to this machine is same-origin to its browser, and could use a server that
+    has no key. Its requests tell that name. An IP address is no such name; nor has a client that sends none a browser.
+
+    >>> check = HostCheck("127.0.0.1", ("Model.example",))
+    >>> [check.is_allowed(host) for host in (b"localhost:8000", b"[::1]:8000", b"10.0.0.7", b"model.example", b"evil.example", b"")]
+    [True, True, True, True, False, True]
+    """
+
+    def __init__(self, bound: str, allowed: Sequence[str]) -> None:
+        own = ("localhost", bound, socket.gethostname(), socket.getfqdn())
+        self._names = frozenset(name.lower().rstrip(".") for name in (*own, *allowed) if name)
+
+    def is_allowed(self, host: bytes) -> bool:
+        if not host or "*" in self._names:
+            return True
+        name = host.decode("latin-1").lower()
+        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+        if name.rstrip(".") in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
 
 
 class RequestGuard:
@@ -27,6 +61,7 @@ class RequestGuard:
     def __init__(self, app: ASGIApp, *, options: ServeOptions, metrics: ServerMetrics) -> None:
         self._app, self._options, self._metrics = app, options, metrics
         self._keys = [hashlib.sha256(key.encode()).digest() for key in options.api_keys]
+        self._hosts = HostCheck(options.host.strip("[]"), options.allowed_hosts)
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,7 +87,10 @@ class RequestGuard:
             if answer.status == 500:
                 _log.error("a request failed", exc_info=error)
             if not status:
-                await answer.response()(scope, receive, counted_send)
+                response = answer.response()
+                if not scope.get(_BODY_READ):  # what is left of it is not waited for
+                    response.headers["Connection"] = "close"
+                await response(scope, receive, counted_send)
         finally:
             self._running -= 1
             route = getattr(scope.get("route"), "path", "other")
@@ -62,13 +100,22 @@ class RequestGuard:
         limits = self._options.limits
         if self._running > limits.max_connections:
             raise ApiError(503, "The server has too many requests open. Try again later.", code="too_many_connections")
+        self._check_host(scope)
         if self._keys and scope["path"] not in OPEN_PATHS:
             self._check_key(scope)
         deadline_s = asyncio.get_running_loop().time() + limits.request_timeout_s
         scope[DEADLINE] = deadline_s
         # Generation ends at the deadline with an answer that says so; this is for whatever else may take long.
         async with asyncio.timeout_at(deadline_s + _GRACE_S):
-            await self._app(scope, await self._read_body(scope, receive), send)
+            # What takes no body gets none: nobody without a key has one kept here.
+            takes_body = scope["method"] in _BODY_METHODS and scope["path"] not in OPEN_PATHS
+            await self._app(scope, await self._read_body(scope, receive) if takes_body else receive, send)
+
+    def _check_host(self, scope: Scope) -> None:
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) > 1 or not self._hosts.is_allowed(hosts[0] if hosts else b""):
+            text = "This server is not known by the name in the Host header. Start it with --allowed-host NAME to allow it."
+            raise ApiError(421, text, code="misdirected_request")
 
     def _check_key(self, scope: Scope) -> None:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
@@ -101,6 +148,7 @@ class RequestGuard:
                     raise too_long
                 if not message.get("more_body", False):
                     break
+        scope[_BODY_READ] = True
         whole: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
 
         async def receive_again() -> Message:

@@ -77,6 +77,7 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily("petatron_model_step", "Training step of the served model", step)
         for name, help_text in (
             ("prompt_tokens", "Tokens of prompts"),
+            ("computed_prompt_tokens", "Tokens of prompts that steps computed"),
             ("cached_prompt_tokens", "Tokens of prompts found in the prefix cache"),
             ("generated_tokens", "New tokens"),
             ("preemptions", "Sequences that lost their pages and were recomputed"),

@@ -45,6 +45,7 @@ async def complete(request: Request, state: ServerState, generations: Sequence[G
     left = asyncio.ensure_future(_wait_for_disconnect(request.receive))
     try:
         async with asyncio.timeout_at(request.scope[DEADLINE]):
+            await state.check_constraints(generations)
             with _submitted(state, generations):
                 futures = [generation.done for generation in generations]
                 # `wait` leaves the futures alone when it is cancelled; `gather` would cancel them.
@@ -94,6 +95,8 @@ class TokenStream(Response):
 
     async def prepare(self, request: Request) -> TokenStream:
         """Submits the sequences and waits for the first event, or for the refusal, which it raises; a client may leave meanwhile."""
+        async with asyncio.timeout_at(request.scope[DEADLINE]):
+            await self._state.check_constraints(self._generations)
         self._submission = _submitted(self._state, self._generations)
         self._submission.__enter__()
         first = asyncio.ensure_future(self._inbox.take_all())

@@ -7,6 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from petatron.base.errors import DataError
 from petatron.infer.sampling_params import MAX_SEED, SamplingParams
@@ -52,6 +53,8 @@ async def encode_prompts(
         )
     found = []
     for prompt in prompts:
+        if isinstance(prompt, str) and truncate is None:
+            check_text(prompt, model, limits, param=param)
         before = model.prefix_ids if add_prefix else ()
         ids = [*before, *await encode_text(prompt, model)] if isinstance(prompt, str) else prompt
         ids = truncated(ids, truncate, model)
@@ -74,15 +77,32 @@ def truncated(ids: Sequence[int], count: int | None, model: ModelCard) -> Sequen
     return ids[len(ids) - min(count, len(ids)) :]
 
 
+def check_text(text: str, model: ModelCard, limits: ServeLimits, *, param: str) -> None:
+    """Refuses a text that is too long whatever its tokens are, before it is encoded."""
+    if model.max_token_bytes is None:
+        return
+    least = -(-len(text.encode(errors="replace")) // model.max_token_bytes)
+    if least > _most_prompt_tokens(model, limits):
+        _refuse_length(f"at least {least}", model, limits, param=param)
+
+
+def _most_prompt_tokens(model: ModelCard, limits: ServeLimits) -> int:
+    return min(model.max_prompt_tokens, limits.max_prompt_tokens or model.max_prompt_tokens)
+
+
+def _refuse_length(count: int | str, model: ModelCard, limits: ServeLimits, *, param: str) -> NoReturn:
+    most = _most_prompt_tokens(model, limits)
+    text = f"The prompt has {count} tokens, and this server takes {most}. Shorten the prompt."
+    raise ApiError(400, text, param=param, code="context_length_exceeded")
+
+
 def check_prompt(ids: Sequence[int], model: ModelCard, limits: ServeLimits, *, param: str) -> None:
     if not ids:
         raise ApiError(
             400, "The prompt is empty, and there is nothing to continue. Send at least one token.", param=param
         )
-    most = min(model.max_prompt_tokens, limits.max_prompt_tokens or model.max_prompt_tokens)
-    if len(ids) > most:
-        text = f"The prompt has {len(ids)} tokens, and this server takes {most}. Shorten the prompt."
-        raise ApiError(400, text, param=param, code="context_length_exceeded")
+    if len(ids) > _most_prompt_tokens(model, limits):
+        _refuse_length(len(ids), model, limits, param=param)
     if max(ids) >= model.vocab_size:
         raise ApiError(400, f"Token id {max(ids)} is outside the vocabulary of {model.vocab_size} ids.", param=param)
 

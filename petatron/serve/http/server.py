@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
 from petatron.serve.generation import NotServingError
+from petatron.serve.http.limited_protocol import limited_protocol
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.serve_options import ServeOptions
 
@@ -57,6 +58,7 @@ def build_server(app: FastAPI, *, on_ready: Callable[[], None]) -> DrainingServe
     state: ServerState = app.state.petatron
     config = uvicorn.Config(
         app,
+        http=limited_protocol(state.options.limits),  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         server_header=False,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from fastapi import Request
 
 from petatron.serve.engine_thread import EngineThread
+from petatron.serve.generation import Generation
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.metrics import ServerMetrics
+from petatron.serve.isolation.limited_process import Isolation
 from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeOptions
 
@@ -21,6 +24,16 @@ class ServerState:
     model: ModelCard
     options: ServeOptions
     metrics: ServerMetrics
+    isolation: Isolation
+
+    def replace_model(self, model: ModelCard) -> None:
+        self.model = replace(model, isolation=self.isolation)
+
+    async def check_constraints(self, generations: Sequence[Generation]) -> None:
+        """Raises `DataError` for a constraint that cannot be compiled within limits: before the engine sees it."""
+        for constraint in {one.params.constraint for one in generations}:
+            if constraint is not None:
+                await self.isolation.check_constraint(constraint)
 
     def check_model(self, name: str | None) -> ModelCard:
         """Returns the served model; raises 404 for the name of another."""

@@ -7,6 +7,11 @@ import importlib.util
 
 from tests.fuzz.kind import Kind
 
+
+def _has(*modules: str) -> bool:
+    return all(importlib.util.find_spec(module) for module in modules)
+
+
 KINDS = {
     "checkpoint": "checkpoint",
     "huggingface": "huggingface",
@@ -26,6 +31,7 @@ KINDS = {
     "rendezvous": "rendezvous",
     # Those of extras, where they are installed.
     **({"fetch": "fetch"} if importlib.util.find_spec("pyarrow") else {}),
+    **({"submissions": "submissions"} if _has("fastapi", "llguidance", "httpx") else {}),
 }
 PLANTED = "planted"
 """A kind that breaks every rule, to test the harness with."""

@@ -116,6 +116,36 @@ def test_a_known_prefix_is_not_computed_again():
     assert engine.complete([prompt], params)[0][0].cached_tokens == 0
 
 
+@pytest.mark.parametrize("max_step_tokens", [5, 32, 512])
+def test_prompts_that_arrive_together_are_computed_once(max_step_tokens: int):
+    """Of n samples, and of distinct requests that begin alike; whatever a step holds."""
+    prompt = [7 * number % VOCAB for number in range(18)]
+    prompts = [prompt] * 5 + [[*prompt[:13], 3, number] for number in range(3)] + [[9, 8, 7, 6, 5]]
+    options = EngineOptions(page_size=4, max_sequences=16, max_step_tokens=max_step_tokens)
+    engine = Engine(exact_model(), options=options)
+    answers = [answer for [answer] in engine.complete(prompts, SamplingParams(max_new_tokens=4, temperature=0.0))]
+    assert [answer.cached_tokens for answer in answers] == [0, *[16] * 4, *[12] * 3, 0]
+    assert engine.stats.computed_prompt_tokens == 18 + 4 * 2 + 3 * 3 + 5
+    for answer in answers:
+        ids = [*answer.prompt_ids, *answer.ids]
+        assert whole_logprobs(ids[:-1])[len(answer.prompt_ids) - 1 :].argmax(-1).tolist() == answer.ids
+
+
+def test_a_prefix_is_not_awaited_of_a_request_that_leaves():
+    """Nor of one that was preempted; and what reports on its prompt computes it itself."""
+    prompt = [7 * number % VOCAB for number in range(18)]
+    engine = Engine(exact_model(), options=EngineOptions(page_size=4, max_step_tokens=6))
+    first, second = (engine.submit(prompt, SamplingParams(max_new_tokens=3, temperature=0.0)) for _ in range(2))
+    reporting = engine.submit(prompt, GREEDY)
+    engine.step()
+    assert engine.stats.running == 1
+    engine.cancel(first)
+    while engine.has_work:
+        engine.step()
+    assert engine.take(second).ids == engine.take(reporting).ids[:3]
+    assert engine.stats.computed_prompt_tokens == 6 + (18 - 4) + 18 and engine.stats.pages_used == 0
+
+
 def test_cancelling_frees_everything():
     engine = Engine(exact_model(), options=EngineOptions(page_size=2, max_sequences=2))
     requests = [engine.submit([1, 2, number], GREEDY) for number in range(4)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import Callable, Sequence
@@ -23,7 +22,15 @@ from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessa
 from petatron.serve.http.read_request import read_request
 from petatron.serve.http.routes.completions import check_batch, check_samples
 from petatron.serve.http.run_generations import complete
-from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples, sampling_params, truncated
+from petatron.serve.http.sampling import (
+    check_prompt,
+    check_text,
+    encode_text,
+    new_tokens,
+    samples,
+    sampling_params,
+    truncated,
+)
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.model_card import ModelCard
 from petatron.serve.reasoning import ReasoningParser, opens_reasoning
@@ -69,6 +76,8 @@ async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> Prepa
     model, limits = state.model, state.options.limits
     tools = choose_tools(body, state.options.tool_format(model.chat_template.tool_source))
     prompt = await chat_prompt(body.messages, body, model, tools=tools.offered)
+    if body.truncate_prompt_tokens is None:
+        check_text(prompt, model, limits, param="messages")
     ids = await encode_chat(prompt, model, add_prefix=bool(body.add_special_tokens))
     ids = truncated(ids, body.truncate_prompt_tokens, model)
     check_prompt(ids, model, limits, param="messages")
@@ -179,11 +188,8 @@ async def render_messages(
     add_generation_prompt: bool = True,
     values: dict[str, Any] | None = None,
 ) -> str:
-    """Renders beside the event loop: a template is a program of others."""
     plain = [_plain(message) for message in messages]
-    return await asyncio.to_thread(
-        model.chat_template.render, plain, tools=tools, add_generation_prompt=add_generation_prompt, values=values
-    )
+    return await model.render_chat(plain, tools=tools, add_generation_prompt=add_generation_prompt, values=values)
 
 
 async def encode_chat(text: str, model: ModelCard, *, add_prefix: bool = False) -> list[int]:

@@ -19,7 +19,7 @@ from petatron.serve.http.json_body import read_body
 from petatron.serve.http.megatron_requests import DEFAULT_TOKENS, MegatronRequest
 from petatron.serve.http.routes.completions import check_batch
 from petatron.serve.http.run_generations import complete
-from petatron.serve.http.sampling import check_prompt, encode_text, new_tokens, samples, stable_temperature
+from petatron.serve.http.sampling import check_prompt, check_text, encode_text, new_tokens, samples, stable_temperature
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.logprob_formats import finite, own_logprob
 from petatron.serve.model_card import ModelCard
@@ -33,6 +33,8 @@ async def put_api(request: Request) -> Response:
     body = await read_body(request, MegatronRequest, any_type=True)
     model = state.model
     _check(body, state)
+    for text in body.prompts:
+        check_text(text, model, state.options.limits, param="prompts")
     prompts = [await _encode(text, body, model) for text in body.prompts]
     for ids in prompts:
         check_prompt(ids, model, state.options.limits, param="prompts")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from petatron.serve.http.api_error import ApiError
+from petatron.serve.http.json_answer import large_answer
 from petatron.serve.http.openai_requests import DetokenizeRequest, TokenizeRequest
 from petatron.serve.http.read_request import read_request
 from petatron.serve.http.routes.chat import chat_prompt, encode_chat
@@ -40,7 +41,7 @@ def _card(model: ModelCard) -> dict[str, Any]:
     }
 
 
-async def post_tokenize(request: Request) -> JSONResponse:
+async def post_tokenize(request: Request) -> Response:
     body = await read_request(request, TokenizeRequest)
     model = state_of(request).check_model(body.model)
     if body.messages is not None:
@@ -50,19 +51,22 @@ async def post_tokenize(request: Request) -> JSONResponse:
         ids = await encode_text(body.prompt or "", model)
     if body.add_special_tokens and model.special_tokens.get("bos_token") and model.bos_id is not None:
         ids = [model.bos_id, *ids]
-    answer = {"count": len(ids), "max_model_len": model.max_prompt_tokens, "tokens": ids}
-    if body.return_token_strs:
-        answer["token_strs"] = [model.texts.text_of(token) for token in ids]
-    return JSONResponse(answer)
+
+    def answer() -> dict[str, Any]:
+        texts = {"token_strs": [model.texts.text_of(token) for token in ids]} if body.return_token_strs else {}
+        return {"count": len(ids), "max_model_len": model.max_prompt_tokens, "tokens": ids, **texts}
+
+    return await large_answer(answer)
 
 
-async def post_detokenize(request: Request) -> JSONResponse:
+async def post_detokenize(request: Request) -> Response:
     body = await read_request(request, DetokenizeRequest)
     model = state_of(request).check_model(body.model)
     if body.tokens and max(body.tokens) >= model.vocab_size:
         text = f"Token id {max(body.tokens)} is outside the vocabulary of {model.vocab_size} ids."
         raise ApiError(400, text, param="tokens")
-    return JSONResponse({"prompt": model.needed_tokenizer().decode(body.tokens)})
+    tokenizer = model.needed_tokenizer()
+    return await large_answer(lambda: {"prompt": tokenizer.decode(body.tokens)})
 
 
 async def get_tokenizer_info(request: Request) -> JSONResponse:

@@ -1,0 +1,77 @@
+"""How many tokens a text has at least, known without encoding it: a server refuses what cannot fit before it spends time on it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from petatron.data.bpe.byte_level_decoder import byte_characters
+from petatron.data.tokenizer import ByteTokenizer, Tokenizer
+
+_SAME_BYTES = ("Prepend", "NFD", "NFKD")
+"""Normalizers that never shorten a text."""
+_NFC_SHRINKAGE = 4
+"""Composed characters have at least a third of the bytes of their parts (Hangul: nine become three)."""
+
+_DROPS_TEXT = ("Whitespace", "WhitespaceSplit", "CharDelimiterSplit", "BertPreTokenizer")
+
+
+def max_token_bytes(tokenizer: Tokenizer | None) -> int | None:
+    """Returns of how many bytes of text a token is at most made; None if there is no such number.
+
+    A vocabulary without its bytes has none: an unknown token may be a text of any length. Nor has one whose normalizer may remove
+    text, or that has tokens which take in the white space around them.
+
+    >>> max_token_bytes(ByteTokenizer())
+    1
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return 1
+    content = None if tokenizer is None else tokenizer.files().get("tokenizer.json")
+    if content is None:
+        return None
+    read = json.loads(content)
+    model, added = read.get("model") or {}, read.get("added_tokens") or []
+    factor = _shrinkage(read.get("normalizer"))
+    if factor is None or any(token.get("lstrip") or token.get("rstrip") for token in added):
+        return None
+    if model.get("type") != "BPE" or not _keeps_bytes(model, read.get("pre_tokenizer")):
+        return None
+    names = [*model["vocab"], *(token["content"] for token in added)]
+    return factor * max(len(name.encode(errors="replace")) for name in names)
+
+
+def _shrinkage(normalizer: Any) -> int | None:
+    """Returns by which factor a text may have fewer bytes after it; None if by any."""
+    if normalizer is None:
+        return 1
+    kind = normalizer.get("type")
+    if kind == "Sequence":
+        factor = 1
+        for part in normalizer.get("normalizers") or []:
+            own = _shrinkage(part)
+            if own is None:
+                return None
+            factor *= own
+        return factor
+    if kind == "NFC":
+        return _NFC_SHRINKAGE
+    if kind == "Replace":
+        pattern = (normalizer.get("pattern") or {}).get("String")
+        return 1 if pattern and len(normalizer.get("content", "").encode()) >= len(pattern.encode()) else None
+    return 1 if kind in _SAME_BYTES else None
+
+
+def _keeps_bytes(model: Any, pre_tokenizer: Any) -> bool:
+    """Whether every byte has a token, and none is dropped before the model sees it."""
+    parts = [] if pre_tokenizer is None else [pre_tokenizer]
+    byte_level = False
+    while parts:
+        part = parts.pop()
+        parts += part.get("pretokenizers") or []
+        byte_level |= part.get("type") == "ByteLevel"
+        if part.get("behavior") == "Removed" or part.get("type") in _DROPS_TEXT:
+            return False
+    alphabet = byte_characters() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = model.get("vocab") or {}
+    return (byte_level or bool(model.get("byte_fallback"))) and all(char in vocabulary for char in alphabet)

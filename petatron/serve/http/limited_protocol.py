@@ -1,0 +1,122 @@
+"""HTTP connections with limits before any key is checked: bytes and number of headers, time until they are complete, and connections.
+
+uvicorn bounds none of these. A client that sends headers without end, or never ends them, costs memory or a connection for as long
+as it likes; so it is answered and cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from petatron.serve.http.api_error import ApiError
+from petatron.serve.serve_options import ServeLimits
+
+
+def limited_protocol(limits: ServeLimits) -> Callable[..., asyncio.Protocol]:
+    """Returns what makes the protocol of each connection of one server."""
+    return partial(LimitedHttpProtocol, limits=limits, addresses=Counter())
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """addresses: how many connections each has open."""
+
+    def __init__(self, *, limits: ServeLimits, addresses: Counter[str], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._limits, self._addresses = limits, addresses
+        self._address: str | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._header_bytes, self._num_headers = 0, 0
+        self._in_headers, self._refused = True, False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._address = self.client[0] if self.client else ""
+        self._addresses[self._address] += 1
+        own = self._addresses[self._address] > self._limits.max_connections_per_address
+        if own or len(self.connections) > self._limits.max_connections:
+            whose = " from this address" if own else ""
+            self._refuse(503, f"The server has too many connections open{whose}. Try again later.")
+            return
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        if self._address is not None:
+            self._addresses[self._address] -= 1
+            if not self._addresses[self._address]:
+                del self._addresses[self._address]
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self._in_headers:
+            if self._header_timer is None:  # a further request of the same connection
+                self._expect_headers()
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > self._limits.max_header_bytes:
+            self._refuse_headers()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_headers = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > self._limits.max_headers:
+            self._refuse_headers()
+        if not self._refused:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._in_headers = False
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > self._limits.max_header_bytes:
+            self._refuse_headers()
+        if not self._refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_headers, self._header_bytes = True, 0
+        if not self._refused:
+            super().on_message_complete()
+
+    def _expect_headers(self) -> None:
+        self._stop_timer()
+        self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._refuse_slowness)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _refuse_slowness(self) -> None:
+        self._refuse(408, f"The headers were not complete after {self._limits.header_timeout_s:g} seconds.")
+
+    def _refuse_headers(self) -> None:
+        most = f"{self._limits.max_headers} headers or {self._limits.max_header_bytes} bytes of them"
+        self._refuse(431, f"The request has more than {most}.")
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Answers, unless something else is being answered, and closes the connection."""
+        self._refused = True
+        self._stop_timer()
+        if self.cycle is None or self.cycle.response_complete:
+            answer = ApiError(status, text).response()
+            lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}".encode(), b"connection: close"]
+            lines += [name + b": " + value for name, value in answer.raw_headers]
+            self.transport.write(b"\r\n".join([*lines, b"", bytes(answer.body)]))
+        self.transport.close()
