@@ -100,7 +100,7 @@ def meaningless_values(
     """
     paths: list[str] = []
     notices: list[str] = []
-    for rule in (*_RULES, *([] if heads_may_follow else _indivisible_heads(values))):
+    for rule in (*_RULES, *([] if heads_may_follow else _indivisible_heads(values, typed))):
         setting = typed.get(fields_by_name()[rule.typed].path)
         if setting is None or not rule.applies(setting.value):
             continue
@@ -120,10 +120,10 @@ def meaningless_values(
     return paths, notices
 
 
-def _indivisible_heads(values: Mapping[str, FieldValue]) -> list[_OverrideRule]:
+def _indivisible_heads(values: Mapping[str, FieldValue], typed: Mapping[str, Setting]) -> list[_OverrideRule]:
     """A typed number of heads that the preset's key/value heads do not divide."""
     groups = values["model.num_query_groups"]
-    if not isinstance(groups, int) or groups < 1:
+    if "model.num_query_groups" in typed or not isinstance(groups, int) or groups < 1:
         return []
     shared = ("num_query_groups", "group_query_attention")
     return [_OverrideRule("num_attention_heads", lambda heads: heads > 0 and heads % groups != 0, shared)]

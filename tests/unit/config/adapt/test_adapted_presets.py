@@ -88,6 +88,13 @@ def test_what_is_typed_or_in_a_file_is_never_left_out(tmp_path: Path):
     assert resolve_config([*words, "--group-query-attention"], preset="tiny-llama")[1]
 
 
+def test_heads_with_groups_of_their_own_leave_the_preset_alone():
+    assert (
+        load_config([*"--num-attention-heads 2 --num-query-groups 1".split(), *TRAIN], preset="tiny-llama").notices
+        == ()
+    )
+
+
 def test_a_tokenizer_wins_over_a_smaller_vocabulary_of_a_preset():
     loaded = with_vocab_size(load_config(TRAIN, preset="llama2-7b"), 50257, "the tokenizer t.json")
     assert loaded.config.model.vocab_size == 50257
