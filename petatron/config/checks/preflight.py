@@ -113,7 +113,7 @@ def _missing_files(config: RunConfig) -> Iterator[Problem]:
 
 
 def _missing_data(config: RunConfig) -> Iterator[Problem]:
-    for name in _BLENDS:
+    for name in () if config.data.dataset_kind is not None else _BLENDS:
         try:
             parts = parse_blend(getattr(config.data, name))
         except BlendError:  # a problem of its own
