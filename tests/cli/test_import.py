@@ -47,6 +47,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir(tmp_path)  # where runs without a folder write their log
     return folder
 
 

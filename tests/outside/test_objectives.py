@@ -21,7 +21,7 @@ from petatron.verify.compare_traces import Tolerances
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import later
-from tests.parity.harness import check_traces, tiny_run, train, train_recorded
+from tests.parity.harness import TINY, check_traces, tiny_run, train, train_recorded
 
 BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
 Z_LOSS = "--objective z-loss --objective-settings weight=0.01"
@@ -158,5 +158,8 @@ def test_a_dataset_of_ones_own_trains():
     assert found.valid is None and found.train is not None and found.train.fingerprint == "squares train"
     batches = next(petatron.build_loader(run, ParallelMesh.single()))
     assert torch.cat([batch.tokens for batch in batches])[:, 0].tolist() == [i * i % 131 for i in range(8)]
+    assert isinstance(petatron.load(None, f"{TINY} --no-mock-data --dataset-kind squares".split()).state, TrainState)
+    with pytest.raises(ConfigError, match="--mock-data makes data up"):
+        run_of("--dataset-kind squares")
     with pytest.raises(ConfigError, match="--dataset-kind cubes is not a registered kind"):
         build_datasets(run_of("--dataset-kind cubes --no-mock-data --data-path anything"), None, (4, 0, 0))

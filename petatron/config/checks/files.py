@@ -122,7 +122,10 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
     if len(given) > 1:
         rule = f"cannot be combined with {' or '.join(given[1:])}"
         yield Problem(given[0], "", rule, "Keep one source of data.")
-    elif not given and require_training:
+    elif data.mock_data and data.dataset_kind is not None:
+        rule = f"makes data up, and --dataset-kind {data.dataset_kind} opens some"
+        yield Problem("--mock-data", "", rule, "Keep one source of data.")
+    elif not given and require_training and data.dataset_kind is None:
         fix = "Give dataset prefixes, --train-data-path, or --mock-data to try the run without data."
         yield Problem("--data-path", "", "is not set", fix)
     if per_split and not data.train_data_path and require_training:
@@ -132,7 +135,8 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
 
 def _blends(config: RawRunConfig) -> Iterator[Problem]:
     data = config.data
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+    own = data.dataset_kind is not None  # whose words mean what it says
+    for name in () if own else ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = getattr(data, name)
         try:
             parse_blend(words)

@@ -114,7 +114,7 @@ def _missing_files(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _missing_data(config: RawRunConfig) -> Iterator[Problem]:
-    for name in _BLENDS:
+    for name in () if config.data.dataset_kind is not None else _BLENDS:
         try:
             parts = parse_blend(getattr(config.data, name))
         except BlendError:  # a problem of its own
