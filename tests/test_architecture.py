@@ -293,7 +293,11 @@ def test_ranks_send_each_other_no_pickles():
 
 
 FILES = "petatron/base/safe_files.py"
-ASKS_WHO_IT_IS = {"petatron/mesh/launch/local_launcher.py": "so that ranks can notice that their launcher is gone"}
+ASKS_WHO_IT_IS = {
+    "petatron/mesh/launch/local_launcher.py": "so that ranks can notice that their launcher is gone",
+    "petatron/mesh/launch/store_server.py": "so that the server can notice that rank 0 is gone",
+    "petatron/mesh/launch/open_store.py": "so that rank 0 recognizes its own server",
+}
 REMOVES_TREES = ("rmtree", "rmdir", "removedirs")
 WRITES = ("write_text", "write_bytes", "save_file", "mkstemp", "mktemp", "NamedTemporaryFile")
 WRITES_BY_NAME = {
