@@ -75,6 +75,8 @@ def start_process_group(
 def _join_ranks(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
     rendezvous = Rendezvous(environment, timeout=timeout)
     rendezvous.wait_for_all_ranks(timeout)
+    # Newer versions of NCCL ask for it on connections that move data, in place of a number that everybody knows.
+    set_default_variables({"NCCL_SOCKET_MAGIC": f"{rendezvous.random_number():#018x}"})
     # gloo also under NCCL. And no device: one bound to this group would make NCCL split every later group from the world,
     # which all ranks would have to join, while ours are created by their members alone.
     dist.init_process_group(

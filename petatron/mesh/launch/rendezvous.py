@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -101,6 +102,7 @@ class Rendezvous:
             self._missing_ranks.remove(rank)
         if self._missing_ranks:
             return False
+        self.store.set("random", secrets.token_hex(8))
         self.store.set("admitted", "")
         return True
 
@@ -153,6 +155,10 @@ class Rendezvous:
         while self.rank == 0 and num_acknowledged < self._world_size and time.monotonic() < deadline:
             time.sleep(0.05)
             num_acknowledged = self.store.add("told", 0)
+
+    def random_number(self) -> int:
+        """Returns a number of 64 bits that the ranks of this launch know and nobody else; after the roll call."""
+        return int(self._read("random"), 16)
 
     def process_group_store(self) -> dist.Store:
         """Returns the store of process groups, which call it from C++ until this process ends."""

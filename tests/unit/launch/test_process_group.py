@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.process_group import start_process_group
 # What is registered first runs last.
-atexit.register(lambda: pathlib.Path(os.environ["RANK"]).write_text(f"{joined} {dist.is_initialized()}"))
+atexit.register(lambda: pathlib.Path(os.environ["RANK"]).write_text(f"{joined} {dist.is_initialized()} {os.environ['NCCL_SOCKET_MAGIC']}"))
 start_process_group(read_environment())
 joined = dist.is_initialized()
 """
@@ -25,9 +26,12 @@ joined = dist.is_initialized()
 
 def test_groups_are_left_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("NCCL_SOCKET_MAGIC", raising=False)
     monkeypatch.chdir(tmp_path)
     assert run_ranks([sys.executable, "-c", PROGRAM], nproc=2) == 0
-    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["True False"] * 2
+    said = [(tmp_path / rank).read_text().split() for rank in ("0", "1")]
+    assert [words[:2] for words in said] == [["True", "False"]] * 2
+    assert said[0][2] == said[1][2] and re.fullmatch("0x[0-9a-f]{16}", said[0][2]), "a secret number of this launch"
 
 
 @pytest.mark.parametrize("failed", [False, True])
