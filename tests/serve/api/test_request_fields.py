@@ -293,12 +293,9 @@ def test_the_table_has_every_field_of_the_openai_client(body: Any, params: Any, 
 def test_fields_that_do_not_agree_are_refused(
     client: openai.OpenAI, server: LiveServer, route: str, extra: dict[str, Any], said: str
 ):
-    with pytest.raises(openai.BadRequestError, match="400"):
+    with pytest.raises(openai.BadRequestError) as caught:
         ask(client, server, route, extra)
-    try:
-        ask(client, server, route, extra)
-    except openai.BadRequestError as error:
-        assert said in error.message
+    assert said in caught.value.message
 
 
 @pytest.mark.parametrize(
