@@ -21,6 +21,7 @@ import pytest
 from petatron.mesh.launch.local_launcher import run_ranks
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
 from tests.forked_python import run_forked
+from tests.security.test_strangers import listening
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -37,7 +38,8 @@ def main():
     place = read_environment()
     start_process_group(place, timeout_minutes=0.5)
     groups = [new_group(name, (0, 1), backend="gloo", timeout=timedelta(seconds=30)) for name in "ab"]
-    (here / f"joined-{place.rank}").touch()
+    (here / f"joining-{place.rank}").write_text(str(os.getpid()))
+    (here / f"joining-{place.rank}").rename(here / f"joined-{place.rank}")
     while not (here / "go").exists():
         time.sleep(0.02)
     totals = []
@@ -53,14 +55,6 @@ def main():
 sys.exit(run_rank_main(main))
 """
 TOTALS = [[float(2 * step + 10)] * 4 for step in range(3)] * 2
-LISTENING = """
-def listening():
-    for table in ("tcp", "tcp6"):
-        for line in open("/proc/net/" + table).read().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[7]) == {user}:
-                yield int(fields[1].split(":")[1], 16)
-"""
 STORE_ATTACK = """
 import json, os, sys
 from datetime import timedelta
@@ -79,25 +73,21 @@ except Exception as error:
 print(json.dumps(learned))
 """
 GLOO_ATTACK = """
-import os, socket, struct, sys, time
+import os, socket, struct, time
 os.setgid({nobody}); os.setuid({nobody})
-{listening}
-held, tried, heard = [], set({known!r}), 0
-ends = time.monotonic() + {seconds}
+held, heard = [], 0
+for port in {ports!r}:
+    for number in {numbers!r}:
+        one = socket.socket()
+        one.connect(("127.0.0.1", port))
+        if number is not None:
+            one.sendall(struct.pack("=q", number))
+        one.setblocking(False)
+        held.append(one)
+time.sleep(0.2)  # gloo has read the numbers
+print("holds", len(held), flush=True)
+ends = time.monotonic() + 3
 while time.monotonic() < ends:
-    for port in set(listening()) - tried:
-        tried.add(port)
-        for number in {numbers!r}:
-            one = socket.socket()
-            try:
-                one.connect(("127.0.0.1", port))
-                if number is not None:
-                    one.sendall(struct.pack("=q", number))
-            except OSError:
-                continue
-            one.setblocking(False)
-            held.append(one)
-            print("holds", len(held), flush=True)
     for one in held:
         try:
             heard += len(one.recv(4096))
@@ -155,13 +145,6 @@ class Launchers:
         return [json.loads((self.folder / f"totals-{rank}").read_text()) for rank in range(2)]
 
 
-def own_ports() -> list[int]:
-    """The ports that this user's processes listen at."""
-    names: dict[str, object] = {}
-    exec(LISTENING.format(user=os.getuid()), names)
-    return list(names["listening"]())  # type: ignore[operator]
-
-
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -188,11 +171,9 @@ def test_a_stranger_reads_and_writes_nothing_of_two_machines(program: Path) -> N
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_a_stranger_at_gloos_port_is_cut_off(program: Path, nnodes: int, capfd: pytest.CaptureFixture[str]) -> None:
     """It sends the numbers of both ranks to all listeners before they speak: it gets headers at most, and the run ends with the reason."""
-    known = own_ports()
     run = Launchers(program, nnodes=nnodes)
     run.wait_for("joined-0", "joined-1")
-    with gloo_attack({*known, run.port}, [0, 1]) as stranger:
-        wait_until_holding(stranger, 2 * 3 * 2)
+    with gloo_attack(run, [0, 1]) as stranger:
         (program / "go").touch()
         codes = run.end()
         heard = int(stranger.communicate()[0].split()[-1])
@@ -206,11 +187,9 @@ def test_a_stranger_at_gloos_port_is_cut_off(program: Path, nnodes: int, capfd: 
 @needs_linux
 @pytest.mark.usefixtures("forked_ranks")
 def test_whoever_only_scans_ports_disturbs_nobody(program: Path) -> None:
-    known = own_ports()
     run = Launchers(program, nnodes=2)
     run.wait_for("joined-0", "joined-1")
-    with gloo_attack(set(known), [None, 1 << 40]) as stranger:
-        wait_until_holding(stranger, 2 * 3 * 2)
+    with gloo_attack(run, [None, 1 << 40]) as stranger:
         (program / "go").touch()
         run.wait_for("totals-0", "totals-1")
         codes = run.end()
@@ -218,14 +197,11 @@ def test_whoever_only_scans_ports_disturbs_nobody(program: Path) -> None:
     assert codes == [0, 0] and run.totals() == [TOTALS, TOTALS]
 
 
-def gloo_attack(known: set[int], numbers: list[int | None]) -> subprocess.Popen[str]:
-    """Another user connects to all ports but those that are known, and sends each of the numbers."""
-    listening = LISTENING.format(user=os.getuid())
-    code = GLOO_ATTACK.format(nobody=NOBODY, listening=listening, known=sorted(known), numbers=numbers, seconds=3)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-
-
-def wait_until_holding(stranger: subprocess.Popen[str], count: int) -> None:
-    assert stranger.stdout is not None
-    while (line := stranger.stdout.readline()) != f"holds {count}\n":
-        assert line.startswith("holds"), f"the stranger could not connect: {line}"
+def gloo_attack(run: Launchers, numbers: list[int | None]) -> subprocess.Popen[str]:
+    """Another user connects to all ports of gloo, and sends each of the numbers; /proc/net/tcp would tell it the ports."""
+    ports = [port for _, port in listening([int((run.folder / f"joined-{rank}").read_text()) for rank in range(2)])]
+    assert len(ports) == 2 * 3, "each rank listens for three groups"
+    code = GLOO_ATTACK.format(nobody=NOBODY, ports=ports, numbers=numbers)
+    stranger = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert stranger.stdout is not None and stranger.stdout.readline() == f"holds {len(ports) * len(numbers)}\n"
+    return stranger
