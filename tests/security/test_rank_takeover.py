@@ -21,6 +21,7 @@ import pytest
 from petatron.mesh.launch.local_launcher import run_ranks
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
 from tests.forked_python import run_forked
+from tests.security.test_strangers import listening
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -36,14 +37,13 @@ here = pathlib.Path(sys.argv[1])
 def main():
     place = read_environment()
     start_process_group(place, timeout_minutes=0.5)
-    (here / f"joined-{place.rank}").touch()
+    groups = [new_group(name, (0, 1), backend="gloo", timeout=timedelta(seconds=30)) for name in "ab"]
+    (here / f"joining-{place.rank}").write_text(str(os.getpid()))
+    (here / f"joining-{place.rank}").rename(here / f"joined-{place.rank}")
     while not (here / "go").exists():
         time.sleep(0.02)
-    if place.rank == 1:
-        time.sleep(float(sys.argv[2]))
     totals = []
-    for name in "ab":
-        group = new_group(name, (0, 1), backend="gloo", timeout=timedelta(seconds=30))
+    for group in groups:
         for step in range(3):
             x = torch.full((4,), float(step + 10 * place.rank))
             dist.all_reduce(x, group=group)
@@ -55,14 +55,6 @@ def main():
 sys.exit(run_rank_main(main))
 """
 TOTALS = [[float(2 * step + 10)] * 4 for step in range(3)] * 2
-LISTENING = """
-def listening():
-    for table in ("tcp", "tcp6"):
-        for line in open("/proc/net/" + table).read().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[7]) == {user}:
-                yield int(fields[1].split(":")[1], 16)
-"""
 STORE_ATTACK = """
 import json, os, sys
 from datetime import timedelta
@@ -81,38 +73,34 @@ except Exception as error:
 print(json.dumps(learned))
 """
 GLOO_ATTACK = """
-import os, socket, struct, sys, time
+import os, socket, struct, time
 os.setgid({nobody}); os.setuid({nobody})
-{listening}
-held, tried, heard = [], set({known!r}), 0
-print("begins", flush=True)
-ends = time.monotonic() + {seconds}
+held, heard = [], 0
+for port in {ports!r}:
+    for number in {numbers!r}:
+        one = socket.socket()
+        one.connect(("127.0.0.1", port))
+        if number is not None:
+            one.sendall(struct.pack("=q", number))
+        one.setblocking(False)
+        held.append(one)
+time.sleep(0.2)  # gloo has read the numbers
+print("holds", len(held), flush=True)
+ends = time.monotonic() + 3
 while time.monotonic() < ends:
-    for port in set(listening()) - tried:
-        tried.add(port)
-        for number in {numbers!r}:
-            one = socket.socket()
-            try:
-                one.connect(("127.0.0.1", port))
-                if number is not None:
-                    one.sendall(struct.pack("=q", number))
-            except OSError:
-                continue
-            one.setblocking(False)
-            held.append(one)
     for one in held:
         try:
             heard += len(one.recv(4096))
         except OSError:
             pass
     time.sleep(0.002)
-print(len(held), heard)
+print("heard", heard)
 """
 
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of two ranks that wait for `go` between joining and communicating."""
+    """The folder of two ranks with three groups each, which wait for `go` before they communicate."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -126,12 +114,12 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 class Launchers:
     """Launchers in threads, with ranks that import nothing."""
 
-    def __init__(self, folder: Path, *, nnodes: int, delay_s: float = 0.0) -> None:
+    def __init__(self, folder: Path, *, nnodes: int) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.2", 0))
             self.port = probe.getsockname()[1]
         self.folder, self.codes = folder, dict[int, int]()
-        command = [sys.executable, str(folder / "program.py"), str(folder), str(delay_s)]
+        command = [sys.executable, str(folder / "program.py"), str(folder)]
 
         def launch(node: int) -> None:
             machines = {"nnodes": 2, "node_rank": node, "master_addr": "127.0.0.2", "master_port": self.port}
@@ -155,23 +143,6 @@ class Launchers:
 
     def totals(self) -> list[list[list[float]]]:
         return [json.loads((self.folder / f"totals-{rank}").read_text()) for rank in range(2)]
-
-
-def own_ports() -> list[int]:
-    """The ports that this user's processes listen at."""
-    names: dict[str, object] = {}
-    exec(LISTENING.format(user=os.getuid()), names)
-    return list(names["listening"]())  # type: ignore[operator]
-
-
-def attack(code: str, **values: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code.format(nobody=NOBODY, **values)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
 
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
@@ -199,38 +170,38 @@ def test_a_stranger_reads_and_writes_nothing_of_two_machines(program: Path) -> N
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_a_stranger_at_gloos_port_is_cut_off(program: Path, nnodes: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """It sends the number of a rank before the rank comes: it gets no more than headers, and the run ends with the reason."""
-    known = own_ports()
-    run = Launchers(program, nnodes=nnodes, delay_s=1.0)
+    """It sends the numbers of both ranks to all listeners before they speak: it gets headers at most, and the run ends with the reason."""
+    run = Launchers(program, nnodes=nnodes)
     run.wait_for("joined-0", "joined-1")
-    listening = LISTENING.format(user=os.getuid())
-    known = sorted({*known, run.port})
-    with attack(GLOO_ATTACK, listening=listening, known=known, numbers=[0, 1], seconds=2.5) as stranger:
-        assert stranger.stdout is not None
-        assert stranger.stdout.readline() == "begins\n"
+    with gloo_attack(run, [0, 1]) as stranger:
         (program / "go").touch()
         codes = run.end()
-        held, heard = map(int, stranger.stdout.read().split())
+        heard = int(stranger.communicate()[0].split()[-1])
     said = capfd.readouterr().err
-    assert held >= 4, "the stranger connected"
-    assert heard <= 4 * HEADER_BYTES, "a rank spoke with a stranger"
+    assert heard <= 6 * HEADER_BYTES, "a rank spoke with a stranger"
     assert any(codes) and "is no rank of this run connected to gloo's port" in said, (codes, said)
-    assert not (program / "totals-0").exists() or run.totals()[0] == TOTALS
+    assert not (program / "totals-0").exists() and not (program / "totals-1").exists()
 
 
 @needs_root
 @needs_linux
 @pytest.mark.usefixtures("forked_ranks")
 def test_whoever_only_scans_ports_disturbs_nobody(program: Path) -> None:
-    known = own_ports()
-    run = Launchers(program, nnodes=2, delay_s=0.5)
+    run = Launchers(program, nnodes=2)
     run.wait_for("joined-0", "joined-1")
-    listening = LISTENING.format(user=os.getuid())
-    with attack(GLOO_ATTACK, listening=listening, known=known, numbers=[None, 1 << 40], seconds=2) as stranger:
-        assert stranger.stdout is not None
-        assert stranger.stdout.readline() == "begins\n"
+    with gloo_attack(run, [None, 1 << 40]) as stranger:
         (program / "go").touch()
         run.wait_for("totals-0", "totals-1")
         codes = run.end()
         stranger.communicate()
     assert codes == [0, 0] and run.totals() == [TOTALS, TOTALS]
+
+
+def gloo_attack(run: Launchers, numbers: list[int | None]) -> subprocess.Popen[str]:
+    """Another user connects to all ports of gloo, and sends each of the numbers; /proc/net/tcp would tell it the ports."""
+    ports = [port for _, port in listening([int((run.folder / f"joined-{rank}").read_text()) for rank in range(2)])]
+    assert len(ports) == 2 * 3, "each rank listens for three groups"
+    code = GLOO_ATTACK.format(nobody=NOBODY, ports=ports, numbers=numbers)
+    stranger = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert stranger.stdout is not None and stranger.stdout.readline() == f"holds {len(ports) * len(numbers)}\n"
+    return stranger
