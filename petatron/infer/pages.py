@@ -2,7 +2,8 @@
 hold a prefix that may come again.
 
 A full page whose tokens are known is a *prefix page*: it is found again by its tokens and the prefix page before it. When its last
-sequence ends it stays findable, and is handed out for other tokens only when no other page is free, the longest unused first.
+sequence ends it stays findable, and is handed out for other tokens only when no other page is free, the longest unused first. Groups of
+sequences that may not know of each other's prompts each have prefix pages of their own.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ class CacheSize(NamedTuple):
 
 
 class _PrefixKey(NamedTuple):
+    """parent: the prefix page before it, or 0. group: of the sequences that find it; told at the first page alone."""
+
     parent: int
     tokens: tuple[int, ...]
+    group: str = ""
 
 
 class PagePool:
@@ -77,35 +81,36 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def find_prefix(self, tokens: Sequence[int], *, at_most: int) -> list[int]:
+    def find_prefix(self, tokens: Sequence[int], *, at_most: int, group: str = "") -> list[int]:
         """Returns the pages of the longest known prefix, of `at_most` tokens, now used once more."""
-        pages = list(self._prefix_pages(tokens, at_most))
+        pages = list(self._prefix_pages(tokens, at_most, group))
         for page in pages:
             self._unused_prefixes.pop(page, None)
             self._users[page] += 1
         return pages
 
-    def count_prefix(self, tokens: Sequence[int], *, at_most: int) -> int:
+    def count_prefix(self, tokens: Sequence[int], *, at_most: int, group: str = "") -> int:
         """Returns how many tokens `find_prefix` would find."""
-        return sum(1 for _ in self._prefix_pages(tokens, at_most)) * self.page_size
+        return sum(1 for _ in self._prefix_pages(tokens, at_most, group)) * self.page_size
 
-    def _prefix_pages(self, tokens: Sequence[int], at_most: int) -> Iterator[int]:
+    def _prefix_pages(self, tokens: Sequence[int], at_most: int, group: str) -> Iterator[int]:
         parent, size = _ROOT, self.page_size
         for end in range(size, at_most + 1, size) if self.prefix_caching else ():
-            page = self._pages_by_prefix.get(_PrefixKey(parent, tuple(tokens[end - size : end])))
+            page = self._pages_by_prefix.get(_PrefixKey(parent, tuple(tokens[end - size : end]), group))
             if page is None:
                 return
             yield page
-            parent = self._prefixes[page][1]
+            parent, group = self._prefixes[page][1], ""
 
-    def add_prefix(self, pages: Sequence[int], tokens: Sequence[int], *, computed: int) -> None:
+    def add_prefix(self, pages: Sequence[int], tokens: Sequence[int], *, computed: int, group: str = "") -> None:
         """Makes the full pages of a sequence, whose first tokens have been computed, findable."""
         if not self.prefix_caching:
             return
         parent, size = _ROOT, self.page_size
         for number, page in enumerate(pages[: computed // size]):
             if page not in self._prefixes:
-                key = _PrefixKey(parent, tuple(tokens[number * size : (number + 1) * size]))
+                own_tokens = tuple(tokens[number * size : (number + 1) * size])
+                key = _PrefixKey(parent, own_tokens, "" if number else group)
                 if key in self._pages_by_prefix:  # another sequence computed the same; its page is found
                     parent = self._prefixes[self._pages_by_prefix[key]][1]
                     continue

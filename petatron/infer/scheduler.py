@@ -142,7 +142,8 @@ class Scheduler:
         sequence.computed = work.start + work.count - len(work.drafts) + accepted
         if sequence.computed // self.pool.page_size > work.start // self.pool.page_size:  # a page is full now
             tokens = [*sequence.tokens, *work.drafts[:accepted]] if accepted else sequence.tokens
-            self.pool.add_prefix(sequence.pages, tokens, computed=sequence.computed)
+            group = sequence.params.prefix_group
+            self.pool.add_prefix(sequence.pages, tokens, computed=sequence.computed, group=group)
 
     def reserve_drafts(self, sequence: Sequence, wanted: int) -> int:
         """Makes room for drafts after the tokens of a running sequence; returns for how many.
@@ -161,8 +162,10 @@ class Scheduler:
         awaited = sequence.awaited
         if awaited is not None and awaited.sequence in self.running and awaited.sequence.computed < awaited.computed:
             return True
-        known = self.pool.count_prefix(sequence.tokens, at_most=sequence.shareable)
-        shared = ((self._shared_tokens(sequence, other), other) for other in self.running if other.uncomputed > 0)
+        group = sequence.params.prefix_group
+        known = self.pool.count_prefix(sequence.tokens, at_most=sequence.shareable, group=group)
+        others = [one for one in self.running if one.uncomputed > 0 and one.params.prefix_group == group]
+        shared = ((self._shared_tokens(sequence, other), other) for other in others)
         most, leader = max(shared, key=lambda each: each[0], default=(0, None))
         sequence.awaited = None if leader is None or most <= known else AwaitedPrefix(leader, most)
         return sequence.awaited is not None
@@ -180,7 +183,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Gives a waiting sequence its first pages; another one's prefix if there is one."""
         sequence.awaited = None
-        sequence.pages = self.pool.find_prefix(sequence.tokens, at_most=sequence.shareable)
+        group = sequence.params.prefix_group
+        sequence.pages = self.pool.find_prefix(sequence.tokens, at_most=sequence.shareable, group=group)
         sequence.computed = len(sequence.pages) * self.pool.page_size
         needed = sequence.computed + min(sequence.uncomputed, budget)
         pages = self.pool.allocate(self._pages_for(needed) - len(sequence.pages))

@@ -131,6 +131,19 @@ def test_prompts_that_arrive_together_are_computed_once(max_step_tokens: int):
         assert whole_logprobs(ids[:-1])[len(answer.prompt_ids) - 1 :].argmax(-1).tolist() == answer.ids
 
 
+def test_groups_do_not_share_prefixes():
+    """Neither those that are there, nor those that are being computed; and within a group all is shared."""
+    engine = Engine(exact_model(), options=EngineOptions(page_size=4))
+    prompt = list(range(14))
+    params = [SamplingParams(max_new_tokens=2, temperature=0.0, prefix_group=name) for name in ("a", "b", "a", "")]
+    answers = [engine.complete([prompt], each)[0][0] for each in params]
+    assert [answer.cached_tokens for answer in answers] == [0, 0, 12, 0]
+    engine.forget_prefixes()
+    [together] = engine.complete([prompt], params)
+    assert [answer.cached_tokens for answer in together] == [0, 0, 12, 0]
+    assert len({tuple(answer.ids) for answer in [*answers, *together]}) == 1
+
+
 def test_a_prefix_is_not_awaited_of_a_request_that_leaves():
     """Nor of one that was preempted; and what reports on its prompt computes it itself."""
     prompt = [7 * number % VOCAB for number in range(18)]

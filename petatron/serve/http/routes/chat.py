@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.serve.generation import Generation, Inbox
@@ -18,7 +17,7 @@ from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.json_body import read_body
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatTool
 from petatron.serve.http.routes.completions import check_batch, usage
-from petatron.serve.http.run_generations import TokenStream, complete
+from petatron.serve.http.run_generations import TokenStream, answer_of, complete
 from petatron.serve.http.sampling import check_prompt, check_text, encode_text, new_tokens, samples, sampling_params
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.logprob_formats import chat_logprobs
@@ -54,7 +53,8 @@ async def post_chat_completion(request: Request) -> Response:
     answer = _ChatAnswer(body, model, len(ids), tool_format=_tool_format(body, state))
     if inbox is not None:
         return await answer.stream(state, generations, inbox).prepare(request)
-    return JSONResponse(answer.whole(await complete(request, state, generations)))
+    completions = await complete(request, state, generations)
+    return await answer_of(generations, lambda: answer.whole(completions))
 
 
 async def chat_prompt(body: ChatCompletionRequest, model: ModelCard) -> str:

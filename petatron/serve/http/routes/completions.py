@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.json_body import read_body
 from petatron.serve.http.openai_requests import CompletionRequest
-from petatron.serve.http.run_generations import TokenStream, complete
+from petatron.serve.http.run_generations import TokenStream, answer_of, complete
 from petatron.serve.http.sampling import EncodedPrompt, encode_prompts, new_tokens, samples, sampling_params
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.logprob_formats import completion_logprobs, prompt_logprobs
@@ -55,7 +54,8 @@ async def post_completion(request: Request) -> Response:
     answer = _Answer(body, model, prompts, n)
     if inbox is not None:
         return await answer.stream(state, generations, inbox).prepare(request)
-    return JSONResponse(answer.whole(await complete(request, state, generations)))
+    completions = await complete(request, state, generations)
+    return await answer_of(generations, lambda: answer.whole(completions))
 
 
 def check_batch(sequences: int, state: ServerState) -> None:
