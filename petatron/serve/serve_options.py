@@ -35,7 +35,7 @@ class ServeLimits:
     max_batch: int = 128
     max_n: int = 16
     max_open: int = 512
-    max_logprobs: int = 1 << 17
+    max_logprobs: int = 1 << 16
     max_connections: int = 1024
     max_connections_per_address: int = 512
     max_header_bytes: int = 1 << 16
