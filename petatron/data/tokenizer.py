@@ -27,6 +27,7 @@ from petatron.base.untrusted_files import read_limited_bytes, read_limited_json,
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.byte_level_decoder import IdDecoder, byte_characters
 from petatron.data.data_file_error import data_file_error
+from petatron.data.tokenizer_growth import check_growth
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_FILE_BYTES = 1 << 28
@@ -80,6 +81,7 @@ class HuggingFaceTokenizer:
         with reading_untrusted(file, _tokenizer_file_error):
             content = read_limited_bytes(file, MAX_FILE_BYTES)
             self._fast = _load_fast(content)
+            check_growth(file, self._fast)
             self._decoder = IdDecoder(self._fast, given)
             self.vocab_size = _vocab_size(file, self._fast)
         self.name = str(given)

@@ -2,7 +2,8 @@
 hold a prefix that may come again.
 
 A full page whose tokens are known is a *prefix page*: it is found again by its tokens and the prefix page before it. When its last
-sequence ends it stays findable, and is handed out for other tokens only when no other page is free, the longest unused first.
+sequence ends it stays findable, and is handed out for other tokens only when no other page is free, the longest unused first. Groups of
+sequences that may not know of each other's prompts each have prefix pages of their own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ SCRATCH_PAGE = 0
 SCRATCH_SLOT = 0
 """The states of padding are stored here; no sequence has it."""
 
-_ROOT, _LONG_ROOT = 0, -1
-"""The parents of first pages, in which keys have short or long rotary factors."""
+
+class PrefixRoot(NamedTuple):
+    """What sequences must have in common to share pages, besides their tokens.
+
+    group: of sequences that may know of each other's prompts. is_long: their keys have LongRoPE's long factors.
+    """
+
+    group: str = ""
+    is_long: bool = False
+
+
+SHARED_ROOT = PrefixRoot()
 
 
 class CacheSize(NamedTuple):
@@ -29,7 +40,9 @@ class CacheSize(NamedTuple):
 
 
 class _PrefixKey(NamedTuple):
-    parent: int
+    """parent: the number of the prefix page before it, or the root of a first page."""
+
+    parent: int | PrefixRoot
     tokens: tuple[int, ...]
 
 
@@ -47,7 +60,7 @@ class PagePool:
         self._unused_prefixes: OrderedDict[int, None] = OrderedDict()
         self._pages_by_prefix: dict[_PrefixKey, int] = {}
         self._prefixes: dict[int, tuple[_PrefixKey, int]] = {}  # of a page: its key, and its own number as a parent
-        self._last_number = _ROOT
+        self._last_number = 0
 
     @property
     def num_free(self) -> int:
@@ -78,20 +91,21 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def find_prefix(self, tokens: Sequence[int], *, at_most: int, is_long: bool = False) -> list[int]:
+    def find_prefix(self, tokens: Sequence[int], *, at_most: int, root: PrefixRoot = SHARED_ROOT) -> list[int]:
         """Returns the pages of the longest known prefix, of `at_most` tokens, now used once more."""
-        pages = list(self._prefix_pages(tokens, at_most, is_long=is_long))
+        pages = list(self._prefix_pages(tokens, at_most, root))
         for page in pages:
             self._unused_prefixes.pop(page, None)
             self._users[page] += 1
         return pages
 
-    def count_prefix(self, tokens: Sequence[int], *, at_most: int, is_long: bool = False) -> int:
+    def count_prefix(self, tokens: Sequence[int], *, at_most: int, root: PrefixRoot = SHARED_ROOT) -> int:
         """Returns how many tokens `find_prefix` would find."""
-        return sum(1 for _ in self._prefix_pages(tokens, at_most, is_long=is_long)) * self.page_size
+        return sum(1 for _ in self._prefix_pages(tokens, at_most, root)) * self.page_size
 
-    def _prefix_pages(self, tokens: Sequence[int], at_most: int, *, is_long: bool) -> Iterator[int]:
-        parent, size = _LONG_ROOT if is_long else _ROOT, self.page_size
+    def _prefix_pages(self, tokens: Sequence[int], at_most: int, root: PrefixRoot) -> Iterator[int]:
+        parent: int | PrefixRoot = root
+        size = self.page_size
         for end in range(size, at_most + 1, size) if self.prefix_caching else ():
             page = self._pages_by_prefix.get(_PrefixKey(parent, tuple(tokens[end - size : end])))
             if page is None:
@@ -99,14 +113,18 @@ class PagePool:
             yield page
             parent = self._prefixes[page][1]
 
-    def add_prefix(self, pages: Sequence[int], tokens: Sequence[int], *, computed: int, is_long: bool = False) -> None:
+    def add_prefix(
+        self, pages: Sequence[int], tokens: Sequence[int], *, computed: int, root: PrefixRoot = SHARED_ROOT
+    ) -> None:
         """Makes the full pages of a sequence, whose first tokens have been computed, findable."""
         if not self.prefix_caching:
             return
-        parent, size = _LONG_ROOT if is_long else _ROOT, self.page_size
+        parent: int | PrefixRoot = root
+        size = self.page_size
         for number, page in enumerate(pages[: computed // size]):
             if page not in self._prefixes:
-                key = _PrefixKey(parent, tuple(tokens[number * size : (number + 1) * size]))
+                own_tokens = tuple(tokens[number * size : (number + 1) * size])
+                key = _PrefixKey(parent, own_tokens)
                 if key in self._pages_by_prefix:  # another sequence computed the same; its page is found
                     parent = self._prefixes[self._pages_by_prefix[key]][1]
                     continue

@@ -48,6 +48,7 @@ class SamplingParams:
     logprobs, prompt_logprobs: how many alternatives to report beside each new or prompt token; 0: its own log-probability alone;
         None: nothing. They are those of the model, before temperature, penalties and filters.
     pooling: returns one vector of the prompt's last hidden states instead of new tokens.
+    prefix_group: equal beginnings of prompts are computed once among requests of one group; "": of those that name none.
     """
 
     max_new_tokens: int = 16
@@ -74,6 +75,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     pooling: Literal["mean", "last"] | None = None
     constraint: Constraint | None = None
+    prefix_group: str = ""
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):

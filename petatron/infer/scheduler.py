@@ -17,6 +17,9 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import CacheSize, PagePool, SlotPool
 from petatron.infer.sequence import AwaitedPrefix, Sequence
 
+MAX_STEP_LOGPROBS = 4096
+"""Of prompts, in one step: each is an object of Python, and everybody's next token waits for them."""
+
 
 class ScheduledSequence(NamedTuple):
     """`count` tokens of a sequence, from `start` on, are computed in a step; the last of them are `drafts`, if there are any."""
@@ -68,7 +71,7 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledSequence]:
         """Returns the next step's work: sequences that decode first, then chunks, those that begin a sequence first."""
-        budget = self._options.max_step_tokens
+        budget, logprobs = self._options.max_step_tokens, MAX_STEP_LOGPROBS
         self._restart_long_sequences()
         scheduled: list[ScheduledSequence] = []
         preemptions = self.num_preemptions
@@ -77,6 +80,10 @@ class Scheduler:
             if preempted or budget == 0:
                 continue
             count = min(sequence.uncomputed, budget)
+            if sequence.params.prompt_logprobs is not None:
+                count, logprobs = self._count_reporting(sequence, count, logprobs)
+                if count == 0:
+                    continue
             if self._reserve(sequence, sequence.computed + count):
                 drafts = tuple(sequence.drafts[: budget - count])
                 scheduled.append(ScheduledSequence(sequence, sequence.computed, count + len(drafts), drafts))
@@ -84,28 +91,41 @@ class Scheduler:
         if self.num_preemptions > preemptions:
             scheduled = [work for work in scheduled if work.sequence in self.running]
         if self.waiting:
-            scheduled += self._start_waiting(budget)
+            scheduled += self._start_waiting(budget, logprobs)
         return sorted(scheduled, key=lambda work: (not work.decodes, work.start > 0))
 
-    def _start_waiting(self, budget: int) -> list[ScheduledSequence]:
+    def _start_waiting(self, budget: int, logprobs: int) -> list[ScheduledSequence]:
         """Starts those that there is room for, in their order; those that wait for another one's prefix keep their places."""
         started: list[ScheduledSequence] = []
         held: list[Sequence] = []
         while self.waiting and budget and self.slots.num_free:
             sequence = self.waiting[0]
+            sequence.is_long = self._is_long(len(sequence.tokens))
             if self._waits_for_prefix(sequence):
                 held.append(self.waiting.popleft())
                 continue
-            if not self._admit(sequence, budget):
+            most = budget
+            if sequence.params.prompt_logprobs is not None:
+                most, logprobs = self._count_reporting(sequence, min(budget, len(sequence.tokens)), logprobs)
+            if most == 0 or not self._admit(sequence, most):
                 break
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.slot = self.slots.allocate()
-            count = min(sequence.uncomputed, budget)
+            count = min(sequence.uncomputed, most)
             started.append(ScheduledSequence(sequence, sequence.computed, count))
             budget -= count
         self.waiting.extendleft(reversed(held))
         return started
+
+    def _count_reporting(self, sequence: Sequence, count: int, logprobs: int) -> tuple[int, int]:
+        """Returns how many tokens of a prompt that is reported on a step may have, and the log-probabilities that are left for others."""
+        each = 1 + (sequence.params.prompt_logprobs or 0)
+        reported = min(count, max(0, sequence.num_prompt - 1 - sequence.computed))
+        if reported * each <= logprobs:
+            return count, logprobs - reported * each
+        count = logprobs // each
+        return count, logprobs - count * each
 
     def schedule_ahead(self, step: Sequences[ScheduledSequence]) -> tuple[list[ScheduledSequence], list[int]] | None:
         """Returns the step after one of which no token is known yet, with each one's row there; None if the tokens decide what it is.
@@ -147,7 +167,7 @@ class Scheduler:
         sequence.computed = work.start + work.count - len(work.drafts) + accepted
         if sequence.computed // self.pool.page_size > work.start // self.pool.page_size:  # a page is full now
             tokens = [*sequence.tokens, *work.drafts[:accepted]] if accepted else sequence.tokens
-            self.pool.add_prefix(sequence.pages, tokens, computed=sequence.computed, is_long=sequence.is_long)
+            self.pool.add_prefix(sequence.pages, tokens, computed=sequence.computed, root=sequence.prefix_root)
 
     def reserve_drafts(self, sequence: Sequence, wanted: int) -> int:
         """Makes room for drafts after the tokens of a running sequence; returns for how many.
@@ -168,9 +188,9 @@ class Scheduler:
         awaited = sequence.awaited
         if awaited is not None and awaited.sequence in self.running and awaited.sequence.computed < awaited.computed:
             return True
-        is_long = self._is_long(len(sequence.tokens))
-        known = self.pool.count_prefix(sequence.tokens, at_most=sequence.shareable, is_long=is_long)
-        leaders = (other for other in self.running if other.uncomputed > 0 and other.is_long == is_long)
+        root = sequence.prefix_root
+        known = self.pool.count_prefix(sequence.tokens, at_most=sequence.shareable, root=root)
+        leaders = [one for one in self.running if one.uncomputed > 0 and one.prefix_root == root]
         shared = ((self._shared_tokens(sequence, other), other) for other in leaders)
         most, leader = max(shared, key=lambda each: each[0], default=(0, None))
         sequence.awaited = None if leader is None or most <= known else AwaitedPrefix(leader, most)
@@ -189,8 +209,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int) -> bool:
         """Gives a waiting sequence its first pages; another one's prefix if there is one."""
         sequence.awaited = None
-        sequence.is_long = self._is_long(len(sequence.tokens))
-        sequence.pages = self.pool.find_prefix(sequence.tokens, at_most=sequence.shareable, is_long=sequence.is_long)
+        root = sequence.prefix_root
+        sequence.pages = self.pool.find_prefix(sequence.tokens, at_most=sequence.shareable, root=root)
         sequence.computed = len(sequence.pages) * self.pool.page_size
         needed = sequence.computed + min(sequence.uncomputed, budget)
         pages = self.pool.allocate(self._pages_for(needed) - len(sequence.pages))

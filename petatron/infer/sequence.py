@@ -9,7 +9,7 @@ from torch import Tensor
 
 from petatron.infer.completion import Completion
 from petatron.infer.constraint import ConstraintState
-from petatron.infer.pages import SCRATCH_SLOT
+from petatron.infer.pages import SCRATCH_SLOT, PrefixRoot
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.text_stream import TextStream
 
@@ -74,6 +74,11 @@ class Sequence:
         """So many first tokens may be found computed: not the last one, and none where predictions of the prompt are reported."""
         reports_prompt = self.params.prompt_logprobs is not None or self.params.pooling is not None
         return 0 if reports_prompt else len(self.tokens) - 1
+
+    @property
+    def prefix_root(self) -> PrefixRoot:
+        """Sequences with the same one may share pages."""
+        return PrefixRoot(self.params.prefix_group, self.is_long)
 
     @property
     def uncomputed(self) -> int:

@@ -23,6 +23,7 @@ class ServeLimits:
 
     max_body_bytes: of one request. max_prompt_tokens, max_tokens: of one sequence; None: what the model has positions for.
     max_batch: prompts of one request. max_n: answers to one prompt. max_open: sequences accepted and not finished.
+    max_logprobs: log-probabilities in the answer to one request.
     max_connections: connections, and requests that are answered at once. max_connections_per_address: connections of one client's
     address, which may be that of a proxy. max_header_bytes, max_headers, header_timeout_s: of one request, before its key is checked.
     request_timeout_s: from the first byte of a request to the last of its answer. drain_timeout_s: after SIGTERM, for what is open.
@@ -36,6 +37,7 @@ class ServeLimits:
     max_batch: int = 128
     max_n: int = 16
     max_open: int = 512
+    max_logprobs: int = 1 << 16
     max_connections: int = 1024
     max_connections_per_address: int = 512
     max_header_bytes: int = 1 << 16
@@ -61,6 +63,8 @@ class ServeOptions:
     """Where a server listens, who may use it, under which name, and its limits.
 
     allowed_hosts: names by which browsers may reach the server, besides its own; `*`: any.
+    share_prefixes: equal beginnings of prompts are computed once for all keys, and not for each: `cached_tokens` and the time of
+    an answer then tell one key's owner what another has sent.
     tool_call_format: in which the model calls tools (`tool_calls.py`); auto: the one that its chat template shows. reasoning_format: of the
     tags around reasoning (`reasoning.py`), alike.
     """
@@ -70,6 +74,7 @@ class ServeOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: str | None = None
     allowed_hosts: tuple[str, ...] = ()
+    share_prefixes: bool = False
     tool_call_format: ToolCallFormat | Literal["auto", "none"] = "auto"
     reasoning_format: ReasoningFormat | Literal["auto", "none"] = "auto"
     limits: ServeLimits = field(default_factory=ServeLimits)

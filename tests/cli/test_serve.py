@@ -35,6 +35,7 @@ def test_wrong_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     _assert_fails(capsys, [here], "holds no checkpoint", code=1)
     _assert_fails(capsys, [here, "--api-key-file", str(tmp_path / "none")], "--api-key-file", code=1)
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "empty").chmod(0o600)
     _assert_fails(capsys, [here, "--api-key-file", str(tmp_path / "empty")], "has no key")
 
 
@@ -46,6 +47,11 @@ def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "keys"
     file.write_text("0123456789abcdef0\n0123456789abcdef1\n")
+    for mode in (0o640, 0o604, 0o620, 0o602):
+        file.chmod(mode)
+        words = [str(tmp_path), "--host", "0.0.0.0", "--api-key-file", str(file)]
+        _assert_fails(capsys, words, "may be read or changed by other users")
+    file.chmod(0o600)
     _assert_fails(
         capsys, [str(tmp_path), "--host", "0.0.0.0", "--api-key-file", str(file)], "holds no checkpoint", code=1
     )

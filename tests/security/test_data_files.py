@@ -36,6 +36,7 @@ from petatron.data.preprocess import PreprocessOptions, preprocess
 from petatron.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer
 from petatron.quickstart import corpus
 from petatron.schedule.measured_timeline import read_measured
+from tests.security.limits import limited
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
 pytestmark = pytest.mark.timeout(60)  # whoever opens a FIFO waits for ever
@@ -250,6 +251,18 @@ def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, content: bytes) -> 
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer\.json"):
         HuggingFaceTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["normalizer", "decoder"])
+def test_a_tokenizer_that_makes_gigabytes_of_a_line_is_refused(tmp_path: Path, place: str) -> None:
+    """Nine replacements, each by ten characters."""
+    ten = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    inner = {"normalizer": "normalizers", "decoder": "decoders"}[place]
+    folder = fast(tmp_path / "t", **{place: {"type": "Sequence", inner: [ten] * 9}})
+    with limited(), pytest.raises(DataError, match=f"The {place} of .* may make a text 1,000,000,000 times as long"):
+        HuggingFaceTokenizer(folder).decode(HuggingFaceTokenizer(folder).encode("a" * 10))
+    harmless = fast(tmp_path / "u", **{place: {"type": "Sequence", inner: [ten] * 2}})
+    assert HuggingFaceTokenizer(harmless).vocab_size
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +31,7 @@ _LIMITS = {
     "max_batch": "prompts of one request",
     "max_n": "answers to one prompt",
     "max_open": "sequences waiting and running; more are refused with 429",
+    "max_logprobs": "log-probabilities in the answer to one request",
     "max_connections": "connections and requests open at once; more are refused with 503",
     "max_connections_per_address": "connections from one address",
     "max_header_bytes": "bytes of a request's headers; more are refused with 431",
@@ -96,6 +99,8 @@ def parser() -> argparse.ArgumentParser:
             shown = "what memory allows" if name == "num_pages" else shown
             kind = float if name.endswith("_s") else int
             add(flag_of(name), dest=name, type=kind, default=default, metavar="N", help=f"{text} ({shown})")
+    text = "compute equal beginnings of prompts once for all API keys, not for each: for keys of one owner"
+    add("--share-prefixes", action="store_true", help=text)
     add("--no-prefix-caching", action="store_true", help="compute equal beginnings of prompts again")
     add("--fp8-weights", action="store_true", help=FP8_WEIGHTS_HELP)
     for flag in MEGATRON_FLAGS:
@@ -115,7 +120,7 @@ def checkpoint_folder(given: Sequence[str]) -> Path:
 
 
 def serve_options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
-    keys = [] if args.api_key_file is None else read_text(args.api_key_file, "--api-key-file").split()
+    keys = [] if args.api_key_file is None else _read_keys(args.api_key_file)
     if args.api_key_file is not None and not keys:
         fix = "Write one key a line into it."
         raise ConfigError([Problem("--api-key-file", str(args.api_key_file), "has no key", fix)])
@@ -127,6 +132,7 @@ def serve_options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
         api_keys=(*keys, *([own] if own else [])),
         served_model_name=args.served_model_name,
         allowed_hosts=tuple(args.allowed_host),
+        share_prefixes=args.share_prefixes,
         tool_call_format=args.tool_call_format,
         reasoning_format=args.reasoning_format,
         limits=limits,
@@ -136,6 +142,15 @@ def serve_options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
         rule = "needs the folder of a run with at least one step, and an interval above 0"
         raise ConfigError([Problem("--watch", str(checkpoint), rule, "Give the folder that --save wrote to.")])
     return options
+
+
+def _read_keys(path: Path) -> list[str]:
+    """Reads the keys of a file that nobody else may read or change: whoever can is a client, or makes one."""
+    content = read_text(path, "--api-key-file")
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        rule = "may be read or changed by other users, who could use the server"
+        raise ConfigError([Problem("--api-key-file", str(path), rule, f"Run: chmod 600 {shlex.quote(str(path))}")])
+    return content.split()
 
 
 def _is_run(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from petatron.base.log import get_logger
 from petatron.serve.http.api_error import ApiError, to_api_error
 from petatron.serve.http.metrics import ServerMetrics
-from petatron.serve.http.run_generations import DEADLINE, ClientLeft
+from petatron.serve.http.run_generations import DEADLINE, KEY_NAME, ClientLeft
 from petatron.serve.serve_options import ServeOptions
 
 OPEN_PATHS = ("/", "/health", "/healthz", "/readyz")
@@ -123,6 +123,7 @@ class RequestGuard:
         digest = hashlib.sha256(key.strip()).digest()
         # All are compared, each in constant time: neither the key nor which of them it was can be timed.
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
+        scope[KEY_NAME] = digest.hex()[:32]
         if scheme.lower() != b"bearer" or not any(matches):
             text = "Send this server's API key in the header Authorization: Bearer KEY."
             raise ApiError(401, text, code="invalid_api_key")

@@ -1,4 +1,4 @@
-"""JSON of answers that may be large: written beside the event loop, a slice at a time, so that other threads run meanwhile."""
+"""JSON of answers that may be large: made and written beside the event loop, in pieces, so that other threads run meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import Response
 
-_SLICE_ITEMS = 2048
+_SLICE_ITEMS = 1024
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
@@ -19,21 +19,30 @@ async def large_answer(make: Callable[[], Mapping[str, Any]]) -> Response:
     return Response(content, media_type="application/json")
 
 
-def json_bytes(content: Mapping[str, Any]) -> bytes:
-    """Returns an object as JSON.
+def json_bytes(content: Any) -> bytes:
+    """Returns a value as JSON.
 
-    >>> json_bytes({"a": 1, "b": list(range(3)), "c": []})
-    b'{"a":1,"b":[0,1,2],"c":[]}'
+    >>> json_bytes({"a": 1, "b": list(range(3)), "c": [], "d": [{"é": [None]}]}).decode()
+    '{"a":1,"b":[0,1,2],"c":[],"d":[{"é":[null]}]}'
     """
-    parts = [f"{_JSON.encode(name)}:{''.join(_pieces(value))}" for name, value in content.items()]
-    return f"{{{','.join(parts)}}}".encode()
+    return "".join(_pieces(content)).encode()
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    """To encode a long list is one call of C, in which no other thread runs: so it is encoded in slices."""
-    if not isinstance(value, list) or len(value) <= _SLICE_ITEMS:
+    """To encode a large value is one call of C, in which no other thread runs: so it is taken apart."""
+    if isinstance(value, Mapping) and value:
+        for number, (name, inner) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{_JSON.encode(name)}:"
+            yield from _pieces(inner)
+        yield "}"
+    elif isinstance(value, list) and len(value) > _SLICE_ITEMS:
+        for begin in range(0, len(value), _SLICE_ITEMS):
+            yield ("," if begin else "[") + _JSON.encode(value[begin : begin + _SLICE_ITEMS])[1:-1]
+        yield "]"
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping | list):
+        for number, inner in enumerate(value):
+            yield "," if number else "["
+            yield from _pieces(inner)
+        yield "]"
+    else:
         yield _JSON.encode(value)
-        return
-    for begin in range(0, len(value), _SLICE_ITEMS):
-        yield ("," if begin else "[") + _JSON.encode(value[begin : begin + _SLICE_ITEMS])[1:-1]
-    yield "]"

@@ -6,22 +6,38 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from petatron.base.log import get_logger
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import to_api_error
+from petatron.serve.http.json_answer import large_answer
+from petatron.serve.http.request_cost import check_cost, reported_logprobs
 from petatron.serve.http.server_state import ServerState
 
 DEADLINE = "petatron.deadline_s"
 """In a request's scope: when its answer must be complete, on the event loop's clock."""
+KEY_NAME = "petatron.key_name"
+"""In a request's scope: a name of the key that it came with, which does not tell the key."""
 _LAST = "data: [DONE]\n\n"
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_MANY_LOGPROBS = 1024
 _log = get_logger(__name__)
+
+
+def _prepare(request: Request, state: ServerState, generations: Sequence[Generation]) -> None:
+    """Refuses what costs too much, and keeps the prompts of different keys apart."""
+    check_cost(generations, state.options.limits)
+    key = request.scope.get(KEY_NAME)
+    if key is not None and not state.options.share_prefixes:
+        for one in generations:
+            one.params = replace(one.params, prefix_group=key)
 
 
 class ClientLeft(Exception):
@@ -42,6 +58,7 @@ def _submitted(state: ServerState, generations: Sequence[Generation]) -> Iterato
 
 async def complete(request: Request, state: ServerState, generations: Sequence[Generation]) -> list[Completion]:
     """Returns all completions; raises the first failure."""
+    _prepare(request, state, generations)
     left = asyncio.ensure_future(_wait_for_disconnect(request.receive))
     try:
         async with asyncio.timeout_at(request.scope[DEADLINE]):
@@ -60,6 +77,13 @@ async def complete(request: Request, state: ServerState, generations: Sequence[G
                 return [one.result() for one in failed or futures]
     finally:
         left.cancel()
+
+
+async def answer_of(generations: Sequence[Generation], make: Callable[[], dict[str, Any]]) -> Response:
+    """Returns the JSON of an answer: beside the event loop where it has many log-probabilities."""
+    if reported_logprobs(generations) > _MANY_LOGPROBS:
+        return await large_answer(make)
+    return JSONResponse(make())
 
 
 class TokenStream(Response):
@@ -95,6 +119,7 @@ class TokenStream(Response):
 
     async def prepare(self, request: Request) -> TokenStream:
         """Submits the sequences and waits for the first event, or for the refusal, which it raises; a client may leave meanwhile."""
+        _prepare(request, self._state, self._generations)
         async with asyncio.timeout_at(request.scope[DEADLINE]):
             await self._state.check_constraints(self._generations)
         self._submission = _submitted(self._state, self._generations)

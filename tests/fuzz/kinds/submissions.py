@@ -142,6 +142,7 @@ def make(name: str) -> Kind:
         formats={".json": "json", ".txt": "text"},
         reads={door: (door,) for door in doors},
         shares={"schema.json": 3.0, "constrained.json": 2.0},
+        wall_s=60.0,
     )
 
 

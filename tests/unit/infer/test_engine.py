@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.data.tokenizer import ByteTokenizer
+from petatron.infer import scheduler
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
@@ -129,6 +131,40 @@ def test_prompts_that_arrive_together_are_computed_once(max_step_tokens: int):
     for answer in answers:
         ids = [*answer.prompt_ids, *answer.ids]
         assert whole_logprobs(ids[:-1])[len(answer.prompt_ids) - 1 :].argmax(-1).tolist() == answer.ids
+
+
+@pytest.mark.parametrize("prompt_logprobs", [0, 3])
+def test_a_step_reports_a_bounded_number_of_logprobs(prompt_logprobs: int, monkeypatch: pytest.MonkeyPatch):
+    """The others go on beside them, and the numbers are the same."""
+    monkeypatch.setattr(scheduler, "MAX_STEP_LOGPROBS", 12)
+    engine = Engine(exact_model(), options=EngineOptions(page_size=4))
+    params = SamplingParams(max_new_tokens=3, temperature=0.0, logprobs=0, prompt_logprobs=prompt_logprobs)
+    numbers = [
+        engine.submit([7 * number % VOCAB for number in range(first, first + 14)], params) for first in (0, 3, 5)
+    ]
+    other = engine.submit([1, 2], SamplingParams(max_new_tokens=3, temperature=0.0, logprobs=0, prompt_logprobs=None))
+    reported = [0]
+    while engine.has_work:
+        engine.step()
+        found = [engine._requests.sequences[number].completion.prompt_logprobs for number in numbers]
+        reported.append(sum(len(each) for each in found) * (1 + prompt_logprobs))
+    assert max(after - before for before, after in pairwise(reported)) <= 12
+    for number in numbers:
+        check_by_hand(engine.take(number))
+    assert len(engine.take(other).ids) == 3
+
+
+def test_groups_do_not_share_prefixes():
+    """Neither those that are there, nor those that are being computed; and within a group all is shared."""
+    engine = Engine(exact_model(), options=EngineOptions(page_size=4))
+    prompt = list(range(14))
+    params = [SamplingParams(max_new_tokens=2, temperature=0.0, prefix_group=name) for name in ("a", "b", "a", "")]
+    answers = [engine.complete([prompt], each)[0][0] for each in params]
+    assert [answer.cached_tokens for answer in answers] == [0, 0, 12, 0]
+    engine.forget_prefixes()
+    [together] = engine.complete([prompt], params)
+    assert [answer.cached_tokens for answer in together] == [0, 0, 12, 0]
+    assert len({tuple(answer.ids) for answer in [*answers, *together]}) == 1
 
 
 def test_a_prefix_is_not_awaited_of_a_request_that_leaves():

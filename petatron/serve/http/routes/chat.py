@@ -21,7 +21,7 @@ from petatron.serve.http.chat_tools import ToolChoice, choose_tools
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
 from petatron.serve.http.read_request import read_request
 from petatron.serve.http.routes.completions import check_batch, check_samples
-from petatron.serve.http.run_generations import complete
+from petatron.serve.http.run_generations import answer_of, complete
 from petatron.serve.http.sampling import (
     check_prompt,
     check_text,
@@ -67,7 +67,8 @@ async def post_chat_completion(request: Request) -> Response:
     ]
     if inbox is not None:
         return await answer.stream(state, generations, inbox).prepare(request)
-    return JSONResponse(answer.whole(await complete(request, state, generations)))
+    completions = await complete(request, state, generations)
+    return await answer_of(generations, lambda: answer.whole(completions))
 
 
 async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> PreparedChat:

@@ -16,7 +16,7 @@ from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.beams import beam_params, check_beams, complete_by_beams
 from petatron.serve.http.openai_requests import CompletionRequest, SamplingFields
 from petatron.serve.http.read_request import read_request
-from petatron.serve.http.run_generations import TokenStream, complete
+from petatron.serve.http.run_generations import TokenStream, answer_of, complete
 from petatron.serve.http.sampling import (
     EncodedPrompt,
     check_prompt,
@@ -68,7 +68,8 @@ async def post_completion(request: Request) -> Response:
     ]
     if inbox is not None:
         return await answer.stream(state, generations, inbox).prepare(request)
-    return JSONResponse(answer.whole(await complete(request, state, generations)))
+    completions = await complete(request, state, generations)
+    return await answer_of(generations, lambda: answer.whole(completions))
 
 
 async def _encode(body: CompletionRequest, model: ModelCard, limits: ServeLimits) -> list[EncodedPrompt]:
