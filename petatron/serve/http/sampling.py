@@ -83,7 +83,8 @@ def check_text(text: str, model: ModelCard, limits: ServeLimits, *, param: str) 
         return
     least = -(-len(text.encode(errors="replace")) // model.max_token_bytes)
     if least > _most_prompt_tokens(model, limits):
-        _refuse_length(f"at least {least}", model, limits, param=param)
+        count = least if model.max_token_bytes == 1 else f"at least {least}"
+        _refuse_length(count, model, limits, param=param)
 
 
 def _most_prompt_tokens(model: ModelCard, limits: ServeLimits) -> int:
