@@ -15,11 +15,13 @@ state.save()
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.config import RunConfig
+from petatron.config.schema.training import TokenizerConfig
 from petatron.data.tokenizer import Tokenizer
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
@@ -101,6 +103,8 @@ def save_checkpoint(
             **build_run_facts(own.run, TrainProgress.after_steps(own.run, step)),
             LOOP_FACTS: recorded,
         }
+    if tokenizer is not None and "config" in recorded:  # the settings of the run say nothing about this one
+        recorded["config"] = {**recorded["config"], "tokenizer": asdict(TokenizerConfig())}
     companions = tokenizer if tokenizer is not None or own is None else own.saved_companions()
     save_with_manager(
         CheckpointManager(folder, mesh.control, world_axis=mesh.world, device=mesh.device),

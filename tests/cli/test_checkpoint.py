@@ -48,13 +48,17 @@ def _table_of(step: Path, key: str) -> str:
     return next(name for name, table in tables(step).items() if key in table["tensors"])
 
 
+def _set_step(head: dict[str, Any], step: int) -> None:
+    head["step"] = head["facts"]["facts"]["progress"]["iteration"] = step
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Three steps of a run, made from one."""
     for step in (STEP, 6, 9):
         target = tmp_path / "run" / step_folder.step_name(step)
         shutil.copytree(FOLDER / step_folder.step_name(STEP), target)
-        rewrite_manifest(target, lambda head, step=step: head.update(step=step))
+        rewrite_manifest(target, lambda head, step=step: _set_step(head, step))
     (tmp_path / "run" / "latest").write_text(f"{NEWEST}\n")
     return tmp_path / "run"
 
@@ -321,7 +325,7 @@ def test_inspect_says_what_there_is(folder: Path, capsys: pytest.CaptureFixture[
     assert "exp_avg/layers.0.mlp.up.weight" in out and "[16, 8]" in out
     code, out, _ = _ask(capsys, "inspect", folder, "--json")
     found = json.loads(out)
-    assert (found["step"], found["config"]["model"]["hidden_size"], found["progress"]["iteration"]) == (9, 8, 3)
+    assert (found["step"], found["config"]["model"]["hidden_size"], found["progress"]["iteration"]) == (9, 8, 9)
     assert {"name": "model/embedding.weight", "shape": [32, 8], "dtype": "BF16", "bytes": 512} in found["tensors"]
 
 

@@ -360,6 +360,7 @@ def test_only_who_draws_goes_around_the_door() -> None:
     drawing = {
         "cli/checkpoint.py",
         "cli/data.py",
+        "serve/isolation/limited_jobs.py",  # its standard output is a pipe to the server
         "mesh/launch/local_launcher.py",
         "train/report/console.py",
         "train/report/sinks.py",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.base.network_address import is_loopback
+from petatron.base.network_address import is_default_loopback
 from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, or_default, within
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import LaunchConfig
@@ -69,7 +69,7 @@ def _meeting_point(launch: LaunchConfig) -> Iterator[Problem]:
     if launch.master_port is None:
         rule = "machines must agree on a port"
         yield Problem("--nnodes", str(launch.nnodes), rule, "Give the same --master-port on all of them.")
-    if is_loopback(launch.master_addr):
+    if is_default_loopback(launch.master_addr):
         rule = f"means each of the {launch.nnodes} machines itself, so that they would never meet"
         fix = "Give the name or address of the machine with --node-rank 0, the same on all of them."
         yield Problem("--master-addr", or_default("master_addr", launch.master_addr), rule, fix)

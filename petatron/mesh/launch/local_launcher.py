@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 
 from petatron.base.errors import LaunchError
-from petatron.base.network_address import is_loopback
+from petatron.base.network_address import is_default_loopback
 from petatron.base.terminal_escape import escaped_output, raw_stream
 from petatron.mesh.diagnose import failure_report
 from petatron.mesh.launch.environment import RankEnvironment, rank_variables, secret_from_env
@@ -113,7 +113,7 @@ def _rank_environments(
         raise LaunchError(f"--node-rank {node_rank} is not below --nnodes {nnodes}. Machines count from 0.")
     if master_port is None and nnodes > 1:
         raise LaunchError(f"--nnodes {nnodes} needs --master-port: all machines must agree on it. Try 29500.")
-    if nnodes > 1 and is_loopback(master_addr):
+    if nnodes > 1 and is_default_loopback(master_addr):
         raise LaunchError(
             f"--nnodes {nnodes} needs --master-addr: {master_addr} means a different machine on each of them. "
             "Give the name or address of the machine with --node-rank 0."

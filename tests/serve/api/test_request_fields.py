@@ -17,7 +17,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as ResponseParams
 
-from petatron.infer.constraint import ANY_WHITESPACE
+from petatron.infer.grammar import ANY_WHITESPACE
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.http.openai_requests import ChatCompletionRequest, CompletionRequest
 from petatron.serve.http.request_fields import IGNORED_HEADER, NO_EFFECT, REFUSED, field_rules

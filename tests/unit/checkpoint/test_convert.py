@@ -493,7 +493,7 @@ def test_pickles_are_refused(tmp_path: Path):
 
 
 def test_what_holds_no_model(tmp_path: Path):
-    with pytest.raises(CheckpointError, match=r"is not a folder.*not downloaded"):
+    with pytest.raises(CheckpointError, match=r"is not a folder.*the name of a model on the hub"):
         open_model_source(tmp_path / "meta-llama" / "Llama-3.1-8B")
     with pytest.raises(CheckpointError, match="holds no model: neither steps of Petatron"):
         petatron.from_pretrained(tmp_path)

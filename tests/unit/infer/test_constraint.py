@@ -18,9 +18,10 @@ from petatron.base.errors import ConfigError, DataError
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from petatron.infer.completion import Completion
-from petatron.infer.constraint import ANY_WHITESPACE, ConstraintCompiler
+from petatron.infer.constraint import ConstraintCompiler
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.grammar import ANY_WHITESPACE
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from tests.dist import RankPool
 from tests.unit.infer.test_sample import model_in

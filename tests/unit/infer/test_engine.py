@@ -254,7 +254,7 @@ def test_what_cannot_be_served():
     engine = Engine(exact_model())
     with pytest.raises(DataError, match="The prompt is empty"):
         engine.submit([], GREEDY)
-    with pytest.raises(DataError, match="logit_bias or stop_ids are not among"):
+    with pytest.raises(DataError, match="logit_bias, stop_ids, allowed_ids or bad_words_ids are not among"):
         engine.submit([1], SamplingParams(stop_ids=(VOCAB,)))
     with pytest.raises(DataError, match="Stop texts need a tokenizer"):
         engine.submit([1], SamplingParams(stop_strings=("a",)))
