@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start many processes; where bytecode may not be written, each of them would compile the package again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-fuzz test-gpu test-gpu-slow test-nccl check format reference audit browser clean
+.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-attacks test-fuzz test-gpu test-gpu-slow test-nccl check format reference audit browser clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /	/' | expand -t 16
@@ -39,6 +39,9 @@ test-matrix: $(VENV)/dev  ## the long forms of parity: the whole proof matrix, 2
 
 test-crash: $(VENV)/dev  ## the long form of the crash tests: training is killed some hundred times (ten minutes on 2 cores)
 	$(BIN)/python -m pytest -m crash tests/crash
+
+test-attacks: $(VENV)/dev  ## attacks on launch, files and server, long forms too (as root also by another user, and between network namespaces)
+	$(BIN)/python -m pytest -m 'not gpu and not nccl' tests/security
 
 test-fuzz: $(VENV)/dev  ## mutated files of every kind for half an hour; MINUTES=5, KIND=dataset, JOBS=4, FIRST=1000000 (other cases)
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),30) --jobs $(or $(JOBS),2) --kind $(or $(KIND),all) --first $(or $(FIRST),0)
