@@ -18,6 +18,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from petatron.base.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from petatron.config import RunConfig, load_config
     from petatron.data.dataset_kinds import DatasetRequest, register_dataset
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from petatron.train.state.run_model import Model
     from petatron.train.state.save_and_load import load_checkpoint
     from petatron.train.state.train_state import TrainState
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Batch": "petatron.models.batch",

@@ -15,10 +15,10 @@ import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from petatron import __version__
 from petatron.base.errors import ConfigError, DataError
 from petatron.base.log import configure_logging
 from petatron.base.output_file import writable_problems
+from petatron.base.version import __version__
 from petatron.bench.result import BenchResult
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.train import with_preset

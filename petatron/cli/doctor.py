@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from petatron import __version__
 from petatron.base.errors import LaunchError
+from petatron.base.version import __version__
 from petatron.cli.subcommands import doctor_nccl
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.mesh.launch.environment import read_environment, usable_cores

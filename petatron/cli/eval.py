@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import ConfigError, Problem
 from petatron.cli.subcommands.checkpoint_parser import checkpoint_parser
 from petatron.cli.subcommands.megatron_tasks import MEGATRON_WORD, from_megatron_flags
-from petatron.mesh.launch.environment import read_environment, run_rank_main
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.launch.rank_exit import run_rank_main
 
 if TYPE_CHECKING:
     from petatron.evaluate.task_list import TaskSettings

@@ -12,9 +12,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from petatron import __version__
 from petatron.base.errors import ConfigError, PetatronError
 from petatron.base.terminal_escape import escaped_output, escaped_stream
+from petatron.base.version import __version__
 from petatron.config.imports import import_typed, split_imports
 from petatron.mesh.launch.environment import imports_from_env
 

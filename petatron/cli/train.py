@@ -9,7 +9,8 @@ from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.config.checks.preflight import preflight
 from petatron.config.flags.help_text import flag_help
 from petatron.config.imports import IMPORT_FLAG
-from petatron.mesh.launch.environment import imports_from_env, read_environment, run_rank_main
+from petatron.mesh.launch.environment import imports_from_env, read_environment
+from petatron.mesh.launch.rank_exit import run_rank_main
 
 USAGE = """usage: petatron train [PRESET] [--config FILE] [flags]
 

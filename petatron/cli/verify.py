@@ -15,7 +15,8 @@ from petatron.base.text import count_with_noun
 from petatron.cli.subcommands import verify_matrix
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.train import with_preset
-from petatron.mesh.launch.environment import read_environment, run_rank_main
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.launch.rank_exit import run_rank_main
 from petatron.mesh.launch.scratch_folder import VERIFY_PREFIX, scratch_folder
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 
 from petatron.base.log import get_logger
-from petatron.mesh.launch.environment import exit_rank
+from petatron.mesh.launch.rank_exit import exit_rank
 from petatron.mesh.launch.received_signals import is_repeated_sigterm
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

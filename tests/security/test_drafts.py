@@ -19,7 +19,7 @@ from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.data.index_cache import cached_digest, load_or_build
 from petatron.data.indexed_writer import IndexedWriter
-from petatron.mesh.launch.environment import write_error_file
+from petatron.mesh.launch.error_file import write_error_file
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.state_storage import DiskStorage
 from petatron.quickstart.stages import STAGES_FILE, Workspace

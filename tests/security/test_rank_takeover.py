@@ -31,7 +31,8 @@ PROGRAM = """
 import json, os, pathlib, sys, time
 import torch, torch.distributed as dist
 from datetime import timedelta
-from petatron.mesh.launch.environment import read_environment, run_rank_main
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.launch.rank_exit import run_rank_main
 from petatron.mesh.launch.process_group import new_group, start_process_group
 here = pathlib.Path(sys.argv[1])
 def main():

@@ -15,7 +15,8 @@ from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.config.flags.parse import known_flags
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.mesh.launch.environment import read_environment, run_rank_main
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.launch.rank_exit import run_rank_main
 
 if TYPE_CHECKING:
     from petatron.infer.batch.request_options import RequestOptions

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
 from petatron.cli.serve.arguments import checkpoint_folder, engine_options, parser, read_text, serve_options
-from petatron.mesh.launch.environment import read_environment, run_rank_main
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.launch.rank_exit import run_rank_main
 from petatron.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.mesh.launch.environment import RankEnvironment, read_environment, run_rank_main
+from petatron.mesh.launch.environment import RankEnvironment, read_environment
+from petatron.mesh.launch.rank_exit import run_rank_main
 
 if TYPE_CHECKING:
     from petatron.verify.communication_check import CommunicationReport

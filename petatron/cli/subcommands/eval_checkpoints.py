@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from petatron import __version__
 from petatron.base.terminal_escape import raw_stream
+from petatron.base.version import __version__
 from petatron.cli.plot import write_result
 from petatron.evaluate.comparison_table import result_table
 from petatron.evaluate.score import max_scored_tokens

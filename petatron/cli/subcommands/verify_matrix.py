@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.output_file import writable_problems
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.mesh.launch.environment import read_environment, run_rank_main
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.launch.rank_exit import run_rank_main
 
 if TYPE_CHECKING:
     from petatron.verify.matrix import MatrixEntry

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from petatron import __version__
 from petatron.base.terminal_escape import printable, printable_lines
+from petatron.base.version import __version__
 from petatron.history.curves import METRICS, Panel, build_panels
 from petatron.history.draw.axes import compact, x_text
 from petatron.history.draw.svg import panel_svg

@@ -37,7 +37,8 @@ from petatron.mesh.diagnose.failure_report import (
     last_operations,
     report_request_path,
 )
-from petatron.mesh.launch.environment import error_file, write_error_file
+from petatron.mesh.launch.environment import error_file
+from petatron.mesh.launch.error_file import write_error_file
 
 _log = get_logger(__name__)
 _POLL_S = 1.0

@@ -13,8 +13,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from petatron import __version__
 from petatron.base.errors import PetatronError
+from petatron.base.version import __version__
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.engine_thread import EngineThread
 from petatron.serve.http.api_error import ApiError, ErrorAnswer, to_api_error

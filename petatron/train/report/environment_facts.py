@@ -7,8 +7,8 @@ import platform
 import numpy as np
 import torch
 
-from petatron import __version__
 from petatron.base.device import DeviceInfo
+from petatron.base.version import __version__
 
 
 def environment_facts(device: DeviceInfo) -> dict[str, str]:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from petatron import __version__
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.version import __version__
 from petatron.cli import main as cli
 from petatron.config import dump_yaml, load_config, preset_names
 from petatron.config.checks.check_all import UNSUPPORTED_FIELDS

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from petatron.base.errors import LaunchError
 from petatron.mesh.launch import environment
 from petatron.mesh.launch.environment import SINGLE_PROCESS, expand_hosts, rank_variables, read_environment
+from petatron.mesh.launch.error_file import is_echo
 from petatron.mesh.launch.process_group import local_device_index, start_process_group, stop_process_group
 
 TORCHRUN = {
@@ -201,7 +202,7 @@ def test_unreachable_peers_are_explained() -> None:
     place = dataclasses.replace(SINGLE_PROCESS, rank=1, world_size=2, master_port=9)
     with pytest.raises(LaunchError, match=r"Rank 1 of 2 could not join the others at 127\.0\.0\.1:9") as caught:
         start_process_group(place, timeout_minutes=0.5 / 60)
-    assert environment.is_echo(caught.value)
+    assert is_echo(caught.value)
 
 
 def test_usable_cores_is_positive() -> None:

@@ -12,7 +12,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from petatron.base.errors import DataError, LaunchError
-from petatron.mesh.launch.environment import ERROR_FILE, is_echo, run_rank_main
+from petatron.mesh.launch.environment import ERROR_FILE
+from petatron.mesh.launch.error_file import is_echo
+from petatron.mesh.launch.rank_exit import run_rank_main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,7 +24,7 @@ def run_child(body: str, **variables: str) -> subprocess.CompletedProcess[str]:
     code = (
         "import atexit, sys\n"
         "from petatron.base.errors import ConfigError, DataError\n"
-        "from petatron.mesh.launch.environment import run_rank_main\n"
+        "from petatron.mesh.launch.rank_exit import run_rank_main\n"
         "atexit.register(lambda: print('destructors ran'))\n"
         f"def main():\n    {body}\n    return 0\n"
         "sys.exit(run_rank_main(main))\n"

@@ -25,7 +25,7 @@ def child(body: str) -> list[str]:
     head = (
         "import os, signal, sys, time\n"
         "from petatron.base.errors import DataError\n"
-        "from petatron.mesh.launch.environment import run_rank_main\n"
+        "from petatron.mesh.launch.rank_exit import run_rank_main\n"
         "rank = int(os.environ['RANK'])\n"
         "def main():\n"
     )
@@ -341,7 +341,8 @@ def test_the_launcher_does_not_load_torch() -> None:
 
 HUNG = """
 from petatron.mesh.diagnose.failure_report import CommunicationError, report_request_path
-from petatron.mesh.launch.environment import error_file, write_error_file
+from petatron.mesh.launch.environment import error_file
+from petatron.mesh.launch.error_file import write_error_file
 
 def report(state, started, at=None):
     ranks = [0, 1, 2]

@@ -22,10 +22,10 @@ from petatron.mesh.launch.environment import (
     SINGLE_PROCESS,
     STORE_FILE,
     RankEnvironment,
-    is_echo,
     rank_variables,
     read_environment,
 )
+from petatron.mesh.launch.error_file import is_echo
 from petatron.mesh.launch.rendezvous import Rendezvous, notify_peers
 from petatron.mesh.launch.shared_secret import write_secret
 from tests.forked_python import ForkedPython
