@@ -6,12 +6,15 @@ import logging
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import petatron
 from petatron.base.errors import CheckpointError
 from petatron.cli.main import main
+from petatron.data.indexed_writer import IndexedWriter
+from petatron.mesh.mesh import ParallelMesh
 
 FLAGS = (
     "--tokenizer-type ByteTokenizer --mock-data --num-layers 1 --hidden-size 32 --num-attention-heads 2 --num-query-groups 2 "
@@ -89,6 +92,21 @@ def test_nothing_is_said_where_nothing_was_forgotten(
     with caplog.at_level(logging.WARNING):
         train(run, model, optimizer, **position)
     assert not [text for text in caplog.messages if "petatron.restore" in text]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loop_needs_no_validation_data_and_is_warned_on_one_rank(tmp_path: Path, caplog, rank: int):
+    with IndexedWriter(str(tmp_path / "two"), np.dtype(np.uint16)) as writer:
+        for _ in range(2):  # --split leaves none of them to validation and test
+            writer.add_document(np.arange(7, dtype=np.uint16))
+    flags = FLAGS.replace("--mock-data", f"--data-path {tmp_path}/two").replace(" --eval-iters 0", "")
+    run = petatron.load("tiny-llama", [*flags.split(), "--eval-interval", "2"])
+    mesh = ParallelMesh.single()
+    mesh.rank = rank  # another rank of the same data
+    with caplog.at_level(logging.WARNING):
+        assert len(list(petatron.build_loader(run, mesh))) == 4
+    few = [text for text in caplog.messages if "few tokens for training" in text or "many epochs" in text]
+    assert len(few) == (1 if rank == 0 else 0) and len(caplog.messages) == len(few)
 
 
 def test_weights_that_were_changed_before_the_optimizer_was_built_stay_changed(saved: tuple[Path, torch.Tensor]):
