@@ -12,6 +12,7 @@ import torch
 
 import petatron
 from petatron.base.errors import CheckpointError
+from petatron.checkpoint.files.disk import Disk
 from petatron.cli.main import main
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.mesh import ParallelMesh
@@ -124,6 +125,32 @@ def test_another_model_is_refused_before_it_trains(saved: tuple[Path, torch.Tens
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         build("--load", str(tmp_path))
+
+
+def test_an_exported_model_is_replaced_only_on_request(saved: tuple[Path, torch.Tensor], tmp_path: Path, monkeypatch):
+    first, trained = build()[1], build("--load", str(saved[0]))[1]
+    first.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "old.txt").touch()
+    with pytest.raises(CheckpointError, match="nothing is written over it"):
+        trained.save_pretrained(tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "rename", _full_disk)
+        with pytest.raises(CheckpointError, match="cannot be written: no space"):
+            trained.save_pretrained(tmp_path / "model", overwrite=True)
+    assert (tmp_path / "model" / "old.txt").exists(), "what is there stays until the new one is complete"
+    trained.save_pretrained(tmp_path / "model", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and not (tmp_path / "model" / "old.txt").exists()
+    assert torch.equal(weights(petatron.from_pretrained(tmp_path / "model")), saved[1])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(CheckpointError, match="nothing is written over it"):
+        trained.save_pretrained(tmp_path / "other", overwrite=True)
+
+
+def _full_disk(disk: Disk, old: Path, new: Path) -> None:
+    if new.name == "model" and new.parent != old.parent:  # the folder's own, at the end
+        raise OSError(28, "no space")
+    old.rename(new)
 
 
 def test_facts_of_a_loop_come_back(tmp_path: Path):
