@@ -52,6 +52,15 @@ def is_file_name(name: str) -> bool:
     return name.endswith(".py") or os.sep in name
 
 
+def module_file_name(name: str) -> str:
+    """Returns a file's name without its folders; a dotted name as it is.
+
+    >>> module_file_name("/home/me/mine.py"), module_file_name("mine.models")
+    ('mine.py', 'mine.models')
+    """
+    return os.path.basename(name) if is_file_name(name) else name
+
+
 def absolute_import(name: str) -> str:
     """Returns a name that means the same in any working folder."""
     return os.path.abspath(name) if is_file_name(name) else name
@@ -127,7 +136,10 @@ def _missing(one: NamedImport) -> Problem:
     where = "" if one.file is None else f" ({one.file} names it)"
     if is_file_name(one.name):
         rule = f"does not exist{where}: looked for the file {os.path.abspath(one.name)}"
-        return Problem(IMPORT_FLAG, one.name, rule, "Give its path, from here or from /.")
+        fix = "Give its path, from here or from /."
+        if one.file is not None:
+            fix = f"Put it back; or, if it was moved, add {IMPORT_FLAG} PATH, where PATH ends in {module_file_name(one.name)}."
+        return Problem(IMPORT_FLAG, one.name, rule, fix)
     rule = f"is no module that Python finds{where}: looked in {os.getcwd()} and the {len(sys.path)} folders of sys.path"
     fix = "Give the path of its file, start in the folder that holds it, or put that folder into PYTHONPATH."
     return Problem(IMPORT_FLAG, one.name, rule, fix)

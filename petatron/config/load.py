@@ -30,7 +30,7 @@ from petatron.config.from_folder import (
     shape_of_folder,
     weights_folder,
 )
-from petatron.config.imports import IMPORTS_PATH, NamedImport, import_modules
+from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
 from petatron.config.presets import read_preset
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
@@ -145,7 +145,10 @@ def resolve_config(
 
 
 def _named_imports(settings: Sequence[Setting], stored: AppliedSettings) -> list[NamedImport]:
-    """Returns the modules that every source names: unlike other settings, those of one source do not replace another's."""
+    """Returns the modules that every source names: unlike other settings, those of one source do not replace another's.
+
+    But a file that somebody types replaces a stored one of the same name: the module of a run that was moved, or edited in a copy.
+    """
     found: list[NamedImport] = []
     for name in stored.imports:
         found.append(NamedImport(name, stored.origin.detail))
@@ -153,8 +156,11 @@ def _named_imports(settings: Sequence[Setting], stored: AppliedSettings) -> list
         if setting.path == IMPORTS_PATH and isinstance(setting.value, tuple):
             file = None if setting.origin.kind == "flag" else str(setting.origin.detail)
             found += [NamedImport(str(name), file) for name in setting.value]
-    typed = {one.name for one in found if one.file is None}
-    return [one for one in found if one.file is None or one.name not in typed]
+    typed = {absolute_import(one.name) for one in found if one.file is None}
+    named = {absolute_import(one.name) for one in found if one.file is not None}
+    elsewhere = {module_file_name(name) for name in typed - named}
+    replaced = {name for name in named if name in typed or module_file_name(name) in elsewhere}
+    return [one for one in found if one.file is None or absolute_import(one.name) not in replaced]
 
 
 def _merge_sources(

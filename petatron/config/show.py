@@ -13,12 +13,13 @@ _WIDEST_VALUE = 40
 
 
 def format_config(loaded: RawLoadedConfig, *, changed_only: bool = False) -> str:
-    """Formats every value with its origin, by section; `changed_only` omits plain defaults."""
+    """Formats every value with its origin, by section; `changed_only` omits defaults, also those that a model's folder repeats."""
     values = flatten_config(loaded.config)
     rows: list[tuple[FieldInfo, str, str]] = []
     for info in all_fields():
         origin = loaded.origins[info.path]
-        if not (changed_only and origin.is_default):
+        repeated = origin.kind == "checkpoint" and values[info.path] == info.default
+        if not (changed_only and (origin.is_default or repeated)):
             rows.append((info, format_value(values[info.path]), str(origin)))
     name_width = _width(info.name for info, _, _ in rows)
     value_width = min(_WIDEST_VALUE, _width(value for _, value, _ in rows))

@@ -85,8 +85,6 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
     built = [
         _build_split(config, split, found, count, warnings) for split, found, count in zip(SPLITS, sources, num_samples)
     ]
-    for text in warnings:
-        get_logger(__name__).warning("WARNING: %s", text)
     return SplitDatasets(train=built[0], valid=built[1], test=built[2], warnings=tuple(warnings))
 
 

@@ -141,17 +141,27 @@ class RunLength:
 
 
 def build_loaders(
-    run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None, *, train_samples: int | None = None
+    run: RunConfig,
+    mesh: ParallelMesh,
+    tokenizer: Tokenizer | None = None,
+    *,
+    train_samples: int | None = None,
+    evaluates: bool = True,
 ) -> DataLoaders:
     """Opens every dataset of the run and reports every problem of the data.
 
-    `train_samples` is the number of training samples required, counted from the start of the run.
+    `train_samples` is the number of training samples required, counted from the start of the run. `evaluates`: whether validation and
+    test data are opened too.
     """
     if tokenizer is None and run.tokenizer.tokenizer_type is not None:
         tokenizer = build_tokenizer(run.tokenizer, vocab_size=run.model.vocab_size)
     needed = RunLength.from_config(run).samples if train_samples is None else train_samples
-    datasets = build_datasets(run, tokenizer, (needed, *_evaluation_samples(run)))
+    validation, test = _evaluation_samples(run) if evaluates else (0, 0)
+    datasets = build_datasets(run, tokenizer, (needed, validation, test))
     assert datasets.train is not None
+    if mesh.rank == 0:
+        for text in datasets.warnings:
+            _log.warning("WARNING: %s", text)
     options = LoaderOptions(
         micro_batch_size=run.train.micro_batch_size,
         dataloader_type=run.data.dataloader_type,
@@ -228,7 +238,7 @@ def build_loader(
         consumed = state.progress.consumed_samples if consumed_samples is None else consumed_samples
         iterations = state.run_length().iterations - state.progress.iteration
     needed = None if state is None else state.run_length().samples
-    loader = build_loaders(config, mesh, tokenizer, train_samples=needed).train
+    loader = build_loaders(config, mesh, tokenizer, train_samples=needed, evaluates=False).train
     if state is not None:
         for line in state.record_data_fingerprint(loader.dataset.fingerprint):
             _log.warning("%s", line.removeprefix("WARNING: "))

@@ -165,11 +165,11 @@ class Run:
         )
         return tokenizer.decode(new_ids)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the model, with its tokenizer, as a Hugging Face folder."""
+    def save_pretrained(self, folder: str | Path, *, overwrite: bool = False) -> None:
+        """Writes the model, with its tokenizer, as a Hugging Face folder; with `overwrite` in place of the model there."""
         model = self.state.model
         assert isinstance(model, Model)
-        model.save_pretrained(folder, tokenizer=self.tokenizer)
+        model.save_pretrained(folder, tokenizer=self.tokenizer, overwrite=overwrite)
 
     def _required_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

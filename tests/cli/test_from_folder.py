@@ -84,6 +84,21 @@ def test_the_first_lines_say_what_was_taken(folder: Path, tmp_path: Path, capfd:
     assert f"first weights from {folder / 'run'}" in said.out and f"{IDS} ids" in said.out
 
 
+def test_an_empty_folder_to_load_begins_with_the_weights_of_from(folder: Path, tmp_path: Path, capfd):
+    words = ["--save", str(tmp_path / "new"), "--load", str(tmp_path / "new")]
+    assert main(["train", "--from", str(folder / "base"), *RUN, *words]) == 0
+    said = capfd.readouterr()
+    begins = f"holds no checkpoint yet; training starts with the weights of {folder / 'base'}"
+    assert f"--load {tmp_path / 'new'} {begins}" in said.out + said.err and "beginning" not in said.out + said.err
+
+
+def test_changed_settings_of_a_folder_are_those_that_are_no_defaults(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["config", "show", "--from", str(folder / "base"), "--changed"]) == 0
+    names = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
+    assert {"num_layers", "hidden_size", "num_query_groups", "activation", "vocab_size"} <= names
+    assert not names & {"mamba_state_dim", "q_lora_rank", "window_size", "ssm_multipliers", "moe_router_topk"}
+
+
 def test_what_a_run_may_choose_stays_free(folder: Path):
     flags = "--seq-length 16 --max-position-embeddings 64 --hidden-dropout 0.5 --bf16 --tp 2 --lr 1e-4 --moe-aux-loss-coeff 1"
     run = read("--from", str(folder / "base"), *flags.split()).config

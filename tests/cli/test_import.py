@@ -79,6 +79,27 @@ def test_a_model_of_ones_own_trains_on_two_ranks_and_later_commands_find_it(tmp_
         assert main(command.split()) == 0, f"{command}\n{capsys.readouterr().err}"
 
 
+def test_a_module_that_was_moved_is_named_anew(tmp_path: Path, capsys):
+    file, run = write_model(tmp_path, "moved_model"), tmp_path / "run"
+    assert train("--model-type", "moved-model", "--import", str(file), "--save", str(run)) == 0
+    (tmp_path / "new").mkdir()
+    moved = file.rename(tmp_path / "new" / file.name)
+    generate = ["generate", str(run), "--prompt", "a", "--max-tokens", "1"]
+    forget("moved-model")
+    assert main(generate) == 2
+    said = capsys.readouterr().err
+    assert f"--import {file} does not exist" in said and f"{run}/step-00000002 names it" in said
+    assert "if it was moved, add --import PATH, where PATH ends in moved_model.py." in said
+    again = ["train", str(run / "config.yaml"), "--load", str(run), "--train-iters", "3", "--lr-decay-iters", "2"]
+    for command in (generate, again):
+        forget("moved-model")
+        assert main([*command, "--import", str(moved)]) == 0, capsys.readouterr().err
+    assert yaml.safe_load((run / "config.yaml").read_text())["launch"]["imports"] == [str(moved)]
+    file.write_text(moved.read_text())  # an older copy in the old place is not imported beside the one that is typed
+    forget("moved-model")
+    assert main([*generate, "--import", str(moved)]) == 0
+
+
 def forget(model: str) -> None:
     """As in a fresh process: nobody has imported anything."""
     registry._BUILDERS.pop(model, None)

@@ -79,10 +79,15 @@ def tmp_folder(target: Path) -> Path:
     return target.with_name(f"{target.name}.tmp")
 
 
-def create_tmp_folder(target: Path) -> Path:
-    """Creates the temporary folder of a conversion exclusively; the target may exist only as an empty folder."""
+def create_tmp_folder(target: Path, *, overwrite: bool = False) -> Path:
+    """Creates the temporary folder of a conversion exclusively.
+
+    The target may exist only as an empty folder, or, to be overwritten, as one with a config.json.
+    """
     check_not_inside_step(target, str(target))
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+    is_model = overwrite and target.is_dir() and (target / "config.json").is_file()
+    is_empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    if target.is_symlink() or not (is_empty or is_model):
         raise CheckpointError(
             f"{target} is already there, and nothing is written over it. Remove it, or choose another name."
         )

@@ -21,7 +21,6 @@ from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 from petatron.train.build_run import open_tokenizer
 from petatron.train.report.out_of_memory import RESERVE_BYTES, describe_changes
 
-_NOTHING_FITS = "No setting of this run is predicted to fit: use more ranks that split the model, or a smaller one."
 _ASSUMED_HOST_BYTES = 1_000_000_000_000
 """The memory of a node where nobody says it and no GPU is here."""
 
@@ -60,8 +59,10 @@ def report(loaded: LoadedConfig, capacity: int | None, host_bytes: int | None) -
     print(f"\n{where}: {format_gigabytes(most)} GB {uncounted}")
     changes = fitting_changes(run, room, host) if most > room else []
     if not changes:
-        print(_NOTHING_FITS if most > room else "Offload less, or use more nodes.")
-    if any(change.pinned_bytes for change in changes):
+        ranks = count_with_noun(run.parallel.world_size, "rank")
+        nothing = f"No setting and no layout of {ranks} is predicted to fit: use more ranks, or a smaller model."
+        print(nothing if most > room else "Offload less, or use more nodes.")
+    if most > room and (not changes or any(change.pinned_bytes for change in changes)):
         print(_host_text(host, assumed=assumed))
     for number, line in enumerate(describe_changes(changes, ranks_per_node=host.ranks_per_node), start=1):
         print(f"  {number}. {line}")

@@ -1,7 +1,8 @@
 """Layouts of the same number of ranks under which a run would fit: other tensor, pipeline, context and expert parallel sizes.
 
-Each is taken as it is, or with optimizer state sharded, layers recomputed, or both, whichever is predicted to be fastest. The global batch
-stays, so that a layout with fewer replicas has more micro-batches, which a pipeline needs anyway.
+Each is taken as it is, or with optimizer state sharded, layers recomputed, or both, whichever is predicted to be fastest; where that does
+not fit, optimizer state is on the host or rounded too. The global batch stays, so that a layout with fewer replicas has more
+micro-batches, which a pipeline needs anyway.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ from petatron.estimate.memory.host_memory import (
     pinned_activation_bytes,
     pinned_optimizer_bytes,
 )
-from petatron.estimate.memory.options import MemoryOption, full_recompute_option, sharded_optimizer_option
+from petatron.estimate.memory.options import (
+    MemoryOption,
+    full_recompute_option,
+    sharded_optimizer_option,
+    smaller_state_options,
+)
 from petatron.estimate.memory.peak import frees_gradients
 from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
 
@@ -50,6 +56,11 @@ def fitting_changes(
     pinned = 0 if device == "cpu" else math.inf if host is None else host.bytes_per_rank
     changes = suggest_changes(run, capacity_bytes, device=device, pinned_capacity_bytes=pinned)
     layouts = suggest_layouts(run, capacity_bytes, device=device, pinned_capacity_bytes=pinned)
+    for options in smaller_state_options(run):
+        if not changes and not layouts:
+            layouts = suggest_layouts(
+                run, capacity_bytes, device=device, pinned_capacity_bytes=pinned, required_options=options
+            )
     ranked = sorted([*changes, *layouts], key=_price)[:_NUM_CHANGES]
     if layouts and layouts[0] not in ranked:
         ranked[-1] = layouts[0]
@@ -61,24 +72,33 @@ def _price(change: SuggestedChange) -> tuple[float, int]:
 
 
 def suggest_layouts(
-    run: RunConfig, capacity_bytes: int, *, device: DeviceKind = "cuda", pinned_capacity_bytes: float = math.inf
+    run: RunConfig,
+    capacity_bytes: int,
+    *,
+    device: DeviceKind = "cuda",
+    pinned_capacity_bytes: float = math.inf,
+    required_options: Sequence[MemoryOption] = (),
 ) -> list[SuggestedChange]:
-    """Returns the two fastest layouts, as predicted, whose largest rank needs at most `capacity_bytes`."""
+    """Returns the two fastest layouts, as predicted, whose largest rank needs at most `capacity_bytes`.
+
+    Every one of them has the `required_options`.
+    """
     if run.parallel.world_size == 1:
         return []
     existing = {str(problem) for problem in check_config(run, require_training=False)}
     before, seconds = largest_forecast(run, device=device).total, predicted_step_time(run, device=device)
     found: list[SuggestedChange] = []
-    for flags, layout in _viable_layouts(run, capacity_bytes, existing):
+    for flags, layout in _viable_layouts(run, capacity_bytes, existing, required_options):
         fitting = [
             SuggestedChange(
                 flags=" ".join([flags, *(option.flags for option in options)]),
                 total_bytes=size,
                 saved_bytes=before - size,
                 time_cost=time / seconds - 1.0,
+                remark="; ".join(option.remark for option in options if option.remark),
                 pinned_bytes=pinned,
             )
-            for options in _additions(layout)
+            for options in _additions(layout, required_options)
             for size, time, pinned in _costs(layout, options, existing, device=device)
             if size <= capacity_bytes and pinned <= pinned_capacity_bytes
         ]
@@ -90,8 +110,7 @@ def _costs(
     layout: RunConfig, options: Sequence[MemoryOption], existing: set[str], *, device: DeviceKind
 ) -> Iterator[tuple[int, float, int]]:
     """Yields bytes, seconds and pinned bytes of a layout with these options, if it may have them."""
-    for option in options:
-        layout = option.edit(layout)
+    layout = _with_options(layout, options)
     if not _is_allowed(layout, existing):
         return
     try:
@@ -103,11 +122,13 @@ def _costs(
     yield size, seconds, pinned_activation_bytes(layout, plans, device=device) + pinned_optimizer_bytes(layout)
 
 
-def _viable_layouts(run: RunConfig, capacity_bytes: int, existing: set[str]) -> Iterator[tuple[str, RunConfig]]:
+def _viable_layouts(
+    run: RunConfig, capacity_bytes: int, existing: set[str], required_options: Sequence[MemoryOption]
+) -> Iterator[tuple[str, RunConfig]]:
     """Yields layouts that the validator accepts and whose weights may fit, those that split a layer least first."""
     shard, yielded = sharded_optimizer_option(run), 0
     for flags, layout in _layouts(run):
-        least = shard.edit(layout) if shard is not None else layout
+        least = _with_options(shard.edit(layout) if shard is not None else layout, required_options)
         if yielded == _MAX_FORECAST_LAYOUTS:
             return
         if _is_allowed(layout, existing) and _state_fits(least, capacity_bytes):
@@ -200,10 +221,17 @@ def _layers_of_last_rank(run: RunConfig, pp: int) -> int | None:
     return last if last > 0 else None
 
 
-def _additions(run: RunConfig) -> list[Sequence[MemoryOption]]:
+def _with_options(run: RunConfig, options: Sequence[MemoryOption]) -> RunConfig:
+    for option in options:
+        run = option.edit(run)
+    return run
+
+
+def _additions(run: RunConfig, required_options: Sequence[MemoryOption]) -> list[Sequence[MemoryOption]]:
     shard = [option for option in (sharded_optimizer_option(run),) if option is not None]
     recompute = [full_recompute_option("uniform", 1)] if run.memory.recompute_granularity is None else []
-    sets: list[Sequence[MemoryOption]] = [[], shard, recompute, [*shard, *recompute]]
+    optional = [[], shard, recompute, [*shard, *recompute]]
+    sets: list[Sequence[MemoryOption]] = [[*options, *required_options] for options in optional]
     return [options for index, options in enumerate(sets) if options not in sets[:index]]
 
 

@@ -214,6 +214,14 @@ def _optimizer_offload_options(run: RunConfig) -> OptionGroup:
     )
 
 
+def smaller_state_options(run: RunConfig) -> list[Sequence[MemoryOption]]:
+    """Returns what makes the state of every rank smaller whatever the layout: on the host, rounded, or both, the exact one first."""
+    offload = _optimizer_offload_options(run).options[-1:]
+    rounded = [*_moment_dtype_options(run).options, *_gradient_dtype_options(run).options]
+    sets = [offload, [*offload, *_moment_dtype_options(run).options], [*offload, *rounded], rounded]
+    return [options for index, options in enumerate(sets) if options and options not in sets[:index]]
+
+
 def _sequence_parallel_options(run: RunConfig) -> OptionGroup:
     if run.parallel.tensor_model_parallel_size == 1 or run.parallel.sequence_parallel:
         return OptionGroup.empty()

@@ -69,8 +69,10 @@ def check_resumable(run: RunConfig, facts: Mapping[str, Any], folder: str) -> No
     check_same_model(run, facts, folder)
     changed = _differences(facts["schedule"], schedule_settings(run))
     if changed and not run.checkpoint.override_opt_param_scheduler:
+        lasts = any(text.startswith("lr.decay:") for text in changed)
+        decay = " lr.decay is --lr-decay-iters, which is --train-iters unless it is given." if lasts else ""
         raise CheckpointError(
-            f"The checkpoint in {folder} was trained with another schedule ({'; '.join(changed)}). Restore those "
+            f"The checkpoint in {folder} was trained with another schedule ({'; '.join(changed)}).{decay} Restore those "
             "values, or say --override-opt-param-scheduler to go on with the new ones."
         )
 

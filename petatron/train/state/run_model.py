@@ -93,10 +93,13 @@ class Model(ParallelModel):
             self.run_tokenizer = build_tokenizer(self.run.tokenizer, vocab_size=self.run.model.vocab_size)
         return self.run_tokenizer if self.run_tokenizer is not None else self.companion_files
 
-    def save_pretrained(self, path: str | Path, *, tokenizer: Tokenizer | str | Path | None = None) -> None:
+    def save_pretrained(
+        self, path: str | Path, *, tokenizer: Tokenizer | str | Path | None = None, overwrite: bool = False
+    ) -> None:
         """Writes the model as a Hugging Face folder, which transformers opens directly; every rank calls it.
 
-        The folder appears when it is complete, and must not exist before, or be empty. It also gets the tokenizer of the run that the
+        The folder appears when it is complete, and must not exist before, or be empty; with `overwrite` the folder of a model that is
+        there is replaced then. It also gets the tokenizer of the run that the
         model was built for, or the tokenizer's files, generation_config.json and token ids that `from_pretrained` found beside the
         weights; `tokenizer`, one of ours or the path of a tokenizer.json or its folder, replaces them. A model that no Hugging Face
         family can express is written with the `model_type` petatron, which `from_pretrained` opens, and transformers after `import
@@ -113,7 +116,7 @@ class Model(ParallelModel):
         target = Path(path).absolute()
         draft, control = tmp_folder(target), self.mesh.control
         opened = HuggingFaceTokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-        _on_first_rank(control, target, lambda: create_tmp_folder(target))
+        _on_first_rank(control, target, lambda: create_tmp_folder(target, overwrite=overwrite))
         try:
             save_with_manager(
                 CheckpointManager(draft, control, world_axis=self.mesh.world, device=self.mesh.device),
@@ -139,7 +142,15 @@ def _without_labels(batch: Batch) -> Batch:
 
 
 def _publish_draft(draft: Path, target: Path, disk: Disk) -> None:
-    disk.rename(draft / step_folder.step_name(0) / step_folder.MODEL_FOLDER, target)
+    replaced = draft / "replaced"  # removed with the draft
+    if target.exists() and any(target.iterdir()):
+        target.rename(replaced)
+    try:
+        disk.rename(draft / step_folder.step_name(0) / step_folder.MODEL_FOLDER, target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
     disk.sync_folder(target.parent)
 
 

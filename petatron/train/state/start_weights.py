@@ -57,7 +57,7 @@ def find_start_folder(config: CheckpointConfig, mesh: ParallelMesh) -> StartFold
         refuse_unconverted(Path(config.pretrained_checkpoint), "--pretrained-checkpoint")
         return StartFolder("--pretrained-checkpoint", config.pretrained_checkpoint)
     if config.load is not None:
-        _log.warning("--load %s holds no checkpoint yet; training starts from the beginning", config.load)
+        _log.warning("--load %s holds no checkpoint yet; training starts at the beginning", config.load)
     return None
 
 

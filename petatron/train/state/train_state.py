@@ -223,7 +223,9 @@ class TrainState:
                 raise CheckpointError(
                     f"The checkpoint in {folder} disappeared while the run started. Start it again: it takes what is there then."
                 )
-            _log.warning("--load %s holds no checkpoint yet; training starts from the beginning", folder)
+            source = config.pretrained_checkpoint
+            begins = "at the beginning" if source is None else f"with the weights of {source}"
+            _log.warning("--load %s holds no checkpoint yet; training starts %s", folder, begins)
             return False
         self.resume_changes = [f"{setting}: the weights are used in another model" for setting in differing]
         if not config.finetune:

@@ -68,7 +68,7 @@ def test_a_run_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[s
     assert code == 1 and "\ndoes not fit: " in text
     assert [line.split(".")[0] for line in text.splitlines()[-3:]] == ["  1", "  2", "  3"]
     code, text, _ = plan(capsys, f"{EIGHT} --device-memory-gb 10")
-    assert code == 1 and "No setting of this run is predicted to fit" in text
+    assert code == 1 and "No setting and no layout of 1 rank is predicted to fit" in text
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,21 @@ def test_layouts_and_pinned_host_memory_are_part_of_the_advice(capsys: pytest.Ca
     flags = first.split(". ", 1)[1].split(":")[0]
     code, text, _ = plan(capsys, f"llama3-70b --bf16 --device-memory-gb 80 {flags}")
     assert code == 0 and "fits: 55.1 GB" in text
+
+
+def test_a_layout_with_its_state_on_the_host_is_found_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]):
+    """70B on one node: no setting of one layout fits, nor any layout that keeps its optimizer state on the devices."""
+    node = "llama3-70b --bf16 --seq-length 4096 --device-memory-gb 80"
+    code, text, _ = plan(capsys, f"{node} --world-size 8 --host-memory-gb 2000")
+    line = next(line for line in text.splitlines() if line.startswith("  1. "))
+    flags = line.split(". ", 1)[1].split(":")[0]
+    assert code == 1 and "--tensor-model-parallel-size 8 " in flags and "--optimizer-cpu-offload" in flags
+    assert "bf16" not in flags, "rounding is the last resort"
+    code, text, _ = plan(capsys, f"{node} --host-memory-gb 2000 {flags}")
+    assert code == 0 and "fits: 60.8 GB" in text and "needs 60.8 GB" in line
+    _, text, _ = plan(capsys, f"{node} --world-size 8 --host-memory-gb 1")
+    assert "No setting and no layout of 8 ranks is predicted to fit: use more ranks, or a smaller model." in text
+    assert text.endswith("up to 0.8 of a node's 1.00 GB are pinned\n"), "the host is a limit of that, too"
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def test_a_saved_config_asks_about_a_changed_schedule_every_time(run_folder: Pat
     assert main(longer) == 1
     said = capsys.readouterr().err
     assert "was trained with another schedule (lr.decay: 2 then, 3 now)" in said and choice in said
+    assert "lr.decay is --lr-decay-iters, which is --train-iters unless it is given" in said
     assert main([*longer, "--override-opt-param-scheduler"]) == 0
     capsys.readouterr()
     assert main(["train", file, "--train-iters", "4", "--lr-decay-iters", "4"]) == 1

@@ -6,12 +6,16 @@ import logging
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import petatron
 from petatron.base.errors import CheckpointError
+from petatron.checkpoint.files.disk import Disk
 from petatron.cli.main import main
+from petatron.data.indexed_writer import IndexedWriter
+from petatron.mesh.mesh import ParallelMesh
 
 FLAGS = (
     "--tokenizer-type ByteTokenizer --mock-data --num-layers 1 --hidden-size 32 --num-attention-heads 2 --num-query-groups 2 "
@@ -91,6 +95,21 @@ def test_nothing_is_said_where_nothing_was_forgotten(
     assert not [text for text in caplog.messages if "petatron.restore" in text]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loop_needs_no_validation_data_and_is_warned_on_one_rank(tmp_path: Path, caplog, rank: int):
+    with IndexedWriter(str(tmp_path / "two"), np.dtype(np.uint16)) as writer:
+        for _ in range(2):  # --split leaves none of them to validation and test
+            writer.add_document(np.arange(7, dtype=np.uint16))
+    flags = FLAGS.replace("--mock-data", f"--data-path {tmp_path}/two").replace(" --eval-iters 0", "")
+    run = petatron.load("tiny-llama", [*flags.split(), "--eval-interval", "2"])
+    mesh = ParallelMesh.single()
+    mesh.rank = rank  # another rank of the same data
+    with caplog.at_level(logging.WARNING):
+        assert len(list(petatron.build_loader(run, mesh))) == 4
+    few = [text for text in caplog.messages if "few tokens for training" in text or "many epochs" in text]
+    assert len(few) == (1 if rank == 0 else 0) and len(caplog.messages) == len(few)
+
+
 def test_weights_that_were_changed_before_the_optimizer_was_built_stay_changed(saved: tuple[Path, torch.Tensor]):
     run, model = build("--pretrained-checkpoint", str(saved[0]), "--bf16")
     model.module.norm.weight.data.fill_(3.0)
@@ -106,6 +125,32 @@ def test_another_model_is_refused_before_it_trains(saved: tuple[Path, torch.Tens
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         build("--load", str(tmp_path))
+
+
+def test_an_exported_model_is_replaced_only_on_request(saved: tuple[Path, torch.Tensor], tmp_path: Path, monkeypatch):
+    first, trained = build()[1], build("--load", str(saved[0]))[1]
+    first.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "old.txt").touch()
+    with pytest.raises(CheckpointError, match="nothing is written over it"):
+        trained.save_pretrained(tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "rename", _full_disk)
+        with pytest.raises(CheckpointError, match="cannot be written: no space"):
+            trained.save_pretrained(tmp_path / "model", overwrite=True)
+    assert (tmp_path / "model" / "old.txt").exists(), "what is there stays until the new one is complete"
+    trained.save_pretrained(tmp_path / "model", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and not (tmp_path / "model" / "old.txt").exists()
+    assert torch.equal(weights(petatron.from_pretrained(tmp_path / "model")), saved[1])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(CheckpointError, match="nothing is written over it"):
+        trained.save_pretrained(tmp_path / "other", overwrite=True)
+
+
+def _full_disk(disk: Disk, old: Path, new: Path) -> None:
+    if new.name == "model" and new.parent != old.parent:  # the folder's own, at the end
+        raise OSError(28, "no space")
+    old.rename(new)
 
 
 def test_facts_of_a_loop_come_back(tmp_path: Path):
