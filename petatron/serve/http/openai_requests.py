@@ -31,7 +31,8 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = False
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class JsonSchema(BaseModel):
@@ -224,6 +225,7 @@ class ChatCompletionRequest(SamplingFields, ChatPromptFields):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS)] | None = None
     function_call: str | dict[str, Any] | None = None
+    return_prompt_text: bool | None = False
     include_reasoning: bool | None = True
     separate_reasoning: bool | None = True
 

@@ -108,10 +108,7 @@ SHARED: dict[str, Case] = {
     "logit_bias": ({"logit_bias": {"33": 100}}, lambda seen: seen.text == "!!!!!!"),
     "seed": ({"seed": 7}, param("seed", 7)),
     "stop": ({"stop": ["x"]}, param("stop_strings", ("x",))),
-    "stream_options": (
-        {"stream_options": {"include_usage": True}},
-        lambda seen: True,
-    ),  # in streams: test_openai_client
+    "stream_options": ({"stream_options": None}, lambda seen: True),  # in streams: test_streams_and_usage
     "stream": ({"stream": False}, lambda seen: "object" in seen.answer),
     "response_format": (
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
@@ -201,6 +198,7 @@ CHAT: dict[str, Case] = {
     "chat_template_kwargs": ({"chat_template_kwargs": {"mood": "glad"}}, lambda seen: seen.prompt.startswith("glad")),
     "documents": ({"documents": [{"text": "a"}]}, lambda seen: seen.prompt.startswith("1")),
     "reasoning_effort": ({"reasoning_effort": "low"}, lambda seen: seen.prompt.startswith("low")),
+    "return_prompt_text": ({"return_prompt_text": True}, lambda seen: seen.answer["prompt_text"] == seen.prompt),
     "include_reasoning": ({"include_reasoning": False}, lambda seen: True),  # test_reasoning
     "separate_reasoning": ({"separate_reasoning": False}, lambda seen: True),  # test_reasoning
 }
@@ -282,6 +280,7 @@ def test_the_table_has_every_field_of_the_openai_client(body: Any, params: Any, 
         ({"regex": "a", "structured_outputs": {"disable_any_whitespace": False}}, "regex is none"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"best_of": 3}, "equal to n"),
+        ({"stream_options": {"include_usage": True}}, "needs stream true"),
         ({"length_penalty": 2.0}, "send use_beam_search"),
         ({"use_beam_search": True, "top_k": 3, "stream": True}, "top_k, stream: has no effect"),
         ({"allowed_token_ids": [999]}, "outside the vocabulary"),

@@ -20,7 +20,7 @@ from petatron.serve.http.chat_answer import ChatAnswer
 from petatron.serve.http.chat_tools import ToolChoice, choose_tools
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
 from petatron.serve.http.read_request import read_request
-from petatron.serve.http.routes.completions import check_batch, check_samples
+from petatron.serve.http.routes.completions import check_batch, check_samples, continuous_usage
 from petatron.serve.http.run_generations import answer_of, complete
 from petatron.serve.http.sampling import (
     check_prompt,
@@ -39,8 +39,9 @@ from petatron.serve.tool_calls import ToolCallParser
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat as the engine gets it. splitter: makes that of one answer."""
+    """A chat as the engine gets it. text: of its prompt. splitter: makes that of one answer."""
 
+    text: str
     ids: Sequence[int]
     params: SamplingParams
     tools: ToolChoice
@@ -54,7 +55,16 @@ async def post_chat_completion(request: Request) -> Response:
     check_batch(n, state)
     chat = await prepare_chat(body, state)
     ids, params = chat.ids, chat.params
-    answer = ChatAnswer(body, model, ids, splitter=chat.splitter, echoed=_echoed(body), legacy=chat.tools.legacy)
+    answer = ChatAnswer(
+        body,
+        model,
+        ids,
+        splitter=chat.splitter,
+        prompt_text=chat.text,
+        echoed=_echoed(body),
+        legacy=chat.tools.legacy,
+        continuous_usage=continuous_usage(body),
+    )
     if body.use_beam_search:
         beams = beam_params(body, params)
         return JSONResponse(
@@ -95,7 +105,7 @@ async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> Prepa
     check_beams(body, constrained=params.constraint is not None)
     params = constrain_to_tools(params, tools, model)
     params = replace(params, stop_strings=tuple(dict.fromkeys((*params.stop_strings, *model.chat_stop_strings))))
-    return PreparedChat(ids, params, tools, splitter_of(tools, _reasoning(body, prompt, params, state)))
+    return PreparedChat(prompt, ids, params, tools, splitter_of(tools, _reasoning(body, prompt, params, state)))
 
 
 def constrain_to_tools(params: SamplingParams, tools: ToolChoice, model: ModelCard) -> SamplingParams:

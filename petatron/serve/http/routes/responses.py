@@ -28,7 +28,9 @@ async def post_response(request: Request) -> Response:
         raise ApiError(400, f"{unusable[0]} is one of /v1/chat/completions alone.", param=unusable[0])
     state.check_model(body.model)
     prepared = await prepare_chat(chat, state)
-    answer = ResponseAnswer(body, chat, state.model, len(prepared.ids), prepared.splitter())
+    answer = ResponseAnswer(
+        body, chat, state.model, len(prepared.ids), prepared.splitter(), hidden_ids=prepared.params.hidden_ids
+    )
     inbox: Inbox | None = Inbox() if body.stream else None
     generation = Generation(prepared.ids, prepared.params, inbox=inbox)
     if inbox is not None:
