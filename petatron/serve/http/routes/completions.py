@@ -50,7 +50,8 @@ async def post_completion(request: Request) -> Response:
         body,
         model,
         limits,
-        max_new_tokens=new_tokens(body.max_tokens, _DEFAULT_MAX_TOKENS, ids, model, limits),
+        max_new_tokens=(most := new_tokens(body.max_tokens, _DEFAULT_MAX_TOKENS, ids, model, limits)),
+        asked_tokens=most,
         logprobs=body.logprobs,
         prompt_logprobs=scored,
     )
@@ -58,9 +59,7 @@ async def post_completion(request: Request) -> Response:
     answer = _Answer(body, model, prompts, n)
     if body.use_beam_search:
         beams = beam_params(body, params)
-        return JSONResponse(
-            answer.whole(await complete_by_beams(request, state, ids, beams, keep_stop=params.keep_stop))
-        )
+        return JSONResponse(answer.whole(await complete_by_beams(request, state, ids, beams, params)))
     inbox: Inbox | None = Inbox() if body.stream else None
     generations = [
         Generation(prompt, one, index=index, inbox=inbox)
@@ -78,7 +77,13 @@ async def _encode(body: CompletionRequest, model: ModelCard, limits: ServeLimits
     truncate = body.truncate_prompt_tokens
     if not body.suffix:
         return await encode_prompts(
-            body.prompt, model, limits, param="prompt", truncate=truncate, add_prefix=add_prefix
+            body.prompt,
+            model,
+            limits,
+            param="prompt",
+            truncate=truncate,
+            side=body.truncation_side,
+            add_prefix=add_prefix,
         )
     if model.fill_in_middle is None:
         text = "suffix needs a model that was trained to fill a gap: this one's tokenizer has no tokens for it."
