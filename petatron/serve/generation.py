@@ -46,6 +46,12 @@ class Generation:
         self.finished_s: float | None = None
         self.cancelled = False
 
+    @property
+    def stop(self) -> str | int | None:
+        """The text or id that ended it; None before its end."""
+        ended = self.done.done() and not self.done.cancelled() and self.done.exception() is None
+        return self.done.result().stop if ended else None
+
     def finish(self, outcome: Completion | Exception) -> None:
         if self.done.done():
             return

@@ -7,7 +7,8 @@ second gets its id as key, so that no alternative, and never the most likely one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from petatron.infer.completion import TokenLogprob
@@ -85,3 +86,40 @@ def prompt_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> list[
             }
         )
     return found
+
+
+class AlignedTokens:
+    """Cuts the text of an answer at its tokens, whether it comes at once or late: what may become a stop text is held back.
+
+    hidden_ids: of tokens that are no text.
+
+    >>> from petatron.data.tokenizer import ByteTokenizer
+    >>> tokens = AlignedTokens(TokenTexts(ByteTokenizer()), ())
+    >>> h, i, end = (TokenLogprob(token, -1.0) for token in (104, 105, 256))
+    >>> [piece for piece, _ in tokens.take("", [h])], [piece for piece, _ in tokens.take("hi", [i, end])]
+    ([], ['h', 'i'])
+    >>> tokens.rest() == ("", [end])
+    True
+    """
+
+    def __init__(self, texts: TokenTexts, hidden_ids: Collection[int]) -> None:
+        self._texts, self._hidden_ids = texts, frozenset(hidden_ids)
+        self._waiting: deque[TokenLogprob] = deque()
+        self._unread, self._num_chars = "", 0
+
+    def take(self, text: str, entries: Sequence[TokenLogprob]) -> Iterator[tuple[str, TokenLogprob]]:
+        """Takes what is new, and yields each token whose text is there, with it."""
+        self._unread += text
+        self._waiting.extend(entries)
+        while self._waiting:
+            token = self._waiting[0].token
+            place = self._num_chars if token in self._hidden_ids else self._texts.place(token, self._num_chars)[1]
+            size = place - self._num_chars
+            if size > len(self._unread):
+                return
+            piece, self._unread, self._num_chars = self._unread[:size], self._unread[size:], place
+            yield piece, self._waiting.popleft()
+
+    def rest(self) -> tuple[str, list[TokenLogprob]]:
+        """Returns the end of the answer: tokens without text are those of a stop, which is cut off."""
+        return self._unread, list(self._waiting)

@@ -6,7 +6,7 @@ mistral  [THINK] ... [/THINK] (Magistral)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -39,6 +39,28 @@ def opens_reasoning(prompt: str, form: ReasoningFormat) -> bool:
     return prompt.rstrip().endswith(REASONING_TAGS[form][0])
 
 
+def count_reasoning_tokens(tokens: Sequence[bytes], form: ReasoningFormat, *, inside: bool = False) -> int:
+    """Returns how many tokens of an answer lie between the tags, which do not count. inside: it begins as reasoning.
+
+    >>> count_reasoning_tokens([b"<think>", b"Hm", b".", b"</think>", b"Yes"], "think")
+    2
+    """
+    begin_tag, end_tag = (tag.encode() for tag in REASONING_TAGS[form])
+    answer = b"".join(tokens)
+    start = 0 if inside else len(answer) - len(answer.lstrip())
+    if not inside:
+        if not answer.startswith(begin_tag, start):
+            return 0
+        start += len(begin_tag)
+    found = answer.find(end_tag, start)
+    end = len(answer) if found < 0 else found
+    count = place = 0
+    for token in tokens:
+        count += max(place, start) < min(place + len(token), end)
+        place += len(token)
+    return count
+
+
 @dataclass(slots=True)
 class ReasoningParser:
     """Reads one answer. inside: it begins as reasoning. White space around the tags belongs to neither part.
@@ -56,6 +78,11 @@ class ReasoningParser:
 
     def __post_init__(self) -> None:
         self._state = "reasoning" if self.inside else "start"
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the text so far ends in reasoning, or in what parts it from content."""
+        return self._state in ("reasoning", "gap")
 
     def feed(self, text: str, *, final: bool = False) -> ReasoningDelta:
         """Takes new text; `final` releases what may be the beginning of a tag."""

@@ -70,10 +70,15 @@ class TokenTexts:
         starts: list[int] = []
         count = 0
         for token in ids:
-            content = self.bytes_of(token)
-            starts.append(max(count - 1, 0) if content and _continues(content[0]) else count)
-            count += sum(not _continues(byte) for byte in content)
+            start, count = self.place(token, count)
+            starts.append(start)
         return starts
+
+    def place(self, token: int, count: int) -> tuple[int, int]:
+        """Returns where a token begins after `count` characters, and how many there are with it."""
+        content = self.bytes_of(token)
+        start = max(count - 1, 0) if content and _continues(content[0]) else count
+        return start, count + sum(not _continues(byte) for byte in content)
 
     def _find_bytes(self, token: int) -> bytes:
         name = None if self._fast is None else self._fast.id_to_token(token)

@@ -59,6 +59,7 @@ _POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], ty
     ("POST", "/v1/responses", post_response, ResponsesRequest),
     ("POST", "/v1/embeddings", post_embedding, EmbeddingRequest),
     ("POST", "/v1/rerank", post_rerank, RerankRequest),
+    ("POST", "/v2/rerank", post_rerank, RerankRequest),
     ("POST", "/rerank", post_rerank, RerankRequest),
     ("POST", "/v1/score", post_score, ScoreRequest),
     ("POST", "/score", post_score, ScoreRequest),

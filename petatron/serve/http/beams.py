@@ -19,7 +19,7 @@ from petatron.serve.http.server_state import ServerState
 _SAMPLED = (
     *("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("stop", "min_tokens", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "stream", "echo"),
-    *("return_tokens_as_token_ids", "skip_special_tokens", "tools", "functions"),
+    *("return_tokens_as_token_ids", "cache_salt", "tools", "functions"),
 )
 """Fields that have no effect on a beam search."""
 
@@ -28,7 +28,9 @@ def check_beams(body: SamplingFields, *, constrained: bool) -> None:
     """Raises `ApiError` where fields of beam search and of sampling do not agree."""
     if not body.use_beam_search:
         needless = [
-            name for name in ("length_penalty", "early_stopping") if getattr(body, name) not in (None, False, 1)
+            name
+            for name, neutral in (("length_penalty", 1), ("early_stopping", False))
+            if getattr(body, name) not in (None, neutral)
         ]
         if needless:
             raise ApiError(400, f"{needless[0]} is one of beam search: send use_beam_search true.", param=needless[0])
@@ -68,15 +70,16 @@ async def search_beams(
 
 
 async def complete_by_beams(
-    request: Request, state: ServerState, prompts: Sequence[Sequence[int]], params: BeamParams, *, keep_stop: bool
+    request: Request, state: ServerState, prompts: Sequence[Sequence[int]], params: BeamParams, asked: SamplingParams
 ) -> list[Completion]:
-    """Returns the answers to each prompt as completions, the best first."""
+    """Returns the answers to each prompt as completions, the best first. asked: what of them is text."""
     completions = []
     for prompt in prompts:
         room = replace(params, max_new_tokens=min(params.max_new_tokens, state.model.max_length - len(prompt)))
         for answer in await search_beams(request, state, prompt, room):
             ended = answer.ids[-1] in params.stop_ids
-            ids = answer.ids if keep_stop else answer.text_ids(params.stop_ids)
+            ids = answer.ids if asked.keep_stop else answer.text_ids(params.stop_ids)
+            ids = [token for token in ids if token not in asked.hidden_ids]
             completions.append(
                 Completion(
                     list(prompt),

@@ -13,14 +13,17 @@ from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.openai_requests import ChatCompletionRequest
 from petatron.serve.http.run_generations import TokenStream
 from petatron.serve.http.server_state import ServerState
-from petatron.serve.http.token_usage import usage
+from petatron.serve.http.token_usage import RunningUsage, reasoning_tokens_of, usage
 from petatron.serve.logprob_formats import chat_logprobs, prompt_logprobs
 from petatron.serve.model_card import ModelCard
 from petatron.serve.tool_calls import ToolCall
 
 
 class ChatAnswer:
-    """Of one request. splitter: makes that of one of its answers. echoed: text before each answer. legacy: calls are `function_call`."""
+    """Of one request. splitter: makes that of one of its answers. echoed: text before each answer. legacy: calls are `function_call`.
+
+    continuous_usage: every event of a stream tells the counts so far.
+    """
 
     def __init__(
         self,
@@ -29,12 +32,16 @@ class ChatAnswer:
         prompt_ids: Sequence[int],
         *,
         splitter: Callable[[], AnswerSplitter],
+        prompt_text: str = "",
         echoed: str = "",
         legacy: bool = False,
+        continuous_usage: bool = False,
     ) -> None:
         self._body, self._model, self._prompt_ids = body, model, prompt_ids
         self._splitter, self._echoed, self._legacy = splitter, echoed, legacy
+        self._prompt_text = prompt_text
         self._splitters: dict[int, AnswerSplitter] = {}
+        self._running = RunningUsage() if continuous_usage else None
         number = body.request_id or secrets.token_hex(12)
         self._head = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model.name}
 
@@ -42,19 +49,17 @@ class ChatAnswer:
         body = self._body
         answer = {**self._head, "object": "chat.completion"}
         answer["choices"] = [self._choice(index, one) for index, one in enumerate(completions)]
-        answer["usage"] = usage(len(self._prompt_ids), completions)
+        answer["usage"] = self._usage(completions)
         if body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(completions[0].prompt_logprobs, self._model.texts)
-        if body.return_token_ids:
-            answer["prompt_token_ids"] = list(self._prompt_ids)
-        return answer
+        return answer | self._prompt_parts()
 
     def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
-        begin = [self._piece(one.index, {"role": "assistant", "content": self._echoed}) for one in generations]
+        begin = [self._first_piece(one.index) for one in generations]
         probe = self._splitter()
-        plain = probe.tools is None and probe.reasoning is None and not self._body.return_token_ids
+        joins = not self._body.return_token_ids and self._running is None
+        plain = probe.tools is None and probe.reasoning is None and joins
         text = self._text_piece if plain else None
-        joins = not self._body.return_token_ids
         return TokenStream(
             state, generations, inbox, begin=begin, text=text, chunk=self._chunk, end=self._end, joins=joins
         )
@@ -80,16 +85,32 @@ class ChatAnswer:
 
     def _chunk(self, generation: Generation, event: TokenEvent) -> dict[str, Any] | None:
         delta = self._split(generation.index, event.text, final=event.finish_reason is not None)
-        if not delta and event.logprob is None and event.finish_reason is None and not self._body.return_token_ids:
+        silent = not delta and event.logprob is None and event.finish_reason is None
+        if silent and not self._body.return_token_ids and self._running is None:
             return None
         logprobs = None if event.logprob is None else self._logprobs([event.logprob])
         if not delta and event.finish_reason is None:
             delta = {"content": ""}
         reason = self._finish_reason(generation.index, event.finish_reason)
         piece = self._piece(generation.index, delta, logprobs, reason)
+        if event.finish_reason is not None:
+            piece["choices"][0]["stop_reason"] = generation.stop
         if self._body.return_token_ids:
             piece["choices"][0]["token_ids"] = [] if event.token is None else [event.token]
+        if self._running is not None:
+            piece["usage"] = self._running.after(len(self._prompt_ids), generation.index, event)
         return piece
+
+    def _first_piece(self, index: int) -> dict[str, Any]:
+        """Returns the piece before the first token, which tells the prompt where it is asked for."""
+        piece = self._piece(index, {"role": "assistant", "content": self._echoed}) | self._prompt_parts()
+        if self._running is not None:
+            piece["usage"] = self._running.after(len(self._prompt_ids), index, None)
+        return piece
+
+    def _prompt_parts(self) -> dict[str, Any]:
+        ids = {"prompt_token_ids": list(self._prompt_ids)} if self._body.return_token_ids else {}
+        return ids | ({"prompt_text": self._prompt_text} if self._body.return_prompt_text else {})
 
     def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any]:
         as_ids = bool(self._body.return_tokens_as_token_ids)
@@ -133,8 +154,12 @@ class ChatAnswer:
     def _end(self, completions: list[Completion]) -> list[dict[str, Any]]:
         if self._body.stream_options is None or not self._body.stream_options.include_usage:
             return []
-        totals = usage(len(self._prompt_ids), completions)
-        return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": totals}]
+        return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage(completions)}]
+
+    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        splitter, texts = self._splitter(), self._model.texts
+        reasoning = sum(reasoning_tokens_of(one, splitter, texts) for one in completions)
+        return usage(len(self._prompt_ids), completions, n=len(completions), reasoning_tokens=reasoning)
 
 
 def _function(call: ToolCall) -> dict[str, str]:

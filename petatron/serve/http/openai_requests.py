@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from petatron.infer.sampling_params import MAX_TOP_LOGPROBS
+from petatron.serve.http.request_fields import REFUSED
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES, MAX_MESSAGES, MAX_GRAMMAR_CHARS = 64, 512, 1024, 4096, 1 << 16
-MAX_CHOICES, MAX_ALLOWED_IDS, MAX_TOOLS, MAX_NAME_CHARS = 4096, 1 << 17, 256, 256
+MAX_CHOICES, MAX_ALLOWED_IDS, MAX_TOOLS, MAX_SALT_CHARS = 4096, 1 << 17, 256, 1024
 Share = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Grammar = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+RequestId = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")]
+TruncationSide = Literal["left", "right"]
 Prompt = str | Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
 
 
@@ -27,24 +31,29 @@ class OpenAIRequest(BaseModel):
     model: str | None = None
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+class NestedFields(BaseModel):
+    """An object inside a body. Fields that it does not have are ignored, and named in the answer's header as those of the body are."""
 
+    model_config = ConfigDict(strict=True, extra="allow", populate_by_name=True)
+
+
+class StreamOptions(NestedFields):
     include_usage: bool | None = False
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class JsonSchema(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
+class JsonSchema(NestedFields):
+    """strict and description change nothing: the answer always follows the schema."""
 
     name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(NestedFields):
     """The form that the answer must have."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -77,6 +86,13 @@ class StructuredOutputs(BaseModel):
     disable_any_whitespace: bool | None = None
     disable_additional_properties: Literal[False] | None = None
     disable_fallback: bool | None = None
+    structural_tag: Any = None
+
+    @field_validator("structural_tag")
+    @classmethod
+    def _refuse(cls, given: Any) -> None:
+        if given is not None:
+            raise ValueError(f"is not supported. {REFUSED['structural_tag'].reason}")
 
 
 class ConstraintFields(OpenAIRequest):
@@ -131,12 +147,14 @@ class SamplingFields(ConstraintFields):
     length_penalty: float | None = None
     early_stopping: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: TruncationSide | None = None
     add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
-    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")] | None = None
+    request_id: RequestId | None = None
 
     @property
     def keeps_stop(self) -> bool:
@@ -224,25 +242,30 @@ class ChatCompletionRequest(SamplingFields, ChatPromptFields):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS)] | None = None
     function_call: str | dict[str, Any] | None = None
+    return_prompt_text: bool | None = False
     include_reasoning: bool | None = True
     separate_reasoning: bool | None = True
 
 
-class EmbeddingRequest(OpenAIRequest):
-    """POST /v1/embeddings; `pooling` is ours."""
+class PoolingFields(OpenAIRequest):
+    """What embeddings, rerank and score share; `pooling` is ours, mean by default."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: TruncationSide | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
+    pooling: Literal["mean", "last"] | None = None
+
+
+class EmbeddingRequest(PoolingFields):
+    """POST /v1/embeddings. use_activation, or normalize as it was called: vectors are of unit length, unless it is false."""
 
     input: Prompt
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = None
-    pooling: Literal["mean", "last"] = "mean"
-
-
-class SimilarityFields(OpenAIRequest):
-    """`pooling` is ours, as in embeddings."""
-
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    pooling: Literal["mean", "last"] = "mean"
+    use_activation: bool | None = None
+    normalize: bool | None = None
 
 
 class TextDocument(BaseModel):
@@ -251,7 +274,7 @@ class TextDocument(BaseModel):
     text: str
 
 
-class RerankRequest(SimilarityFields):
+class RerankRequest(PoolingFields):
     """POST /v1/rerank, as Jina, Cohere and vLLM have it."""
 
     query: Annotated[str, Field(min_length=1)]
@@ -263,11 +286,11 @@ class RerankRequest(SimilarityFields):
 Texts = Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
-class ScoreRequest(SimilarityFields):
-    """POST /v1/score, as vLLM has it: one text with each of others, or pair by pair."""
+class ScoreRequest(PoolingFields):
+    """POST /v1/score, as vLLM has it under several names: one text with each of others, or pair by pair."""
 
-    text_1: Texts
-    text_2: Texts
+    text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
 
 class TokenizeRequest(ChatPromptFields):
@@ -275,7 +298,7 @@ class TokenizeRequest(ChatPromptFields):
 
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = False
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
 
     @model_validator(mode="after")

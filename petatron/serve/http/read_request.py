@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from fastapi import Request, Response
+from pydantic import BaseModel
 
 from petatron.serve.http.json_body import read_body
-from petatron.serve.http.openai_requests import OpenAIRequest
+from petatron.serve.http.openai_requests import NestedFields, OpenAIRequest
 from petatron.serve.http.request_fields import IGNORED_HEADER, FieldRule, check_extra_fields, header_value
 
 OpenAIBody = TypeVar("OpenAIBody", bound=OpenAIRequest)
@@ -21,7 +22,22 @@ async def read_request(
     """Returns the body; raises `ApiError` for refused fields, and notes unknown ones for `naming_ignored_fields`."""
     found = await read_body(request, body)
     request.state.ignored_fields = check_extra_fields(found.model_extra or {}, others=others)
+    ignore_fields(request, nested_unknown_fields(found))
     return found
+
+
+def ignore_fields(request: Request, names: Iterable[str]) -> None:
+    """Notes fields that have no effect on this request, for `naming_ignored_fields`."""
+    request.state.ignored_fields = [*request.state.ignored_fields, *names]
+
+
+def nested_unknown_fields(body: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Yields the unknown fields of objects inside a body, such as stream_options.include_use."""
+    for name, field in type(body).model_fields.items():
+        value, path = getattr(body, name), f"{prefix}{field.alias or name}"
+        if isinstance(value, NestedFields):
+            yield from (f"{path}.{extra}" for extra in value.model_extra or {})
+            yield from nested_unknown_fields(value, f"{path}.")
 
 
 def naming_ignored_fields(route: Route) -> Route:

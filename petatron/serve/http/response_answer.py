@@ -17,7 +17,8 @@ from petatron.serve.http.openai_requests import ChatCompletionRequest
 from petatron.serve.http.responses_requests import ResponsesRequest
 from petatron.serve.http.run_generations import TokenStream
 from petatron.serve.http.server_state import ServerState
-from petatron.serve.logprob_formats import chat_logprobs
+from petatron.serve.http.token_usage import reasoning_tokens_of
+from petatron.serve.logprob_formats import AlignedTokens, chat_logprobs
 from petatron.serve.model_card import ModelCard
 from petatron.serve.tool_calls import ToolCall
 
@@ -25,7 +26,7 @@ _Event = dict[str, Any]
 
 
 class ResponseAnswer:
-    """Of one request, which has one answer."""
+    """Of one request, which has one answer. hidden_ids: of tokens that are no text of it."""
 
     def __init__(
         self,
@@ -34,10 +35,14 @@ class ResponseAnswer:
         model: ModelCard,
         num_prompt: int,
         splitter: AnswerSplitter,
+        *,
+        hidden_ids: Sequence[int] = (),
     ) -> None:
         self._chat, self._model, self._num_prompt, self._splitter = chat, model, num_prompt, splitter
         self._items: list[dict[str, Any]] = []
         self._is_open = False
+        self._aligned = AlignedTokens(model.texts, hidden_ids) if chat.logprobs else None
+        self._unlisted: list[TokenLogprob] = []
         self._num_events = 0
         self._head = {
             "id": f"resp_{chat.request_id or secrets.token_hex(16)}",
@@ -103,7 +108,9 @@ class ResponseAnswer:
             "input_tokens": self._num_prompt,
             "input_tokens_details": {"cached_tokens": completion.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": new,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {
+                "reasoning_tokens": reasoning_tokens_of(completion, self._splitter, self._model.texts)
+            },
             "total_tokens": self._num_prompt + new,
         }
         return {
@@ -117,19 +124,36 @@ class ResponseAnswer:
 
     def _add(self, text: str, *, final: bool, logprobs: Sequence[TokenLogprob] = ()) -> list[_Event]:
         """Takes new text of the answer, and returns the events of it."""
-        parts: AnswerParts = self._splitter.feed(text, final=final)
         events: list[_Event] = []
+        if self._aligned is not None:
+            for piece, entry in self._aligned.take(text, logprobs):
+                events += self._feed(piece, [entry])
+            text, logprobs = self._aligned.rest() if final else ("", ())
+        return events + (self._feed(text, logprobs, final=final) if text or final else [])
+
+    def _feed(self, text: str, logprobs: Sequence[TokenLogprob], *, final: bool = False) -> list[_Event]:
+        """Returns the events of text and the tokens that it is of. Tokens of reasoning and of calls are none of a message."""
+        parts: AnswerParts = self._splitter.feed(text, final=final)
+        parser, events = self._splitter.reasoning, list[_Event]()
+        self._unlisted += logprobs
+        if parts.calls or (parser is not None and parser.is_apart):
+            self._unlisted.clear()
         if parts.reasoning and self._chat.include_reasoning is not False:
             events += self._grow("reasoning", parts.reasoning, [])
         if parts.content:
-            listed = chat_logprobs(logprobs, self._model.texts)["content"] if self._chat.logprobs else []
-            events += self._grow("message", parts.content, listed)
+            events += self._grow("message", parts.content, self._take_logprobs())
         for call in parts.calls:
             events += [*self._close(), *self._call(call)]
         if final:
-            events += [] if self._items else self._grow("message", "", [])
+            if not self._items or (self._is_open and self._items[-1]["type"] == "message"):
+                events += self._grow("message", "", self._take_logprobs())
             events += self._close()
         return events
+
+    def _take_logprobs(self) -> list[Any]:
+        listed = chat_logprobs(self._unlisted, self._model.texts)["content"] if self._unlisted else []
+        self._unlisted.clear()
+        return listed
 
     def _grow(self, kind: str, text: str, logprobs: list[Any]) -> list[_Event]:
         events: list[_Event] = []
@@ -139,11 +163,13 @@ class ResponseAnswer:
         part = item["content"][0]
         part["text"] += text
         place = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        if kind == "message":
+            part["logprobs"] += logprobs
+        if not text:
+            return events
         if kind == "reasoning":
-            return [*events, self._event("response.reasoning_text.delta", **place, delta=text)] if text else events
-        part["logprobs"] += logprobs
-        delta = self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
-        return [*events, delta] if text else events
+            return [*events, self._event("response.reasoning_text.delta", **place, delta=text)]
+        return [*events, self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)]
 
     def _open(self, kind: str) -> list[_Event]:
         if kind == "reasoning":

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from petatron.infer.sampling_params import MAX_TOP_LOGPROBS
 from petatron.serve.http.api_error import ApiError, to_api_error
-from petatron.serve.http.openai_requests import MAX_MESSAGES, MAX_TOOLS, ChatCompletionRequest, OpenAIRequest
+from petatron.serve.http.openai_requests import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatCompletionRequest,
+    NestedFields,
+    OpenAIRequest,
+)
 from petatron.serve.http.request_fields import FieldRule
 
 LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_EARLIER = ("previous_response_id", "previous_response", "previous_input_messages", "conversation", "prompt")
 _KEPT = "The server keeps nothing of a request. Send all items as input."
 RESPONSE_RULES: Mapping[str, FieldRule] = {
-    **{name: FieldRule("refused", _KEPT) for name in ("previous_response_id", "conversation", "prompt")},
+    **{name: FieldRule("refused", _KEPT) for name in _EARLIER},
     "background": FieldRule("refused", "An answer is sent to who waits for it.", (False,)),
     "context_management": FieldRule("refused", "The model reads the input as it is.", ([],)),
     "image": FieldRule("refused", "The model reads and writes text alone."),
@@ -27,20 +34,18 @@ RESPONSE_RULES: Mapping[str, FieldRule] = {
     "messages": FieldRule("refused", "Use input."),
     **{name: FieldRule("refused", "Use tools and tool_choice.") for name in ("functions", "function_call")},
     "access_programs": FieldRule("none"),
+    "logprobs": FieldRule("refused", f"Use include [{LOGPROBS!r}].", (False,)),
+    "enable_response_messages": FieldRule("refused", "Use return_prompt_text of /v1/chat/completions.", (False,)),
 }
 """Fields of this route alone."""
 
 
-class TextFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
+class TextFormat(NestedFields):
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-
+class ReasoningOptions(NestedFields):
     effort: str | None = None
 
 
@@ -71,6 +76,7 @@ _OWN = {
     "max_completion_tokens",
     "functions",
     "function_call",
+    "logprobs",
 }
 _SHARED = tuple(name for name in ChatCompletionRequest.model_fields if name not in _OWN)
 """Fields of chats that this route takes under the same name."""
@@ -96,15 +102,29 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatCompletionRequest, dict[str, An
     if body.top_logprobs and not values["logprobs"]:
         raise ApiError(400, f"top_logprobs needs include [{LOGPROBS!r}].", param="top_logprobs")
     if body.reasoning is not None and body.reasoning.effort is not None:
+        _check_once("reasoning_effort", "reasoning.effort", values)
         values["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
+        _check_once("response_format", "text.format", values)
         values["response_format"] = _response_format(body.text.format)
     try:
         return ChatCompletionRequest.model_validate(values), extra
     except ValidationError as error:
-        answer = to_api_error(error)
-        answer.param = "input" if answer.param == "messages" else answer.param
-        raise answer from None
+        raise in_own_names(to_api_error(error), body) from None
+
+
+def in_own_names(error: ApiError, body: ResponsesRequest) -> ApiError:
+    """Returns an error of the chat with the field of this route that it is about."""
+    names = {"messages": "input", "max_tokens": "max_output_tokens"}
+    names |= {"response_format": "text"} if body.text is not None and body.text.format is not None else {}
+    names |= {"reasoning_effort": "reasoning"} if body.reasoning is not None and body.reasoning.effort else {}
+    error.param = names.get(error.param or "", error.param)
+    return error
+
+
+def _check_once(chat_name: str, name: str, values: Mapping[str, Any]) -> None:
+    if values.get(chat_name) is not None:
+        raise ApiError(400, f"{chat_name} is the name of {name} in chats. Send one of them.", param=chat_name)
 
 
 def _response_format(wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,12 +32,13 @@ _log = get_logger(__name__)
 
 
 def _prepare(request: Request, state: ServerState, generations: Sequence[Generation]) -> None:
-    """Refuses what costs too much, and keeps the prompts of different keys apart."""
+    """Refuses what costs too much, and keeps the prompts of different keys apart, and of different salts."""
     check_cost(generations, state.options.limits)
-    key = request.scope.get(KEY_NAME)
-    if key is not None and not state.options.share_prefixes:
-        for one in generations:
-            one.params = replace(one.params, prefix_group=key)
+    key = "" if state.options.share_prefixes else request.scope.get(KEY_NAME) or ""
+    for one in generations:
+        salt = one.params.prefix_group
+        if key or salt:
+            one.params = replace(one.params, prefix_group=f"{key}\n{salt}" if salt else key)
 
 
 class ClientLeft(Exception):

@@ -39,9 +39,10 @@ async def encode_prompts(
     *,
     param: str,
     truncate: int | None = None,
+    side: str | None = None,
     add_prefix: bool = True,
 ) -> list[EncodedPrompt]:
-    """Returns one or several prompts of text or of token ids. truncate: only so many last ids count; -1: what the model takes.
+    """Returns one or several prompts of text or of token ids. truncate, side: as in `truncated`.
 
     add_prefix: a text begins with the ids that the tokenizer puts before one.
     """
@@ -57,7 +58,7 @@ async def encode_prompts(
             check_text(prompt, model, limits, param=param)
         before = model.prefix_ids if add_prefix else ()
         ids = [*before, *await encode_text(prompt, model)] if isinstance(prompt, str) else prompt
-        ids = truncated(ids, truncate, model)
+        ids = truncated(ids, truncate, model, side=side)
         check_prompt(ids, model, limits, param=param)
         found.append(EncodedPrompt(ids, prompt if isinstance(prompt, str) else None))
     return found
@@ -69,11 +70,13 @@ async def encode_text(text: str, model: ModelCard) -> list[int]:
     return model.encode(text)
 
 
-def truncated(ids: Sequence[int], count: int | None, model: ModelCard) -> Sequence[int]:
-    """Returns the last `count` ids: all with None, and what the model takes with -1."""
+def truncated(ids: Sequence[int], count: int | None, model: ModelCard, *, side: str | None = None) -> Sequence[int]:
+    """Returns the last `count` ids: all with None, and what the model takes with -1. side: right keeps the first ones."""
     if count is None:
         return ids
     count = model.max_prompt_tokens if count < 0 else count
+    if side == "right":
+        return ids[:count]
     return ids[len(ids) - min(count, len(ids)) :]
 
 
@@ -136,11 +139,16 @@ def sampling_params(
     limits: ServeLimits,
     *,
     max_new_tokens: int,
+    asked_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
+    """asked_tokens: how many the request asks for; None: as many as there is room for."""
     if (body.n or 1) > limits.max_n:
         raise ApiError(400, f"n {body.n} is more than the {limits.max_n} that this server allows.", param="n")
+    if (body.min_tokens or 0) > max_new_tokens and asked_tokens is not None:
+        text = f"min_tokens {body.min_tokens} is more than the {asked_tokens} tokens that the answer may have."
+        raise ApiError(400, text, param="min_tokens")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     extra_ids, allowed = body.stop_token_ids or [], body.allowed_token_ids
@@ -169,9 +177,10 @@ def sampling_params(
         stop_ids=tuple(sorted({*(() if body.ignore_eos else model.stop_ids), *extra_ids})),
         stop_strings=tuple(dict.fromkeys(stops)),
         keep_stop=body.keeps_stop,
-        hidden_ids=_hidden_ids(model) if body.skip_special_tokens else (),
+        hidden_ids=() if body.skip_special_tokens is False else _hidden_ids(model, stops),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        prefix_group=body.cache_salt or "",
         constraint=request_constraint(body),
     )
 
@@ -182,10 +191,14 @@ def _bad_words_ids(words: Sequence[str], model: ModelCard) -> tuple[tuple[int, .
     return tuple(dict.fromkeys(ids for text in texts if (ids := tuple(model.encode(text)))))
 
 
-def _hidden_ids(model: ModelCard) -> tuple[int, ...]:
-    """Returns the special ids but those that mark the parts of an answer, which are read from its text."""
+def _hidden_ids(model: ModelCard, stops: Sequence[str]) -> tuple[int, ...]:
+    """Returns the special ids but those that are read from the answer's text: marks of its parts, and what it stops at."""
     marks = {*TOOL_MARKERS, *(tag for tags in REASONING_TAGS.values() for tag in tags)}
-    return tuple(token for token, name in model.texts.special_ids.items() if name not in marks)
+    return tuple(
+        token
+        for token, name in model.texts.special_ids.items()
+        if name not in marks and not any(name in stop for stop in stops)
+    )
 
 
 def samples(

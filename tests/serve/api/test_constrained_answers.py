@@ -224,13 +224,16 @@ def test_a_gap_is_filled_between_its_tokens(client: openai.OpenAI, engine: Threa
         client.completions.create(model="real", prompt="ab", suffix="yz", echo=True)
 
 
-def test_special_tokens_are_hidden_on_request(client: openai.OpenAI, engine: ThreadEngine):
+def test_special_tokens_are_hidden_unless_they_are_asked_for(client: openai.OpenAI, engine: ThreadEngine):
     [token] = engine.tokenizer.encode("<|fim_prefix|>")
-    shown = client.completions.create(model="real", prompt="a", max_tokens=2, logit_bias={str(token): 100})
-    hidden = client.completions.create(
-        model="real", prompt="a", max_tokens=2, logit_bias={str(token): 100}, extra_body={"skip_special_tokens": True}
-    )
-    assert shown.choices[0].text == "<|fim_prefix|>" * 2 and hidden.choices[0].text == ""
+
+    def text(**extra: bool) -> str:
+        bias = {str(token): 100}
+        found = client.completions.create(model="real", prompt="a", max_tokens=2, logit_bias=bias, extra_body=extra)
+        return found.choices[0].text
+
+    assert text() == text(skip_special_tokens=True) == ""
+    assert text(skip_special_tokens=False) == "<|fim_prefix|>" * 2
 
 
 def test_rerank_and_score_are_cosines_of_embeddings(client: openai.OpenAI, server: LiveServer):

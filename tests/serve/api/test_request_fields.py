@@ -108,10 +108,7 @@ SHARED: dict[str, Case] = {
     "logit_bias": ({"logit_bias": {"33": 100}}, lambda seen: seen.text == "!!!!!!"),
     "seed": ({"seed": 7}, param("seed", 7)),
     "stop": ({"stop": ["x"]}, param("stop_strings", ("x",))),
-    "stream_options": (
-        {"stream_options": {"include_usage": True}},
-        lambda seen: True,
-    ),  # in streams: test_openai_client
+    "stream_options": ({"stream_options": None}, lambda seen: True),  # in streams: test_streams_and_usage
     "stream": ({"stream": False}, lambda seen: "object" in seen.answer),
     "response_format": (
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
@@ -142,7 +139,7 @@ SHARED: dict[str, Case] = {
     "stop_token_ids": ({"stop_token_ids": [5]}, param("stop_ids", (5, 256))),
     "include_stop_str_in_output": ({"include_stop_str_in_output": True}, param("keep_stop", True)),
     "no_stop_trim": ({"no_stop_trim": True}, param("keep_stop", True)),
-    "skip_special_tokens": ({"skip_special_tokens": True}, param("hidden_ids", (256,))),
+    "skip_special_tokens": ({"skip_special_tokens": False}, param("hidden_ids", ())),
     "allowed_token_ids": ({"allowed_token_ids": [97, 98]}, param("allowed_ids", (97, 98))),
     "bad_words": ({"bad_words": ["no"]}, param("bad_words_ids", (tuple(b"no"), tuple(b" no")))),
     "use_beam_search": (
@@ -153,6 +150,11 @@ SHARED: dict[str, Case] = {
     "length_penalty": ({"use_beam_search": True, "n": 2, "length_penalty": 0.0}, lambda seen: True),  # test_beams_*
     "early_stopping": ({"use_beam_search": True, "n": 2, "early_stopping": True}, lambda seen: True),  # test_beams_*
     "truncate_prompt_tokens": ({"truncate_prompt_tokens": 1}, lambda seen: len(seen.prompt) == 1),
+    "truncation_side": (
+        {"truncate_prompt_tokens": 1, "truncation_side": "right"},
+        lambda seen: seen.prompt in ("h", "<"),  # the first of it; the last is i or >
+    ),
+    "cache_salt": ({"cache_salt": "mine"}, param("prefix_group", "\nmine")),
     "add_special_tokens": ({"add_special_tokens": False}, lambda seen: True),  # test_special_tokens_before_a_prompt
     "prompt_logprobs": (
         {"prompt_logprobs": 1},
@@ -201,6 +203,7 @@ CHAT: dict[str, Case] = {
     "chat_template_kwargs": ({"chat_template_kwargs": {"mood": "glad"}}, lambda seen: seen.prompt.startswith("glad")),
     "documents": ({"documents": [{"text": "a"}]}, lambda seen: seen.prompt.startswith("1")),
     "reasoning_effort": ({"reasoning_effort": "low"}, lambda seen: seen.prompt.startswith("low")),
+    "return_prompt_text": ({"return_prompt_text": True}, lambda seen: seen.answer["prompt_text"] == seen.prompt),
     "include_reasoning": ({"include_reasoning": False}, lambda seen: True),  # test_reasoning
     "separate_reasoning": ({"separate_reasoning": False}, lambda seen: True),  # test_reasoning
 }
@@ -282,7 +285,10 @@ def test_the_table_has_every_field_of_the_openai_client(body: Any, params: Any, 
         ({"regex": "a", "structured_outputs": {"disable_any_whitespace": False}}, "regex is none"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"best_of": 3}, "equal to n"),
+        ({"stream_options": {"include_usage": True}}, "needs stream true"),
         ({"length_penalty": 2.0}, "send use_beam_search"),
+        ({"early_stopping": True}, "send use_beam_search"),
+        ({"min_tokens": 7}, "min_tokens 7 is more than the 6 tokens"),
         ({"use_beam_search": True, "top_k": 3, "stream": True}, "top_k, stream: has no effect"),
         ({"allowed_token_ids": [999]}, "outside the vocabulary"),
         ({"guided_choice": []}, "guided_choice"),

@@ -139,6 +139,10 @@ def test_log_probabilities(served: Served):
         ({"use_beam_search": True}, "/v1/chat/completions alone"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "response_format"),
         ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"logprobs": True}, "Use include"),
+        ({"prompt_logprobs": 0}, "/v1/chat/completions alone"),
+        ({"previous_response": {"id": "x"}}, "keeps nothing of a request"),
+        ({"text": {"format": {"type": "text"}}, "response_format": {"type": "text"}}, "Send one of them"),
     ],
 )
 def test_what_is_not_supported_is_refused(served: Served, extra: dict[str, Any], said: str):

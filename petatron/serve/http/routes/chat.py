@@ -19,8 +19,8 @@ from petatron.serve.http.beams import beam_params, check_beams, complete_by_beam
 from petatron.serve.http.chat_answer import ChatAnswer
 from petatron.serve.http.chat_tools import ToolChoice, choose_tools
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
-from petatron.serve.http.read_request import read_request
-from petatron.serve.http.routes.completions import check_batch, check_samples
+from petatron.serve.http.read_request import ignore_fields, read_request
+from petatron.serve.http.routes.completions import check_batch, check_samples, continuous_usage
 from petatron.serve.http.run_generations import answer_of, complete
 from petatron.serve.http.sampling import (
     check_prompt,
@@ -36,11 +36,14 @@ from petatron.serve.model_card import ModelCard
 from petatron.serve.reasoning import ReasoningParser, opens_reasoning
 from petatron.serve.tool_calls import ToolCallParser
 
+THINKING = "enable_thinking"
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat as the engine gets it. splitter: makes that of one answer."""
+    """A chat as the engine gets it. text: of its prompt. splitter: makes that of one answer."""
 
+    text: str
     ids: Sequence[int]
     params: SamplingParams
     tools: ToolChoice
@@ -53,13 +56,21 @@ async def post_chat_completion(request: Request) -> Response:
     model, n = state.check_model(body.model), body.n or 1
     check_batch(n, state)
     chat = await prepare_chat(body, state)
+    ignore_fields(request, unread_template_values(body, model))
     ids, params = chat.ids, chat.params
-    answer = ChatAnswer(body, model, ids, splitter=chat.splitter, echoed=_echoed(body), legacy=chat.tools.legacy)
+    answer = ChatAnswer(
+        body,
+        model,
+        ids,
+        splitter=chat.splitter,
+        prompt_text=chat.text,
+        echoed=_echoed(body),
+        legacy=chat.tools.legacy,
+        continuous_usage=continuous_usage(body),
+    )
     if body.use_beam_search:
         beams = beam_params(body, params)
-        return JSONResponse(
-            answer.whole(await complete_by_beams(request, state, [ids], beams, keep_stop=params.keep_stop))
-        )
+        return JSONResponse(answer.whole(await complete_by_beams(request, state, [ids], beams, params)))
     inbox: Inbox | None = Inbox() if body.stream else None
     generations = [
         Generation(prompt_ids, one, index=index, inbox=inbox)
@@ -80,7 +91,7 @@ async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> Prepa
     if body.truncate_prompt_tokens is None:
         check_text(prompt, model, limits, param="messages")
     ids = await encode_chat(prompt, model, add_prefix=bool(body.add_special_tokens))
-    ids = truncated(ids, body.truncate_prompt_tokens, model)
+    ids = truncated(ids, body.truncate_prompt_tokens, model, side=body.truncation_side)
     check_prompt(ids, model, limits, param="messages")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = min(new_tokens(asked, model.max_length, [ids], model, limits), model.max_length - len(ids))
@@ -89,13 +100,14 @@ async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> Prepa
         model,
         limits,
         max_new_tokens=room,
+        asked_tokens=asked,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
     check_beams(body, constrained=params.constraint is not None)
     params = constrain_to_tools(params, tools, model)
     params = replace(params, stop_strings=tuple(dict.fromkeys((*params.stop_strings, *model.chat_stop_strings))))
-    return PreparedChat(ids, params, tools, splitter_of(tools, _reasoning(body, prompt, params, state)))
+    return PreparedChat(prompt, ids, params, tools, splitter_of(tools, _reasoning(body, prompt, params, state)))
 
 
 def constrain_to_tools(params: SamplingParams, tools: ToolChoice, model: ModelCard) -> SamplingParams:
@@ -171,14 +183,23 @@ async def chat_prompt(
 def _template_values(body: ChatPromptFields, model: ModelCard) -> dict[str, Any]:
     """Returns the values of the template that a request sets by name, which the template must read."""
     values = dict(body.chat_template_kwargs or {})
-    template = model.chat_template
-    for name, value in (("documents", body.documents), ("reasoning_effort", body.reasoning_effort)):
-        if value is None:
-            continue
-        if name not in template.source + template.tool_source:
-            raise ApiError(400, f"{name} has no effect: the model's chat template does not read it.", param=name)
-        values[name] = value
+    source = model.chat_template.source + model.chat_template.tool_source
+    effort = body.reasoning_effort
+    given: dict[str, dict[str, Any]] = {"documents": {} if body.documents is None else {"documents": body.documents}}
+    # Templates that know no effort may know whether to think at all.
+    given["reasoning_effort"] = {} if effort is None else {"reasoning_effort": effort, THINKING: effort != "none"}
+    for field, named in given.items():
+        read = {name: value for name, value in named.items() if name in source}
+        if named and not read:
+            raise ApiError(400, f"{field} has no effect: the model's chat template does not read it.", param=field)
+        values |= {name: value for name, value in read.items() if name == field or name not in values}
     return values
+
+
+def unread_template_values(body: ChatPromptFields, model: ModelCard) -> list[str]:
+    """Returns the names of a request's chat_template_kwargs that the template does not have."""
+    source = model.chat_template.source + model.chat_template.tool_source
+    return [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {} if name not in source]
 
 
 async def render_messages(
@@ -200,7 +221,13 @@ async def encode_chat(text: str, model: ModelCard, *, add_prefix: bool = False) 
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
-    return {**_readable_calls(message.model_extra or {}), "role": message.role, "content": message_text(message)}
+    """Returns a message as templates read it. Its reasoning has two names, and a content that is absent would be written as None."""
+    extra, content = _readable_calls(message.model_extra or {}), message_text(message)
+    reasoning = extra.get("reasoning_content") or extra.get("reasoning")
+    named = {"reasoning_content": reasoning, "reasoning": reasoning} if isinstance(reasoning, str) else {}
+    calls = extra.get("tool_calls") or extra.get("function_call")
+    text = "" if content is None and not calls else content
+    return {**extra, **named, "role": message.role, "content": text}
 
 
 def message_text(message: ChatMessage) -> str | None:

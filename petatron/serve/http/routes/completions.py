@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from petatron.infer.completion import Completion, TokenEvent
+from petatron.infer.completion import Completion, TokenEvent, TokenLogprob
 from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.beams import beam_params, check_beams, complete_by_beams
@@ -27,7 +27,7 @@ from petatron.serve.http.sampling import (
     sampling_params,
 )
 from petatron.serve.http.server_state import ServerState, state_of
-from petatron.serve.http.token_usage import usage
+from petatron.serve.http.token_usage import RunningUsage, usage
 from petatron.serve.logprob_formats import completion_logprobs, prompt_logprobs
 from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeLimits
@@ -50,7 +50,8 @@ async def post_completion(request: Request) -> Response:
         body,
         model,
         limits,
-        max_new_tokens=new_tokens(body.max_tokens, _DEFAULT_MAX_TOKENS, ids, model, limits),
+        max_new_tokens=(most := new_tokens(body.max_tokens, _DEFAULT_MAX_TOKENS, ids, model, limits)),
+        asked_tokens=most,
         logprobs=body.logprobs,
         prompt_logprobs=scored,
     )
@@ -58,9 +59,7 @@ async def post_completion(request: Request) -> Response:
     answer = _Answer(body, model, prompts, n)
     if body.use_beam_search:
         beams = beam_params(body, params)
-        return JSONResponse(
-            answer.whole(await complete_by_beams(request, state, ids, beams, keep_stop=params.keep_stop))
-        )
+        return JSONResponse(answer.whole(await complete_by_beams(request, state, ids, beams, params)))
     inbox: Inbox | None = Inbox() if body.stream else None
     generations = [
         Generation(prompt, one, index=index, inbox=inbox)
@@ -78,7 +77,13 @@ async def _encode(body: CompletionRequest, model: ModelCard, limits: ServeLimits
     truncate = body.truncate_prompt_tokens
     if not body.suffix:
         return await encode_prompts(
-            body.prompt, model, limits, param="prompt", truncate=truncate, add_prefix=add_prefix
+            body.prompt,
+            model,
+            limits,
+            param="prompt",
+            truncate=truncate,
+            side=body.truncation_side,
+            add_prefix=add_prefix,
         )
     if model.fill_in_middle is None:
         text = "suffix needs a model that was trained to fill a gap: this one's tokenizer has no tokens for it."
@@ -105,9 +110,15 @@ def check_samples(body: SamplingFields) -> None:
     """What completions and chats refuse alike."""
     if body.best_of not in (None, body.n or 1):
         raise ApiError(400, "best_of must be equal to n: answers are not ranked here.", param="best_of")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream true.", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         text = "Log-probabilities of the prompt are not streamed. Leave out stream, or prompt_logprobs."
         raise ApiError(400, text, param="stream")
+
+
+def continuous_usage(body: SamplingFields) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
 
 
 def _check(body: CompletionRequest) -> None:
@@ -128,15 +139,17 @@ class _Answer:
             "created": int(time.time()),
             "model": model.name,
         }
-        self._offsets: dict[Generation, int] = {}
+        self._num_chars: dict[Generation, int] = {}
+        self._begun: set[Generation] = set()
+        self._running = RunningUsage() if continuous_usage(body) else None
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         return {**self._head, "choices": choices, "usage": self._usage(completions)}
 
     def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
-        begin = [self._piece(one.index, self._echoed(one.index)) for one in generations] if self._body.echo else []
-        text = None if self._body.return_token_ids else self._piece
+        begin = [self._counted(one.index, None) for one in generations] if self._body.echo else []
+        text = None if self._body.return_token_ids or self._running is not None else self._piece
         return TokenStream(
             state, generations, inbox, begin=begin, text=text, chunk=self._chunk, end=self._end, joins=text is not None
         )
@@ -165,18 +178,37 @@ class _Answer:
 
     def _chunk(self, generation: Generation, event: TokenEvent) -> dict[str, Any] | None:
         ids = self._body.return_token_ids
-        if not event.text and event.logprob is None and event.finish_reason is None and not ids:
+        silent = not event.text and event.logprob is None and event.finish_reason is None and not ids
+        if silent and self._running is None:
             return None
-        logprobs = None
+        piece = self._counted(generation.index, event)
+        choice = piece["choices"][0]
         if event.logprob is not None:
-            offset = self._offsets.setdefault(generation, len(self._echoed(generation.index)) if self._body.echo else 0)
-            token = event.logprob.token
-            as_ids = bool(self._body.return_tokens_as_token_ids)
-            logprobs = completion_logprobs([token], [event.logprob], self._model.texts, offset=offset, as_ids=as_ids)
-            self._offsets[generation] = offset + len(event.text)
-        piece = self._piece(generation.index, event.text, logprobs, event.finish_reason)
+            choice["logprobs"] = self._logprobs(generation, event.logprob)
+        if event.finish_reason is not None:
+            choice["stop_reason"] = generation.stop
         if ids:
-            piece["choices"][0]["token_ids"] = [] if event.token is None else [event.token]
+            choice["token_ids"] = [] if event.token is None else [event.token]
+            if generation not in self._begun:
+                self._begun.add(generation)
+                choice["prompt_token_ids"] = list(generation.prompt_ids)
+        return piece
+
+    def _logprobs(self, generation: Generation, entry: TokenLogprob) -> dict[str, Any]:
+        """Of the next token: its text may be sent later, with that of others."""
+        as_ids, texts = bool(self._body.return_tokens_as_token_ids), self._model.texts
+        start, self._num_chars[generation] = texts.place(entry.token, self._num_chars.get(generation, 0))
+        return {**completion_logprobs([entry.token], [entry], texts, as_ids=as_ids), "text_offset": [start]}
+
+    def _counted(self, index: int, event: TokenEvent | None) -> dict[str, Any]:
+        """Returns the piece of an event, with the counts so far where they are asked for; None: the prompt comes before the answer."""
+        piece = (
+            self._piece(index, self._echoed(index))
+            if event is None
+            else self._piece(index, event.text, finish_reason=event.finish_reason)
+        )
+        if self._running is not None:
+            piece["usage"] = self._running.after(len(self._prompts[index // self._n].ids), index, event)
         return piece
 
     def _piece(
@@ -190,4 +222,4 @@ class _Answer:
         return [{**self._head, "choices": [], "usage": self._usage(completions)}] if wanted else []
 
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        return usage(sum(len(prompt.ids) for prompt in self._prompts), completions)
+        return usage(sum(len(prompt.ids) for prompt in self._prompts), completions, n=self._n)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import math
+import secrets
 import struct
+import time
 from typing import Any
 
 from fastapi import Request, Response
@@ -13,8 +15,9 @@ from fastapi.responses import JSONResponse
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation import Generation
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.openai_requests import EmbeddingRequest
+from petatron.serve.http.openai_requests import EmbeddingRequest, PoolingFields, Prompt
 from petatron.serve.http.read_request import read_request
+from petatron.serve.http.request_fields import POOLING_RULES
 from petatron.serve.http.routes.completions import check_batch
 from petatron.serve.http.run_generations import complete
 from petatron.serve.http.sampling import encode_prompts
@@ -23,33 +26,50 @@ from petatron.serve.http.server_state import state_of
 
 async def post_embedding(request: Request) -> Response:
     state = state_of(request)
-    body = await read_request(request, EmbeddingRequest)
+    body = await read_request(request, EmbeddingRequest, others=POOLING_RULES)
     model = state.check_model(body.model)
     if body.dimensions is not None:
         raise ApiError(400, "dimensions is not supported: a hidden state cannot be shortened.", param="dimensions")
-    prompts = await encode_prompts(
-        body.input, model, state.options.limits, param="input", truncate=body.truncate_prompt_tokens
-    )
-    check_batch(len(prompts), state)
-    params = SamplingParams(max_new_tokens=0, temperature=0.0, pooling=body.pooling)
-    generations = [Generation(prompt.ids, params, index=index) for index, prompt in enumerate(prompts)]
-    completions = await complete(request, state, generations)
-    count = sum(len(prompt.ids) for prompt in prompts)
+    if body.use_activation is not None and body.normalize not in (None, body.use_activation):
+        raise ApiError(400, "normalize is the older name of use_activation. Send one of them.", param="normalize")
+    vectors, count = await pooled(request, body, body.input, param="input")
+    if body.use_activation is not False and body.normalize is not False:
+        vectors = [unit(one) for one in vectors]
     return JSONResponse(
         {
+            "id": f"embd-{body.request_id or secrets.token_hex(12)}",
             "object": "list",
+            "created": int(time.time()),
             "model": model.name,
             "data": [
-                {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": _encoded(unit(one.pooled or []), body.encoding_format),
-                }
-                for index, one in enumerate(completions)
+                {"object": "embedding", "index": index, "embedding": _encoded(one, body.encoding_format)}
+                for index, one in enumerate(vectors)
             ],
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
     )
+
+
+async def pooled(request: Request, body: PoolingFields, texts: Prompt, *, param: str) -> tuple[list[list[float]], int]:
+    """Returns the pooled hidden state of each text, and the number of their tokens."""
+    state = state_of(request)
+    model = state.check_model(body.model)
+    prompts = await encode_prompts(
+        texts,
+        model,
+        state.options.limits,
+        param=param,
+        truncate=body.truncate_prompt_tokens,
+        side=body.truncation_side,
+        add_prefix=body.add_special_tokens is not False,
+    )
+    check_batch(len(prompts), state)
+    params = SamplingParams(
+        max_new_tokens=0, temperature=0.0, pooling=body.pooling or "mean", prefix_group=body.cache_salt or ""
+    )
+    generations = [Generation(prompt.ids, params, index=index) for index, prompt in enumerate(prompts)]
+    completions = await complete(request, state, generations)
+    return [one.pooled or [] for one in completions], sum(len(prompt.ids) for prompt in prompts)
 
 
 def unit(vector: list[float]) -> list[float]:

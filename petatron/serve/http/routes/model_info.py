@@ -9,9 +9,9 @@ from fastapi.responses import JSONResponse
 
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.json_answer import large_answer
-from petatron.serve.http.openai_requests import DetokenizeRequest, TokenizeRequest
-from petatron.serve.http.read_request import read_request
-from petatron.serve.http.routes.chat import chat_prompt, encode_chat
+from petatron.serve.http.openai_requests import ChatPromptFields, DetokenizeRequest, OpenAIRequest, TokenizeRequest
+from petatron.serve.http.read_request import ignore_fields, read_request
+from petatron.serve.http.routes.chat import chat_prompt, encode_chat, unread_template_values
 from petatron.serve.http.sampling import encode_text
 from petatron.serve.http.server_state import state_of
 from petatron.serve.model_card import ModelCard
@@ -46,17 +46,24 @@ async def post_tokenize(request: Request) -> Response:
     model = state_of(request).check_model(body.model)
     if body.messages is not None:
         text = await chat_prompt(body.messages, body, model, tools=body.tools or [])
-        ids = await encode_chat(text, model)
+        ids = await encode_chat(text, model, add_prefix=bool(body.add_special_tokens))
+        ignore_fields(request, unread_template_values(body, model))
     else:
         ids = await encode_text(body.prompt or "", model)
-    if body.add_special_tokens and model.special_tokens.get("bos_token") and model.bos_id is not None:
-        ids = [model.bos_id, *ids]
+        ids = ids if body.add_special_tokens is False else [*model.prefix_ids, *ids]
+        ignore_fields(request, [name for name in ChatPromptFields.model_fields if name in _given_of_chats(body)])
 
     def answer() -> dict[str, Any]:
         texts = {"token_strs": [model.texts.text_of(token) for token in ids]} if body.return_token_strs else {}
         return {"count": len(ids), "max_model_len": model.max_prompt_tokens, "tokens": ids, **texts}
 
     return await large_answer(answer)
+
+
+def _given_of_chats(body: TokenizeRequest) -> set[str]:
+    """Returns the fields of a request that only messages have."""
+    own = ChatPromptFields.model_fields.keys() - OpenAIRequest.model_fields.keys()
+    return {name for name in own & body.model_fields_set if getattr(body, name) not in (None, False)}
 
 
 async def post_detokenize(request: Request) -> Response:

@@ -7,15 +7,18 @@ from fastapi.responses import JSONResponse
 
 from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.read_request import read_request
+from petatron.serve.http.read_request import ignore_fields, nested_unknown_fields, read_request
 from petatron.serve.http.request_fields import check_extra_fields
 from petatron.serve.http.response_answer import ResponseAnswer
-from petatron.serve.http.responses_requests import RESPONSE_RULES, ResponsesRequest, chat_of
-from petatron.serve.http.routes.chat import prepare_chat
+from petatron.serve.http.responses_requests import RESPONSE_RULES, ResponsesRequest, chat_of, in_own_names
+from petatron.serve.http.routes.chat import prepare_chat, unread_template_values
 from petatron.serve.http.run_generations import complete
 from petatron.serve.http.server_state import state_of
 
-_WHOLE_ALONE = ("use_beam_search", "echo", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
+_WHOLE_ALONE = (
+    *("use_beam_search", "echo", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
+    "return_prompt_text",
+)
 """Fields of chats that have no place in a response object."""
 
 
@@ -24,11 +27,18 @@ async def post_response(request: Request) -> Response:
     body = await read_request(request, ResponsesRequest, others=RESPONSE_RULES)
     chat, extra = chat_of(body)
     request.state.ignored_fields = check_extra_fields(extra, others=RESPONSE_RULES)
-    if unusable := [name for name in _WHOLE_ALONE if getattr(chat, name) not in (None, False)]:
+    ignore_fields(request, [*nested_unknown_fields(body), *nested_unknown_fields(chat)])
+    if unusable := [name for name in _WHOLE_ALONE if (value := getattr(chat, name)) is not None and value is not False]:
         raise ApiError(400, f"{unusable[0]} is one of /v1/chat/completions alone.", param=unusable[0])
     state.check_model(body.model)
-    prepared = await prepare_chat(chat, state)
-    answer = ResponseAnswer(body, chat, state.model, len(prepared.ids), prepared.splitter())
+    try:
+        prepared = await prepare_chat(chat, state)
+    except ApiError as error:
+        raise in_own_names(error, body) from None
+    ignore_fields(request, unread_template_values(chat, state.model))
+    answer = ResponseAnswer(
+        body, chat, state.model, len(prepared.ids), prepared.splitter(), hidden_ids=prepared.params.hidden_ids
+    )
     inbox: Inbox | None = Inbox() if body.stream else None
     generation = Generation(prepared.ids, prepared.params, inbox=inbox)
     if inbox is not None:
