@@ -57,7 +57,7 @@ REFUSED: Mapping[str, FieldRule] = {
     "logits_processors": _refused(_CODE, []),
     "media_io_kwargs": _refused(_TEXT_ALONE, {}),
     "mm_processor_kwargs": _refused(_TEXT_ALONE, {}),
-    "priority": _refused("Requests are served in the order in which they arrive.", 0),
+    "priority": _refused("Requests of a key are served in the order in which they arrive.", 0),
     "prompt_embeds": _refused("Prompts are texts or token ids."),
     "repetition_detection": _refused("Use repetition_penalty."),
     "structural_tag": _refused("Use tools with strict true, or a grammar."),

@@ -32,12 +32,13 @@ _log = get_logger(__name__)
 
 
 def _prepare(request: Request, state: ServerState, generations: Sequence[Generation]) -> None:
-    """Refuses what costs too much, and keeps the prompts of different keys apart."""
+    """Refuses what costs too much, and names the key: its share is counted, and its prompts are kept apart from those of others."""
     check_cost(generations, state.options.limits)
     key = request.scope.get(KEY_NAME)
-    if key is not None and not state.options.share_prefixes:
+    if key is not None:
+        group = "" if state.options.share_prefixes else key
         for one in generations:
-            one.params = replace(one.params, prefix_group=key)
+            one.params = replace(one.params, owner=key, prefix_group=group)
 
 
 class ClientLeft(Exception):
