@@ -152,6 +152,7 @@ class SlotPool:
 
     def __init__(self, num_slots: int) -> None:
         """Slot 0 is the scratch slot, so one less can be had."""
+        self.num_slots = num_slots - 1
         self._free = list(range(num_slots - 1, SCRATCH_SLOT, -1))
 
     @property

@@ -1,19 +1,22 @@
 """Chooses what one step computes: one token of every running sequence, and chunks of waiting prompts beside them.
 
-Requests are served in the order in which they came. A sequence that runs has a slot for recurrent states, and pages. When pages run
-out, the sequence that came last gives both back and waits in front of the queue: what it had is computed again, so its tokens are
-the same. A sequence that grows beyond the original context of LongRoPE is computed anew in the same way. A sequence whose beginning a
-running one is just computing waits until it is there, and those behind it may go first: a prompt that comes many times at once is computed
-once. Everything is a function of the requests and their tokens, so every rank decides the same without asking.
+Requests of one owner are served in the order in which they came, those of several in turn (`owner_queue.py`). A sequence that runs has a
+slot for recurrent states, and pages. When pages run out, the sequence that came last, of the owner that has most pages, gives both back and
+waits in front of its owner's queue: what it had is computed again, so its tokens are the same. In the same way an owner that has more than
+its share gives way to one that waits and has less. A sequence that grows beyond the original context of LongRoPE is computed anew, too. A
+sequence whose beginning a running one is just computing waits until it is there, and those behind it may go first: a prompt that comes
+many times at once is computed once. Everything is a function of the requests and their tokens, so every rank decides the same without
+asking.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence as Sequences
 from typing import NamedTuple
 
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.owner_queue import OwnerQueue, StepTokens
 from petatron.infer.pages import CacheSize, PagePool, SlotPool
 from petatron.infer.sequence import AwaitedPrefix, Sequence
 
@@ -49,8 +52,9 @@ class Scheduler:
         self._options, self._original_context = options, original_context
         self.pool = PagePool(cache.num_pages, options.page_size, prefix_caching=prefix_caching)
         self.slots = SlotPool(cache.num_slots)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = OwnerQueue()
         self.running: list[Sequence] = []
+        self._num_running: Counter[str] = Counter()  # of each owner that has any
         self.num_preemptions = 0
         self.num_computed_prompt_tokens = 0
 
@@ -66,57 +70,123 @@ class Scheduler:
         if sequence in self.running:
             self._stop(sequence)
             sequence.pages = []
-        elif sequence in self.waiting:
+        else:
             self.waiting.remove(sequence)
 
     def schedule(self) -> list[ScheduledSequence]:
         """Returns the next step's work: sequences that decode first, then chunks, those that begin a sequence first."""
-        budget, logprobs = self._options.max_step_tokens, MAX_STEP_LOGPROBS
         self._restart_long_sequences()
+        self._make_room()
+        tokens, logprobs = self._step_tokens(), MAX_STEP_LOGPROBS
         scheduled: list[ScheduledSequence] = []
         preemptions = self.num_preemptions
         for sequence in list(self.running):
             preempted = self.num_preemptions > preemptions and sequence not in self.running  # for an earlier one
-            if preempted or budget == 0:
+            if preempted or tokens.left == 0:
                 continue
-            count = min(sequence.uncomputed, budget)
+            count = sequence.uncomputed
+            if count > 1:
+                count = min(count, max(1, tokens.of_prompt(sequence.owner)))
             if sequence.params.prompt_logprobs is not None:
                 count, logprobs = self._count_reporting(sequence, count, logprobs)
                 if count == 0:
                     continue
             if self._reserve(sequence, sequence.computed + count):
-                drafts = tuple(sequence.drafts[: budget - count])
+                drafts = tuple(sequence.drafts[: tokens.left - count])
                 scheduled.append(ScheduledSequence(sequence, sequence.computed, count + len(drafts), drafts))
-                budget -= count + len(drafts)
+                tokens.take(sequence.owner, count + len(drafts))
         if self.num_preemptions > preemptions:
             scheduled = [work for work in scheduled if work.sequence in self.running]
         if self.waiting:
-            scheduled += self._start_waiting(budget, logprobs)
+            scheduled += self._start_waiting(tokens, logprobs)
         return sorted(scheduled, key=lambda work: (not work.decodes, work.start > 0))
 
-    def _start_waiting(self, budget: int, logprobs: int) -> list[ScheduledSequence]:
+    def _start_waiting(self, tokens: StepTokens, logprobs: int) -> list[ScheduledSequence]:
         """Starts those that there is room for, in their order; those that wait for another one's prefix keep their places."""
         started: list[ScheduledSequence] = []
         held: list[Sequence] = []
-        while self.waiting and budget and self.slots.num_free:
-            sequence = self.waiting[0]
+        skipped: set[str] = set()
+        while tokens.left and self.slots.num_free:
+            sequence = self.waiting.first(self._num_running, skipped=skipped)
+            if sequence is None:
+                break
+            most = tokens.of_prompt(sequence.owner)
+            if most == 0:
+                skipped.add(sequence.owner)
+                continue
             sequence.is_long = self._is_long(len(sequence.tokens))
             if self._waits_for_prefix(sequence):
-                held.append(self.waiting.popleft())
+                self.waiting.remove(sequence)
+                held.append(sequence)
                 continue
-            most = budget
             if sequence.params.prompt_logprobs is not None:
-                most, logprobs = self._count_reporting(sequence, min(budget, len(sequence.tokens)), logprobs)
+                most, logprobs = self._count_reporting(sequence, min(most, len(sequence.tokens)), logprobs)
             if most == 0 or not self._admit(sequence, most):
-                break
-            self.waiting.popleft()
-            self.running.append(sequence)
-            sequence.slot = self.slots.allocate()
+                if self._is_within_share(sequence):
+                    break
+                skipped.add(sequence.owner)  # others need not wait for what is more than its share
+                continue
+            self._start(sequence)
             count = min(sequence.uncomputed, most)
             started.append(ScheduledSequence(sequence, sequence.computed, count))
-            budget -= count
-        self.waiting.extendleft(reversed(held))
+            tokens.take(sequence.owner, count)
+        for sequence in reversed(held):
+            self.waiting.append_left(sequence)
         return started
+
+    def _start(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        self._num_running[sequence.owner] += 1
+        sequence.slot = self.slots.allocate()
+
+    @property
+    def _num_owners(self) -> int:
+        return len(self._num_running.keys() | self.waiting.owners)
+
+    def _step_tokens(self) -> StepTokens:
+        total, num_owners = self._options.max_step_tokens, self._num_owners
+        return StepTokens(total, share=max(1, total // num_owners) if num_owners > 1 and self.waiting else None)
+
+    def _make_room(self) -> None:
+        """Preempts sequences of owners above their share for the next one of an owner that stays within its own."""
+        if not self.waiting or self._num_owners == 1:
+            return
+        sequence = self.waiting.first(self._num_running)
+        if sequence is None or not self._is_within_share(sequence) or not self._could_start(sequence):
+            return
+        needed = self._pages_for(len(sequence.tokens))
+        while not self.slots.num_free:
+            self._preempt(self._last_of(self._num_running.most_common(1)[0][0]))
+        while self.pool.num_free < needed and (owners := self._pages_of_owners()):
+            owner, num_pages = owners.most_common(1)[0]
+            if num_pages <= self.pool.num_pages // self._num_owners:
+                return  # prefixes that it shares count once for each sequence
+            self._preempt(self._last_of(owner))
+
+    def _could_start(self, sequence: Sequence) -> bool:
+        """Whether nothing but room is missing: not while a prompt of its owner, or a prefix that it awaits, is computed."""
+        sequence.is_long = self._is_long(len(sequence.tokens))
+        computes = any(one.owner == sequence.owner and one.uncomputed > 1 for one in self.running)
+        return not computes and not self._waits_for_prefix(sequence)
+
+    def _is_within_share(self, sequence: Sequence) -> bool:
+        """Whether its owner has no more than its share when this sequence runs too; always, where there is one owner."""
+        num_owners, owner = self._num_owners, sequence.owner
+        num_pages = self._pages_of_owners()[owner] + self._pages_for(len(sequence.tokens))
+        return num_owners == 1 or (
+            self._num_running[owner] < self.slots.num_slots // num_owners
+            and num_pages <= self.pool.num_pages // num_owners
+        )
+
+    def _pages_of_owners(self) -> Counter[str]:
+        pages: Counter[str] = Counter()
+        for sequence in self.running:
+            pages[sequence.owner] += len(sequence.pages)
+        return pages
+
+    def _last_of(self, owner: str) -> Sequence:
+        return next(sequence for sequence in reversed(self.running) if sequence.owner == owner)
 
     def _count_reporting(self, sequence: Sequence, count: int, logprobs: int) -> tuple[int, int]:
         """Returns how many tokens of a prompt that is reported on a step may have, and the log-probabilities that are left for others."""
@@ -212,7 +282,8 @@ class Scheduler:
         root = sequence.prefix_root
         sequence.pages = self.pool.find_prefix(sequence.tokens, at_most=sequence.shareable, root=root)
         sequence.computed = len(sequence.pages) * self.pool.page_size
-        needed = sequence.computed + min(sequence.uncomputed, budget)
+        # One that was preempted waits for room for all of it: else it would be preempted again, for ever for an owner of many pages.
+        needed = sequence.computed + (sequence.uncomputed if sequence.restarted else min(sequence.uncomputed, budget))
         pages = self.pool.allocate(self._pages_for(needed) - len(sequence.pages))
         if pages is None:
             self.pool.release(sequence.pages)
@@ -224,7 +295,7 @@ class Scheduler:
         return True
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
-        """Makes room for so many tokens; may preempt the sequences after it, or itself."""
+        """Makes room for so many tokens; may preempt the last sequence of whoever would have most pages, and so itself."""
         missing = self._pages_for(tokens) - len(sequence.pages)
         while missing > 0:
             pages = self.pool.allocate(missing)
@@ -232,6 +303,10 @@ class Scheduler:
                 sequence.pages += pages
                 break
             last = self.running[-1]
+            if len(self._num_running) > 1:
+                owners = self._pages_of_owners()
+                owners[sequence.owner] += missing
+                last = self._last_of(max(owners, key=lambda owner: (owners[owner], owner == sequence.owner)))
             self._preempt(last)
             if last is sequence:
                 return False
@@ -248,17 +323,20 @@ class Scheduler:
             if not sequence.is_long and self._is_long(len(sequence.tokens)):
                 self._stop(sequence)
                 sequence.start_again()
-                self.waiting.appendleft(sequence)
+                self.waiting.append_left(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._num_running[sequence.owner] -= 1
+        if not self._num_running[sequence.owner]:
+            del self._num_running[sequence.owner]
         self.pool.release(sequence.pages)
         self.slots.release(sequence.slot)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stop(sequence)
         sequence.start_again()
-        self.waiting.appendleft(sequence)
+        self.waiting.append_left(sequence)
         self.num_preemptions += 1
 
     def _pages_for(self, tokens: int) -> int:

@@ -26,7 +26,8 @@ class Sequence:
     """A prompt and its continuation so far.
 
     tokens: of both. computed: so many first tokens have their rows in pages. max_length: tokens at which it ends.
-    slot: of its recurrent states, while it runs. is_long: it is beyond the original context of LongRoPE.
+    slot: of its recurrent states, while it runs. is_long: it is beyond the original context of LongRoPE. restarted: it has run before, and
+    gave its pages back.
     awaited: what another one computes of its prompt, while it waits for that.
     drafts: guesses of the tokens after the last (`draft/drafter.py`). draft_inputs: hidden states that the next drafts need again.
     """
@@ -43,6 +44,7 @@ class Sequence:
     computed: int = 0
     cancelled: bool = False
     is_long: bool = False
+    restarted: bool = False
     awaited: AwaitedPrefix | None = None
     drafts: list[int] = field(default_factory=list)
     draft_inputs: Tensor | None = None
@@ -50,7 +52,7 @@ class Sequence:
     def start_again(self) -> None:
         """Forgets what is computed anew, and so reported anew: pages, and what is known of the prompt; its tokens stay, and
         with them the state of its constraint."""
-        self.pages, self.computed = [], 0
+        self.pages, self.computed, self.restarted = [], 0, True
         self.drafts, self.draft_inputs = [], None
         self.completion.prompt_logprobs.clear()
         self.completion.pooled = None
@@ -74,6 +76,10 @@ class Sequence:
         """So many first tokens may be found computed: not the last one, and none where predictions of the prompt are reported."""
         reports_prompt = self.params.prompt_logprobs is not None or self.params.pooling is not None
         return 0 if reports_prompt else len(self.tokens) - 1
+
+    @property
+    def owner(self) -> str:
+        return self.params.owner
 
     @property
     def prefix_root(self) -> PrefixRoot:

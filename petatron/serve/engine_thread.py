@@ -21,7 +21,8 @@ from petatron.base.errors import LaunchError, PetatronError, RequestError
 from petatron.base.log import get_logger
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.serve.engine_protocol import ServedEngine, ServedEngineStats
-from petatron.serve.generation import Generation, GenerationCancelled, NotServingError, QueueFullError
+from petatron.serve.generation import Generation, GenerationCancelled, NotServingError, QueueFullError, ServerError
+from petatron.serve.open_sequences import OpenSequences
 
 EngineState = Literal["serving", "swapping", "draining", "failed"]
 _ALIVE_CHECK_S = 0.2
@@ -52,11 +53,10 @@ class EngineThread:
         self.stats: ServedEngineStats = engine.stats
         self.failure: str | None = None
         self._engine = engine
-        self._max_open = max_open
         self._on_finish = on_finish
         self._idle_step_s = idle_step_s
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._open: set[Generation] = set()
+        self._open = OpenSequences(max_open)
         self._draining = self._swapping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="petatron-engine", daemon=True)
@@ -89,27 +89,31 @@ class EngineThread:
         if self.state in ("failed", "draining"):
             why = "is shutting down" if self.state == "draining" else "cannot generate: its engine has failed"
             raise NotServingError(f"The server {why}.")
-        if len(self._open) + len(generations) > self._max_open:
+        try:
+            giving_way = self._open.add(generations)
+        except QueueFullError:
             if self._swapping:
-                raise NotServingError("The server is loading a newer model, and its queue is full.")
-            raise QueueFullError(
-                f"The server has {len(self._open)} of {self._max_open} sequences open. Try again later."
-            )
-        self._open.update(generations)
+                raise NotServingError("The server is loading a newer model, and its queue is full.") from None
+            raise
+        if giving_way:
+            self._end(giving_way, QueueFullError("Other keys ask for their share of the server. Try again later."))
         self._command(lambda: self._submit(generations))
 
     def cancel(self, generation: Generation) -> None:
-        if generation in self._open and not generation.cancelled:
+        if not generation.done.done() and not generation.cancelled:
             generation.cancelled = True
             self._command(lambda: self._cancel(generation))
 
     def cancel_open(self, why: NotServingError) -> int:
         """Ends all open sequences with an error for who waits, without waiting for the step that runs; returns how many."""
         cancelled = tuple(self._open)
-        for generation in cancelled:
-            self.cancel(generation)
-        self._deliver([(generation, None, why) for generation in cancelled])
+        self._end(cancelled, why)
         return len(cancelled)
+
+    def _end(self, generations: Sequence[Generation], why: ServerError) -> None:
+        for generation in generations:
+            self.cancel(generation)
+        self._deliver([(generation, None, why) for generation in generations])
 
     async def swap(self, load: Callable[[], ServedEngine]) -> ServedEngine:
         """Replaces the engine by what `load` returns, after open sequences have finished.

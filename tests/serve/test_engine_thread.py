@@ -224,7 +224,7 @@ def test_a_step_that_cannot_be_loaded_is_tried_once(found_steps: Found):
 def test_a_full_queue_while_swapping_is_503():
     engine = FakeEngine()
     with live_server(engine) as server:
-        server.thread._swapping, server.thread._max_open = True, 0
+        server.thread._swapping, server.thread._open.most = True, 0
         with server.client() as http:
             answer = http.post("/v1/completions", json={"prompt": "a"})
         assert answer.status_code == 503 and "newer model" in answer.json()["error"]["message"]

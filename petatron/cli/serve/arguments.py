@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from petatron.cli.generation.arguments import (
     GENERATION_CONFIGS,
     SPECULATIVE_HELP,
 )
+from petatron.cli.serve.key_file import check_key_file
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.infer.engine_options import EngineOptions
 from petatron.mesh.launch.environment import api_key_from_env
@@ -145,11 +144,8 @@ def serve_options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
 
 
 def _read_keys(path: Path) -> list[str]:
-    """Reads the keys of a file that nobody else may read or change: whoever can is a client, or makes one."""
     content = read_text(path, "--api-key-file")
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        rule = "may be read or changed by other users, who could use the server"
-        raise ConfigError([Problem("--api-key-file", str(path), rule, f"Run: chmod 600 {shlex.quote(str(path))}")])
+    check_key_file(path)
     return content.split()
 
 

@@ -1,7 +1,10 @@
 """HTTP connections with limits before any key is checked: bytes and number of headers, time until they are complete, and connections.
 
 uvicorn bounds none of these. A client that sends headers without end, or never ends them, costs memory or a connection for as long
-as it likes; so it is answered and cut off.
+as it likes; so it is answered and cut off. The same holds for whatever else is no body: extensions of chunks, trailers, what is left of a
+body when the answer is complete, and requests that are sent before the one before is answered. Of those uvicorn keeps as many as come, and
+tells none but the last of them when the client leaves: so nothing after the first is read, and its answer ends the connection. A client
+that reads nothing of an answer is cut off after the time that a request may take.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.serve_options import ServeLimits
+
+_FRAMED_BYTES = 8
+"""A byte of a body may come with so many that frame it: six, where each is a chunk."""
 
 
 def limited_protocol(limits: ServeLimits) -> Callable[..., asyncio.Protocol]:
@@ -34,6 +40,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._header_bytes, self._num_headers = 0, 0
         self._in_headers, self._refused = True, False
+        self._framing_bytes = 0
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -48,6 +56,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_unread_timer()
         if self._address is not None:
             self._addresses[self._address] -= 1
             if not self._addresses[self._address]:
@@ -61,8 +70,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if self._header_timer is None:  # a further request of the same connection
                 self._expect_headers()
             self._header_bytes += len(data)
+        else:
+            self._framing_bytes += len(data)
         super().data_received(data)
-        if self._in_headers and self._header_bytes > self._limits.max_header_bytes:
+        no_body = self._header_bytes if self._in_headers else self._framing_bytes
+        if no_body > self._limits.max_header_bytes and not self._refused:
             self._refuse_headers()
 
     def on_message_begin(self) -> None:
@@ -78,7 +90,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        self._in_headers = False
+        self._in_headers, self._framing_bytes = False, 0
+        if self.cycle is not None and not self.cycle.response_complete and not self._refused:
+            self._refused, self.cycle.keep_alive = True, False
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.max_header_bytes:
             self._refuse_headers()
@@ -86,6 +100,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._framing_bytes = max(0, self._framing_bytes - _FRAMED_BYTES * len(body))
         if not self._refused:
             super().on_body(body)
 
@@ -93,6 +108,35 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_headers, self._header_bytes = True, 0
         if not self._refused:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self._watch_reader()
+        super().on_response_complete()
+        if not self._in_headers and not self.transport.is_closing():  # nobody reads the rest of its body
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def _watch_reader(self) -> None:
+        """A transport that is closed waits until all is sent, however long."""
+        self._stop_unread_timer()
+        self._unread_timer = self.loop.call_later(self._limits.request_timeout_s, self._cut_off)
+
+    def _cut_off(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+    def resume_writing(self) -> None:
+        self._stop_unread_timer()
+        super().resume_writing()
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def _expect_headers(self) -> None:
         self._stop_timer()

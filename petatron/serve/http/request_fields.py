@@ -59,7 +59,7 @@ REFUSED: Mapping[str, FieldRule] = {
     "logits_processors": _refused(_CODE, []),
     "media_io_kwargs": _refused(_TEXT_ALONE, {}),
     "mm_processor_kwargs": _refused(_TEXT_ALONE, {}),
-    "priority": _refused("Requests are served in the order in which they arrive.", 0),
+    "priority": _refused("Requests of a key are served in the order in which they arrive.", 0),
     "prompt_embeds": _refused("Prompts are texts or token ids."),
     "repetition_detection": _refused("Use repetition_penalty."),
     "routed_experts_prompt_start": _refused(_ROUTING, 0),

@@ -32,13 +32,15 @@ _log = get_logger(__name__)
 
 
 def _prepare(request: Request, state: ServerState, generations: Sequence[Generation]) -> None:
-    """Refuses what costs too much, and keeps the prompts of different keys apart, and of different salts."""
+    """Refuses what costs too much, and names the key: its share is counted; prompts of other keys, or salts, are kept apart from its own."""
     check_cost(generations, state.options.limits)
-    key = "" if state.options.share_prefixes else request.scope.get(KEY_NAME) or ""
-    for one in generations:
-        salt = one.params.prefix_group
+    key = request.scope.get(KEY_NAME) or ""
+    group = "" if state.options.share_prefixes else key
+    for generation in generations:
+        salt = generation.params.prefix_group
         if key or salt:
-            one.params = replace(one.params, prefix_group=f"{key}\n{salt}" if salt else key)
+            prefix_group = f"{group}\n{salt}" if salt else group
+            generation.params = replace(generation.params, owner=key, prefix_group=prefix_group)
 
 
 class ClientLeft(Exception):

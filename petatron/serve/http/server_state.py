@@ -31,9 +31,9 @@ class ServerState:
 
     async def check_constraints(self, generations: Sequence[Generation]) -> None:
         """Raises `DataError` for a constraint that cannot be compiled within limits: before the engine sees it."""
-        for constraint in {one.params.constraint for one in generations}:
+        for constraint, owner in {(one.params.constraint, one.params.owner) for one in generations}:
             if constraint is not None:
-                await self.isolation.check_constraint(constraint)
+                await self.isolation.check_constraint(constraint, owner=owner)
 
     def check_model(self, name: str | None) -> ModelCard:
         """Returns the served model; raises 404 for the name of another."""

@@ -14,9 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from petatron.base.errors import DataError
@@ -123,7 +125,11 @@ def _left_s(deadline_s: float) -> float:
 
 
 class LimitedPool:
-    """Some processes that are started when they are first needed; those who find none free wait for one in their order."""
+    """Some processes that are started when they are first needed. Those who find none free wait for one.
+
+    owner: who asks, such as the holder of an API key; "": anybody. An owner has at most all processes but one, so that there is one for
+    others, and of those who wait the one whose owner has fewest goes first.
+    """
 
     def __init__(self, first: Mapping[str, Any], *, size: int, timeout_s: float) -> None:
         self._free = [LimitedProcess(first, timeout_s=timeout_s) for _ in range(size)]
@@ -131,10 +137,42 @@ class LimitedPool:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="petatron-isolation")
         self._closed = False
+        # Of the event loop alone:
+        self._running: Counter[str] = Counter()
+        self._turns: list[tuple[str, asyncio.Future[None]]] = []
 
-    async def run(self, job: str, arguments: Mapping[str, Any]) -> Any:
+    async def run(self, job: str, arguments: Mapping[str, Any], *, owner: str = "") -> Any:
         """A caller who leaves before its turn has come costs nothing."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, job, arguments)
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._turns.append((owner, turn))
+        self._give_turns()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._end_turn(owner)
+            raise
+        running = self._threads.submit(self._run, job, arguments)
+        # Not when this caller leaves: the job goes on without it.
+        running.add_done_callback(lambda _: _call_loop(loop, partial(self._end_turn, owner)))
+        return await asyncio.wrap_future(running)
+
+    def _give_turns(self) -> None:
+        self._turns = [(owner, turn) for owner, turn in self._turns if not turn.done()]
+        while self._running.total() < len(self._all):
+            most = max(1, len(self._all) - 1)
+            allowed = [one for one in self._turns if not one[0] or self._running[one[0]] < most]
+            if not allowed:
+                return
+            owner, turn = chosen = min(allowed, key=lambda one: self._running[one[0]])
+            self._turns.remove(chosen)
+            self._running[owner] += 1
+            turn.set_result(None)
+
+    def _end_turn(self, owner: str) -> None:
+        self._running[owner] -= 1
+        self._give_turns()
 
     def close(self) -> None:
         """Ends all processes, and with them the jobs that run."""
@@ -157,6 +195,11 @@ class LimitedPool:
                 process.close()
 
 
+def _call_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(call)
+
+
 class Isolation:
     """What a server does with programs of others; its processes live as long as it does."""
 
@@ -167,11 +210,12 @@ class Isolation:
         self._templates = LimitedPool({**limits, "tokenizer": None}, size=2, timeout_s=timeout_s)
         self._known_grammars: OrderedDict[Constraint, None] = OrderedDict()
 
-    async def check_constraint(self, constraint: Constraint) -> None:
+    async def check_constraint(self, constraint: Constraint, *, owner: str = "") -> None:
         """Raises `DataError` for a grammar that cannot be compiled within the limits; those that could be are remembered."""
         check_constraint_library()
         if constraint not in self._known_grammars:
-            await self._grammars.run("compile", {"kind": constraint.kind, "grammar": constraint.grammar})
+            arguments = {"kind": constraint.kind, "grammar": constraint.grammar}
+            await self._grammars.run("compile", arguments, owner=owner)
             self._known_grammars[constraint] = None
             if len(self._known_grammars) > _MAX_KNOWN_GRAMMARS:
                 self._known_grammars.popitem(last=False)

@@ -19,7 +19,7 @@ from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer.grammar import check_schema_numbers
 from petatron.infer.sampling_params import Constraint
 from petatron.serve.isolation.limited_jobs import LimitedJobs
-from petatron.serve.isolation.limited_process import Isolation, LimitedProcess
+from petatron.serve.isolation.limited_process import Isolation, LimitedPool, LimitedProcess
 from petatron.serve.serve_options import ServeLimits
 from tests.security.limits import limited
 from tests.serve.fake_engine import FakeEngine
@@ -83,6 +83,32 @@ def test_a_template_has_limits_of_time_memory_and_size(isolation: Isolation, tem
             asyncio.run(isolation.render(made, {"messages": []}))
         plain = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
         assert asyncio.run(isolation.render(plain, {"messages": [{"content": "héllo"}]})) == "héllo"
+
+
+def test_jobs_of_one_owner_leave_a_process_to_others():
+    """Four that take all their time, and a short one of somebody else, which comes last and is done first."""
+    pool = LimitedPool({"memory_bytes": MEMORY_BYTES, "tokenizer": None}, size=2, timeout_s=1.0)
+    plain = {**ChatTemplate("{{ messages[0] }}").sources(), "arguments": {"messages": ["hi"]}}
+    endless = {**ChatTemplate(TEMPLATES["time"]).sources(), "arguments": {"messages": []}}
+
+    async def ask() -> tuple[str, int]:
+        await asyncio.gather(*(pool.run("render", plain) for _ in range(2)))  # both have started
+        slow = [asyncio.ensure_future(pool.run("render", endless, owner="a")) for _ in range(4)]
+        left = asyncio.ensure_future(pool.run("render", endless, owner="c"))
+        await asyncio.sleep(0.05)
+        left.cancel()
+        text = await pool.run("render", plain, owner="b")
+        num_done = sum(one.done() for one in slow)
+        for one in slow[1:]:
+            one.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        return text, num_done
+
+    try:
+        text, num_done = asyncio.run(ask())
+    finally:
+        pool.close()
+    assert text == "hi" and num_done <= 1
 
 
 def test_what_is_compiled_here_and_there_is_the_same(isolation: Isolation):
