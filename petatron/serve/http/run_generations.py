@@ -32,7 +32,7 @@ _log = get_logger(__name__)
 
 
 def _prepare(request: Request, state: ServerState, generations: Sequence[Generation]) -> None:
-    """Refuses what costs too much, and names the key: its share is counted; prompts of other keys, or salts, are kept apart from its own."""
+    """Refuses what costs too much, and names the key: its share is counted, and prompts of other keys or salts are kept apart."""
     check_cost(generations, state.options.limits)
     key = request.scope.get(KEY_NAME) or ""
     group = "" if state.options.share_prefixes else key
