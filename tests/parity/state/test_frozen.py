@@ -42,7 +42,11 @@ BOTTOM = ("embedding.*", "layers.0.*")
 SCATTERED = ("layers.0.attention.q.*", "layers.1.*.down.*", "layers.1.attention.out.*", "*norm*", "head.*")
 """Parts of fused nodes: the norm or the GEMM of one. What is fused in a parameter (q, k and v) is frozen with it."""
 PATTERNS = pytest.mark.parametrize("patterns", [BOTTOM, SCATTERED], ids=["bottom", "scattered"])
-FREEZE_AT = pytest.mark.parametrize("freeze_at", [0, 1], ids=["at first", "later"])
+PATTERNS_AND_STEPS = pytest.mark.parametrize(
+    ("patterns", "freeze_at"),
+    [(BOTTOM, 1), (SCATTERED, 0), later(BOTTOM, 0), later(SCATTERED, 1)],
+    ids=["bottom later", "scattered at first", "bottom at first", "scattered later"],
+)
 
 State = dict[tuple[str, ...], Tensor]
 
@@ -124,8 +128,7 @@ def train_whole(model: str) -> Frozen:
     return train_frozen(tiny_run(f"{model} --train-iters {STEPS}", dtype="float64"), (), 0)
 
 
-@FREEZE_AT
-@PATTERNS
+@PATTERNS_AND_STEPS
 @pytest.mark.parametrize(
     "model",
     ["", GPT, TIED, EXPERTS, FULL, SELECTIVE, "--optimizer sgd", "--optimizer muon"],
