@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.dist import RankPool
+from tests.dist import RankPool, preload_for_every_fork
 from tests.forked_python import ForkedPython
 from tests.quick_disk import skip_flushes
 from tests.triton_interpreter import remap_once
@@ -59,6 +59,11 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a command starts here fork with torch loaded, which takes them seconds less; all else of the launcher is its own."""
     processes = SimpleNamespace(Popen=ForkedPython, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr("petatron.mesh.launch.local_launcher.subprocess", processes)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _forks_import_nothing() -> None:
+    preload_for_every_fork()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -45,6 +46,17 @@ PRELOADED = [
     "tests.parity.harness",
 ]
 """What ranks import for most tests; the server imports it once, and they fork with it."""
+
+
+def preload_for_every_fork() -> None:
+    """Has the fork server import `PRELOADED` whoever starts it. A session has one server: were `bench checkpoint` the first to ask for
+    a process, with the few modules of its own, every rank and command after it would import all of this again."""
+    preload = multiprocessing.forkserver.set_forkserver_preload
+
+    def with_ours(names: list[str]) -> None:
+        preload([*PRELOADED, *(name for name in names if name not in PRELOADED)])
+
+    multiprocessing.forkserver.set_forkserver_preload = with_ours
 
 
 class RankFailure(AssertionError):

@@ -60,7 +60,7 @@ class ForkedPython:
             streams = [_descriptor(1, stdout, nowhere)]
             streams.append(streams[0] if stderr == subprocess.STDOUT else _descriptor(2, stderr, nowhere))
             self._process = _context().Process(
-                target=_run_command,
+                target=run_command,
                 args=(
                     list(command[1:]),
                     dict(os.environ if env is None else env),
@@ -125,7 +125,7 @@ def _descriptor(own: int, wanted: IO[Any] | int | None, nowhere: IO[bytes]) -> i
     return wanted.fileno()
 
 
-def _run_command(words: list[str], env: dict[str, str], cwd: str, stdout: int, stderr: int, new_session: bool) -> None:
+def run_command(words: list[str], env: dict[str, str], cwd: str, stdout: int, stderr: int, new_session: bool) -> None:
     """In the forked process: what the interpreter does with its command line."""
     skip_flushes()
     schedule_as_batch()
@@ -136,6 +136,7 @@ def _run_command(words: list[str], env: dict[str, str], cwd: str, stdout: int, s
     os.environ.clear()
     os.environ.update(env)
     time.tzset()
+    tempfile.tempdir = None  # TMPDIR counts, as in a new process
     os.chdir(cwd)
     if words[0] == "-m":
         sys.argv = words[1:]

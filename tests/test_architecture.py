@@ -427,7 +427,10 @@ def _narrowed(test: ast.AST, *, holds: bool = True) -> list[ast.AST]:
 def narrowing_asserts(tree: ast.AST) -> list[int]:
     """The lines of asserts that a setting is there: either its resolved type says so, or a user must be told that it is missing."""
     lines: set[int] = set()
-    for scope in ast.walk(tree):
+    nodes = tuple(ast.walk(tree))
+    if not any(isinstance(node, ast.Assert) for node in nodes):
+        return []
+    for scope in nodes:
         if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
             asserts = [node for node in ast.walk(scope) if isinstance(node, ast.Assert)]
             names = _setting_names(scope) if asserts and not isinstance(scope, ast.Module) else set()

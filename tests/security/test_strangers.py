@@ -38,7 +38,7 @@ from petatron.mesh.launch.shared_secret import (
     wait_for_secret,
     write_secret,
 )
-from tests.forked_python import run_forked
+from tests.forked_python import ForkedPython, run_forked
 from tests.load_deadline import Deadline, scaled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -257,11 +257,14 @@ def test_a_run_on_one_machine_can_be_reached_by_nobody_else(tmp_path: Path) -> N
     script.write_text(SLOW.format(delay=2, rank_of="__import__('os').environ['RANK'] == '1'"))
     flags = "tiny-llama --mock-data --train-iters 2 --lr 1e-3 --dp 2 --device cpu --live off --eval-iters 0".split()
     launch = (
-        "import sys; from petatron.mesh.launch.local_launcher import run_ranks;"
+        "import sys; from tests.forking_launcher import fork_ranks; fork_ranks();"
+        "from petatron.mesh.launch.local_launcher import run_ranks;"
         f"sys.exit(run_ranks([sys.executable, {str(script)!r}, *{flags!r}, '--save', {str(tmp_path / 'out')!r}], nproc=2))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    run = subprocess.Popen([sys.executable, "-c", launch], env=env, start_new_session=True, stdout=subprocess.DEVNULL)
+    run = ForkedPython(
+        [sys.executable, "-c", launch], env=env, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL
+    )
     try:
         deadline = Deadline(20)
         while not (stores := list(tmp_path.glob("petatron-ranks-*/store"))):

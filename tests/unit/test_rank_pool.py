@@ -1,12 +1,16 @@
 """The pool itself: results come back in order, a failure shows the failing rank's traceback, a hang shows stacks."""
 
+import multiprocessing
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist import RankFailure, RankPool
+from tests.dist import PRELOADED, RankFailure, RankPool
+from tests.forked_python import run_forked
 
 
 def _sum_of_ranks() -> int:
@@ -43,3 +47,14 @@ def test_hang_shows_stacks():
     with pytest.raises(RankFailure, match="_hang_on_zero"):
         pool.run(_hang_on_zero, 2, timeout_s=1)
     pool.close()
+
+
+def test_commands_fork_with_their_imports_whoever_started_the_server(tmp_path: Path):
+    """`bench checkpoint` asks for processes with modules of its own, and where it came first every command imported the rest again."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["json"])
+    first = context.Process(target=time.sleep, args=(0,))
+    first.start()
+    first.join()
+    program = f"import sys; print(sorted(set({PRELOADED!r}) - set(sys.modules)))"
+    assert run_forked([sys.executable, "-c", program], cwd=tmp_path).stdout == "[]\n"

@@ -102,10 +102,14 @@ def ranks_of(agent: Any) -> list[int]:
 
 def test_ranks_of_torchrun_end_before_its_agent_kills_them(folder: Path) -> None:
     """The agent waits 30 s for ranks that it has signaled."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    launcher = [sys.executable, "-m", "tests.forking_launcher", "torch.distributed.run"]
     with (folder / "said").open("w") as said:
         agent = ForkedPython(
-            [*torchrun, "hanging.py", *FLAGS, "--dp", "2"], env=ENV, cwd=folder, stdout=said, stderr=subprocess.STDOUT
+            [*launcher, "--nproc_per_node=2", "--standalone", "hanging.py", *FLAGS, "--dp", "2"],
+            env=ENV,
+            cwd=folder,
+            stdout=said,
+            stderr=subprocess.STDOUT,
         )
         try:
             wait_until((folder / "hangs").exists, "the step that hangs", seconds=40)

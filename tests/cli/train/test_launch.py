@@ -40,12 +40,19 @@ def _run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedP
 def test_three_launchers_one_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """torchrun starts its ranks itself, from a process that has torch loaded; the next test starts all as users do."""
+    """All ranks are forked with torch loaded; the next test starts all as users do."""
     monkeypatch.chdir(tmp_path)
     flags = [*FLAGS, "--train-iters", "3"]
     assert main(["train", *flags]) == 0
     own = capfd.readouterr().out
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "tests.forking_launcher",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+    ]
     theirs = run_forked([*torchrun, str(ROOT / "pretrain_gpt.py"), *flags], cwd=tmp_path, env=ENV)
     slurm = {
         "SLURM_NTASKS": "2",
