@@ -37,6 +37,7 @@ from petatron.base.log import get_logger
 from petatron.base.safe_files import write_atomic
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE as SECRET
 from petatron.mesh.launch.shared_secret import check_secret
+from petatron.mesh.launch.translated_addresses import NETWORKS_VARIABLE, Network, parse_networks
 
 logger = get_logger(__name__)
 
@@ -127,6 +128,11 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
 def secret_from_env(env: Mapping[str, str] = os.environ) -> str | None:
     """Returns the secret of the run, if it was passed on."""
     return check_secret(env[SECRET]) if SECRET in env else None
+
+
+def trusted_networks_from_env(env: Mapping[str, str] = os.environ) -> tuple[Network, ...]:
+    """Returns the networks from which connections to gloo are taken for ranks'."""
+    return parse_networks(env.get(NETWORKS_VARIABLE, ""))
 
 
 def api_key_from_env(env: Mapping[str, str] = os.environ) -> str | None:

@@ -54,6 +54,10 @@ class _Connection:
             answers = self._receive(deadline)
         return decode_fields(answers[0])
 
+    @property
+    def own_address(self) -> str:
+        return self._socket.getsockname()[0]
+
     def close(self) -> None:
         self._socket.close()
 
@@ -80,6 +84,8 @@ class StoreStatus:
     host_process: int
     num_refused: int
     last_refused: str
+    seen_address: str
+    """The address of this process as the server sees it."""
 
 
 class SealedStore(dist.Store):
@@ -92,6 +98,8 @@ class SealedStore(dist.Store):
         self.set_timeout(timeout)
         self._locate, self._ask_secret = locate, secret
         self._proven: tuple[tuple[str, int], str] | None = None
+        self.own_address: str = ""
+        """The address from which this process reaches the server."""
         self._lock, self._idle = threading.Lock(), list[_Connection]()
         self._idle.append(self._connect(time.monotonic() + timeout.total_seconds()))
 
@@ -107,7 +115,7 @@ class SealedStore(dist.Store):
             try:
                 address, secret = self._proven or (self._locate(), self._ask_secret())
                 connection = _Connection(address, secret, max(0.1, deadline - time.monotonic()))
-                self._proven = address, secret
+                self._proven, self.own_address = (address, secret), connection.own_address
                 return connection
             except (OSError, LaunchError) as error:
                 if time.monotonic() + pause > deadline:
@@ -203,8 +211,10 @@ class SealedStore(dist.Store):
 
     def status(self) -> StoreStatus:
         """Asks the server which process hosts it, and how many strangers it has refused."""
-        process, num_refused, last_refused = self._request(Operation.STATUS, ())
-        return StoreStatus(int(process), int(num_refused), last_refused.decode(errors="replace"))
+        process, num_refused, last_refused, seen_address = self._request(Operation.STATUS, ())
+        return StoreStatus(
+            int(process), int(num_refused), last_refused.decode(errors="replace"), seen_address.decode(errors="replace")
+        )
 
     def close(self) -> None:
         """Closes the idle connections."""

@@ -212,8 +212,10 @@ class StoreServer:
             self._selector.unregister(connection.sock)
         connection.sock.close()
 
-    def _status(self) -> Sequence[bytes]:
-        return b"%d" % self._host_process, b"%d" % self._num_refused, self._last_refused.encode()
+    def _status(self, session: object) -> Sequence[bytes]:
+        assert isinstance(session, _Connection)
+        counts = b"%d" % self._host_process, b"%d" % self._num_refused
+        return *counts, self._last_refused.encode(), session.peer.encode()
 
 
 def main() -> None:
