@@ -21,13 +21,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from petatron.base.errors import LaunchError, PeerFailure
+from petatron.base.errors import LaunchError, OtherRunError, PeerFailure
 from petatron.base.log import get_logger
 from petatron.mesh.diagnose.failure_report import format_ranks
 from petatron.mesh.launch.connection_guard import GuardedStore
 from petatron.mesh.launch.environment import (
     SECRET,
     RankEnvironment,
+    record_joined_store,
     set_default_variables,
     trusted_networks_from_env,
 )
@@ -54,6 +55,7 @@ class Rendezvous:
         self._environment, self._world_size = environment, environment.world_size
         self._missing_ranks, self._num_refused = set(range(1, self._world_size)), 0
         self._trusted_networks, self._group_store = trusted_networks_from_env(), None
+        self._token = secrets.token_hex(16)
         try:
             self.store = open_store(environment, timeout)
         except dist.DistError as error:
@@ -73,6 +75,7 @@ class Rendezvous:
         """Returns when all ranks are here; raises when one has failed, or when some have not arrived in time."""
         started, pause, notice_s = time.monotonic(), _POLL_S[0], _NOTICE_S
         if self.rank:
+            self._claim_rank()
             self._report_translation()
             self.store.set(f"present/{self.rank}", str(self._world_size))
         while not (self._all_present() if self.rank == 0 else self.store.check(["admitted"])):
@@ -88,6 +91,7 @@ class Rendezvous:
                 notice_s *= 2
             time.sleep(pause)
             pause = min(_POLL_S[1], 1.5 * pause)
+        self._check_admission()
         self._export_secret()
         if self.rank == 0:
             self._warn_of_translations()
@@ -114,7 +118,7 @@ class Rendezvous:
         if self._missing_ranks:
             return False
         self.store.set("random", secrets.token_hex(8))
-        self.store.set("admitted", "")
+        self.store.set("admitted", str(self._world_size))
         return True
 
     def _warn_of_strangers(self) -> None:
@@ -129,6 +133,28 @@ class Rendezvous:
                 status.num_refused,
                 status.last_refused,
             )
+
+    def _claim_rank(self) -> None:
+        """Claims the number of this rank: where two runs share a port and a secret, their ranks must not mix."""
+        if not isinstance(self.store, SealedStore):
+            return
+        if self.store.compare_set(f"member/{self.rank}", "", self._token) != self._token.encode():
+            raise OtherRunError(
+                f"Another process is rank {self.rank} at {self._address} already. Two runs with the same secret use this address and port: "
+                "choose another one with --master-port or MASTER_PORT, or end the other run."
+            )
+
+    def _check_admission(self) -> None:
+        """Raises where rank 0 has admitted the ranks of another run; else records which run this process has joined."""
+        if not isinstance(self.store, SealedStore):
+            return
+        if (world_size := self._read("admitted")) != str(self._world_size):
+            raise OtherRunError(
+                f"Rank {self.rank} was started as one of {self._world_size} ranks, and rank 0 at {self._address} as one of {world_size}. "
+                "Start all with the same numbers of machines and of ranks per machine, and every run with a port of its own."
+            )
+        assert self.store.identity is not None
+        record_joined_store(self._environment, self.store.identity)
 
     def _report_translation(self) -> None:
         """Reports to rank 0 where its server sees this rank at another address than its own."""

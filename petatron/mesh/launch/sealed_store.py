@@ -55,6 +55,10 @@ class _Connection:
         return decode_fields(answers[0])
 
     @property
+    def server_identity(self) -> bytes:
+        return self._channel.server_identity
+
+    @property
     def own_address(self) -> str:
         return self._socket.getsockname()[0]
 
@@ -91,13 +95,23 @@ class StoreStatus:
 class SealedStore(dist.Store):
     """Keys and values of all ranks, for those who know the secret."""
 
-    def __init__(self, locate: Callable[[], tuple[str, int]], secret: Callable[[], str], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        locate: Callable[[], tuple[str, int]],
+        secret: Callable[[], str],
+        timeout: timedelta,
+        *,
+        identity: bytes | None = None,
+    ) -> None:
         """Connects within `timeout`. `locate` and `secret` return the address of the server and the secret of the run; they are
-        asked again until a server has proven itself, since those of an earlier run may still be there."""
+        asked again until a server has proven itself, since those of an earlier run may still be there. `identity` names the server where
+        this process has joined a run before: another one is another run's, and no request may reach it."""
         super().__init__()
         self.set_timeout(timeout)
         self._locate, self._ask_secret = locate, secret
         self._proven: tuple[tuple[str, int], str] | None = None
+        self.identity: bytes | None = identity
+        """The name of the server; set by the first connection."""
         self.own_address: str = ""
         """The address from which this process reaches the server."""
         self._lock, self._idle = threading.Lock(), list[_Connection]()
@@ -115,7 +129,13 @@ class SealedStore(dist.Store):
             try:
                 address, secret = self._proven or (self._locate(), self._ask_secret())
                 connection = _Connection(address, secret, max(0.1, deadline - time.monotonic()))
+                if connection.server_identity != (self.identity or connection.server_identity):
+                    connection.close()
+                    raise dist.DistNetworkError(
+                        f"Another run with the same secret listens at {address[0]}:{address[1]}."
+                    )
                 self._proven, self.own_address = (address, secret), connection.own_address
+                self.identity = connection.server_identity
                 return connection
             except (OSError, LaunchError) as error:
                 if time.monotonic() + pause > deadline:
