@@ -85,7 +85,6 @@ class _Connection:
 class StoreStatus:
     """What the server tells about itself."""
 
-    host_process: int
     num_refused: int
     last_refused: str
     seen_address: str
@@ -230,11 +229,9 @@ class SealedStore(dist.Store):
         return self
 
     def status(self) -> StoreStatus:
-        """Asks the server which process hosts it, and how many strangers it has refused."""
-        process, num_refused, last_refused, seen_address = self._request(Operation.STATUS, ())
-        return StoreStatus(
-            int(process), int(num_refused), last_refused.decode(errors="replace"), seen_address.decode(errors="replace")
-        )
+        """Asks the server how many strangers it has refused, and where it sees this process."""
+        num_refused, last_refused, seen_address = self._request(Operation.STATUS, ())
+        return StoreStatus(int(num_refused), *(text.decode(errors="replace") for text in (last_refused, seen_address)))
 
     def close(self) -> None:
         """Closes the idle connections."""

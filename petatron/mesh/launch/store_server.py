@@ -98,7 +98,7 @@ class StoreServer:
     """Accepts connections, admits those that prove themselves, and answers their requests from one table."""
 
     def __init__(self, listener: socket.socket, secret: str, *, host_process: int, identity: bytes) -> None:
-        """`host_process` is the process id of rank 0; by `identity` it recognizes its own server."""
+        """`host_process` is the process id of rank 0, with which the server ends; by `identity` rank 0 recognizes it."""
         self._listener, self._secret, self._host_process, self._identity = listener, secret, host_process, identity
         self._selector = selectors.DefaultSelector()
         self._unproven: dict[_Connection, None] = {}
@@ -225,8 +225,7 @@ class StoreServer:
 
     def _status(self, session: object) -> Sequence[bytes]:
         assert isinstance(session, _Connection)
-        counts = b"%d" % self._host_process, b"%d" % self._num_refused
-        return *counts, self._last_refused.encode(), session.peer.encode()
+        return b"%d" % self._num_refused, self._last_refused.encode(), session.peer.encode()
 
 
 def main() -> None:

@@ -33,8 +33,7 @@ class Operation(IntEnum):
     APPEND = 8
     WAIT = 9
     STATUS = 10
-    """The process that hosts the store, how many connections it has refused, where the last of them came from, and the address from which
-    whoever asks comes."""
+    """How many connections the server has refused, where the last of them came from, and the address from which whoever asks comes."""
 
 
 _REMEMBERED = (Operation.ADD, Operation.COMPARE_SET, Operation.APPEND)
