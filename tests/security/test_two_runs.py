@@ -19,7 +19,7 @@ from petatron.mesh.launch.rendezvous import Rendezvous, notify_peers
 from petatron.mesh.launch.sealed_store import SealedStore
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
 from petatron.mesh.launch.store_server import StoreServerProcess, bind_listener
-from tests.load_deadline import scaled
+from tests.load_deadline import scaled, wait_until
 
 SECRET = "correct horse battery"
 Place = Callable[..., RankEnvironment]
@@ -69,6 +69,33 @@ def test_a_rank_beyond_the_others_is_not_admitted(place: Place, late: timedelta)
     with pytest.raises(OtherRunError, match=r"one of 4 ranks, and rank 0 at .* as one of 2"):
         Rendezvous(place(3, 4)).wait_for_all_ranks(late)
     assert first.first_failure() is None
+
+
+def test_a_rank_that_waits_does_not_take_the_port_of_rank_0(
+    place: Place, late: timedelta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody listens yet and the kernel chooses that very port for the rank's end, it is connected with itself, and held the port."""
+    connect, num_tries = socket.create_connection, []
+
+    def with_itself(address: tuple[str, int], timeout: float) -> socket.socket:
+        if num_tries:
+            num_tries.append(1)
+            return connect(address, timeout)
+        one = socket.socket()
+        one.bind(address)
+        one.connect(address)
+        num_tries.append(1)
+        return one
+
+    monkeypatch.setattr(socket, "create_connection", with_itself)
+    monkeypatch.setattr(open_store, "_PORT_IN_USE_S", 2.0)
+    second = threading.Thread(target=lambda: Rendezvous(place(1), timeout=late).wait_for_all_ranks(late), daemon=True)
+    second.start()
+    wait_until(lambda: len(num_tries) > 0, "the first try")
+    first = Rendezvous(place(0))
+    first.wait_for_all_ranks(late)
+    second.join()
+    assert len(num_tries) > 1
 
 
 @pytest.fixture

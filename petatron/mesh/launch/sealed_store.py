@@ -8,8 +8,10 @@ from a pool: one that waits for a key blocks nobody else.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +38,11 @@ class _Connection:
         self._socket = socket.create_connection(address, timeout=timeout_s)
         self._channel = ClientChannel(secret)
         try:
+            if self._socket.getsockname() == self._socket.getpeername():
+                # Nobody listens yet, and the kernel chose the server's own port for this end: TCP connects a socket with itself. While
+                # it is open, or closed in the usual way a minute ago, rank 0 cannot listen there; so it is closed by a reset.
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             deadline = time.monotonic() + min(timeout_s, _HANDSHAKE_S)
