@@ -43,8 +43,8 @@ test-crash: $(VENV)/dev  ## the long form of the crash tests: training is killed
 test-attacks: $(VENV)/dev  ## attacks on launch, files and server, long forms too (as root also by another user, and between network namespaces)
 	$(BIN)/python -m pytest -m 'not gpu and not nccl' tests/security
 
-test-fuzz: $(VENV)/dev  ## mutated files of every kind for half an hour; MINUTES=5, KIND=dataset, JOBS=4, FIRST=1000000 (other cases)
-	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),30) --jobs $(or $(JOBS),2) --kind $(or $(KIND),all) --first $(or $(FIRST),0)
+test-fuzz: $(VENV)/dev  ## mutated files of every kind for half an hour; MINUTES=5 or CASES=100000, KIND=dataset, JOBS=4, FIRST=1000000 (other cases)
+	$(BIN)/python -m tests.fuzz $(if $(CASES),--cases $(CASES),--minutes $(or $(MINUTES),30)) --jobs $(or $(JOBS),2) --kind $(or $(KIND),all) --first $(or $(FIRST),0)
 
 test-gpu:  ## GPU checks, with the Python and packages of the machine
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu and not slow" tests/gpu tests/kernels tests/unit/layers

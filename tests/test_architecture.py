@@ -287,7 +287,7 @@ FILES = "petatron/base/safe_files.py"
 ASKS_WHO_IT_IS = {
     "petatron/mesh/launch/local_launcher.py": "so that ranks can notice that their launcher is gone",
     "petatron/mesh/launch/store_server.py": "so that the server can notice that rank 0 is gone",
-    "petatron/mesh/launch/open_store.py": "so that rank 0 recognizes its own server",
+    "petatron/mesh/launch/environment.py": "so that a rank tells what it has joined from what its parent has",
 }
 REMOVES_TREES = ("rmtree", "rmdir", "removedirs")
 WRITES = ("write_text", "write_bytes", "save_file", "mkstemp", "mktemp", "NamedTemporaryFile")

@@ -30,6 +30,12 @@ class PeerFailure(LaunchError):
     echo = True
 
 
+class OtherRunError(LaunchError):
+    """Where this rank would join, another run is; that one is not told of this rank's failure."""
+
+    echo = True
+
+
 class RunFolderError(PetatronError):
     """The folder of a run cannot be read, or what was drawn from it cannot be written."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.fuzz.kinds import KINDS, PLANTED, make_kind
+from tests.fuzz.kinds import KINDS, LACKING, PLANTED, make_kind
 from tests.fuzz.manager import Results, fuzz
 from tests.fuzz.mutate import make_case
 from tests.fuzz.worker import Failure, repeat
@@ -36,9 +37,10 @@ def keep(failures: list[Failure], folder: Path = CORPUS) -> list[Path]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     add = parser.add_argument
-    add("--minutes", type=float, default=30.0)
+    add("--minutes", type=float, help="how long; 30 where --cases is not given either")
+    add("--cases", type=int, help="how many of every kind, from --first on: the same ones whichever machine runs them")
     add("--jobs", type=int, default=2)
-    add("--kind", choices=(*KINDS, PLANTED, "all"), default="all")
+    add("--kind", choices=(*KINDS, *LACKING, PLANTED, "all"), default="all")
     add("--first", type=int, default=0, help="number of the first case, to go on where another run ended")
     add("--case", nargs="+", metavar="KIND:NUMBER", help="repeat these, or files of the corpus, with tracebacks")
     add(
@@ -52,9 +54,17 @@ def main(argv: list[str]) -> int:
         return _repeat([Path(case) if case.endswith(".json") else case for case in options.case], every=True)
     if options.suite:
         return _repeat([*(f"{kind}:{n}" for kind in KINDS for n in range(SUITE_CASES)), *sorted(CORPUS.glob("*.json"))])
+    if options.kind in LACKING:
+        parser.error(f"{options.kind} needs packages that are not installed: {', '.join(LACKING[options.kind])}")
     names = list(KINDS) if options.kind == "all" else [options.kind]
-    results = fuzz(names, jobs=options.jobs, seconds=60 * options.minutes, first=options.first)
+    cases = math.inf if options.cases is None else options.cases
+    minutes = options.minutes or (math.inf if options.cases else 30.0)
+    results = fuzz(names, jobs=options.jobs, seconds=60 * minutes, first=options.first, cases=cases)
     print(results.table())
+    if options.kind == "all" and LACKING:
+        print(
+            "left out, for lack of packages: " + "; ".join(f"{kind} ({', '.join(LACKING[kind])})" for kind in LACKING)
+        )
     if results.failures:
         _report(results, kept=not options.no_keep)
     return 1 if results.failures else 0

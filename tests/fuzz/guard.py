@@ -19,6 +19,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from tests.load_deadline import Deadline
+
 CPU_S = 3.0
 """The time that a case may take."""
 GROWTH_BYTES = 2 << 30
@@ -41,6 +43,7 @@ _PATHS: dict[str, tuple[tuple[int, int | None], ...]] = {
     None),), "shutil.rmtree": ((0, 1),),
     "shutil.chown": ((0, None),),
 }  # fmt: skip
+_INSTALLED = (sys.prefix, sys.base_prefix, "<frozen ", str(Path(__file__).parents[2]))
 
 
 class Forbidden(BaseException):
@@ -61,6 +64,7 @@ class Guard:
     broken: list[str] = field(default_factory=list)
     cpu_s: float = 0.0
     growth_bytes: int = 0
+    deadline: Deadline = field(default_factory=lambda: Deadline(0.0))
 
     def install(self) -> None:
         """From now on, and for the life of the process; imports are over, so that memory may grow by the bound and no further."""
@@ -72,11 +76,12 @@ class Guard:
 
     @contextmanager
     def watched(self, wall_s: float) -> Iterator[None]:
-        """While a door is open; afterwards `broken` says what it did that it may not do."""
+        """While a door is open, for so many seconds of an idle machine; afterwards `broken` says what it did that it may not do."""
         self.broken.clear()
         Path("/proc/self/clear_refs").write_text("5")  # from here on the peak is this case's
         before, started = _status("VmRSS"), time.process_time()
-        signal.setitimer(signal.ITIMER_REAL, wall_s)
+        self.deadline = Deadline(wall_s)
+        signal.setitimer(signal.ITIMER_REAL, wall_s, wall_s / 4)
         self.active = True
         try:
             yield
@@ -96,7 +101,7 @@ class Guard:
         return found
 
     def _alarm(self, number: int, frame: FrameType | None) -> None:
-        if self.active:
+        if self.active and self.deadline.is_over:
             raise TooLong("it did not come back")
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -107,9 +112,7 @@ class Guard:
         elif event in _PATHS:
             for path, folder in _PATHS[event]:
                 self._check(event, arguments[path], arguments[folder] if folder is not None else -1, follow=False)
-        elif (event in _NEVER and not _importing()) or (
-            event == "exec" and not _known(arguments[0]) and not _importing()
-        ):
+        elif _is_forbidden(event, arguments) and not _importing():
             self._forbid(event, arguments)
 
     def _opened(self, path: Any, mode: str | None, flags: int) -> None:
@@ -141,12 +144,33 @@ def _in(path: str, folder: Path) -> bool:
     return path == str(folder) or path.startswith(f"{folder}/")
 
 
-def _known(code: object) -> bool:
-    """Code of an installed file, as importing and generated classes run it."""
-    name = code.co_filename if isinstance(code, CodeType) else ""
-    if name in ("<template>", "<unknown>"):  # what jinja2 makes of a template, which its sandbox bounds
-        return True
-    return name.startswith((sys.prefix, sys.base_prefix, "<frozen ", str(Path(__file__).parents[2])))
+def _is_forbidden(event: str, arguments: tuple[Any, ...]) -> bool:
+    if event == "exec":  # asked for this one alone: a look at frames is an event of its own
+        return not _known(arguments[0], sys._getframe(2))
+    return event in _NEVER
+
+
+def _known(code: object, caller: FrameType) -> bool:
+    """Code of an installed file, as importing and generated classes run it, or what jinja2 makes of a template in its sandbox."""
+    if not isinstance(code, CodeType):
+        return False
+    return code.co_filename.startswith(_INSTALLED) or _is_of_jinja(code, caller)
+
+
+def _is_of_jinja(code: CodeType, caller: FrameType) -> bool:
+    """Whether `caller`, which runs the code, is jinja2's own function for it; names of files prove nothing, since anybody may compile under
+    any. Either it is a template that an environment has just compiled, and that environment is a sandbox, which bounds it; or the one
+    statement that raises an error again, as if it came from a line of the template."""
+    environment, debug = sys.modules.get("jinja2.environment"), sys.modules.get("jinja2.debug")
+    if environment is None or debug is None or caller.f_locals.get("code") is not code:
+        return False
+    if caller.f_code is environment.Template.from_code.__func__.__code__:
+        is_compiled_there = (
+            caller.f_back is not None and caller.f_back.f_code is environment.Environment.from_string.__code__
+        )
+        sandbox = sys.modules["jinja2.sandbox"].SandboxedEnvironment
+        return is_compiled_there and isinstance(caller.f_locals["environment"], sandbox)
+    return caller.f_code is debug.fake_traceback.__code__ and code.co_names == ("__jinja_exception__",)
 
 
 def _importing() -> bool:

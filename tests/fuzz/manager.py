@@ -10,9 +10,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.fuzz.worker import Failure, Tally, serve
+from tests.load_deadline import Deadline
 
-HUNG_S = 30.0
-"""A worker that has been at one case for so long is beyond its own alarm, and is ended."""
+HUNG_S = 90.0
+"""A worker that has been at one case for so long is beyond its own alarm (`Kind.wall_s`), and is ended."""
 _START_S = 300.0
 _SHOWN_OF_A_CAUSE = 2
 
@@ -75,7 +76,8 @@ class Worker:
         self.process = self._context.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
         other.close()
-        self.ready, self.started = False, time.monotonic()
+        self.ready, self._start_deadline = False, Deadline(_START_S)
+        self._since, self._case_deadline = 0.0, Deadline(self.hung_s)
 
     def poll(self, results: Results) -> None:
         """Takes reports; ends and replaces a process that is stuck or gone."""
@@ -84,8 +86,7 @@ class Worker:
         if self.done:
             return
         kind, number, since = self.now[:]
-        stuck = bool(since) and time.monotonic() - since > self.hung_s
-        late = not self.ready and time.monotonic() - self.started > _START_S
+        stuck, late = self._is_stuck(since), not self.ready and self._start_deadline.is_over
         if alive and not stuck and not late:
             return
         self.process.kill()
@@ -103,12 +104,18 @@ class Worker:
         self.nexts[name] = int(number) + self.stride
         self._start()
 
+    def _is_stuck(self, since: float) -> bool:
+        """Whether the case that began then has had its time, in seconds of an idle machine."""
+        if since != self._since:
+            self._since, self._case_deadline = since, Deadline(self.hung_s)
+        return bool(since) and self._case_deadline.is_over
+
     def stop(self, results: Results) -> None:
         """Lets it end the case it is at."""
         if not self.done:
             self.pipe.send("stop")
-        until = time.monotonic() + self.hung_s
-        while not self.done and self.process.is_alive() and time.monotonic() < until:
+        deadline = Deadline(self.hung_s)
+        while not self.done and self.process.is_alive() and not deadline.is_over:
             self._hear(results)
             time.sleep(0.05)
         self._hear(results)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_python import run_forked
-from tests.fuzz.__main__ import SUITE_CASES
+from tests.fuzz.__main__ import SUITE_CASES, main
 from tests.fuzz.kind import Case, Change, Kind
 from tests.fuzz.kinds import KINDS, PLANTED
 from tests.fuzz.kinds.planted import make
@@ -28,6 +28,10 @@ EXPECTED = {
     "start": "forbidden: subprocess",
     "connect": "forbidden: socket",
     "code": "forbidden: exec",
+    "forged": "forbidden: exec",
+    "unknown": "forbidden: exec",
+    "plain": "forbidden: exec",
+    "helper": "forbidden: exec",
     "accept": "opened with other content than a digest covers",
     "escape": "printed control characters",
     "copy": "leaked: the secret is in",
@@ -45,8 +49,8 @@ def test_mutated_files_are_opened_or_refused_and_nothing_else():
 
 
 def test_whoever_breaks_a_rule_is_found():
-    results = fuzz([PLANTED], jobs=1, seconds=60, cases=100, hung_s=2.0)
-    assert results.tallies[PLANTED].cases >= 100
+    results = fuzz([PLANTED], jobs=1, seconds=scaled(60), cases=130, hung_s=2.0)
+    assert results.tallies[PLANTED].cases >= 130
     assert results.tallies[PLANTED].refused, "the door that refuses is no failure"
     found: dict[str, set[str]] = {}
     for failure in results.failures:
@@ -100,3 +104,11 @@ def test_sealed_cases_are_made_from_the_inner_files():
         from tests.fuzz.mutate.tables import mutate_npy
 
         mutate_npy(b"no array", None)  # type: ignore[arg-type]
+
+
+def test_a_number_of_cases_is_the_same_cases_in_any_number_of_processes(capsys: pytest.CaptureFixture[str]):
+    counts = []
+    for jobs in (1, 3):
+        assert main(["--kind", "rendezvous", "--cases", "40", "--first", "7", "--jobs", str(jobs), "--no-keep"]) == 0
+        counts.append(capsys.readouterr().out.splitlines()[-1].split()[1:4])
+    assert counts[0] == counts[1] and counts[0][0] == "40"

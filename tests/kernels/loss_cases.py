@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.vocab_parallel_cross_entropy import AllReduce, VocabColumns, WriteWeightGrad
+from tests.load_deadline import scaled
 
 Result = TypeVar("Result")
 
@@ -43,7 +44,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._barrier = threading.Barrier(count, timeout=20)
+        self._barrier = threading.Barrier(count, timeout=scaled(20))
         self._slots: list[Tensor] = [torch.empty(0)] * count
         self._turn = threading.Lock()
 

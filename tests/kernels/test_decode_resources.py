@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.load_deadline import scaled
+
 HOPPER = 90
 SHARED_BYTES = 227 * 1024
 """What one program may have on a Hopper GPU; two programs share 228 KB, of which each takes 1 KB for itself."""
@@ -38,7 +40,7 @@ def test_programs_fit_on_a_multiprocessor(tmp_path: Path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", __name__], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", __name__], env=environment, capture_output=True, text=True, timeout=scaled(600)
     )
     assert done.returncode == 0, done.stderr
     shared: dict[str, int] = json.loads(done.stdout)

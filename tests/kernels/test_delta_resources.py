@@ -20,6 +20,7 @@ import pytest
 
 from tests.kernels.test_decode_resources import HOPPER, SHARED_BYTES
 from tests.kernels.uniform_registers import unwritten_reads
+from tests.load_deadline import scaled
 
 SHARED_KERNELS = {
     "_gate_rows",
@@ -58,7 +59,11 @@ def test_programs_fit_on_a_multiprocessor_and_read_what_they_wrote(
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     arguments = [rule, dtype, sizes, "packed" if packed else "whole"]
     done = subprocess.run(
-        [sys.executable, "-m", __name__, *arguments], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", __name__, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=scaled(600),
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, tuple[int, list[str]]] = json.loads(done.stdout)

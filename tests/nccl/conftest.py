@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.dist import RankPool
+from tests.load_deadline import scaled
 
 RANKS = 8
 
@@ -51,7 +52,7 @@ def multi_process_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
     subprocess.run([daemon, "-d"], check=False)
     yield
-    subprocess.run([daemon], input="quit\n", text=True, check=False, timeout=30)
+    subprocess.run([daemon], input="quit\n", text=True, check=False, timeout=scaled(30))
 
 
 @pytest.fixture(scope="session")

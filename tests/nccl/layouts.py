@@ -19,6 +19,7 @@ from petatron.verify.matrix import MatrixEntry
 from petatron.verify.trace import StepTrace, record_steps
 from petatron.verify.verify import plan_verification
 from tests.dist import RankPool
+from tests.load_deadline import scaled
 
 WIDE = (
     "--hidden-size 512 --num-attention-heads 8 --num-query-groups 4 --ffn-hidden-size 768 --seq-length 2048 --vocab-size 1031 "
@@ -65,7 +66,9 @@ def mesh_of(run: RunConfig) -> ParallelMesh:
     """This rank's mesh over NCCL; alone, it has no groups."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     device = torch.device("cuda", torch.cuda.current_device())
-    return ParallelMesh(Layout.from_config(run.parallel), rank, device=device, backend="nccl", timeout_minutes=1.0)
+    return ParallelMesh(
+        Layout.from_config(run.parallel), rank, device=device, backend="nccl", timeout_minutes=scaled(60) / 60
+    )
 
 
 def train(runs: list[RunConfig]) -> tuple[list[list[StepTrace]], int]:

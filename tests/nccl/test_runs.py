@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.load_deadline import scaled, within
+
 ROOT = Path(__file__).parent.parent.parent
 SHARED = -(-4 // max(1, torch.cuda.device_count()))
 FLAGS = (
@@ -36,7 +38,7 @@ def command(words: str, folder: Path) -> list[str]:
 
 
 def train(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(words, folder), env=ENV, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command(words, folder), env=ENV, capture_output=True, text=True, timeout=scaled(150))
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -89,11 +91,9 @@ def test_a_killed_rank_ends_the_run_at_once_and_it_resumes_bitwise(tmp_path: Pat
         read_until(process, "iteration        7/")
         children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
         os.kill(int(sorted(children, key=int)[2]), signal.SIGKILL)
-        killed = time.monotonic()
-        assert process.wait(timeout=60) == 128 + signal.SIGKILL
-        took = time.monotonic() - killed
+        with within(15, "the end of the run after the death of a rank"):
+            assert process.wait(timeout=scaled(60)) == 128 + signal.SIGKILL
         report = process.stderr.read() if process.stderr else ""
-    assert took < 15, f"{took:.0f} s"
     assert "Rank 2 of 4 failed first: it was ended by SIGKILL" in report, report
     train(f"{words} --train-iters 8 --load {tmp_path / 'killed'} --ckpt-step 4", tmp_path / "resumed")
     assert state_files(tmp_path / "resumed", 8) == state_files(tmp_path / "whole", 8)
@@ -126,7 +126,7 @@ def test_a_hung_rank_is_named_before_nccl_ends_the_others(tmp_path: Path):
         "import sys; from petatron.mesh.launch.local_launcher import run_ranks;"
         f"sys.exit(run_ranks([sys.executable, {str(tmp_path / 'faulty.py')!r}, *{words!r}], nproc=4))"
     )
-    done = subprocess.run([sys.executable, "-c", launch], env=ENV, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", launch], env=ENV, capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode != 0
     assert re.search(r"Rank 2 did not arrive at a collective over \w+ \(ranks 0-3\): \d+ collectives", done.stderr), (
         done.stderr
@@ -139,7 +139,7 @@ def test_ctrl_c_saves_and_ends_also_in_an_evaluation(tmp_path: Path):
         read_until(process, "iteration        2/")
         time.sleep(2)  # the evaluation has begun
         process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
+        process.wait(timeout=scaled(30))
     assert (tmp_path / "latest").read_text().strip() == "step-00000002"
 
 
@@ -166,14 +166,14 @@ def test_ranks_that_share_a_gpu_by_accident_are_told(tmp_path: Path):
         pytest.skip("every rank has a GPU of its own here")
     words = command("--dp 2 --train-iters 1", tmp_path)
     words[words.index("--ranks-per-device") + 1] = "1"
-    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=scaled(100))
     assert done.returncode != 0 and "--ranks-per-device" in done.stderr, done.stderr
 
 
 def test_the_doctor_gives_a_verdict_within_two_minutes(tmp_path: Path):
-    started = time.monotonic()
     words = [sys.executable, "-m", "petatron", "doctor", "--nccl", "--json", str(tmp_path / "found.json")]
-    done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=120)
+    with within(120, "the verdict"):
+        done = subprocess.run(words, env=ENV, capture_output=True, text=True, timeout=scaled(120))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "VERDICT: communication over nccl works" in done.stdout and time.monotonic() - started < 120
+    assert "VERDICT: communication over nccl works" in done.stdout
     assert not QUIET.search(done.stderr), done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
+from tests.load_deadline import scaled
 from tests.nccl.test_runs import ENV, FLAGS, QUIET, losses, train
 
 ADDRESS = "127.0.0.2"
@@ -44,7 +45,7 @@ def test_two_launchers_train_as_one_does(tmp_path: Path, layout: str):
         for node in range(2)
     ]
     try:
-        said = [machine.communicate(timeout=150) for machine in machines]
+        said = [machine.communicate(timeout=scaled(150)) for machine in machines]
     finally:
         for machine in machines:
             machine.kill()

@@ -21,6 +21,7 @@ import pytest
 from petatron.mesh.launch.local_launcher import run_ranks
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
 from tests.forked_python import run_forked
+from tests.load_deadline import Deadline, wait_until
 from tests.security.test_strangers import listening
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,9 +132,9 @@ class Launchers:
             thread.start()
 
     def wait_for(self, *names: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = Deadline(60)
         while not all((self.folder / name).exists() for name in names):
-            assert time.monotonic() < deadline and any(thread.is_alive() for thread in self.threads), names
+            assert not deadline.is_over and any(thread.is_alive() for thread in self.threads), names
             time.sleep(0.02)
 
     def end(self) -> list[int]:
@@ -196,6 +197,54 @@ def test_whoever_only_scans_ports_disturbs_nobody(program: Path) -> None:
         codes = run.end()
         stranger.communicate()
     assert codes == [0, 0] and run.totals() == [TOTALS, TOTALS]
+
+
+GROUP_PROGRAM = """
+import os, pathlib, sys, time
+import torch, torch.distributed as dist
+from datetime import timedelta
+from petatron.mesh.launch.environment import interface_variables, read_environment, set_default_variables
+from petatron.mesh.launch.rank_exit import run_rank_main
+from petatron.mesh.launch.rendezvous import Rendezvous
+here = pathlib.Path(sys.argv[1])
+def main():
+    place = read_environment()
+    set_default_variables(interface_variables(place))
+    meeting = Rendezvous(place)
+    if place.rank:
+        (here / f"joined-{place.rank}").write_text(str(os.getpid()))
+        while not (here / "go").exists():
+            time.sleep(0.02)
+    else:
+        (here / "joined-0").write_text(str(os.getpid()))
+    with meeting.process_group("case", 2, timeout_minutes=0.2):
+        x = torch.full((4,), float(place.rank))
+        dist.all_reduce(x)
+        (here / f"totals-{place.rank}").write_text("[]")
+    return 0
+sys.exit(run_rank_main(main))
+"""
+
+
+@needs_root
+@needs_linux
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_stranger_at_a_group_beside_the_default_one_is_cut_off(
+    program: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The groups of `petatron verify`: rank 0 listens while rank 1 is not there yet, and a stranger says to be it."""
+    (program / "program.py").write_text(GROUP_PROGRAM)
+    run = Launchers(program, nnodes=1)
+    run.wait_for("joined-0", "joined-1")
+    first = int((program / "joined-0").read_text())
+    wait_until(lambda: bool(listening([first])), "gloo's listener", seconds=30)
+    ports = [port for _, port in listening([first])]
+    code = GLOO_ATTACK.format(nobody=NOBODY, ports=ports, numbers=[0, 1])
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as stranger:
+        assert stranger.stdout is not None and stranger.stdout.readline().startswith("holds")
+        (program / "go").touch()
+        run.end()
+    assert "is no rank of this run connected to gloo's port" in capfd.readouterr().err
 
 
 def gloo_attack(run: Launchers, numbers: list[int | None]) -> subprocess.Popen[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
+from tests.load_deadline import Deadline, scaled
 from tests.security.test_rank_takeover import NOBODY, PROGRAM, TOTALS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,9 +85,9 @@ def start_ranks(folder: Path) -> list[subprocess.Popen[str]]:
 
 
 def wait_for(folder: Path, ranks: list[subprocess.Popen[str]], *names: str) -> None:
-    deadline = time.monotonic() + 120
+    deadline = Deadline(120)
     while not all((folder / name).exists() for name in names):
-        assert time.monotonic() < deadline and all(rank.poll() is None for rank in ranks), names
+        assert not deadline.is_over and all(rank.poll() is None for rank in ranks), names
         time.sleep(0.02)
 
 
@@ -101,7 +102,7 @@ def listeners(machine: int) -> list[tuple[str, int]]:
 
 def finish(folder: Path, ranks: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
     (folder / "end").touch()
-    said = "".join(rank.communicate(timeout=120)[1] for rank in ranks)
+    said = "".join(rank.communicate(timeout=scaled(120))[1] for rank in ranks)
     return [rank.returncode for rank in ranks], said
 
 

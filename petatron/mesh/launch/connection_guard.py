@@ -6,7 +6,8 @@ other end of a connection that a rank has opened. So while ranks connect, this g
 
 - The other end is on this machine: the kernel tells whose socket it is. It has to be this user's.
 - It is on another machine: the rank that opened the connection claims its two ends in the store of the launch, which only ranks can write
-  to. A connection that nobody claims within `_CLAIM_S` is not a rank's.
+  to. A connection that nobody claims within `_CLAIM_S` is not a rank's, unless it comes from a network that the user trusts, as is
+  needed where addresses are translated on the way (`translated_addresses.py`).
 
 All others are shut down. gloo drops one that has not said which rank it is; where a stranger had already taken the place of a rank, the
 first collective with it fails, and so does the run, instead of going on with a stranger in it.
@@ -25,6 +26,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -32,6 +34,7 @@ import torch.distributed as dist
 
 from petatron.base.log import get_logger
 from petatron.mesh.launch.socket_owner import Endpoint, owner_of_socket
+from petatron.mesh.launch.translated_addresses import Network, advice, is_trusted
 
 _log = get_logger(__name__)
 _CLAIM_S = 10.0
@@ -51,11 +54,11 @@ class _Connection:
     @property
     def claim(self) -> str:
         """The key by which the rank that opened the connection claims it."""
-        return f"connection/{self.own[0]}:{self.own[1]}/{self.other[0]}:{self.other[1]}"
+        return f"connection/{_format_end(self.own)}/{_format_end(self.other)}"
 
     @property
     def claim_of_other_end(self) -> str:
-        return f"connection/{self.other[0]}:{self.other[1]}/{self.own[0]}:{self.own[1]}"
+        return f"connection/{_format_end(self.other)}/{_format_end(self.own)}"
 
     @property
     def is_within_machine(self) -> bool:
@@ -65,9 +68,9 @@ class _Connection:
 class ConnectionGuard:
     """Watches the connections of gloo in this process."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, trusted_networks: Sequence[Network] = ()) -> None:
         """`store` is that of the launch, for the claims."""
-        self._store, self._wake = store, threading.Event()
+        self._store, self._trusted_networks, self._wake = store, trusted_networks, threading.Event()
         self._lock, self._check_lock = threading.Lock(), threading.Lock()
         self._published, self._asked = b"", list[bytes]()
         self._known: dict[int, bool] = {}
@@ -145,6 +148,7 @@ class ConnectionGuard:
         elif any(other_bytes in value for value in asked):
             if not connection.is_within_machine:
                 self._store.set(connection.claim, "")
+                self._store.append(_claims_key(other), f"{_format_end(own)} ")
             self._settle(inode, True)
         else:
             self._settle(inode, False)
@@ -154,6 +158,8 @@ class ConnectionGuard:
         if connection.is_within_machine:
             owner = owner_of_socket(connection.other, connection.own)  # none: it has ended there
             is_of_rank, is_settled = owner == os.geteuid(), owner is not None or is_late
+        elif is_trusted(connection.other[0], self._trusted_networks):
+            is_of_rank = is_settled = True
         else:
             is_of_rank = self._store.check([connection.claim_of_other_end])
             is_settled = is_of_rank or is_late
@@ -162,12 +168,22 @@ class ConnectionGuard:
         del self._pending[connection.inode]
         self._settle(connection.inode, is_of_rank)
         if not is_of_rank:
-            _log.error(
-                "a process at %s that is no rank of this run connected to gloo's port %d; the connection was cut",
-                connection.other[0],
-                connection.own[1],
-            )
+            _log.error(self._describe_stranger(connection))
             _cut(connection.descriptor)
+
+    def _describe_stranger(self, connection: _Connection) -> str:
+        address, port = connection.other[0], connection.own[1]
+        text = f"a process at {address} that is no rank of this run connected to gloo's port {port}; the connection was cut"
+        if connection.is_within_machine or not self._store.check([_claims_key(connection.own)]):
+            return text
+        arrived = {_format_end(other) for own, other in _connections() if own == connection.own}
+        absent = set(self._store.get(_claims_key(connection.own)).decode().split()) - arrived
+        if not absent:
+            return text
+        return (
+            f"{text}. Ranks have opened connections to this port from {', '.join(sorted(absent))}, and none arrived from there: if it was "
+            f"one of these, its address was translated on the way (NAT). {advice([address])}"
+        )
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
@@ -179,6 +195,23 @@ def _sockets() -> Iterator[tuple[int, int]]:
             continue
         if stat.S_ISSOCK(status.st_mode):
             yield status.st_ino, int(name)
+
+
+def _connections() -> Iterator[tuple[Endpoint, Endpoint]]:
+    """Yields both ends of this process's TCP connections."""
+    for _, descriptor in _sockets():
+        with suppress(OSError):
+            if (ends := _ends(descriptor)) is not None:
+                yield ends[:2]
+
+
+def _format_end(end: Endpoint) -> str:
+    return f"{end[0]}:{end[1]}"
+
+
+def _claims_key(listener: Endpoint) -> str:
+    """Returns the key of all claims to connections with a listener."""
+    return f"connections/{_format_end(listener)}"
 
 
 def _ends(descriptor: int) -> tuple[Endpoint, Endpoint, bytes, bytes] | None:
@@ -226,9 +259,9 @@ def _cut(descriptor: int) -> None:
 class GuardedStore(dist.Store):
     """A store that tells a guard of the addresses that gloo publishes and asks for."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, trusted_networks: Sequence[Network] = ()) -> None:
         super().__init__()
-        self._store, self._guard = store, ConnectionGuard(store)
+        self._store, self._guard = store, ConnectionGuard(store, trusted_networks)
         self.set_timeout(store.timeout)
 
     def set(self, key: str, value: str | bytes) -> None:

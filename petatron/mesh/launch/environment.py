@@ -25,6 +25,7 @@ from typing import Literal
 from petatron.base.errors import LaunchError
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE as SECRET
 from petatron.mesh.launch.shared_secret import check_secret
+from petatron.mesh.launch.translated_addresses import NETWORKS_VARIABLE, Network, parse_networks
 
 Launcher = Literal["petatron", "torchrun", "slurm", "single"]
 Backend = Literal["gloo", "nccl", "fake"]
@@ -35,6 +36,8 @@ STARTED_BY = "PETATRON_STARTED_BY"
 """Tells ranks of our own launcher from torchrun's, whose variables both have."""
 API_KEY_VARIABLE = "PETATRON_API_KEY"
 IMPORT_VARIABLE = "PETATRON_IMPORT"
+JOINED_STORE = "PETATRON_JOINED_STORE"
+"""In a rank that has joined a run: which process, at which address, and the name of the store's server there."""
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Step ids from here up are not made by srun: 0xfffffffa is an interactive step, then come batch, extern and pending.
 FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
@@ -111,6 +114,27 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
 def secret_from_env(env: Mapping[str, str] = os.environ) -> str | None:
     """Returns the secret of the run, if it was passed on."""
     return check_secret(env[SECRET]) if SECRET in env else None
+
+
+def trusted_networks_from_env(env: Mapping[str, str] = os.environ) -> tuple[Network, ...]:
+    """Returns the networks from which connections to gloo are taken for ranks'."""
+    return parse_networks(env.get(NETWORKS_VARIABLE, ""))
+
+
+def record_joined_store(environment: RankEnvironment, identity: bytes) -> None:
+    """Records the run that this process has joined, for those who open the store again to report a failure."""
+    os.environ[JOINED_STORE] = f"{_joined_place(environment)}/{identity.hex()}"
+
+
+def joined_store_from_env(environment: RankEnvironment, env: Mapping[str, str] = os.environ) -> bytes | None:
+    """Returns the name of the store that this process has joined, if it has; what a parent left in the environment does not count."""
+    place, _, identity = env.get(JOINED_STORE, "").rpartition("/")
+    return bytes.fromhex(identity) if place == _joined_place(environment) else None
+
+
+def _joined_place(environment: RankEnvironment) -> str:
+    place = environment.rank, environment.restart_count, environment.master_addr, environment.master_port
+    return " ".join(map(str, (os.getpid(), *place)))
 
 
 def api_key_from_env(env: Mapping[str, str] = os.environ) -> str | None:

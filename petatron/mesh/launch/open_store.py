@@ -27,7 +27,7 @@ import torch.distributed as dist
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
 from petatron.base.safe_files import is_private_folder
-from petatron.mesh.launch.environment import STORE_FILE, RankEnvironment
+from petatron.mesh.launch.environment import STORE_FILE, RankEnvironment, joined_store_from_env
 from petatron.mesh.launch.sealed_store import SealedStore
 from petatron.mesh.launch.shared_secret import (
     SECRET_VARIABLE,
@@ -36,7 +36,7 @@ from petatron.mesh.launch.shared_secret import (
     wait_for_secret,
     write_secret,
 )
-from petatron.mesh.launch.store_server import StoreServerProcess, bind_listener
+from petatron.mesh.launch.store_server import StoreServerProcess, bind_listener, own_identity
 
 _log = get_logger(__name__)
 _LOOPBACK = "127.0.0.1"
@@ -47,7 +47,10 @@ _AGENT_POLL_S = 0.05
 
 
 def open_store(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
-    """Opens the store; rank 0 starts the server where there is none yet. Waits for rank 0 for at most `timeout`."""
+    """Opens the store; rank 0 starts the server where there is none yet. Waits for rank 0 for at most `timeout`.
+
+    A process that has joined a run opens the store of that run and no other, also where a new run has taken its address.
+    """
     if environment.store_file is not None:
         return _open_file(environment.store_file, timeout)
     agent = None if environment.restart_count is None else _open_agent_store(environment, timeout)
@@ -55,7 +58,8 @@ def open_store(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
     if environment.rank == 0:
         store = _open_server(environment, agent, secret)
     else:
-        store = SealedStore(_locator(environment, agent, timeout), secret, timeout)
+        identity = joined_store_from_env(environment)
+        store = SealedStore(_locator(environment, agent, timeout), secret, timeout, identity=identity)
     store.set_timeout(timeout)
     return store
 
@@ -181,11 +185,9 @@ def _own_store(environment: RankEnvironment, port: int, secret: Callable[[], str
     """Returns the store of the server at this port, if this process has started it."""
     for host in dict.fromkeys((_bind_host(environment) or _LOOPBACK, _LOOPBACK)):
         try:
-            store = SealedStore(lambda host=host: (host, port), secret, _OWN_SERVER_TIMEOUT)
+            return SealedStore(lambda host=host: (host, port), secret, _OWN_SERVER_TIMEOUT, identity=own_identity())
         except dist.DistError:
             continue
-        if store.status().host_process == os.getpid():
-            return store
     return None
 
 

@@ -21,14 +21,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from petatron.base.errors import LaunchError, PeerFailure
+from petatron.base.errors import LaunchError, OtherRunError, PeerFailure
 from petatron.base.log import get_logger
 from petatron.mesh.diagnose.failure_report import format_ranks
 from petatron.mesh.launch.connection_guard import GuardedStore
-from petatron.mesh.launch.environment import SECRET, RankEnvironment, set_default_variables
+from petatron.mesh.launch.environment import (
+    SECRET,
+    RankEnvironment,
+    record_joined_store,
+    set_default_variables,
+    trusted_networks_from_env,
+)
 from petatron.mesh.launch.open_store import open_store
 from petatron.mesh.launch.sealed_store import SealedStore
 from petatron.mesh.launch.shared_secret import remove_secret
+from petatron.mesh.launch.translated_addresses import describe_translations, plain_address
 
 _log = get_logger(__name__)
 _GROUP_TIMEOUT = timedelta(hours=6)
@@ -36,6 +43,7 @@ _LINGER_S = 10.0
 _NOTICE_S = 30.0
 _POLL_S = (0.01, 1.0)
 _MAX_TEXT_CHARS = 4_000
+_TRANSLATED = "translated"
 
 
 class Rendezvous:
@@ -46,6 +54,8 @@ class Rendezvous:
         self.rank = environment.rank
         self._environment, self._world_size = environment, environment.world_size
         self._missing_ranks, self._num_refused = set(range(1, self._world_size)), 0
+        self._trusted_networks, self._group_store = trusted_networks_from_env(), None
+        self._token = secrets.token_hex(16)
         try:
             self.store = open_store(environment, timeout)
         except dist.DistError as error:
@@ -65,6 +75,8 @@ class Rendezvous:
         """Returns when all ranks are here; raises when one has failed, or when some have not arrived in time."""
         started, pause, notice_s = time.monotonic(), _POLL_S[0], _NOTICE_S
         if self.rank:
+            self._claim_rank()
+            self._report_translation()
             self.store.set(f"present/{self.rank}", str(self._world_size))
         while not (self._all_present() if self.rank == 0 else self.store.check(["admitted"])):
             self.raise_if_peer_failed()
@@ -79,9 +91,12 @@ class Rendezvous:
                 notice_s *= 2
             time.sleep(pause)
             pause = min(_POLL_S[1], 1.5 * pause)
+        self._check_admission()
         self._export_secret()
-        if self.rank == 0 and self._environment.secret_name is not None:
-            remove_secret(self._environment.secret_name)
+        if self.rank == 0:
+            self._warn_of_translations()
+            if self._environment.secret_name is not None:
+                remove_secret(self._environment.secret_name)
 
     def _export_secret(self) -> None:
         """Exports the secret for other users of the store in this process, such as the watchdog."""
@@ -103,7 +118,7 @@ class Rendezvous:
         if self._missing_ranks:
             return False
         self.store.set("random", secrets.token_hex(8))
-        self.store.set("admitted", "")
+        self.store.set("admitted", str(self._world_size))
         return True
 
     def _warn_of_strangers(self) -> None:
@@ -118,6 +133,42 @@ class Rendezvous:
                 status.num_refused,
                 status.last_refused,
             )
+
+    def _claim_rank(self) -> None:
+        """Claims the number of this rank: where two runs share a port and a secret, their ranks must not mix."""
+        if not isinstance(self.store, SealedStore):
+            return
+        if self.store.compare_set(f"member/{self.rank}", "", self._token) != self._token.encode():
+            raise OtherRunError(
+                f"Another process is rank {self.rank} at {self._address} already. Two runs with the same secret use this address and port: "
+                "choose another one with --master-port or MASTER_PORT, or end the other run."
+            )
+
+    def _check_admission(self) -> None:
+        """Raises where rank 0 has admitted the ranks of another run; else records which run this process has joined."""
+        if not isinstance(self.store, SealedStore):
+            return
+        if (world_size := self._read("admitted")) != str(self._world_size):
+            raise OtherRunError(
+                f"Rank {self.rank} was started as one of {self._world_size} ranks, and rank 0 at {self._address} as one of {world_size}. "
+                "Start all with the same numbers of machines and of ranks per machine, and every run with a port of its own."
+            )
+        assert self.store.identity is not None
+        record_joined_store(self._environment, self.store.identity)
+
+    def _report_translation(self) -> None:
+        """Reports to rank 0 where its server sees this rank at another address than its own."""
+        if not isinstance(self.store, SealedStore):
+            return
+        own, seen = plain_address(self.store.own_address), plain_address(self.store.status().seen_address)
+        if own != seen:
+            self.store.append(_TRANSLATED, f"{self.rank} {own} {seen}\n")
+
+    def _warn_of_translations(self) -> None:
+        if self.store.check([_TRANSLATED]):
+            warning = describe_translations(self._read(_TRANSLATED).splitlines(), self._trusted_networks)
+            if warning is not None:
+                _log.warning(warning)
 
     def _read(self, key: str) -> str:
         return self.store.get(key).decode(errors="replace")
@@ -162,9 +213,18 @@ class Rendezvous:
 
     def process_group_store(self) -> dist.Store:
         """Returns the store of process groups, which call it from C++ until this process ends."""
-        store = GuardedStore(self.store) if sys.platform == "linux" else self.store
-        atexit.register(_keep, store)  # C++ holds no reference to the Python part of a store; this one does
-        return dist.PrefixStore("groups", store)
+        return dist.PrefixStore("groups", self._guarded_store())
+
+    def _guarded_store(self) -> dist.Store:
+        """Returns the store in whose sight gloo connects ranks; one for all groups, since a guard watches until the process ends."""
+        if self._group_store is None:
+            self._group_store = (
+                GuardedStore(self.store, self._trusted_networks) if sys.platform == "linux" else self.store
+            )
+            atexit.register(
+                _keep, self._group_store
+            )  # C++ holds no reference to the Python part of a store; this one does
+        return self._group_store
 
     @contextmanager
     def process_group(self, name: str, world_size: int, *, timeout_minutes: float) -> Iterator[None]:
@@ -178,7 +238,7 @@ class Rendezvous:
         if world_size == 1:
             yield
             return
-        store, timeout = dist.PrefixStore(name, self.store), timedelta(minutes=timeout_minutes)
+        store, timeout = dist.PrefixStore(name, self._guarded_store()), timedelta(minutes=timeout_minutes)
         if self.rank == 0:
             store.set("open", "")
         else:

@@ -7,14 +7,15 @@ would need a library and a place to keep them; hence this channel, from `hashlib
 
 Handshake (all lengths are fixed, so that a wrong one is refused as soon as its first wrong byte is read):
 
-    server -> client   magic, 32 random bytes Ns
+    server -> client   magic, Ns: 16 bytes that name the server and 16 random bytes
     client -> server   magic, 32 random bytes Nc, HMAC(K, "client proof")
     server -> client   HMAC(K, "server proof")
 
 with K = HMAC-SHA256(key = Ns | Nc, message = the secret), which is the extraction step of HKDF (RFC 5869). The client proves itself
 first: whoever connects without the secret gets random bytes and nothing that depends on it. Both ends contribute a nonce, so
 recorded bytes are of no use in another connection, and the two proofs and the keys of the two directions come from different labels,
-so that nothing can be sent back to its sender.
+so that nothing can be sent back to its sender. By the name of the server, which is proven with the rest of Ns, a rank that connects again
+notices another run with the same secret at the same address.
 
 Frames: 4 bytes length and 16 bytes of HMAC-SHA256 over it, the ciphertext and 16 bytes over that. Encrypt-then-MAC: both cover the number
 of the frame in its direction too, and are checked before anything is waited for or decrypted; a frame that is left out, repeated, moved
@@ -38,6 +39,7 @@ from petatron.base.errors import LaunchError
 MAGIC = b"petatr01"
 MAX_FRAME_BYTES = 16 << 20
 _NONCE_BYTES, _PROOF_BYTES, _TAG_BYTES = 32, 32, 16
+IDENTITY_BYTES = 16
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
 
@@ -163,10 +165,11 @@ class _Channel:
 
 
 class ServerChannel(_Channel):
-    """The end of the server."""
+    """The end of the server, which `identity` names."""
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, secret: str, identity: bytes = bytes(IDENTITY_BYTES)) -> None:
         super().__init__(secret)
+        self._nonce = identity + self._nonce[IDENTITY_BYTES:]
         self.outgoing += MAGIC + self._nonce
 
     def _continue_handshake(self) -> bool:
@@ -188,6 +191,8 @@ class ClientChannel(_Channel):
     def __init__(self, secret: str) -> None:
         super().__init__(secret)
         self._keys: _Keys | None = None
+        self.server_identity: bytes = b""
+        """The name of the server; true once the channel is established."""
 
     def _continue_handshake(self) -> bool:
         if self._keys is None:
@@ -195,6 +200,7 @@ class ClientChannel(_Channel):
             greeting = self._take(len(MAGIC) + _NONCE_BYTES)
             if greeting is None:
                 return False
+            self.server_identity = greeting[len(MAGIC) : len(MAGIC) + IDENTITY_BYTES]
             self._keys = _Keys(self._secret, greeting[len(MAGIC) :], self._nonce)
             self.outgoing += MAGIC + self._nonce + self._keys.derive("client proof")
         proof = self._take(_PROOF_BYTES)

@@ -8,8 +8,10 @@ from a pool: one that waits for a key blocks nobody else.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +38,11 @@ class _Connection:
         self._socket = socket.create_connection(address, timeout=timeout_s)
         self._channel = ClientChannel(secret)
         try:
+            if self._socket.getsockname() == self._socket.getpeername():
+                # Nobody listens yet, and the kernel chose the server's own port for this end: TCP connects a socket with itself. While
+                # it is open, or closed in the usual way a minute ago, rank 0 cannot listen there; so it is closed by a reset.
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             deadline = time.monotonic() + min(timeout_s, _HANDSHAKE_S)
@@ -53,6 +60,14 @@ class _Connection:
         while not answers:
             answers = self._receive(deadline)
         return decode_fields(answers[0])
+
+    @property
+    def server_identity(self) -> bytes:
+        return self._channel.server_identity
+
+    @property
+    def own_address(self) -> str:
+        return self._socket.getsockname()[0]
 
     def close(self) -> None:
         self._socket.close()
@@ -77,21 +92,34 @@ class _Connection:
 class StoreStatus:
     """What the server tells about itself."""
 
-    host_process: int
     num_refused: int
     last_refused: str
+    seen_address: str
+    """The address of this process as the server sees it."""
 
 
 class SealedStore(dist.Store):
     """Keys and values of all ranks, for those who know the secret."""
 
-    def __init__(self, locate: Callable[[], tuple[str, int]], secret: Callable[[], str], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        locate: Callable[[], tuple[str, int]],
+        secret: Callable[[], str],
+        timeout: timedelta,
+        *,
+        identity: bytes | None = None,
+    ) -> None:
         """Connects within `timeout`. `locate` and `secret` return the address of the server and the secret of the run; they are
-        asked again until a server has proven itself, since those of an earlier run may still be there."""
+        asked again until a server has proven itself, since those of an earlier run may still be there. `identity` names the server where
+        this process has joined a run before: another one is another run's, and no request may reach it."""
         super().__init__()
         self.set_timeout(timeout)
         self._locate, self._ask_secret = locate, secret
         self._proven: tuple[tuple[str, int], str] | None = None
+        self.identity: bytes | None = identity
+        """The name of the server; set by the first connection."""
+        self.own_address: str = ""
+        """The address from which this process reaches the server."""
         self._lock, self._idle = threading.Lock(), list[_Connection]()
         self._idle.append(self._connect(time.monotonic() + timeout.total_seconds()))
 
@@ -107,7 +135,13 @@ class SealedStore(dist.Store):
             try:
                 address, secret = self._proven or (self._locate(), self._ask_secret())
                 connection = _Connection(address, secret, max(0.1, deadline - time.monotonic()))
-                self._proven = address, secret
+                if connection.server_identity != (self.identity or connection.server_identity):
+                    connection.close()
+                    raise dist.DistNetworkError(
+                        f"Another run with the same secret listens at {address[0]}:{address[1]}."
+                    )
+                self._proven, self.own_address = (address, secret), connection.own_address
+                self.identity = connection.server_identity
                 return connection
             except (OSError, LaunchError) as error:
                 if time.monotonic() + pause > deadline:
@@ -202,9 +236,9 @@ class SealedStore(dist.Store):
         return self
 
     def status(self) -> StoreStatus:
-        """Asks the server which process hosts it, and how many strangers it has refused."""
-        process, num_refused, last_refused = self._request(Operation.STATUS, ())
-        return StoreStatus(int(process), int(num_refused), last_refused.decode(errors="replace"))
+        """Asks the server how many strangers it has refused, and where it sees this process."""
+        num_refused, last_refused, seen_address = self._request(Operation.STATUS, ())
+        return StoreStatus(int(num_refused), *(text.decode(errors="replace") for text in (last_refused, seen_address)))
 
     def close(self) -> None:
         """Closes the idle connections."""

@@ -12,6 +12,7 @@ have proven themselves are served first.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import resource
 import selectors
@@ -23,7 +24,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from petatron.mesh.launch.sealed_channel import ChannelError, ServerChannel
+from petatron.mesh.launch.sealed_channel import IDENTITY_BYTES, ChannelError, ServerChannel
 from petatron.mesh.launch.store_table import StoreTable
 
 _BACKLOG = 4096
@@ -45,6 +46,15 @@ def bind_listener(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
 
 
+def own_identity() -> bytes:
+    """Returns what names the servers of this process: its id, which containers of a machine may have in common, and since when it runs."""
+    parts = [str(os.getpid())]
+    with contextlib.suppress(OSError):  # not Linux
+        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        parts += [started, os.readlink("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id").read_text()]
+    return hashlib.sha256("/".join(parts).encode()).digest()[:IDENTITY_BYTES]
+
+
 class StoreServerProcess:
     """The server as its parent sees it. It lives until `close`, or until the parent is gone."""
 
@@ -53,6 +63,7 @@ class StoreServerProcess:
         root = str(Path(__file__).resolve().parents[3])
         # Isolated and without site-packages: it needs the standard library and this package.
         command = [sys.executable, "-I", "-S", "-c", _BOOT, root, str(listener.fileno()), str(os.getpid())]
+        command.append(own_identity().hex())
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -77,8 +88,8 @@ class StoreServerProcess:
 class _Connection:
     """One connection; `is_listening_for_write` says whether the selector waits for room to send."""
 
-    def __init__(self, sock: socket.socket, secret: str, peer: str) -> None:
-        self.sock, self.peer, self.channel = sock, peer, ServerChannel(secret)
+    def __init__(self, sock: socket.socket, channel: ServerChannel, peer: str) -> None:
+        self.sock, self.peer, self.channel = sock, peer, channel
         self.opened_s = time.monotonic()
         self.is_listening_for_write = False
 
@@ -86,9 +97,9 @@ class _Connection:
 class StoreServer:
     """Accepts connections, admits those that prove themselves, and answers their requests from one table."""
 
-    def __init__(self, listener: socket.socket, secret: str, *, host_process: int) -> None:
-        """`host_process` is the process id of rank 0, by which it recognizes its own server."""
-        self._listener, self._secret, self._host_process = listener, secret, host_process
+    def __init__(self, listener: socket.socket, secret: str, *, host_process: int, identity: bytes) -> None:
+        """`host_process` is the process id of rank 0, with which the server ends; by `identity` rank 0 recognizes it."""
+        self._listener, self._secret, self._host_process, self._identity = listener, secret, host_process, identity
         self._selector = selectors.DefaultSelector()
         self._unproven: dict[_Connection, None] = {}
         self._num_refused, self._last_refused = 0, ""
@@ -125,7 +136,7 @@ class StoreServer:
                 self._refuse(next(iter(self._unproven)))
                 continue
             sock.setblocking(False)
-            connection = _Connection(sock, self._secret, str(address[0]))
+            connection = _Connection(sock, ServerChannel(self._secret, self._identity), str(address[0]))
             self._unproven[connection] = None
             if len(self._unproven) > _MAX_UNPROVEN:
                 self._refuse(next(iter(self._unproven)))
@@ -212,12 +223,14 @@ class StoreServer:
             self._selector.unregister(connection.sock)
         connection.sock.close()
 
-    def _status(self) -> Sequence[bytes]:
-        return b"%d" % self._host_process, b"%d" % self._num_refused, self._last_refused.encode()
+    def _status(self, session: object) -> Sequence[bytes]:
+        assert isinstance(session, _Connection)
+        return b"%d" % self._num_refused, self._last_refused.encode(), session.peer.encode()
 
 
 def main() -> None:
-    """Serves the listening socket whose descriptor is the second argument, for the process in the third; its input has the secret."""
+    """Serves the listening socket whose descriptor is the second argument, for the process in the third, under the name in the fourth; its
+    input has the secret."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # job managers signal every process; this one ends with rank 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -230,4 +243,5 @@ def main() -> None:
             return
         secret += read
     listener, host_process = socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
-    StoreServer(listener, secret[:-1].decode(), host_process=host_process).serve(0)
+    identity = bytes.fromhex(sys.argv[4])
+    StoreServer(listener, secret[:-1].decode(), host_process=host_process, identity=identity).serve(0)

@@ -33,7 +33,7 @@ class Operation(IntEnum):
     APPEND = 8
     WAIT = 9
     STATUS = 10
-    """The process that hosts the store, how many connections it has refused, and where the last of them came from."""
+    """How many connections the server has refused, where the last of them came from, and the address from which whoever asks comes."""
 
 
 _REMEMBERED = (Operation.ADD, Operation.COMPARE_SET, Operation.APPEND)
@@ -72,8 +72,8 @@ def decode_fields(message: bytes) -> list[bytes]:
 class StoreTable:
     """The keys and values, and who waits for which keys. Sessions are any hashable objects, one per connection."""
 
-    def __init__(self, answer: Callable[[object, bytes], None], status: Callable[[], Sequence[bytes]]) -> None:
-        """`answer` sends a message to a session; `status` returns the fields of that operation."""
+    def __init__(self, answer: Callable[[object, bytes], None], status: Callable[[object], Sequence[bytes]]) -> None:
+        """`answer` sends a message to a session; `status` returns the fields of that operation for a session."""
         self._answer, self._status = answer, status
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[object, tuple[list[bytes], bool]] = {}
@@ -89,6 +89,9 @@ class StoreTable:
         identifier, fields = message[1 : 1 + IDENTIFIER_BYTES], decode_fields(message[1 + IDENTIFIER_BYTES :])
         if operation in (Operation.GET, Operation.WAIT):
             self._wait(session, fields, with_values=operation is Operation.GET)
+            return
+        if operation is Operation.STATUS:
+            self._answer(session, encode_fields(self._status(session)))
             return
         if operation not in _REMEMBERED:
             self._answer(session, self._apply(operation, fields))
@@ -141,7 +144,8 @@ class StoreTable:
             key, value = fields
             self._set(key, values.get(key, b"") + value)
             return ()
-        return (b"%d" % len(values),) if operation is Operation.COUNT else self._status()
+        assert operation is Operation.COUNT
+        return (b"%d" % len(values),)
 
     def _set(self, key: bytes, value: bytes) -> None:
         self._values[key] = value

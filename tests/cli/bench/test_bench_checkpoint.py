@@ -25,6 +25,7 @@ from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
 from petatron.mesh.mesh import ParallelMesh
+from tests.load_deadline import wait_until
 
 SAVES = {"save", "torch.save", "torch.save + fsync", "stall", "background"}
 LOADS = {f"{loader} {state}" for loader in LOADERS for state in ("cold", "warm")}
@@ -221,18 +222,16 @@ def _cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def _ended(pid: int) -> bool:
+def _state(pid: int) -> str:
+    """The letter of a process's state; that of one that is gone is X."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True
+        return "X"
 
 
-def _wait_until(condition, seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
+def _ended(pid: int) -> bool:
+    return _state(pid) in "ZX"
 
 
 @on_linux
@@ -243,14 +242,14 @@ def test_busy_processes_compute_only_while_told_to(own_sessions: bool):
         assert (os.getsid(process.pid) == process.pid) is own_sessions
         with busy.running():
             before = _cpu_ticks(process.pid)
-            assert _wait_until(lambda: _cpu_ticks(process.pid) > before)
+            wait_until(lambda: _cpu_ticks(process.pid) > before, "CPU time", seconds=20)
         # It may take a moment until it sees the pause; then it waits for its input and takes no time.
-        assert _wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S")
+        wait_until(lambda: _state(process.pid) == "S", "the pause", seconds=20)
         paused = _cpu_ticks(process.pid)
         time.sleep(0.1)
         assert _cpu_ticks(process.pid) == paused
         with busy.running():
-            assert _wait_until(lambda: _cpu_ticks(process.pid) > paused)
+            wait_until(lambda: _cpu_ticks(process.pid) > paused, "CPU time after the pause", seconds=20)
     assert process.returncode == -signal.SIGKILL
 
 
@@ -274,7 +273,7 @@ time.sleep(60)
     assert len(pids) == 2 and not any(map(_ended, pids))
     parent.kill()  # so that nothing of it can run
     parent.communicate()
-    assert _wait_until(lambda: all(map(_ended, pids)))
+    wait_until(lambda: all(map(_ended, pids)), "the end of the busy processes", seconds=20)
 
 
 def test_a_busy_process_that_ends_is_noticed():

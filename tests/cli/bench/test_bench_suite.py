@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from petatron.bench.peers import problems
 from petatron.bench.peers.bench_model import bench_spec
 from petatron.cli.bench import main
 from petatron.config import load_config
+from tests.load_deadline import scaled, wait_until
 
 README = Path(__file__).parents[3] / "README.md"
 OURS = {"tokens_per_s": 2000.4, "mfu_full": 0.51234, "peak_bytes": 30_000_000_000, "breakdown": None}
@@ -216,19 +216,27 @@ def test_whom_a_model_is_compared_with(tmp_path: Path, monkeypatch: pytest.Monke
     assert plan.peer(qwen) is None and "--against" not in plan.words(qwen)
 
 
-def test_a_child_is_stopped_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_child_is_stopped_with_its_children(monkeypatch: pytest.MonkeyPatch):
     """What it started is killed too, and the log says after how long."""
-    mark = tmp_path / "alive"
-    grandchild = f"import time, pathlib; time.sleep(1.5); pathlib.Path({str(mark)!r}).touch()"
     script = (
-        f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {grandchild!r}])"
+        "import subprocess, sys, time;"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)']);"
+        "print('begun', child.pid, flush=True); time.sleep(1000)"
     )
     popen = subprocess.Popen
     monkeypatch.setattr(suite.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", script], **how))
-    values, log = suite.run_child([], 0.5)
-    assert values is None and log.endswith("stopped after 0 s") and "begun" in log
-    time.sleep(1.5)
-    assert not mark.exists()
+    limit_s = scaled(0.5)
+    values, log = suite.run_child([], limit_s)
+    assert values is None and log.endswith(f"stopped after {limit_s:.0f} s")
+    grandchild = int(log.partition("begun ")[2].split()[0])
+    wait_until(lambda: _has_ended(grandchild), "the end of what the child had started")
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def test_a_child_that_fails_leaves_its_log(monkeypatch: pytest.MonkeyPatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from petatron.bench.peers import BenchSpec, Contender, build, problems
 from petatron.bench.peers.bench_model import NUM_BATCHES, bench_spec, make_batches
 from petatron.cli.bench import main
 from petatron.models.batch import Batch
+from tests.load_deadline import wait_until
 
 SMALL = (
     "--preset tiny-llama --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
@@ -356,9 +356,7 @@ def test_clocks_are_read_where_there_is_a_reader(tmp_path: Path, monkeypatch: py
     fake.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda _: str(fake))
     with sample_gpu(torch.device("cuda", 0)) as samples:
-        until = time.monotonic() + 20
-        while not told.exists() and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(told.exists, "the readings", seconds=20)
     assert samples.describe() == "1,550 MHz, 656 W, 61 °C (medians of 2 readings)"
     assert parse_readings("1, 2\n1, 2, 3") == [(1.0, 2.0, 3.0)]
 

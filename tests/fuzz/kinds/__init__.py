@@ -7,11 +7,13 @@ import importlib.util
 
 from tests.fuzz.kind import Kind
 
-
-def _has(*modules: str) -> bool:
-    return all(importlib.util.find_spec(module) for module in modules)
-
-
+_OF_EXTRAS = {"fetch": ("pyarrow",), "submissions": ("fastapi", "llguidance", "httpx")}
+LACKING = {
+    name: lacking
+    for name, modules in _OF_EXTRAS.items()
+    if (lacking := [module for module in modules if importlib.util.find_spec(module) is None])
+}
+"""Kinds that cannot run here, and the packages that they would need."""
 KINDS = {
     "checkpoint": "checkpoint",
     "huggingface": "huggingface",
@@ -29,9 +31,7 @@ KINDS = {
     "settings": "settings",
     "run-folder": "run_folder",
     "rendezvous": "rendezvous",
-    # Those of extras, where they are installed.
-    **({"fetch": "fetch"} if importlib.util.find_spec("pyarrow") else {}),
-    **({"submissions": "submissions"} if _has("fastapi", "llguidance", "httpx") else {}),
+    **{name: name for name in _OF_EXTRAS if name not in LACKING},
 }
 PLANTED = "planted"
 """A kind that breaks every rule, to test the harness with."""

@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from jinja2.sandbox import SandboxedEnvironment
+
 from petatron.base.errors import DataError
 from tests.fuzz.kind import Case, Kind
 
@@ -31,6 +34,10 @@ def make(name: str) -> Kind:
                 _start,
                 _connect,
                 _code,
+                _forged,
+                _unknown,
+                _plain,
+                _helper,
                 _abort,
                 _stuck,
                 _accept,
@@ -89,6 +96,27 @@ def _connect(folder: Path, scratch: Path) -> Any:
 
 def _code(folder: Path, scratch: Path) -> Any:
     exec("x = 1")
+
+
+def _forged(folder: Path, scratch: Path) -> Any:
+    """Code under the name that jinja2 gives to that of templates."""
+    exec(compile("x = 1", "<template>", "exec"))
+
+
+def _unknown(folder: Path, scratch: Path) -> Any:
+    """Code under the name that jinja2 gives to what raises an error again."""
+    exec(compile("x = 1", "<unknown>", "exec"))
+
+
+def _plain(folder: Path, scratch: Path) -> Any:
+    """A template outside the sandbox."""
+    jinja2.Environment().from_string("{{ 1 }}").render()
+
+
+def _helper(folder: Path, scratch: Path) -> Any:
+    """jinja2's own function for templates, with code that no template was."""
+    code = compile("x = 1; name = ''; blocks = {}; debug_info = ''; root = None", "<template>", "exec")
+    jinja2.Template.from_code(SandboxedEnvironment(), code, {})
 
 
 def _abort(folder: Path, scratch: Path) -> Any:

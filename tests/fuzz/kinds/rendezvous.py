@@ -110,7 +110,7 @@ def _split(content: bytes) -> list[bytes]:
 
 
 def _table(answers: list[bytes]) -> StoreTable:
-    return StoreTable(lambda session, message: answers.append(message), lambda: (b"1", b"0", b"127.0.0.1"))
+    return StoreTable(lambda session, message: answers.append(message), lambda session: (b"0", b"", b"127.0.0.1"))
 
 
 def _answers(requests: Sequence[bytes]) -> list[bytes]:
