@@ -8,6 +8,7 @@ from typing import Any
 from petatron.config.optimizers import register_rule_spec, rule_spec
 from petatron.config.schema.optimizers.update_rule_spec import UpdateRuleSpec
 from petatron.config.schema.training import OptimizerConfig
+from petatron.optim.lion import LionRule
 from petatron.optim.muon import MuonRule
 from petatron.optim.update_rules import AdamRule, RuleContext, SgdRule, UpdateRule
 
@@ -18,6 +19,7 @@ _BUILDERS: dict[str, RuleBuilder] = {
     "adam": AdamRule,
     "sgd": SgdRule,
     "muon": MuonRule,
+    "lion": LionRule,
 }
 
 

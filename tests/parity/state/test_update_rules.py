@@ -20,9 +20,11 @@ from tests.parity.state.test_resume import ITERATIONS, trained
 
 RULES = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2",
+    "lion": "--optimizer lion",
 }
 KINDS = {
     "muon": {"momentum_buffer", "exp_avg", "exp_avg_sq"},
+    "lion": {"lion_momentum"},
 }
 """The state of each rule in a run, its scalar optimizer's included."""
 MODEL = "--train-iters 2 --num-query-groups 2"
