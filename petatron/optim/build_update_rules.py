@@ -8,6 +8,7 @@ from typing import Any
 from petatron.config.optimizers import register_rule_spec, rule_spec
 from petatron.config.schema.optimizers.update_rule_spec import UpdateRuleSpec
 from petatron.config.schema.training import OptimizerConfig
+from petatron.optim.adafactor import AdafactorRule
 from petatron.optim.lion import LionRule
 from petatron.optim.muon import MuonRule
 from petatron.optim.update_rules import AdamRule, RuleContext, SgdRule, UpdateRule
@@ -20,6 +21,7 @@ _BUILDERS: dict[str, RuleBuilder] = {
     "sgd": SgdRule,
     "muon": MuonRule,
     "lion": LionRule,
+    "adafactor": AdafactorRule,
 }
 
 

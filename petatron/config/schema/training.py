@@ -19,6 +19,7 @@ from petatron.config.schema.numeric_bounds import (
     Seed,
     SmallCount,
 )
+from petatron.config.schema.optimizers.adafactor import AdafactorSettings
 from petatron.config.schema.optimizers.adam import AdamSettings
 from petatron.config.schema.optimizers.lion import LionSettings
 from petatron.config.schema.optimizers.muon import MuonSettings
@@ -39,14 +40,14 @@ NotSavedOnResumeFlag = Annotated[bool, "one load"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig(AdamSettings, SgdSettings, MuonSettings, LionSettings):
+class OptimizerConfig(AdamSettings, SgdSettings, MuonSettings, LionSettings, AdafactorSettings):
     """The update rule."""
 
     # The settings of an optimizer are those of a base class, which names the rule that reads them.
 
     optimizer: OptimizerName = "adam"
     """adam is AdamW (decoupled weight decay); sgd is SGD with momentum; muon is Muon for the matrices of layers and adam for all else;
-    lion is Lion. Any other name is that of an optimizer that an imported module registers."""
+    lion is Lion; adafactor is Adafactor. Any other name is that of an optimizer that an imported module registers."""
     optimizer_settings: tuple[str, ...] = ()
     """Settings of an optimizer from an imported module, as NAME=VALUE."""
     lr: LearningRate | None = None

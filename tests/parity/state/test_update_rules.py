@@ -21,10 +21,12 @@ from tests.parity.state.test_resume import ITERATIONS, trained
 RULES = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2",
     "lion": "--optimizer lion",
+    "adafactor": "--optimizer adafactor --adafactor-beta1 0.9 --adafactor-scale-parameter",
 }
 KINDS = {
     "muon": {"momentum_buffer", "exp_avg", "exp_avg_sq"},
     "lion": {"lion_momentum"},
+    "adafactor": {"adafactor_exp_avg", "adafactor_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"},
 }
 """The state of each rule in a run, its scalar optimizer's included."""
 MODEL = "--train-iters 2 --num-query-groups 2"
