@@ -30,7 +30,7 @@ from functools import lru_cache
 
 from petatron.config.optimizers import rule_spec
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.optimizers.update_rule_spec import StateTensor
+from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import OptimizerConfig
 from petatron.layers.ops.fp8_weight import is_cast_for_each_use
@@ -223,7 +223,7 @@ def _params_rule_state(
     return total
 
 
-def _state_elements(state: StateTensor, shape: tuple[int, ...]) -> int:
+def _state_elements(state: RuleStateTensor, shape: tuple[int, ...]) -> int:
     """Returns the elements of a state of rows or columns, for each matrix of a stack."""
     return math.prod(shape[:-2]) * math.prod(state.dims(*shape[-2:]))
 

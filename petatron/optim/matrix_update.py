@@ -9,7 +9,7 @@ runs in rounds, so that only some matrices are gathered at a time:
     master weights.
 
 So the ranks that shard state divide the work on matrices, and no result depends on the layout. Plain data-parallel ranks do not shard
-state: each updates all its matrices. State of a whole matrix (`StateTensor.shape`) is where its update is computed: on one of the ranks
+state: each updates all its matrices. State of a whole matrix (`RuleStateTensor.shape`) is where its update is computed: on one of the ranks
 that shard state, and on all its tensor-parallel ranks. Matrices of one shape in one round are a batch, and so is their state.
 """
 

@@ -22,7 +22,7 @@ from petatron.base.log import get_logger
 from petatron.base.text import gigabytes
 from petatron.config.optimizers import rule_spec
 from petatron.config.required_settings import required
-from petatron.config.schema.optimizers.update_rule_spec import StateTensor
+from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
@@ -180,7 +180,7 @@ class MixedPrecisionOptimizer:
                 else:
                     yield group, TensorUpdate(group, placements, segments, cast(TensorRule, rule), spec, mesh)
 
-    def _element_state(self, group: ParameterGroup) -> list[StateTensor]:
+    def _element_state(self, group: ParameterGroup) -> list[RuleStateTensor]:
         """Returns the state of a group with a value for each element, in the order of `StateSegment.moments`."""
         spec, shape = self._rule_specs[group.spec.rule], group.placements[0].shape
         states = spec.element_state(shape[1:] if group.placements[0].expert else shape)
@@ -333,7 +333,7 @@ MasterOptimizer = MixedPrecisionOptimizer
 """The name under which `petatron` exports it."""
 
 
-def _state_dtype(state: StateTensor, main: torch.dtype) -> torch.dtype:
+def _state_dtype(state: RuleStateTensor, main: torch.dtype) -> torch.dtype:
     return main if state.dtype == "main" else torch.bfloat16
 
 

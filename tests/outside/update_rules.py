@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 import petatron
-from petatron.config.schema.optimizers.update_rule_spec import StateTensor, UpdateRuleSpec
+from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor, UpdateRuleSpec
 from petatron.optim.update_rules import (
     ParamSlice,
     RuleContext,
@@ -28,8 +28,8 @@ class SignMomentum(UpdateRuleSpec):
     title: ClassVar[str] = "sign momentum"
     momentum: float = 0.9
 
-    def state(self, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
-        return (StateTensor("momentum_buffer"),)
+    def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
+        return (RuleStateTensor("momentum_buffer"),)
 
 
 class SignMomentumRule(UncountedRule):
@@ -57,8 +57,8 @@ class TrustRatio(UpdateRuleSpec):
     unit = "tensor"
     momentum: float = 0.9
 
-    def state(self, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
-        return (StateTensor("momentum_buffer"),)
+    def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
+        return (RuleStateTensor("momentum_buffer"),)
 
 
 class TrustRatioRule(UncountedRule):

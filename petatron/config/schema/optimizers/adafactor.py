@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from petatron.base.errors import Problem
 from petatron.config.schema.numeric_bounds import DecayRate, Factor, PositiveFactor
-from petatron.config.schema.optimizers.update_rule_spec import SectionRuleSpec, StateTensor, UpdateRuleSpec
+from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor, SectionRuleSpec, UpdateRuleSpec
 
 
 class AdafactorSpec(SectionRuleSpec["AdafactorSettings"]):
@@ -16,10 +16,10 @@ class AdafactorSpec(SectionRuleSpec["AdafactorSettings"]):
     title: ClassVar[str] = "Adafactor"
     unit = "tensor"
 
-    def state(self, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
-        factored = (StateTensor("exp_avg_sq_row", "row"), StateTensor("exp_avg_sq_col", "column"))
-        second = factored if len(shape) > 1 else (StateTensor("adafactor_exp_avg_sq"),)
-        return (StateTensor("adafactor_exp_avg"), *second) if self.settings.adafactor_beta1 else second
+    def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
+        factored = (RuleStateTensor("exp_avg_sq_row", "row"), RuleStateTensor("exp_avg_sq_col", "column"))
+        second = factored if len(shape) > 1 else (RuleStateTensor("adafactor_exp_avg_sq"),)
+        return (RuleStateTensor("adafactor_exp_avg"), *second) if self.settings.adafactor_beta1 else second
 
     def problems(self) -> Iterator[Problem]:
         if not 0.0 < self.settings.adafactor_decay_rate <= 1.0:

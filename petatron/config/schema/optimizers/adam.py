@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from petatron.config.schema.numeric_bounds import DecayRate, PositiveFactor
-from petatron.config.schema.optimizers.update_rule_spec import SectionRuleSpec, StateTensor, UpdateRuleSpec
+from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor, SectionRuleSpec, UpdateRuleSpec
 
 
 class AdamSpec(SectionRuleSpec["AdamSettings"]):
     name: ClassVar[str] = "adam"
     title: ClassVar[str] = "AdamW"
 
-    def state(self, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
+    def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
         first, second = self.settings.exp_avg_dtype, self.settings.exp_avg_sq_dtype
         return (
-            StateTensor("exp_avg", dtype="main" if first == "fp32" else "bf16"),
-            StateTensor("exp_avg_sq", dtype="main" if second == "fp32" else "bf16"),
+            RuleStateTensor("exp_avg", dtype="main" if first == "fp32" else "bf16"),
+            RuleStateTensor("exp_avg_sq", dtype="main" if second == "fp32" else "bf16"),
         )
 
     @property

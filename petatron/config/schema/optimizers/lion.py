@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from petatron.config.schema.numeric_bounds import DecayRate
-from petatron.config.schema.optimizers.update_rule_spec import SectionRuleSpec, StateTensor, UpdateRuleSpec
+from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor, SectionRuleSpec, UpdateRuleSpec
 
 
 class LionSpec(SectionRuleSpec["LionSettings"]):
     name: ClassVar[str] = "lion"
     title: ClassVar[str] = "Lion"
 
-    def state(self, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
-        return (StateTensor("lion_momentum"),)
+    def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
+        return (RuleStateTensor("lion_momentum"),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 from petatron.config.schema.numeric_bounds import DecayRate, PositiveCount, PositiveFactor
 from petatron.config.schema.optimizers.update_rule_spec import (
     OptimizerName,
+    RuleStateTensor,
     SectionRuleSpec,
-    StateTensor,
     UpdateRuleSpec,
 )
 
@@ -20,8 +20,8 @@ class MuonSpec(SectionRuleSpec["MuonSettings"]):
     unit = "matrix"
     hidden_matrices_only = True
 
-    def state(self, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
-        return (StateTensor("momentum_buffer"),)
+    def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
+        return (RuleStateTensor("momentum_buffer"),)
 
     def matrix_flops(self, rows: int, columns: int) -> int:
         """A step has three GEMMs: the symmetric one of a matrix with itself, its square, and that times the matrix."""

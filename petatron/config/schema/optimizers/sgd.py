@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from petatron.config.schema.numeric_bounds import DecayRate
-from petatron.config.schema.optimizers.update_rule_spec import SectionRuleSpec, StateTensor, UpdateRuleSpec
+from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor, SectionRuleSpec, UpdateRuleSpec
 
 
 class SgdSpec(SectionRuleSpec["SgdSettings"]):
     name: ClassVar[str] = "sgd"
     title: ClassVar[str] = "SGD"
 
-    def state(self, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
-        return (StateTensor("momentum_buffer"),) if self.settings.sgd_momentum else ()
+    def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
+        return (RuleStateTensor("momentum_buffer"),) if self.settings.sgd_momentum else ()
 
 
 @dataclass(frozen=True, kw_only=True)

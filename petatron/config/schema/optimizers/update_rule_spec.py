@@ -33,14 +33,14 @@ _BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class StateTensor:
+class RuleStateTensor:
     """A kind of state. `element`: a value for each element, sharded as the parameter. All other shapes belong to a matrix as a whole.
 
     A `row` has a value for each row, a `row_pair` for each two rows, a `matrix` for each element without being sharded as these are. A
     stack of matrices has one for each. dtype: `main` is that of the master weights. initial: its values before the first step; only a
     square can be the identity.
 
-    >>> StateTensor("left", "row_pair").dims(4, 6), StateTensor("exp_avg", dtype="bf16").element_bytes(4)
+    >>> RuleStateTensor("left", "row_pair").dims(4, 6), RuleStateTensor("exp_avg", dtype="bf16").element_bytes(4)
     ((4, 4), 2)
     """
 
@@ -83,10 +83,10 @@ class UpdateRuleSpec(ABC):
         return cls(**parse_named_settings(cls, config.optimizer_settings, OPTIMIZER_SETTINGS_FLAG, chosen_by))
 
     @abstractmethod
-    def state(self, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
+    def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
         """Returns the state of a parameter of this logical shape."""
 
-    def element_state(self, shape: tuple[int, ...]) -> tuple[StateTensor, ...]:
+    def element_state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
         """Returns the state with a value for each element."""
         return tuple(state for state in self.state(shape) if state.shape == "element")
 
