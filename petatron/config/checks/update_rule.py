@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.checks.rule_helpers import above, at_least, within
-from petatron.config.flags.megatron_flags import UNSUPPORTED_VALUES
-from petatron.config.flags.parse import unsupported_problem
 from petatron.config.optimizers import find_rule_spec, unknown_optimizer, used_rules
-from petatron.config.schema.fields import fields_by_name, flag_name, join_with_or
+from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.numeric_bounds import ABOVE_ZERO, AT_LEAST_ONE, BELOW_ONE
 from petatron.config.schema.optimizers.update_rule_spec import (
     OPTIMIZER_FLAG,
@@ -45,13 +43,8 @@ def check_update_rule(config: RawRunConfig) -> Iterator[Problem]:
 def _unknown_optimizers(config: RawRunConfig) -> Iterator[Problem]:
     for info in fields_by_name().values():
         name = getattr(getattr(config, info.section), info.name)
-        if OPTIMIZER_NAME not in info.marks or find_rule_spec(name) is not None:
-            continue
-        feature = UNSUPPORTED_VALUES.get(info.name, {}).get(name)
-        if feature is None:
+        if OPTIMIZER_NAME in info.marks and find_rule_spec(name) is None:
             yield unknown_optimizer(info.flag, name)
-        else:
-            yield unsupported_problem(info.flag, name, feature, f"Use {join_with_or(BUILT_IN_RULES)}")
 
 
 def _marked_bounds(config: RawRunConfig) -> Iterator[Problem]:

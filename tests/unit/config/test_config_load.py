@@ -76,7 +76,7 @@ def test_files_in_order_and_preset_from_argv(tmp_path: Path):
         ("num_layers:\n", "{file}:1 num_layers cannot be unset. Leave the line out to get 0."),
         ("bf16: 1\n", "{file}:1 bf16 1 is not true or false. It is: Compute in bfloat16."),
         ("data_path:\n  - {a: 1}\n", "{file}:2 data_path needs plain values. It is: Dataset prefixes, or weight/prefix pairs; one set of files for all splits, cut by `--split`."),
-        ("optimizer: adaptive_muon\n", "--optimizer adaptive_muon needs the adaptive Muon optimizer, which is not in this version. Use adam, sgd, muon, lion or adafactor."),
+        ("optimizer: adaptive_muon\n", "{file}:1 optimizer adaptive_muon needs the adaptive Muon optimizer, which is not in this version. Use adam, sgd, muon, lion or adafactor."),
         ("optimizer:\n  lr: 1e-3\n", "{file}:1 optimizer is not a section. The section is called optim."),
         ("optimizer: [adam]\n", "{file}:1 optimizer takes one value. It is: adam is AdamW (decoupled weight decay); sgd is SGD with momentum; muon is Muon for the matrices of layers and adam for all else; lion is Lion; adafactor is Adafactor."),
         ("preset: tiny-gpt\n", "{file}:1 preset cannot be set in a file. A preset is chosen on the command line: --preset NAME."),
