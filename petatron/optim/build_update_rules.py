@@ -11,6 +11,7 @@ from petatron.config.schema.training import OptimizerConfig
 from petatron.optim.adafactor import AdafactorRule
 from petatron.optim.lion import LionRule
 from petatron.optim.muon import MuonRule
+from petatron.optim.soap import SoapRule
 from petatron.optim.update_rules import AdamRule, RuleContext, SgdRule, UpdateRule
 
 RuleBuilder = Callable[[Any, RuleContext], UpdateRule]
@@ -22,6 +23,7 @@ _BUILDERS: dict[str, RuleBuilder] = {
     "muon": MuonRule,
     "lion": LionRule,
     "adafactor": AdafactorRule,
+    "soap": SoapRule,
 }
 
 

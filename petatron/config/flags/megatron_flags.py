@@ -325,7 +325,6 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
         "dist_muon": "Megatron's own sharding of Muon (say --optimizer muon --use-distributed-optimizer)",
         "adaptive_muon": "the adaptive Muon optimizer",
-        "soap": "the SOAP optimizer",
     },
     "muon_coefficient_type": {"aol": "AOL preconditioning of Muon"},
     "muon_fp32_matmul_prec": {"low": "Newton-Schulz steps below bf16"},

@@ -24,6 +24,7 @@ from petatron.config.schema.optimizers.adam import AdamSettings
 from petatron.config.schema.optimizers.lion import LionSettings
 from petatron.config.schema.optimizers.muon import MuonSettings
 from petatron.config.schema.optimizers.sgd import SgdSettings
+from petatron.config.schema.optimizers.soap import SoapSettings
 from petatron.config.schema.optimizers.update_rule_spec import OptimizerName
 
 # What `fields.py` reads off an annotation beside its type.
@@ -40,14 +41,15 @@ NotSavedOnResumeFlag = Annotated[bool, "one load"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig(AdamSettings, SgdSettings, MuonSettings, LionSettings, AdafactorSettings):
+class OptimizerConfig(AdamSettings, SgdSettings, MuonSettings, LionSettings, AdafactorSettings, SoapSettings):
     """The update rule."""
 
     # The settings of an optimizer are those of a base class, which names the rule that reads them.
 
     optimizer: OptimizerName = "adam"
     """adam is AdamW (decoupled weight decay); sgd is SGD with momentum; muon is Muon for the matrices of layers and adam for all else;
-    lion is Lion; adafactor is Adafactor. Any other name is that of an optimizer that an imported module registers."""
+    lion is Lion; adafactor is Adafactor; soap is SOAP
+    for the matrices of layers and adam for all else. Any other name is that of an optimizer that an imported module registers."""
     optimizer_settings: tuple[str, ...] = ()
     """Settings of an optimizer from an imported module, as NAME=VALUE."""
     lr: LearningRate | None = None

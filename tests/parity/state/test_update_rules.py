@@ -22,10 +22,12 @@ RULES = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2",
     "lion": "--optimizer lion",
     "adafactor": "--optimizer adafactor --adafactor-beta1 0.9 --adafactor-scale-parameter",
+    "soap": "--optimizer soap --soap-precondition-frequency 2",
 }
 KINDS = {
     "muon": {"momentum_buffer", "exp_avg", "exp_avg_sq"},
     "lion": {"lion_momentum"},
+    "soap": {"soap_exp_avg", "soap_exp_avg_sq", "soap_left", "soap_right_basis", "exp_avg", "exp_avg_sq"},
     "adafactor": {"adafactor_exp_avg", "adafactor_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"},
 }
 """The state of each rule in a run, its scalar optimizer's included."""

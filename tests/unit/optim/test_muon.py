@@ -325,7 +325,7 @@ MUON = "--optimizer muon --mock-data --lr 1e-3 --train-iters 1"
             "--muon-tp-mode blockwise needs Newton-Schulz steps on the shards of tensor-parallel ranks",
         ),
         ("--muon-tp-mode distributed", "is not in this version"),
-        ("--muon-scalar-optimizer soap", "--muon-scalar-optimizer soap is not one of adam"),
+        ("--muon-scalar-optimizer soap", "cannot leave other parameters to soap"),
         ("--muon-coefficient-type aol", "AOL preconditioning of Muon, which is not in this version"),
         ("--muon-fp32-matmul-prec low", "is not in this version"),
         ("--optimizer dist_muon", "say --optimizer muon --use-distributed-optimizer"),
