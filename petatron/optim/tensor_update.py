@@ -29,6 +29,9 @@ from petatron.optim.update_rules import StepScalars, TensorElements, TensorRule
 from petatron.sharding.flat_shard import ParameterGroup
 from petatron.sharding.shard_spec import Placement, TensorShard
 
+_BOX_ELEMENTS = 1 << 24
+"""Elements of a box, unless a single row has more: temporaries of a step are as long, 64 MiB in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class _LocalTensor:
@@ -197,10 +200,11 @@ class TensorUpdate:
                 alone = replace(segment.flat_shard, param_ranges=(part,))
                 quantities = (grads[index], segment.master, weights[index], *segment.moments)
                 for views in zip(*(alone.tensor_shards(flat) for flat in quantities)):
-                    shard, (grad, master, weight, *moments) = views[0][0], (view for _, view in views)
-                    number = numbers[id(part.placement), shard.name]
-                    elements = TensorElements(grad, master, tuple(moments))
-                    yield self._box(number, shard, elements, weight if segment.has_master_weights else None)
+                    number = numbers[id(part.placement), views[0][0].name]
+                    for shard, rows in _row_chunks(views[0][0]):
+                        grad, master, weight, *moments = (view[rows] for _, view in views)
+                        elements = TensorElements(grad, master, tuple(moments))
+                        yield self._box(number, shard, elements, weight if segment.has_master_weights else None)
 
     def _box(self, number: int, shard: TensorShard, elements: TensorElements, weight: Tensor | None) -> _Box:
         tensor = self._tensors[number]
@@ -284,3 +288,17 @@ class TensorUpdate:
             primary = shard.primary and self._shard_axis.rank == 0
             primary = primary and (not tensor.is_split_along(shape) or self._tensor_axis.rank == 0)
             yield self._kinds[shape], TensorShard(shard.name, logical, start, size, start, primary), view
+
+
+def _row_chunks(shard: TensorShard) -> Iterator[tuple[TensorShard, slice]]:
+    """Yields parts of a box along its first dimension, and their rows in it."""
+    count = max(1, _BOX_ELEMENTS // max(1, math.prod(shard.shape[1:])))
+    for begin in range(0, shard.shape[0], count):
+        size = min(count, shard.shape[0] - begin)
+        part = replace(
+            shard,
+            start=(shard.start[0] + begin, *shard.start[1:]),
+            shape=(size, *shard.shape[1:]),
+            local_start=(shard.local_start[0] + begin, *shard.local_start[1:]),
+        )
+        yield part, slice(begin, begin + size)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
+from petatron.optim import tensor_update
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from tests.unit.optim.test_muon import Block, fill_gradients, flatten
 
@@ -84,3 +85,18 @@ def test_a_matrix_has_a_value_for_each_row_and_column():
     assert found["exp_avg_sq_col", "layers.0.attention.q.weight"] == (6,)
     assert found["adafactor_exp_avg_sq", "layers.0.norm.weight"] == (6,)
     assert not any(kind == "adafactor_exp_avg" for kind, _ in found)
+
+
+def test_boxes_of_few_rows_give_the_same_weights(monkeypatch: pytest.MonkeyPatch):
+    config = OptimizerConfig(optimizer="adafactor", lr=1e-2, adafactor_scale_parameter=True)
+    weights = []
+    for limit in (1 << 24, 7):
+        monkeypatch.setattr(tensor_update, "_BOX_ELEMENTS", limit)
+        torch.manual_seed(3)
+        groups = flatten(Block().double(), config)
+        optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single())
+        for step in range(3):
+            fill_gradients(groups, step)
+            optimizer.step()
+        weights.append(torch.cat([group.flat_weights for group in groups]))
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
