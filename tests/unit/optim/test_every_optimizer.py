@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +51,30 @@ def test_a_skipped_step_changes_nothing(name: str, first: bool, dtype: torch.dty
     assert not any(torch.equal(a, b) for a, b in zip(before[: len(groups)], after))
 
 
+@pytest.mark.parametrize("name", BUILT_IN_RULES)
+def test_a_frozen_parameter_keeps_its_state(name: str):
+    torch.manual_seed(4)
+    config = OptimizerConfig(optimizer=name, lr=1e-2, weight_decay=0.1, soap_precondition_frequency=1)
+    model = Block()
+    groups = flatten(model, config)
+    optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single())
+
+    def state() -> dict[tuple[str, str], Tensor]:
+        weights = {("weight", shard.name): view for _, shard, view in optimizer.master_weights()}
+        moments = {(kind, shard.name): view for kind, _, shard, view in optimizer.moments()}
+        return {key: view.clone() for key, view in (weights | moments).items()}
+
+    fill_gradients(groups, 1)
+    optimizer.step()
+    model.get_parameter("layers.0.attention.out.weight").requires_grad_(False)
+    before = state()
+    fill_gradients(groups, 2)
+    optimizer.step()
+    for (kind, tensor), values in state().items():
+        same = torch.equal(values, before[kind, tensor])
+        assert same is (tensor == "layers.0.attention.out.weight"), (kind, tensor)
+
+
 @pytest.mark.parametrize("flags", ["--bf16", "", f"--bf16 {EXPERTS}"])
 @pytest.mark.parametrize("name", BUILT_IN_RULES)
 def test_declared_bytes_are_those_allocated(name: str, flags: str):
@@ -59,3 +85,11 @@ def test_declared_bytes_are_those_allocated(name: str, flags: str):
     optimizer = build_optimizer(run, build_model(run, petatron.launch(run)))
     held = {(kind, view.data_ptr()): view.nbytes for kind, _, _, view in optimizer.moments()}
     assert state_bytes(run).moments == sum(held.values())
+
+
+def test_nobody_compares_the_name_of_an_optimizer():
+    """Declarations are asked instead; peers of the benchmark are measured with AdamW alone."""
+    package = Path(petatron.__file__).parent
+    pattern = re.compile(r"optimizer (==|!=|in) ")
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if pattern.search(path.read_text())}
+    assert found <= {"bench/train.py", "config/optimizers.py", "config/checks/update_rule.py"}
