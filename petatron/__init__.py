@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from petatron.models.objective import ModelRole, Objective, register_objective
     from petatron.models.registry import register_model
     from petatron.models.stage_inputs_outputs import LossSpec
+    from petatron.optim.build_update_rules import register_optimizer
     from petatron.optim.mixed_precision import MasterOptimizer
     from petatron.train.build_run import build_loader, build_model, build_optimizer, launch
     from petatron.train.own_loop import restore, save_checkpoint
@@ -67,6 +68,7 @@ _HOMES = {
     "register_dataset": "petatron.data.dataset_kinds",
     "register_model": "petatron.models.registry",
     "register_objective": "petatron.models.objective",
+    "register_optimizer": "petatron.optim.build_update_rules",
     "restore": "petatron.train.own_loop",
     "save_checkpoint": "petatron.train.own_loop",
     "run_training": "petatron.train.run_training",
@@ -98,6 +100,7 @@ __all__ = [
     "register_dataset",
     "register_model",
     "register_objective",
+    "register_optimizer",
     "restore",
     "run_training",
     "save_checkpoint",

@@ -98,8 +98,8 @@ class _Bench:
         from petatron.config.schema.training import OptimizerConfig
         from petatron.kernels.registry import KernelContext, choose_kernel
         from petatron.mesh.mesh import ParallelMesh
-        from petatron.optim.build_update_rules import OptimizerKernels
         from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+        from petatron.optim.update_rules import OptimizerKernels
 
         groups = _flat_groups(num_parameters, device, args.main_grads)
         fraction = args.offload_fraction

@@ -21,8 +21,8 @@ from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.config.flags.absent_features import absent_feature, alternative
 from petatron.config.flags.foreign_names import suggested_flags, suggestion, without_section
-from petatron.config.flags.megatron_flags import FORMER_SECTIONS, SECTION_ALIASES
-from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, value_problem
+from petatron.config.flags.megatron_flags import FORMER_SECTIONS, SECTION_ALIASES, UNSUPPORTED_VALUES
+from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, check_supported, value_problem
 from petatron.config.origin_comments import FirstOrigins, read_origin_comments
 from petatron.config.schema.fields import (
     FieldInfo,
@@ -254,7 +254,7 @@ class _YamlReader:
             if not info.optional:
                 self.add_problem(node, info.name, "cannot be unset", f"Leave the line out to get {info.default!r}.")
             return info.optional, None
-        if info.kind == "str":
+        if info.kind == "str" and node.value not in UNSUPPORTED_VALUES.get(info.name, {}):
             if (strange := _UNWRITABLE.search(node.value)) is not None:
                 rule = f"holds the character {printable(strange[0])}, which no path and no name can have"
                 self.add_problem(node, info.name, rule, "Write it without.")
@@ -262,6 +262,7 @@ class _YamlReader:
         try:
             if node.style in ("'", '"') and info.kind != "choice":
                 raise ValueError(f"is quoted text, where {info.kind} is wanted")
+            check_supported(info, node.value)
             return True, info.parse(node.value)
         except ValueError as error:
             self.parsed.problems.append(value_problem(info, f"{self.where(node)} {info.name}", node.value, str(error)))

@@ -3,21 +3,22 @@
 With n elements on this rank (its shards over tensor-, pipeline- and expert-parallel ranks, vocabulary padding included), a
 bytes per element of the run's precision, w = max(a, 4), and s ranks that shard state:
 
-    sharding            weights              gradients    master weights             moments (adam)
-    no_shard            a n                  g n          4 n, if a < 4              (m + v) n
-    optim               a n                  g n          4 n / s, if a < 4          (m + v) n / s
-    optim_grads         a n, gathered        w n / s      w n / s, the weights       (m + v) n / s
-    optim_grads_params  a (two layers and    w n / s      w n / s, the weights       (m + v) n / s
+    sharding            weights              gradients    master weights             moments
+    no_shard            a n                  g n          4 n, if a < 4              m n
+    optim               a n                  g n          4 n / s, if a < 4          m n / s
+    optim_grads         a n, gathered        w n / s      w n / s, the weights       m n / s
+    optim_grads_params  a (two layers and    w n / s      w n / s, the weights       m n / s
                         the ends), gathered
 
 Fully sharded gradients exist whole before they are reduce-scattered: in addition to the table, a bytes for each of the head, whose
 gradient is held until backward is over, and a + r for each of one layer, r being the bytes they are reduced in (w, or 2 with
 `--grad-reduce-in-bf16`).
 
-g, m and v follow `--main-grads-dtype`, `--exp-avg-dtype` and `--exp-avg-sq-dtype`, 4 by default and w in float64. Muon has one moment
-of w bytes for each element of the layers' matrices, and adam's for all others. Experts are sharded over other ranks than dense
-parameters, so both are counted separately. Of offloaded optimizer state, a fraction of master weights and moments is not on the
-device. Padding of buckets to equal shards is left out.
+g follows `--main-grads-dtype`, 4 by default and w in float64. m is what the update rule of a parameter declares (`UpdateRuleSpec.state`):
+AdamW has 8 bytes by default. State of whole matrices is divided over the ranks that shard state, matrix by matrix, and each
+tensor-parallel rank has all of it; sums over rows and columns are on every rank that has them. Experts are sharded over other ranks
+than dense parameters, so both are counted separately. Of offloaded optimizer state, a fraction of master weights and moments is not on
+the device. Padding of buckets to equal shards is left out.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from petatron.config.optimizers import rule_spec
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor
 from petatron.config.schema.run import RunConfig
+from petatron.config.schema.training import OptimizerConfig
 from petatron.layers.ops.fp8_weight import is_cast_for_each_use
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.rank_layout import Layout
 from petatron.models.model_spec import ModelSpec
+from petatron.models.optimizer_groups import matrix_or_vector_shape, optimizer_group
 from petatron.models.registry import model_spec
 from petatron.schedule.pipeline_plan import num_micro_batches
+from petatron.sharding.logical_matrices import split_into_matrices
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 
 _DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -61,23 +67,37 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class ElementCounts:
-    """The elements of a rank, of its largest layer, of its embedding and head, and of the head.
-
-    `dense_matrices` and `expert_matrices` are those of the matrices that Muon updates.
-    """
+    """The elements of a rank, of its largest layer, of its embedding and head, and of the head."""
 
     dense: int
     experts: int
-    dense_matrices: int
-    expert_matrices: int
     largest_layer: int
     embedding_and_head: int
     head: int
 
 
+@dataclass(frozen=True, slots=True)
+class RuleStateBytes:
+    """Bytes of the update rules' state if nothing were sharded over data-parallel ranks: of dense parameters, of experts, and what every
+    such rank has, sharded or not.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    replicated: int = 0
+
+    def plus(self, other: RuleStateBytes, times: int = 1) -> RuleStateBytes:
+        return RuleStateBytes(
+            self.dense + times * other.dense,
+            self.experts + times * other.experts,
+            self.replicated + times * other.replicated,
+        )
+
+
 def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> StateBytes:
     """Returns the bytes of a rank with these stages of a resolved config; without any, the whole model's."""
     elements = local_element_counts(run, local_stages)
+    rule_state = local_rule_state(run, local_stages)
     layout = Layout.from_config(run.parallel)
     strategy = run.parallel.data_parallel_sharding_strategy
     sharded = strategy in ("optim", "optim_grads", "optim_grads_params")
@@ -86,8 +106,7 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
     owned = -(-elements.dense // ranks[0]) + -(-elements.experts // ranks[1])
     weight = element_bytes(run)
     main = max(weight, 4)
-    matrices = -(-elements.dense_matrices // ranks[0]) + -(-elements.expert_matrices // ranks[1])
-    moments = moment_bytes(run, elements=owned, in_matrices=matrices)
+    moments = -(-rule_state.dense // ranks[0]) + -(-rule_state.experts // ranks[1]) + rule_state.replicated
     offloads = run.memory.optimizer_cpu_offload or run.memory.optimizer_nvme_offload is not None
     on_device = 1.0 - run.memory.optimizer_offload_fraction if offloads else 1.0
     if strategy in ("optim_grads", "optim_grads_params") and layout.world_size > 1:
@@ -133,55 +152,91 @@ def element_bytes(run: RunConfig) -> int:
     return 8 if precision.fp64 else 2 if precision.bf16 or precision.fp16 else 4
 
 
-def moment_bytes(run: RunConfig, *, elements: int, in_matrices: int) -> int:
-    """Returns the bytes of all moments of `elements` elements, `in_matrices` of which Muon would update."""
-    wide = max(element_bytes(run), 4)
-    if run.optim.optimizer == "sgd":
-        return wide * elements if run.optim.sgd_momentum else 0
-    kinds = (run.optim.exp_avg_dtype, run.optim.exp_avg_sq_dtype)
-    by_adam = sum(wide if name == "fp32" else _DTYPE_BYTES[name] for name in kinds)
-    by_muon = in_matrices if run.optim.optimizer == "muon" else 0
-    return by_adam * (elements - by_muon) + wide * by_muon
-
-
 def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> ElementCounts:
     """Returns the element counts of a rank with these stages; without any, the whole model's."""
+    return _stage_element_counts(*_merged_stage(run, local_stages))
+
+
+def local_rule_state(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> RuleStateBytes:
+    """Returns the state of the update rules on a rank with these stages; without any, the whole model's."""
+    return _stage_rule_state(*_merged_stage(run, local_stages), run.optim, max(element_bytes(run), 4))
+
+
+def _merged_stage(
+    run: RunConfig, local_stages: Sequence[PipelineStage] | None
+) -> tuple[ModelSpec, PipelineStage, ModelParallelCoordinate]:
+    """Returns a rank's stages as one, so that a tied head is the embedding where one rank has both."""
     spec = model_spec(run)
     local_stages = local_stages or [spec.whole]
-    # Merged, so that a tied head is the embedding where one rank has both.
     layers = tuple(layer for stage in local_stages for layer in stage.layer_indices)
     merged = PipelineStage(
         layers, any(stage.has_embedding for stage in local_stages), any(stage.has_loss for stage in local_stages)
     )
     layout = Layout.from_config(run.parallel)
-    coordinate = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
-    return _stage_element_counts(spec, merged, coordinate)
+    return spec, merged, ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
 
 
 @lru_cache(maxsize=256)
 def _stage_element_counts(spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate) -> ElementCounts:
     outer = _count_elements(spec.outer_params(stage), coordinate)
-    counts, largest = list(outer), 0
+    (dense, experts), largest = outer, 0
     for layer, number in spec.count_layers(stage).items():
-        one = _count_elements(layer.params(), coordinate)
-        counts = [count + number * more for count, more in zip(counts, one)]
-        largest = max(largest, one[0] + one[1])
+        in_layer = _count_elements(layer.params(), coordinate)
+        dense, experts = dense + number * in_layer[0], experts + number * in_layer[1]
+        largest = max(largest, sum(in_layer))
     last = PipelineStage((), has_embedding=False, has_loss=True)
     head = _count_elements(spec.outer_params(last), coordinate) if stage.has_loss else (0, 0)
-    return ElementCounts(counts[0], counts[1], counts[2], counts[3], largest, outer[0] + outer[1], head[0] + head[1])
+    return ElementCounts(dense, experts, largest, sum(outer), sum(head))
+
+
+@lru_cache(maxsize=256)
+def _stage_rule_state(
+    spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate, optim: OptimizerConfig, main_bytes: int
+) -> RuleStateBytes:
+    total = _params_rule_state(spec.outer_params(stage), coordinate, optim, main_bytes)
+    for layer, number in spec.count_layers(stage).items():
+        total = total.plus(_params_rule_state(layer.params(), coordinate, optim, main_bytes), number)
+    return total
+
+
+def _params_rule_state(
+    params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate, optim: OptimizerConfig, main_bytes: int
+) -> RuleStateBytes:
+    """Returns the bytes of the state that the rules of these parameters declare."""
+    total = RuleStateBytes()
+    for name, param in params.items():
+        group = optimizer_group(optim, name, param)
+        rule = rule_spec(optim, group.rule)
+        placement = compute_placement(name, param.shape, param.shard, coordinate)
+        sharded = replicated = 0
+        for state in rule.state(matrix_or_vector_shape(param)):
+            width = state.element_bytes(main_bytes)
+            if state.shape == "element":
+                sharded += width * math.prod(placement.shape)
+            elif rule.unit == "tensor":
+                replicated += width * sum(_state_elements(state, shard.shape) for shard in placement.tensor_shards)
+            else:
+                matrices = split_into_matrices(placement, group.unit)
+                sharded += width * sum(math.prod(state.dims(*matrix.shape)) for matrix in matrices)
+        dense, experts = (0, sharded) if placement.expert else (sharded, 0)
+        total = total.plus(RuleStateBytes(dense, experts, replicated))
+    return total
+
+
+def _state_elements(state: RuleStateTensor, shape: tuple[int, ...]) -> int:
+    """Returns the elements of a state of rows or columns, for each matrix of a stack."""
+    return math.prod(shape[:-2]) * math.prod(state.dims(*shape[-2:]))
 
 
 def count_parameters(params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate) -> int:
     """Returns the elements of all parameters on one rank."""
-    return sum(_count_elements(params, coordinate)[:2])
+    return sum(_count_elements(params, coordinate))
 
 
-def _count_elements(params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate) -> tuple[int, int, int, int]:
-    """Returns the elements of dense parameters and of experts on one rank, then of the hidden matrices among both."""
-    counts = [0, 0, 0, 0]
+def _count_elements(params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate) -> tuple[int, int]:
+    """Returns the elements of dense parameters and of experts on one rank."""
+    counts = [0, 0]
     for name, param in params.items():
         placement = compute_placement(name, param.shape, param.shard, coordinate)
-        size = math.prod(placement.shape)
-        counts[placement.expert] += size
-        counts[2 + placement.expert] += size if param.role == "hidden_matrix" else 0
-    return counts[0], counts[1], counts[2], counts[3]
+        counts[placement.expert] += math.prod(placement.shape)
+    return counts[0], counts[1]

@@ -8,25 +8,21 @@ reference. They run first, on the same mesh, and what is wanted of them becomes 
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.imports import IMPORT_FLAG, import_installed_plugins
+from petatron.config.named_settings import parse_named_settings
 from petatron.config.schema.fields import closest_matches
 from petatron.config.schema.run import RunConfig
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import LossSpec
 
 _FLAG, _SETTINGS_FLAG = "--objective", "--objective-settings"
-_TRUE_AND_FALSE = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,38 +112,4 @@ def parse_objective(name: str, settings: Sequence[str]) -> Objective:
         known = ", ".join(sorted(_KINDS)) or "none"
         fix = f"{hint}Known: {known}; add {IMPORT_FLAG} MODULE, the file or package that registers it."
         raise ConfigError([Problem(_FLAG, name, "is not a registered objective", fix)])
-    values, problems = _parse_settings(name, kind, settings)
-    if problems:
-        raise ConfigError(problems)
-    return kind(**values)
-
-
-def _parse_settings(name: str, kind: type[Objective], settings: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
-    values: dict[str, Any] = {}
-    problems: list[Problem] = []
-    for word in settings:
-        key, equals, text = word.partition("=")
-        if not equals or key not in fields:
-            rule = f"is no setting of {_FLAG} {name}" if equals else "is not NAME=VALUE"
-            problems.append(Problem(_SETTINGS_FLAG, word, rule, f"It has: {', '.join(fields) or 'none'}."))
-            continue
-        try:
-            values[key] = _parse_value(hints[key], text)
-        except (KeyError, ValueError):
-            rule = f"is not a value of {key}, which is {getattr(hints[key], '__name__', hints[key])}"
-            problems.append(Problem(_SETTINGS_FLAG, word, rule, "Give one."))
-    given = {word.partition("=")[0] for word in settings}
-    for key, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and key not in given:
-            rule = f"lacks {key}, which {_FLAG} {name} needs"
-            problems.append(Problem(_SETTINGS_FLAG, "", rule, f"Add {key}=VALUE."))
-    return values, problems
-
-
-def _parse_value(hint: Any, text: str) -> Any:
-    if hint is bool:
-        return _TRUE_AND_FALSE[text]
-    return hint(text) if hint in (int, float, str, Path) else text
+    return kind(**parse_named_settings(kind, settings, _SETTINGS_FLAG, f"{_FLAG} {name}"))

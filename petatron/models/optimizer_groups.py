@@ -4,24 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from petatron.config.optimizers import rule_spec
 from petatron.config.schema.training import OptimizerConfig
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.sharding.group_spec import GroupSpec
 
 OptimizerGroupRule = Callable[[str, ParamSpec], GroupSpec]
-"""Returns the optimizer group of a parameter, by its name and facts."""
+"""Returns the optimizer group of a parameter, by its name and spec."""
 
 
 def optimizer_group(optim: OptimizerConfig, name: str, param: ParamSpec) -> GroupSpec:
     """Returns the optimizer group of a parameter: the one place that says which rule updates what.
 
-    Muon takes the matrices of layers; embeddings, the output head, routers and vectors are left to its scalar optimizer.
+    A rule for the matrices of layers leaves embeddings, the output head, routers and vectors to its scalar optimizer.
     """
-    weight_decay = 1.0 if param.weight_decay else 0.0
-    if optim.optimizer != "muon" or param.role != "hidden_matrix":
-        rule = optim.muon_scalar_optimizer if optim.optimizer == "muon" else optim.optimizer
-        decoupled = optim.decoupled_lr is not None and param.role == "vocabulary"
-        return GroupSpec(rule=rule, weight_decay=weight_decay, decoupled_lr=decoupled)
+    rule = rule_spec(optim)
+    if rule.hidden_matrices_only and param.role != "hidden_matrix":
+        assert rule.scalar_optimizer is not None, f"{rule.name} updates matrices alone, and names no other optimizer"
+        rule = rule_spec(optim, rule.scalar_optimizer)
     is_qkv = {"q", "k", "v"} <= {section.name for section in param.shard.sections}
-    fused = is_qkv and not optim.muon_split_qkv
-    return GroupSpec(rule="muon", weight_decay=weight_decay, unit="fused_matrix" if fused else "matrix")
+    fused = rule.unit == "matrix" and is_qkv and rule.fuses_qkv
+    element_state = tuple(state.kind for state in rule.element_state(matrix_or_vector_shape(param)))
+    return GroupSpec(
+        rule=rule.name,
+        weight_decay=1.0 if param.weight_decay else 0.0,
+        decoupled_lr=optim.decoupled_lr is not None and param.role == "vocabulary",
+        unit="fused_matrix" if fused else rule.unit,
+        element_state=element_state if rule.unit == "tensor" else None,
+    )
+
+
+def matrix_or_vector_shape(param: ParamSpec) -> tuple[int, ...]:
+    """Returns the shape of what a rule updates as one tensor: each expert of a stack is one."""
+    return param.shape if param.shard.ep is None else param.shape[1:]

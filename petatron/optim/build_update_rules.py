@@ -1,39 +1,42 @@
-"""Which rules update the master weights, and with which kernels."""
+"""Builds the update rules of a run: those of this package, and those that somebody registers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
-import torch
-
+from petatron.config.optimizers import register_rule_spec, rule_spec
+from petatron.config.schema.optimizers.update_rule_spec import UpdateRuleSpec
 from petatron.config.schema.training import OptimizerConfig
-from petatron.kernels.optimizer.adam import AdamKernel, SquaresKernel, adamw_fused, sum_of_squares
-from petatron.kernels.registry import KernelChoice
+from petatron.optim.adafactor import AdafactorRule
+from petatron.optim.lion import LionRule
 from petatron.optim.muon import MuonRule
-from petatron.optim.update_rules import AdamRule, SgdRule, UpdateRule
+from petatron.optim.soap import SoapRule
+from petatron.optim.update_rules import AdamRule, RuleContext, SgdRule, UpdateRule
+
+RuleBuilder = Callable[[Any, RuleContext], UpdateRule]
+"""Builds a rule from its declaration."""
+
+_BUILDERS: dict[str, RuleBuilder] = {
+    "adam": AdamRule,
+    "sgd": SgdRule,
+    "muon": MuonRule,
+    "lion": LionRule,
+    "adafactor": AdafactorRule,
+    "soap": SoapRule,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerKernels:
-    """The implementations that an optimizer works with."""
+def register_optimizer(spec: type[UpdateRuleSpec], build: RuleBuilder) -> None:
+    """Makes `--optimizer NAME` train with a rule of one's own: what it declares, and the class with its step.
 
-    adamw: AdamKernel = adamw_fused
-    sum_of_squares: SquaresKernel = sum_of_squares
-
-    @classmethod
-    def from_choice(cls, choice: KernelChoice) -> OptimizerKernels:
-        """Those of the registry's choice for `adamw`."""
-        return cls(choice.functions.adamw, choice.functions.sum_of_squares)
+    The class is built with the declaration, whose fields are the settings, and a `RuleContext`. It is an `ElementRule`, a `TensorRule`
+    or a `MatrixRule`, as `spec.unit` says. The name must be new, or have the same declaration.
+    """
+    register_rule_spec(spec)
+    _BUILDERS[spec.name] = build
 
 
-TORCH_KERNELS = OptimizerKernels()
-"""torch's own: for every device and precision."""
-
-
-def build_update_rule(
-    name: str, config: OptimizerConfig, kernels: OptimizerKernels, device: torch.device
-) -> UpdateRule | MuonRule:
-    """Builds the update rule of this name. All skip an update on the device, so no step synchronises with the host."""
-    if name == "muon":
-        return MuonRule(config)
-    return AdamRule(config, kernels.adamw, device) if name == "adam" else SgdRule(config)
+def build_update_rule(name: str, config: OptimizerConfig, context: RuleContext) -> UpdateRule:
+    """Builds the update rule of this name."""
+    return _BUILDERS[name](rule_spec(config, name), context)

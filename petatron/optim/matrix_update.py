@@ -3,13 +3,14 @@
 A logical matrix is sharded over tensor-parallel ranks, and of each shard the ranks that shard optimizer state own ranges. A step
 runs in rounds, so that only some matrices are gathered at a time:
 
-    every rank accumulates its gradients into its momentum; an all-to-all over the axis that shards state brings the update directions of
+    every rank updates the moments of its elements; an all-to-all over the axis that shards state brings the update directions of
     each matrix to one rank (no communication where that rank owns it all); the tensor-parallel ranks all-gather its shards, and each
-    orthogonalises the whole and keeps its own shard; a second all-to-all returns the results to their owners, which update the master
-    weights.
+    computes the update of the whole and keeps its own shard; a second all-to-all returns the results to their owners, which update the
+    master weights.
 
-So the ranks that shard state share the Newton-Schulz steps, and no result depends on the layout. Plain data-parallel ranks do not shard
-state: each orthogonalises all its matrices.
+So the ranks that shard state divide the work on matrices, and no result depends on the layout. Plain data-parallel ranks do not shard
+state: each updates all its matrices. State of a whole matrix (`RuleStateTensor.shape`) is where its update is computed: on one of the ranks
+that shard state, and on all its tensor-parallel ranks. Matrices of one shape in one round are a batch, and so is their state.
 """
 
 from __future__ import annotations
@@ -21,37 +22,37 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from petatron.config.schema.optimizers.update_rule_spec import UpdateRuleSpec
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.muon import MuonRule
 from petatron.optim.state_segments import StateSegment
-from petatron.optim.update_rules import StepScalars
+from petatron.optim.update_rules import MatrixBatch, MatrixRule, StepScalars
 from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParameterGroup, ParamRange
 from petatron.sharding.logical_matrices import LogicalMatrix, assign_matrices, matrix_shape, split_into_matrices
 from petatron.sharding.shard_spec import Placement, TensorShard
 
 _ROUND_ELEMENTS = 1 << 25
-"""Elements that a rank orthogonalises in one round, unless a single matrix has more: 64 MiB in bfloat16, with larger temporaries."""
+"""Elements that a rank updates in one round, unless a single matrix has more: 64 MiB in bfloat16, with larger temporaries."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OwnedBox:
     """A box of a matrix that this rank updates, as views of gradients and state; `weight` is None where the master is the model's.
 
-    parameter: the placement of the parameter it is of.
+    parameter: the placement of the parameter it is of. shape: that of the whole matrix.
     """
 
     parameter: Placement
     grad: Tensor
-    momentum: Tensor
+    moments: tuple[Tensor, ...]
     master: Tensor
     weight: Tensor | None
-    scale: float
+    shape: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _ReceivedBox:
-    """A box of the local shard of a matrix that this rank orthogonalises: indices of matrix and tensor, and its place in the message."""
+    """A box of the local shard of a matrix that this rank updates: indices of matrix and tensor, and its place in the message."""
 
     matrix: int
     tensor: int
@@ -64,14 +65,23 @@ class _ReceivedBox:
 
 
 @dataclass(frozen=True, slots=True)
+class _StateBatch:
+    """The state of a round's matrices of one shape, stacked; `indices` are those of the matrices in the round."""
+
+    indices: list[int]
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class _Round:
     """Matrices that are gathered at a time; messages are in the order of the ranks they are sent to and received from.
 
-    exchanged: whether any of them, on any rank, is not owned by the rank that orthogonalises it.
+    exchanged: whether any of them, on any rank, is not owned by the rank that updates it.
     """
 
     owned: list[_OwnedBox]
     assigned: list[LogicalMatrix]
+    batches: list[_StateBatch]
     received: list[_ReceivedBox]
     send_sizes: list[int]
     receive_sizes: list[int]
@@ -86,19 +96,21 @@ class MatrixUpdate:
         group: ParameterGroup,
         placements: Sequence[Placement],
         segments: Mapping[int, StateSegment],
-        rule: MuonRule,
+        rule: MatrixRule,
+        rule_spec: UpdateRuleSpec,
         mesh: ParallelMesh,
     ) -> None:
         """`segments` are those of the group's flat shards, by their index in it."""
-        self._rule = rule
+        self._rule, self._rule_spec = rule, rule_spec
         self._shard_axis = group.shard_axis(placements[0])
         self._tensor_axis = mesh["etp" if placements[0].expert else "tp"]
         weight = group.weights()[0]
         self._device = weight.device
-        self._dtype = rule.iteration_dtype(torch.promote_types(weight.dtype, torch.float32))
-        matrices = [one for placement in placements for one in split_into_matrices(placement, group.spec.unit)]
-        owners = assign_matrices(matrices, group, self._shard_axis.size)
-        boxes = _OwnedBoxes(group, segments, rule)
+        self._main_dtype = torch.promote_types(weight.dtype, torch.float32)
+        self._dtype = rule.exchange_dtype(self._main_dtype)
+        matrices = [matrix for placement in placements for matrix in split_into_matrices(placement, group.spec.unit)]
+        owners = assign_matrices(matrices, group, self._shard_axis.size, rule_spec.matrix_flops)
+        boxes = _OwnedBoxes(group, segments)
         self._rounds = [self._plan_round(chosen, group, boxes) for chosen in plan_rounds(matrices, owners)]
 
     def _plan_round(
@@ -125,49 +137,108 @@ class MatrixUpdate:
         return _Round(
             [box for destination in send for box in destination],
             assigned,
+            self._allocate_state(assigned),
             received,
             [sum(box.grad.numel() for box in destination) for destination in send],
             [sum(math.prod(box.shape) for _, _, box in found) for found in incoming],
             exchanged,
         )
 
+    def _allocate_state(self, matrices: Sequence[LogicalMatrix]) -> list[_StateBatch]:
+        """Allocates what the rule declares for whole matrices, as zeros; a square of rows or columns begins as the identity."""
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        for index, matrix in enumerate(matrices):
+            by_shape.setdefault(matrix.shape, []).append(index)
+        batches = []
+        for shape, indices in by_shape.items():
+            state = {}
+            for tensor in self._rule_spec.state(shape):
+                if tensor.shape != "element":
+                    dtype = self._main_dtype if tensor.dtype == "main" else torch.bfloat16
+                    dims = (len(indices), *tensor.dims(*shape))
+                    state[tensor.kind] = torch.zeros(dims, dtype=dtype, device=self._device)
+                    if tensor.initial == "identity":
+                        state[tensor.kind].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            batches.append(_StateBatch(indices, state))
+        return batches
+
+    def matrix_state(self) -> Iterator[tuple[str, TensorShard, Tensor]]:
+        """Yields the state of the whole matrices that this rank updates: kind, box of a logical tensor, and view."""
+        for planned in self._rounds:
+            for batch in planned.batches:
+                for kind, stacked in batch.state.items():
+                    for index, view in zip(batch.indices, stacked):
+                        yield kind, *self._state_shard(planned.assigned[index], view)
+
+    def _state_shard(self, matrix: LogicalMatrix, view: Tensor) -> tuple[TensorShard, Tensor]:
+        """Returns a matrix's state as a box: of itself, or, for an expert, of that of the whole stack."""
+        assert len(matrix.shards) == 1, "a fused matrix has no name for its state"
+        shard, shape = matrix.shards[0], tuple(view.shape)
+        stack = shard.logical_shape[:-2]
+        start = (*shard.start[: len(stack)], *(0 for _ in shape))
+        boxed = view.view(*(1 for _ in stack), *shape)
+        primary = self._tensor_axis.rank == 0
+        return TensorShard(shard.name, (*stack, *shape), start, tuple(boxed.shape), start, primary), boxed
+
     @torch.no_grad()
     def run(self, step: StepScalars, *, frozen: Collection[int] = ()) -> None:
         """Updates all matrices but those of parameters in `frozen`, the identities of placements; `step` has the rates of their group."""
-        for one in self._rounds:
-            directions = [
-                torch.zeros_like(box.grad)
-                if id(box.parameter) in frozen
-                else self._rule.accumulate(box.grad, box.momentum, step)
-                for box in one.owned
-            ]
-            message = torch.empty(sum(one.send_sizes), dtype=self._dtype, device=self._device)
-            sizes = [box.grad.numel() for box in one.owned]
-            for part, direction in zip(message.split(sizes), directions):
-                part.view(direction.shape).copy_(direction)
-            del directions
-            message = self._orthogonalize(one, message)
-            for box, part in zip(one.owned, message.split(sizes)):
+        for planned in self._rounds:
+            sizes = [box.grad.numel() for box in planned.owned]
+            message = torch.zeros(
+                (sum(planned.send_sizes), self._rule.num_inputs), dtype=self._dtype, device=self._device
+            )
+            for box, part in zip(planned.owned, message.split(sizes)):
+                if id(box.parameter) not in frozen:
+                    directions = self._rule.directions(box.grad, box.moments, step)
+                    for column, direction in zip(part.unbind(-1), directions, strict=True):
+                        column.view(direction.shape).copy_(direction)
+            updates = self._exchange_and_transform(planned, message, step, frozen)
+            for box, part in zip(planned.owned, updates.split(sizes)):
                 if id(box.parameter) in frozen:
                     continue
-                self._rule.apply(box.master, part.view(box.master.shape), step, scale=box.scale)
+                self._rule.apply(box.master, part.view(box.master.shape), step, shape=box.shape)
                 if box.weight is not None:
                     box.weight.copy_(box.master)
 
-    def _orthogonalize(self, one: _Round, directions: Tensor) -> Tensor:
-        """Exchanges update directions, orthogonalises whole matrices and returns the results of this rank's elements."""
-        axis, send, receive = self._shard_axis, one.send_sizes, one.receive_sizes
-        message = collectives.all_to_all(directions, axis, send=send, receive=receive) if one.exchanged else directions
-        local = [[message.new_empty(matrix_shape(shard.shape)) for shard in matrix.shards] for matrix in one.assigned]
-        for box in one.received:
-            local[box.matrix][box.tensor][box.inside].copy_(box.view(message))
-        whole = self._gather_over_tensor_parallel(one.assigned, local)
-        results = [
-            _local_parts(matrix, result) for matrix, result in zip(one.assigned, self._rule.orthogonalize(whole))
-        ]
-        for box in one.received:
+    def _exchange_and_transform(
+        self, planned: _Round, message: Tensor, step: StepScalars, frozen: Collection[int]
+    ) -> Tensor:
+        """Exchanges update directions, computes the updates of whole matrices, and returns those of this rank's elements."""
+        axis, send, receive = self._shard_axis, planned.send_sizes, planned.receive_sizes
+        if planned.exchanged:
+            message = collectives.all_to_all(message, axis, send=send, receive=receive)
+        inputs = [self._whole_matrices(planned, column) for column in message.unbind(-1)]
+        updates = self._transform(planned, inputs, step, frozen)
+        results = [_local_parts(matrix, update) for matrix, update in zip(planned.assigned, updates)]
+        message = message.new_empty(message.shape[0])
+        for box in planned.received:
             box.view(message).copy_(results[box.matrix][box.tensor][box.inside])
-        return collectives.all_to_all(message, axis, send=receive, receive=send) if one.exchanged else message
+        return collectives.all_to_all(message, axis, send=receive, receive=send) if planned.exchanged else message
+
+    def _whole_matrices(self, planned: _Round, message: Tensor) -> list[Tensor]:
+        """Returns one of the inputs of all matrices that this rank updates in a round."""
+        local = [
+            [message.new_empty(matrix_shape(shard.shape)) for shard in matrix.shards] for matrix in planned.assigned
+        ]
+        for box in planned.received:
+            local[box.matrix][box.tensor][box.inside].copy_(box.view(message))
+        return self._gather_over_tensor_parallel(planned.assigned, local)
+
+    def _transform(
+        self, planned: _Round, inputs: Sequence[Sequence[Tensor]], step: StepScalars, frozen: Collection[int]
+    ) -> list[Tensor]:
+        """Returns the updates of whole matrices, those of one shape computed as a batch."""
+        updates: dict[int, Tensor] = {}
+        for batch in planned.batches:
+            stacked = tuple(torch.stack([matrices[index] for index in batch.indices]) for matrices in inputs)
+            kept = step.kept(self._main_dtype).expand(len(batch.indices), 1, 1)
+            is_frozen = [id(planned.assigned[index].parameter) in frozen for index in batch.indices]
+            if any(is_frozen):
+                trained = [0.0 if stays else 1.0 for stays in is_frozen]
+                kept = kept * torch.tensor(trained, dtype=kept.dtype, device=kept.device).view(-1, 1, 1)
+            updates |= dict(zip(batch.indices, self._rule.transform(MatrixBatch(stacked, batch.state, kept))))
+        return [updates[index] for index in range(len(planned.assigned))]
 
     def _gather_over_tensor_parallel(
         self, matrices: Sequence[LogicalMatrix], local: Sequence[Sequence[Tensor]]
@@ -196,8 +267,8 @@ class MatrixUpdate:
 class _OwnedBoxes:
     """Finds the boxes of a matrix that this rank owns. Views are made once: gradients and state never move in memory."""
 
-    def __init__(self, group: ParameterGroup, segments: Mapping[int, StateSegment], rule: MuonRule) -> None:
-        self._segments, self._rule = segments, rule
+    def __init__(self, group: ParameterGroup, segments: Mapping[int, StateSegment]) -> None:
+        self._segments = segments
         self._grads, self._weights = group.grads(), group.weights()
         self._parts: dict[int, list[tuple[ParamRange, int]]] = {}
         for index, flat_shard in enumerate(group.flat_shards):
@@ -206,15 +277,14 @@ class _OwnedBoxes:
 
     def of(self, matrix: LogicalMatrix) -> Iterator[_OwnedBox]:
         """Yields a matrix's owned boxes in the order of the parameter's elements."""
-        scale = self._rule.scale(matrix.shape)
         for part, index in sorted(self._parts.get(id(matrix.parameter), []), key=lambda found: found[0].begin):
             segment = self._segments[index]
             alone = FlatShard(segment.range.length, (replace(part, placement=matrix.placement),), (0, 0))
-            quantities = (self._grads[index], segment.moments[0], segment.master, self._weights[index])
+            quantities = (self._grads[index], segment.master, self._weights[index], *segment.moments)
             for views in zip(*(alone.tensor_shards(flat) for flat in quantities)):
-                grad, momentum, master, weight = (view for _, view in views)
+                grad, master, weight, *moments = (view for _, view in views)
                 model_weight = weight if segment.has_master_weights else None
-                yield _OwnedBox(matrix.parameter, grad, momentum, master, model_weight, scale)
+                yield _OwnedBox(matrix.parameter, grad, tuple(moments), master, model_weight, matrix.shape)
 
 
 def plan_rounds(

@@ -13,20 +13,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
 from petatron.base.text import gigabytes
+from petatron.config.optimizers import rule_spec
 from petatron.config.required_settings import required
+from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.build_update_rules import TORCH_KERNELS, OptimizerKernels, build_update_rule
+from petatron.optim.build_update_rules import build_update_rule
 from petatron.optim.gradient_norm import GlobalNorm
 from petatron.optim.matrix_update import MatrixUpdate
-from petatron.optim.muon import MuonRule
 from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
 from petatron.optim.state_segments import SegmentRange, StateSegment, plan_ranges, slice_flat_shard
 from petatron.optim.state_storage import (
@@ -36,7 +38,18 @@ from petatron.optim.state_storage import (
     StateStorage,
     describe_offload_target,
 )
-from petatron.optim.update_rules import ParamSlice, StepScalars, UpdateFunction, UpdateRule
+from petatron.optim.tensor_update import TensorUpdate
+from petatron.optim.update_rules import (
+    TORCH_KERNELS,
+    ElementRule,
+    MatrixRule,
+    OptimizerKernels,
+    ParamSlice,
+    RuleContext,
+    StepScalars,
+    TensorRule,
+    UpdateFunction,
+)
 from petatron.sharding.flat_shard import FlatShard, ParameterGroup, all_gather_params
 from petatron.sharding.shard_spec import TensorShard
 
@@ -79,14 +92,14 @@ class MixedPrecisionOptimizer:
         self._device = weights[0].device if weights else mesh.device
         if any(weight.dtype == torch.float64 for weight in weights):
             kernels = TORCH_KERNELS
-        self._rules = {
-            name: build_update_rule(name, config, kernels, self._device)
-            for name in dict.fromkeys(group.spec.rule for group in param_groups)
-        }
+        names = dict.fromkeys(group.spec.rule for group in param_groups)
+        context = RuleContext(self._device, kernels)
+        self._rules = {name: build_update_rule(name, config, context) for name in names}
+        self._rule_specs = {name: rule_spec(config, name) for name in names}
         self._segments = self._allocate_state(memory or MemoryConfig(), weights)
         self._state_swapper = self._build_state_swapper(memory or MemoryConfig())
         self._log_offloaded(None if memory is None else memory.optimizer_nvme_offload)
-        self._matrix_updates = list(self._build_matrix_updates(mesh))
+        self._unit_updates = list(self._build_unit_updates(mesh))
         flat_shards = [flat_shard for group in param_groups for flat_shard in group.flat_shards]
         self._grad_norm = GlobalNorm(flat_shards, mesh.world, self._device, kernels.sum_of_squares)
         own = [segment.flat_shard for segment in self._segments]
@@ -128,7 +141,7 @@ class MixedPrecisionOptimizer:
         apart = weight.dtype != wide
         master = storage.zeros(segment_range.length, wide).copy_(weight) if apart else weight.detach()
         moments = tuple(
-            storage.zeros(segment_range.length, dtype or wide) for dtype in self._rule(group).moments.values()
+            storage.zeros(segment_range.length, _state_dtype(state, wide)) for state in self._element_state(group)
         )
         return StateSegment(
             segment_range,
@@ -148,27 +161,37 @@ class MixedPrecisionOptimizer:
     def _owners(self) -> list[tuple[ParameterGroup, FlatShard]]:
         return [(group, flat_shard) for group in self._param_groups for flat_shard in group.flat_shards]
 
-    def _build_matrix_updates(self, mesh: ParallelMesh) -> Iterator[tuple[ParameterGroup, MatrixUpdate]]:
-        """Yields the updates of groups whose rule needs whole matrices."""
+    def _build_unit_updates(self, mesh: ParallelMesh) -> Iterator[tuple[ParameterGroup, MatrixUpdate | TensorUpdate]]:
+        """Yields the updates of groups whose rule needs more than single elements."""
         begin = 0
         for group in self._param_groups:
-            rule, first, begin = self._rule(group), begin, begin + len(group.flat_shards)
-            if not isinstance(rule, MuonRule):
+            first, begin = begin, begin + len(group.flat_shards)
+            rule, spec = self._rules[group.spec.rule], self._rule_specs[group.spec.rule]
+            if spec.unit == "element":
                 continue
             segments = {one.range.flat_shard_index - first: one for one in self._segments if one.group is group}
-            assert not any(one.range.offloaded for one in segments.values()), "state of whole matrices is offloaded"
+            assert not any(one.range.offloaded for one in segments.values()), f"state of {spec.name} is offloaded"
             for expert in (False, True):
                 placements = [placement for placement in group.placements if placement.expert is expert]
-                if placements:
-                    yield group, MatrixUpdate(group, placements, segments, rule, mesh)
+                if not placements:
+                    continue
+                if spec.unit == "matrix":
+                    yield group, MatrixUpdate(group, placements, segments, cast(MatrixRule, rule), spec, mesh)
+                else:
+                    yield group, TensorUpdate(group, placements, segments, cast(TensorRule, rule), spec, mesh)
 
-    def _rule(self, group: ParameterGroup) -> UpdateRule | MuonRule:
-        return self._rules[group.spec.rule]
+    def _element_state(self, group: ParameterGroup) -> list[RuleStateTensor]:
+        """Returns the state of a group with a value for each element, in the order of `StateSegment.moments`."""
+        spec, shape = self._rule_specs[group.spec.rule], group.placements[0].shape
+        states = spec.element_state(shape[1:] if group.placements[0].expert else shape)
+        kinds = group.spec.element_state
+        assert kinds is None or kinds == tuple(state.kind for state in states), f"{spec.name}: {kinds} and {states}"
+        return list(states)
 
     def _state_dtypes(self, group: ParameterGroup, weight: Tensor) -> list[torch.dtype]:
         """Returns the dtypes of an element's state besides the model's weight, in the order of `StateSegment.state`."""
         wide = torch.promote_types(weight.dtype, torch.float32)
-        moments = [dtype or wide for dtype in self._rule(group).moments.values()]
+        moments = [_state_dtype(state, wide) for state in self._element_state(group)]
         return moments if weight.dtype == wide else [wide, *moments]
 
     def _log_offloaded(self, folder: str | None) -> None:
@@ -224,7 +247,7 @@ class MixedPrecisionOptimizer:
     def _update(self, step: StepScalars, grads: Sequence[Tensor]) -> None:
         weights = self._weights()
         frozen = {id(placement) for group in self._param_groups for placement in group.frozen()}
-        updates = {name: rule.start_step(step) for name, rule in self._rules.items() if not isinstance(rule, MuonRule)}
+        updates = self._start_step(step)
         visits: list[SwapTask] = []
         for segment in self._segments:
             update = updates.get(segment.group.spec.rule)
@@ -238,8 +261,17 @@ class MixedPrecisionOptimizer:
                 work(segment.state)
         if self._state_swapper is not None:
             self._state_swapper.run(visits)
-        for group, matrices in self._matrix_updates:
-            matrices.run(step.of_group(group.spec), frozen=frozen)
+        for group, units in self._unit_updates:
+            units.run(step.of_group(group.spec), frozen=frozen)
+
+    def _start_step(self, step: StepScalars) -> dict[str, UpdateFunction]:
+        """Starts the step of every rule; returns the updates of those that update elements by themselves."""
+        updates = {}
+        for name, rule in self._rules.items():
+            update = cast(ElementRule, rule).start_step(step)
+            if self._rule_specs[name].unit == "element":
+                updates[name] = update
+        return updates
 
     def _wait_for_state(self) -> None:
         """Waits until swapped state is back in its storage, before it is read."""
@@ -278,12 +310,15 @@ class MixedPrecisionOptimizer:
                 yield segment.group, piece, view
 
     def moments(self) -> Iterator[tuple[str, ParameterGroup, TensorShard, Tensor]]:
-        """Yields (kind, group, shard, view) of the update rule's state, by logical tensor."""
+        """Yields (kind, group, shard, view) of the update rules' state, by logical tensor."""
         self._wait_for_state()
         for segment in self._segments:
-            for kind, flat in zip(self._rule(segment.group).moments, segment.moments):
+            for state, flat in zip(self._element_state(segment.group), segment.moments, strict=True):
                 for piece, view in segment.flat_shard.tensor_shards(flat):
-                    yield kind, segment.group, piece, view
+                    yield state.kind, segment.group, piece, view
+        for group, units in self._unit_updates:
+            for kind, piece, view in units.matrix_state():
+                yield kind, group, piece, view
 
     def scalar_state(self) -> dict[str, float]:
         """Returns state that is not a tensor of the model's shape: how many updates have been applied."""
@@ -296,6 +331,10 @@ class MixedPrecisionOptimizer:
 
 MasterOptimizer = MixedPrecisionOptimizer
 """The name under which `petatron` exports it."""
+
+
+def _state_dtype(state: RuleStateTensor, main: torch.dtype) -> torch.dtype:
+    return main if state.dtype == "main" else torch.bfloat16
 
 
 def _update_segment(

@@ -16,53 +16,50 @@ that momentum and weights stay as they are, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from petatron.config.schema.training import OptimizerConfig
+from petatron.config.schema.optimizers.muon import MuonSpec
 from petatron.kernels.optimizer.newton_schulz import newton_schulz, step_coefficients
-from petatron.optim.update_rules import StepScalars
+from petatron.optim.update_rules import MatrixBatch, RuleContext, StepScalars, UncountedRule
 
 
-class MuonRule:
+class MuonRule(UncountedRule):
     """The parts of a Muon step: on elements before and after, and on whole matrices between."""
 
-    moments: Mapping[str, torch.dtype | None] = {"momentum_buffer": None}
+    num_inputs = 1
 
-    def __init__(self, config: OptimizerConfig) -> None:
-        self._momentum = config.muon_momentum
-        self._nesterov = config.muon_nesterov
-        self._scale_mode = config.muon_scale_mode
-        self._extra_scale_factor = config.muon_extra_scale_factor
-        self._coefficients = step_coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
-        self._narrow = config.muon_fp32_matmul_prec == "medium"
+    def __init__(self, spec: MuonSpec, context: RuleContext) -> None:
+        settings = spec.settings
+        self._momentum = settings.muon_momentum
+        self._nesterov = settings.muon_nesterov
+        self._scale_mode = settings.muon_scale_mode
+        self._extra_scale_factor = settings.muon_extra_scale_factor
+        self._coefficients = step_coefficients(settings.muon_coefficient_type, settings.muon_num_ns_steps)
+        self._narrow = settings.muon_fp32_matmul_prec == "medium"
 
-    def iteration_dtype(self, master_dtype: torch.dtype) -> torch.dtype:
+    def start_step(self, step: StepScalars) -> None:
+        """Does nothing: a step depends on no earlier one."""
+
+    def exchange_dtype(self, master_dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which matrices are exchanged and orthogonalised."""
         return torch.bfloat16 if self._narrow and master_dtype == torch.float32 else master_dtype
 
-    def accumulate(self, grad: Tensor, momentum: Tensor, step: StepScalars) -> Tensor:
+    def directions(self, grad: Tensor, moments: Sequence[Tensor], step: StepScalars) -> Sequence[Tensor]:
         """Accumulates a gradient into the momentum in place, and returns the update direction of these elements."""
+        (momentum,) = moments
         dtype = momentum.dtype
-        skipped = step.skipped.bool()
-        grad = torch.where(skipped, 0.0, grad.to(dtype) * step.grad_factor.to(dtype))
-        momentum.lerp_(grad, (1.0 - self._momentum) * (1.0 - step.skipped.to(dtype)))
-        return grad.lerp_(momentum, self._momentum) if self._nesterov else momentum
+        grad = step.scaled_grad(grad, dtype)
+        momentum.lerp_(grad, (1.0 - self._momentum) * step.kept(dtype))
+        return [grad.lerp_(momentum, self._momentum) if self._nesterov else momentum]
 
-    def orthogonalize(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Orthogonalises matrices, those of one shape in one batch."""
-        found: dict[int, Tensor] = {}
-        by_shape: dict[torch.Size, list[int]] = {}
-        for index, matrix in enumerate(matrices):
-            by_shape.setdefault(matrix.shape, []).append(index)
-        for indices in by_shape.values():
-            results = newton_schulz(torch.stack([matrices[index] for index in indices]), self._coefficients)
-            found |= dict(zip(indices, results))
-        return [found[index] for index in range(len(matrices))]
+    def transform(self, matrices: MatrixBatch) -> Tensor:
+        """Orthogonalises matrices of one shape in one batch."""
+        return newton_schulz(matrices.inputs[0], self._coefficients)
 
-    def scale(self, shape: tuple[int, int]) -> float:
+    def _scale(self, shape: tuple[int, int]) -> float:
         """Returns the factor of an orthogonal update of this shape, without the learning rate."""
         rows, columns = shape
         factors = {
@@ -72,14 +69,7 @@ class MuonRule:
         }
         return self._extra_scale_factor * math.sqrt(factors[self._scale_mode])
 
-    def apply(self, master: Tensor, orthogonal: Tensor, step: StepScalars, *, scale: float) -> None:
-        """Applies weight decay and the update to master weights, in place."""
-        kept = 1.0 - step.skipped.to(master.dtype)
+    def apply(self, master: Tensor, update: Tensor, step: StepScalars, *, shape: tuple[int, int]) -> None:
+        kept = step.kept(master.dtype)
         master.mul_(1.0 - step.lr * step.weight_decay * kept)
-        master.sub_(orthogonal.to(master.dtype) * (step.lr * scale * kept))
-
-    def scalar_state(self) -> dict[str, float]:
-        return {}
-
-    def load_scalar_state(self, state: Mapping[str, float]) -> None:
-        """Nothing is counted."""
+        master.sub_(update.to(master.dtype) * (step.lr * self._scale(shape) * kept))

@@ -1,29 +1,66 @@
-"""Update rules: the update of some elements, given the step's scalars on the device.
+"""Update rules: the step of an optimizer, given its scalars on the device.
 
-A rule is called once per step (`start_step`) and then for every segment of elements. It has no state per element: moments are
-passed in by the optimizer, which stores them on the device, in host memory or on disk.
+What a rule declares of itself is elsewhere (`UpdateRuleSpec`); here is how it updates weights. There are three kinds, one for each unit:
+an `ElementRule` is called for every segment of elements, a `TensorRule` for every logical tensor (`tensor_update.py`), a `MatrixRule` for
+every logical matrix (`matrix_update.py`). A rule stores no state per element or matrix: it is passed in by the optimizer, which
+allocates it as declared. Whether a step is skipped is a scalar on the device, so that no step synchronises with the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from petatron.config.schema.training import OptimizerConfig
-from petatron.kernels.optimizer.adam import AdamKernel, AdamRates, AdamState, adam_scalars
+from petatron.config.schema.optimizers.adam import AdamSpec
+from petatron.config.schema.optimizers.sgd import SgdSpec
+from petatron.kernels.optimizer.adam import (
+    AdamKernel,
+    AdamRates,
+    AdamState,
+    SquaresKernel,
+    adam_scalars,
+    adamw_fused,
+    sum_of_squares,
+)
 from petatron.kernels.optimizer.sgd import SgdRates, sgd
+from petatron.kernels.registry import KernelChoice
 from petatron.sharding.group_spec import GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerKernels:
+    """The implementations that an optimizer works with."""
+
+    adamw: AdamKernel = adamw_fused
+    sum_of_squares: SquaresKernel = sum_of_squares
+
+    @classmethod
+    def from_choice(cls, choice: KernelChoice) -> OptimizerKernels:
+        """Those of the registry's choice for `adamw`."""
+        return cls(choice.functions.adamw, choice.functions.sum_of_squares)
+
+
+TORCH_KERNELS = OptimizerKernels()
+"""torch's own: for every device and precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleContext:
+    """What a rule is built with besides its declaration."""
+
+    device: torch.device
+    kernels: OptimizerKernels = TORCH_KERNELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSlice:
     """Consecutive elements to update, flat and on one device.
 
-    moments: in the order of the rule's kinds. model_weight: the model's own in its precision, None where that is the master.
+    moments: in the order of the rule's state. model_weight: the model's own in its precision, None where that is the master.
     start: their offset in the flat shard they belong to.
     """
 
@@ -63,42 +100,129 @@ class StepScalars:
         lr = self.decoupled_lr if spec.decoupled_lr else self.lr
         return replace(self, lr=lr * spec.lr_scale, weight_decay=self.weight_decay * spec.weight_decay)
 
+    def kept(self, dtype: torch.dtype) -> Tensor:
+        """Returns 1 on the device for a step that is taken, and 0 for one that is skipped."""
+        return 1.0 - self.skipped.to(dtype)
+
+    def scaled_grad(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a gradient unscaled and clipped; zero in a step that is skipped."""
+        return torch.where(self.skipped.bool(), 0.0, grad.to(dtype) * self.grad_factor.to(dtype))
+
 
 UpdateFunction = Callable[[ParamSlice, GroupSpec], None]
 """Updates some elements of a group."""
 
 
 class UpdateRule(Protocol):
-    @property
-    def moments(self) -> Mapping[str, torch.dtype | None]:
-        """Returns the kind and dtype of every moment; None means the dtype of the master weights."""
-        ...
+    """The state of a rule that is not a tensor: how many updates it has applied."""
+
+    def scalar_state(self) -> dict[str, float]: ...
+
+    def load_scalar_state(self, state: Mapping[str, float]) -> None: ...
+
+
+class ElementRule(UpdateRule, Protocol):
+    """A rule with the unit `element`."""
 
     def start_step(self, step: StepScalars) -> UpdateFunction: ...
 
-    def scalar_state(self) -> dict[str, float]:
-        """State that is not a tensor of the model's shape."""
+
+@dataclass(frozen=True, slots=True)
+class MatrixBatch:
+    """Whole matrices of one shape [N, rows, columns], as this rank has them while it updates them.
+
+    inputs: what `MatrixRule.directions` returned for their elements. state: that of the matrices as declared, [N, ...], updated in
+    place. kept: 1 where a matrix is updated, and 0 where it stays as it is, with its state; [N, 1, 1].
+    """
+
+    inputs: tuple[Tensor, ...]
+    state: Mapping[str, Tensor]
+    kept: Tensor
+
+
+class MatrixRule(UpdateRule, Protocol):
+    """A rule with the unit `matrix`: the parts of a step on elements, before and after, and on whole matrices between.
+
+    num_inputs: how many values of each element the whole matrix is computed from.
+    """
+
+    num_inputs: int
+
+    def start_step(self, step: StepScalars) -> None: ...
+
+    def exchange_dtype(self, master_dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which matrices are exchanged and computed with."""
         ...
 
-    def load_scalar_state(self, state: Mapping[str, float]) -> None: ...
+    def directions(self, grad: Tensor, moments: Sequence[Tensor], step: StepScalars) -> Sequence[Tensor]:
+        """Updates the moments of some elements in place, and returns what their matrix is computed from."""
+        ...
+
+    def transform(self, matrices: MatrixBatch) -> Tensor:
+        """Returns the updates of whole matrices, [N, rows, columns]."""
+        ...
+
+    def apply(self, master: Tensor, update: Tensor, step: StepScalars, *, shape: tuple[int, int]) -> None:
+        """Applies weight decay and an update to master weights, in place; `shape` is that of their matrix."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorElements:
+    """Some elements of a logical tensor, as a box of its dimensions, with their state.
+
+    moments: the state with a value for each element. row, column: the state of rows and columns, if there is any, with a dimension of
+    size 1 in place of the other; mean: that of the rows' state over all rows of the matrix.
+    """
+
+    grad: Tensor
+    master: Tensor
+    moments: tuple[Tensor, ...]
+    row: Tensor | None = None
+    column: Tensor | None = None
+    mean: Tensor | None = None
+
+
+class TensorRule(UpdateRule, Protocol):
+    """A rule with the unit `tensor`: elements stay on the ranks that own them, and sums over a tensor are reduced."""
+
+    def start_step(self, step: StepScalars) -> None: ...
+
+    def measure(self, grad: Tensor, step: StepScalars) -> Tensor:
+        """Returns the values of elements whose means over rows and columns `update_means` receives."""
+        ...
+
+    def update_means(self, state: Tensor, means: Tensor, step: StepScalars) -> None:
+        """Updates the state of all rows and columns of many tensors, in place."""
+        ...
+
+    def update_moments(self, elements: TensorElements, step: StepScalars) -> None:
+        """Updates the state of elements in place, before directions are asked for."""
+        ...
+
+    def direction(self, elements: TensorElements, step: StepScalars) -> Tensor:
+        """Returns the update of elements before it is scaled by what all elements of the tensor have in common."""
+        ...
+
+    def apply(
+        self, elements: TensorElements, direction: Tensor, rms: Tensor, weight_rms: Tensor, step: StepScalars
+    ) -> None:
+        """Updates master weights in place; `rms` and `weight_rms` are root mean squares of the tensor's direction and weights."""
+        ...
 
 
 class AdamRule:
     """AdamW. Updates are counted on the device, since only the device knows which were skipped."""
 
-    def __init__(self, config: OptimizerConfig, kernel: AdamKernel, device: torch.device) -> None:
-        self._config = config
-        self._kernel = kernel
-        self._num_updates = torch.zeros((), dtype=torch.float32, device=device)
-        self.moments: Mapping[str, torch.dtype | None] = {
-            "exp_avg": _moment_dtype(config.exp_avg_dtype),
-            "exp_avg_sq": _moment_dtype(config.exp_avg_sq_dtype),
-        }
+    def __init__(self, spec: AdamSpec, context: RuleContext) -> None:
+        self._settings = spec.settings
+        self._kernel = context.kernels.adamw
+        self._num_updates = torch.zeros((), dtype=torch.float32, device=context.device)
 
     def start_step(self, step: StepScalars) -> UpdateFunction:
-        config = self._config
+        settings = self._settings
         self._num_updates += 1.0 - step.skipped
-        beta1, beta2 = config.adam_beta1, config.adam_beta2
+        beta1, beta2 = settings.adam_beta1, settings.adam_beta2
         scalars = adam_scalars(self._num_updates, step.grad_factor, step.skipped, beta1=beta1, beta2=beta2)
 
         def update(elements: ParamSlice, spec: GroupSpec) -> None:
@@ -108,7 +232,7 @@ class AdamRule:
                 weight_decay=own.weight_decay,
                 beta1=beta1,
                 beta2=beta2,
-                eps=config.adam_eps,
+                eps=settings.adam_eps,
             )
             state = AdamState(elements.master, *elements.moments, weight=elements.model_weight)
             self._kernel(elements.grad, state, scalars, rates=rates, start=elements.start)
@@ -122,12 +246,21 @@ class AdamRule:
         self._num_updates.fill_(state["updates"])
 
 
-class SgdRule:
+class UncountedRule:
+    """A rule whose step does not depend on how many there were."""
+
+    def scalar_state(self) -> dict[str, float]:
+        return {}
+
+    def load_scalar_state(self, state: Mapping[str, float]) -> None:
+        """Does nothing: no updates are counted."""
+
+
+class SgdRule(UncountedRule):
     """SGD, with momentum where there is any."""
 
-    def __init__(self, config: OptimizerConfig) -> None:
-        self._momentum = config.sgd_momentum
-        self.moments: Mapping[str, torch.dtype | None] = {"momentum_buffer": None} if config.sgd_momentum else {}
+    def __init__(self, spec: SgdSpec, context: RuleContext) -> None:
+        self._momentum = spec.settings.sgd_momentum
 
     def start_step(self, step: StepScalars) -> UpdateFunction:
         def update(elements: ParamSlice, spec: GroupSpec) -> None:
@@ -143,13 +276,3 @@ class SgdRule:
             )
 
         return update
-
-    def scalar_state(self) -> dict[str, float]:
-        return {}
-
-    def load_scalar_state(self, state: Mapping[str, float]) -> None:
-        """Does nothing: SGD counts no updates."""
-
-
-def _moment_dtype(name: str) -> torch.dtype | None:
-    return torch.bfloat16 if name == "bf16" else None

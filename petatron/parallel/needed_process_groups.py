@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from petatron.config import RunConfig
+from petatron.config.optimizers import rule_spec
 from petatron.sharding.shard_spec import Placement
 
 
@@ -22,7 +23,7 @@ def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
         axes += ["shard", "dp_outer"]
     if run.moe.num_experts is not None:
         axes += ["ep_etp", "sequence", "stage", "edp"]
-        if run.optim.optimizer == "muon":  # gathers the shards of an expert's matrices
+        if rule_spec(run.optim).unit != "element":  # it needs more of an expert's matrix than one rank's shard
             axes.append("etp")
         if parallel.data_parallel_sharding_strategy != "no_shard":
             axes.append("edp_shard")

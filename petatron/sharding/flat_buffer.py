@@ -295,7 +295,7 @@ def flatten_parameters(
     for (number, _, spec, expert, _, eight), entries in members.items():
         axes = DataParallelAxes.from_mesh(mesh, expert=expert, sharded=options.sharded)
         num_shards = axes.shard.size if options.sharded else 1
-        if spec.unit != "element" and num_shards > 1:
+        if spec.needs_whole_matrices and num_shards > 1:
             buckets = _build_matrix_buckets(entries, placements, options.bucket_size, num_shards)
         else:
             buckets = _build_buckets(entries, placements, options.bucket_size, num_shards)

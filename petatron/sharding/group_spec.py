@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Unit = Literal["element", "matrix", "fused_matrix"]
+Unit = Literal["element", "tensor", "matrix", "fused_matrix"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,8 +13,10 @@ class GroupSpec:
     """The key of an optimizer group.
 
     rule: the name of an update rule. weight_decay and lr_scale: multipliers of the run's weight decay and learning rate.
-    decoupled_lr: its learning rate follows the schedule of `--decoupled-lr`. unit: what the rule updates by itself: every element, or
-    every logical matrix, which it must have whole. Of a `fused_matrix`, all logical matrices of a parameter are one.
+    decoupled_lr: its learning rate follows the schedule of `--decoupled-lr`. unit: what the rule updates by itself: every element, every
+    logical tensor, of which it needs sums, or every logical matrix, which it must have whole. Of a `fused_matrix`, all logical
+    matrices of a parameter are one. element_state: the kinds of state with a value for each element; None: those of the rule, which
+    has the same for every shape.
 
     >>> GroupSpec(rule="adam", weight_decay=0.0) == GroupSpec(rule="adam", weight_decay=1.0)
     False
@@ -25,3 +27,8 @@ class GroupSpec:
     lr_scale: float = 1.0
     decoupled_lr: bool = False
     unit: Unit = "element"
+    element_state: tuple[str, ...] | None = None
+
+    @property
+    def needs_whole_matrices(self) -> bool:
+        return self.unit in ("matrix", "fused_matrix")

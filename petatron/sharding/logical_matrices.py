@@ -1,4 +1,4 @@
-"""Logical matrices: what an update rule with `unit="matrix"` needs whole, and which rank orthogonalises which.
+"""Logical matrices: what an update rule with `unit="matrix"` needs whole, and which rank updates which.
 
 A parameter of such a group is one or several logical matrices: q, k and v of a fused weight, gate and up, each expert of a stack. A
 tensor-parallel rank has a shard of each (`TensorShard`), and the ranks that shard optimizer state own ranges of that shard.
@@ -6,7 +6,7 @@ tensor-parallel rank has a shard of each (`TensorShard`), and the ranks that sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.sharding.flat_shard import OwnedRange, ParameterGroup, element_ranges
@@ -37,11 +37,6 @@ class LogicalMatrix:
     def num_elements(self) -> int:
         rows, columns = self.shape
         return rows * columns
-
-    @property
-    def iteration_cost(self) -> int:
-        """Returns the cost of a Newton-Schulz step, in multiply-adds of its first GEMM."""
-        return self.num_elements * min(self.shape)
 
     def owners(self, owned: Iterable[OwnedRange]) -> set[int]:
         """Returns the ranks that own some of its elements."""
@@ -78,19 +73,22 @@ def _unstack(shard: TensorShard) -> list[TensorShard]:
     ]
 
 
-def assign_matrices(matrices: Sequence[LogicalMatrix], group: ParameterGroup, num_ranks: int) -> list[int]:
+def assign_matrices(
+    matrices: Sequence[LogicalMatrix], group: ParameterGroup, num_ranks: int, cost: Callable[[int, int], int]
+) -> list[int]:
     """Assigns each matrix to a rank: the one that owns all of it, or, costliest first, the one with the least load.
 
-    Deterministic, so that every rank computes the same assignment.
+    `cost` is that of a matrix by rows and columns. Deterministic, so that every rank computes the same assignment.
     """
     load = [0] * num_ranks
+    costs = [cost(*matrix.shape) for matrix in matrices]
     holders = [matrix.owners(group.owned_ranges(matrix.parameter)) for matrix in matrices]
     chosen = [next(iter(own)) if len(own) == 1 else -1 for own in holders]
-    for matrix, rank in zip(matrices, chosen):
+    for index, rank in enumerate(chosen):
         if rank >= 0:
-            load[rank] += matrix.iteration_cost
-    for index in sorted(range(len(matrices)), key=lambda at: -matrices[at].iteration_cost):
+            load[rank] += costs[index]
+    for index in sorted(range(len(matrices)), key=lambda at: -costs[at]):
         if chosen[index] < 0:
             chosen[index] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
-            load[chosen[index]] += matrices[index].iteration_cost
+            load[chosen[index]] += costs[index]
     return chosen

@@ -78,13 +78,15 @@ class TensorShard:
 class Placement:
     """The local parameter and its shards of logical tensors; `section_rows` are the local sizes of the fused sections, in order.
 
-    `expert` says that the parameter is replicated over the ranks of `edp`, not over those of `dp_cp`.
+    `expert` says that the parameter is replicated over the ranks of `edp`, not over those of `dp_cp`. `cut_dim` is the dimension that
+    tensor-parallel ranks split, if any; a rank may have no rows of it.
     """
 
     shape: Shape
     tensor_shards: tuple[TensorShard, ...]
     section_rows: tuple[int, ...]
     expert: bool = False
+    cut_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,4 +221,5 @@ def _sharded_placement(
             )
         section_rows.append(part.num_padded_rows)
         local_at += part.num_padded_rows
-    return Placement((*shape[:dim], local_at, *shape[dim + 1 :]), tuple(pieces), tuple(section_rows))
+    cut_dim = dim if num_ranks > 1 else None
+    return Placement((*shape[:dim], local_at, *shape[dim + 1 :]), tuple(pieces), tuple(section_rows), cut_dim=cut_dim)

@@ -18,8 +18,8 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.models.optimizer_groups import OptimizerGroupRule
 from petatron.models.registry import model_spec
-from petatron.optim.build_update_rules import OptimizerKernels
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+from petatron.optim.update_rules import OptimizerKernels
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.initial_model import HasConfig, build_initial_model, config_of

@@ -17,6 +17,7 @@ from petatron.bench.peers import OURS, OWN_BF16, BenchSpec, version
 from petatron.bench.peers.bench_model import NUM_BATCHES
 from petatron.bench.result import BenchResult
 from petatron.config.checks.layers.linear_attention import has_delta_layers
+from petatron.config.optimizers import rule_spec
 from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
 from petatron.models.registry import model_spec
 from petatron.optim.loss_scaler import compute_dtype
@@ -129,7 +130,7 @@ def _setup_rows(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurem
     gemms = dtype if spec.fp8_recipe is None else f"FP8 {spec.fp8_recipe}"
     masters = "fp32 master weights, " if dtype in ("bf16", "float16") else ""
     how = "compiled" if spec.compile else "not compiled"
-    optimizer = {"adam": "AdamW", "sgd": "SGD"}[run.optim.optimizer]
+    optimizer = rule_spec(run.optim).title
     peak = device.peak("bfloat16")
     return [
         ("device", f"{device.name}; " + ", ".join(f"{name} {value}" for name, value in versions().items() if value)),

@@ -8,8 +8,8 @@ from petatron.base.errors import Problem
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.checks.pipeline import splits_backward
 from petatron.config.checks.rule_helpers import above, at_least, multiples_near, within
+from petatron.config.checks.update_rule import check_update_rule
 from petatron.config.pipeline_stages import max_layers_per_stage
-from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
 
 
@@ -256,39 +256,14 @@ def _optimizer(config: RawRunConfig) -> Iterator[Problem]:
     elif start is not None and end is not None and not 0 <= start <= end:
         rule = f"is not between 0 and --end-weight-decay {end:g}"
         yield Problem("--start-weight-decay", f"{start:g}", rule, "Weight decay may only grow.")
-    yield from within("adam_beta1", optim.adam_beta1, 0, 1)
-    yield from within("adam_beta2", optim.adam_beta2, 0, 1)
-    yield from above("adam_eps", optim.adam_eps, 0)
-    yield from within("sgd_momentum", optim.sgd_momentum, 0, 1)
     yield from at_least("clip_grad", optim.clip_grad, 0)
-    yield from _muon(config)
-    yield from _state_dtypes(config)
+    yield from check_update_rule(config)
+    yield from _gradient_dtype(config)
 
 
-def _muon(config: RawRunConfig) -> Iterator[Problem]:
-    optim, memory = config.optim, config.memory
-    yield from within("muon_momentum", optim.muon_momentum, 0, 1)
-    yield from at_least("muon_num_ns_steps", optim.muon_num_ns_steps, 1)
-    yield from above("muon_extra_scale_factor", optim.muon_extra_scale_factor, 0)
-    if optim.optimizer != "muon":
-        return
-    for name, chosen in (
-        ("optimizer_cpu_offload", memory.optimizer_cpu_offload),
-        ("optimizer_nvme_offload", memory.optimizer_nvme_offload is not None),
-    ):
-        if chosen:
-            rule = "cannot be combined with --optimizer muon, whose state is needed twice in a step: before and after matrices are gathered"
-            value = "" if name == "optimizer_cpu_offload" else str(memory.optimizer_nvme_offload)
-            yield Problem(flag_name(name), value, rule, "Leave it out, shard the state over more ranks, or use adam.")
-
-
-def _state_dtypes(config: RawRunConfig) -> Iterator[Problem]:
-    """Low-precision optimizer state requires a model in low precision."""
+def _gradient_dtype(config: RawRunConfig) -> Iterator[Problem]:
+    """Low-precision gradients require a model in low precision."""
     optim, precision = config.optim, config.precision
-    if precision.fp64:
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if getattr(optim, name) == "bf16":
-                yield Problem(flag_name(name), "bf16", "cannot be combined with --fp64", "Leave one of them out.")
     if optim.main_grads_dtype == "bf16":
         if not precision.bf16:
             yield Problem("--main-grads-dtype", "bf16", "needs --bf16", "Give it, or use fp32.")

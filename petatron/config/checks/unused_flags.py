@@ -9,6 +9,7 @@ from petatron.config.checks.layers.hybrid import MAMBA_SIZES
 from petatron.config.checks.layers.linear_attention import LINEAR_SIZES, has_delta_layers
 from petatron.config.checks.model import LATENT_WIDTHS
 from petatron.config.checks.moe import router_cannot_learn
+from petatron.config.optimizers import unused_optimizer_settings
 from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, flatten_config
 from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP, branch_letters
 from petatron.config.schema.model import GATED_ACTIVATIONS
@@ -28,7 +29,6 @@ _YARN = (
     "yarn_correction_range_round_to_int",
 )
 _ROPE_SCALING = ("rope_scaling_factor", "original_max_position_embeddings")
-_ADAM = ("adam_beta1", "adam_beta2", "adam_eps", "exp_avg_dtype", "exp_avg_sq_dtype")
 _LATENT_SIZES = "latent attention has head widths of its own"
 _LOAD = (
     "no_load_optim",
@@ -165,13 +165,8 @@ def _unused(config: RawRunConfig) -> Iterator[tuple[str, str]]:
             yield from ((name, "the rotary embedding is not scaled") for name in _ROPE_SCALING)
     if config.optim.decoupled_lr is None:
         yield "decoupled_min_lr", "there is no --decoupled-lr"
-    if config.optim.optimizer == "sgd":  # muon leaves some parameters to adam
-        yield from ((name, "the optimizer is sgd") for name in _ADAM)
-    if config.optim.optimizer != "muon":
-        muon = (name for name in fields_by_name() if name.startswith("muon_"))
-        yield from ((name, f"the optimizer is {config.optim.optimizer}") for name in muon)
-    if config.optim.optimizer != "sgd":
-        yield "sgd_momentum", f"the optimizer is {config.optim.optimizer}"
+    reason = f"the optimizer is {config.optim.optimizer}"
+    yield from ((name, reason) for name in unused_optimizer_settings(config.optim))
     yield from _unused_attention(config)
     yield from _unused_hybrid(config)
     if not config.model.mtp_num_layers:

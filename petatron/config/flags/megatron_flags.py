@@ -325,8 +325,6 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
         "dist_muon": "Megatron's own sharding of Muon (say --optimizer muon --use-distributed-optimizer)",
         "adaptive_muon": "the adaptive Muon optimizer",
-        "lion": "the Lion optimizer",
-        "soap": "the SOAP optimizer",
     },
     "muon_coefficient_type": {"aol": "AOL preconditioning of Muon"},
     "muon_fp32_matmul_prec": {"low": "Newton-Schulz steps below bf16"},
@@ -334,7 +332,6 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
         "blockwise": "Newton-Schulz steps on the shards of tensor-parallel ranks, whose result depends on their number,",
         "distributed": "Newton-Schulz steps sharded over tensor-parallel ranks",
     },
-    "muon_scalar_optimizer": {"lion": "the Lion optimizer"},
     "ckpt_format": {
         "torch_dist": SAVED_FORMAT,
         "torch_dcp": SAVED_FORMAT,

@@ -93,6 +93,12 @@ def unsupported_problem(where: str, found: str, feature: str, fix: str = "Leave 
     return Problem(where, found, f"needs {feature}, which is not in this version", f"{fix}.")
 
 
+def check_supported(info: FieldInfo, text: str) -> None:
+    """Raises `ValueError` for a word that Megatron has and this version has not; choices and numbers are refused by their parser."""
+    if info.kind == "str" and text in megatron_flags.UNSUPPORTED_VALUES.get(info.name, {}):
+        raise ValueError("is not in this version")
+
+
 def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Problem:
     """The problem of a value that does not fit its field; `where` is how the user named the field."""
     feature = megatron_flags.UNSUPPORTED_VALUES.get(info.name, {}).get(text)
@@ -188,6 +194,7 @@ def _add_parsed(info: FieldInfo, token: _FlagToken, texts: Sequence[str], parsed
     values: list[FieldValue] = []
     for text in texts:
         try:
+            check_supported(info, text)
             values.append(info.parse(megatron_flags.own_value_text(info.name, text)))
         except ValueError as error:
             parsed.problems.append(value_problem(info, token.typed, text, str(error)))

@@ -22,7 +22,9 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from petatron.config.schema.numeric_bounds import NumericBounds
+from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.training import BUILT_IN_RULES
 
 FieldKind = Literal["int", "float", "bool", "str", "choice"]
 ConfigT = TypeVar("ConfigT", bound=RawRunConfig)
@@ -36,6 +38,8 @@ _KIND_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or fa
 @dataclass(frozen=True, slots=True)
 class FieldInfo:
     """One setting. `is_list` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`).
+
+    `choices` are all its values, or, of a word, those known before anything is imported.
 
     `marks` are the words next to the type in the schema's `Annotated`: path, private, one start, one load, switch; `bounds` those of
     a number. A `switch` is a choice with on and off that may be written as a boolean: `--x`, `--no-x`, `x: true`.
@@ -229,6 +233,7 @@ def _field_info(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInf
         kind, choices = "choice", typing.get_args(hint)
     else:
         kind = hint.__name__
+        choices = tuple(BUILT_IN_RULES) if OPTIMIZER_NAME in marks else ()
     return FieldInfo(section, item.name, kind, many, optional, choices, item.default, doc, marks, bounds)
 
 

@@ -34,6 +34,9 @@ def _text(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
+# Marks of numbers with a sharper bound, which `config/checks/run.py` reads.
+BELOW_ONE, ABOVE_ZERO, AT_LEAST_ONE = "below 1", "above 0", "at least 1"
+
 LayerCount = Annotated[int, NumericBounds(10_000)]
 Width = Annotated[int, NumericBounds(1 << 24)]
 ExpertCount = Annotated[int, NumericBounds(1 << 20)]
@@ -49,6 +52,9 @@ PortNumber = Annotated[int, NumericBounds(65_535, low=1)]
 Seed = Annotated[int, NumericBounds((1 << 63) - 1)]
 Fraction = Annotated[float, NumericBounds(1.0)]
 Factor = Annotated[float, NumericBounds(1e6)]
+DecayRate = Annotated[float, NumericBounds(1.0), BELOW_ONE]
+PositiveFactor = Annotated[float, NumericBounds(1e6), ABOVE_ZERO]
+PositiveCount = Annotated[int, NumericBounds(1_000_000), AT_LEAST_ONE]
 SignedFactor = Annotated[float, NumericBounds(1e6, low=-1e6)]
 RotaryBase = Annotated[float, NumericBounds(1e15)]
 LearningRate = Annotated[float, NumericBounds(1e4)]

@@ -19,6 +19,13 @@ from petatron.config.schema.numeric_bounds import (
     Seed,
     SmallCount,
 )
+from petatron.config.schema.optimizers.adafactor import AdafactorSettings
+from petatron.config.schema.optimizers.adam import AdamSettings
+from petatron.config.schema.optimizers.lion import LionSettings
+from petatron.config.schema.optimizers.muon import MuonSettings
+from petatron.config.schema.optimizers.sgd import SgdSettings
+from petatron.config.schema.optimizers.soap import SoapSettings
+from petatron.config.schema.optimizers.update_rule_spec import OptimizerName
 
 # What `fields.py` reads off an annotation beside its type.
 FilePath = Annotated[str, "path"]
@@ -34,59 +41,37 @@ NotSavedOnResumeFlag = Annotated[bool, "one load"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(AdamSettings, SgdSettings, MuonSettings, LionSettings, AdafactorSettings, SoapSettings):
     """The update rule."""
 
-    optimizer: Literal["adam", "sgd", "muon"] = "adam"
-    """adam is AdamW (decoupled weight decay); sgd is SGD with momentum; muon is Muon for the matrices of layers and adam for all else."""
+    # The settings of an optimizer are those of a base class, which names the rule that reads them.
+
+    optimizer: OptimizerName = "adam"
+    """adam is AdamW (decoupled weight decay); sgd is SGD with momentum; muon is Muon for the matrices of layers and adam for all else;
+    lion is Lion; adafactor is Adafactor; soap is SOAP
+    for the matrices of layers and adam for all else. Any other name is that of an optimizer that an imported module registers."""
+    optimizer_settings: tuple[str, ...] = ()
+    """Settings of an optimizer from an imported module, as NAME=VALUE."""
     lr: LearningRate | None = None
     """Peak learning rate; required to train."""
     decoupled_lr: LearningRate | None = None
     """Peak learning rate of the token embedding and the output head; unset means that of all other parameters."""
     weight_decay: Factor = 0.01
-    """Weight decay, decoupled in adam and muon and added to the gradient in sgd; never on biases and other one-dimensional parameters."""
+    """Weight decay, added to the gradient in sgd and decoupled in all others; never on biases and other one-dimensional parameters."""
     start_weight_decay: Factor | None = None
     """First value of a weight-decay schedule."""
     end_weight_decay: Factor | None = None
     """Last value of a weight-decay schedule."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How weight decay moves from start to end."""
-    adam_beta1: Fraction = 0.9
-    """Decay of the first moment."""
-    adam_beta2: Fraction = 0.999
-    """Decay of the second moment."""
-    adam_eps: Factor = 1e-8
-    """Added to the square root of the second moment."""
-    sgd_momentum: Fraction = 0.9
-    """Momentum of sgd."""
-    muon_momentum: Fraction = 0.95
-    """Momentum of muon."""
-    muon_nesterov: bool = False
-    """Nesterov's momentum in muon."""
-    muon_num_ns_steps: SmallCount = 5
-    """Newton-Schulz steps of muon."""
-    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
-    """Coefficients of the Newton-Schulz steps: the same in each, five sets in turn, or eight that get finer."""
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
-    """Factor of an orthogonal update of n rows and m columns: sqrt(max(n, m)), sqrt(n / m) or sqrt(max(1, n / m))."""
-    muon_extra_scale_factor: Factor = 1.0
-    """A further factor of muon's updates; 0.2 with spectral makes them as large as adam's."""
-    muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
-    """Precision of muon's Newton-Schulz steps: medium is bf16, high is fp32; a run in fp64 takes them in fp64."""
-    muon_split_qkv: bool = True
-    """Orthogonalise the matrices of queries, keys and values each by itself; else stacked, as one."""
-    muon_tp_mode: Literal["duplicated"] = "duplicated"
-    """Newton-Schulz steps of a matrix that tensor-parallel ranks shard: each of them all-gathers it and takes all steps."""
-    muon_scalar_optimizer: Literal["adam"] = "adam"
-    """The optimizer of the parameters that muon does not update."""
     clip_grad: Factor = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format of the first moment of adam; bf16 is rounded up or down at random, which is right on average."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format of the second moment of adam; bf16 is rounded like the first."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated; bf16 takes half the memory and loses small contributions."""
+
+
+BUILT_IN_RULES = {base.used_by.name: base for base in OptimizerConfig.__mro__ if "used_by" in vars(base)}
+"""The settings class of each optimizer of this package, by the optimizer's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from petatron.config import RunConfig
+from petatron.config.optimizers import rule_spec
 from petatron.config.pipeline_stages import max_layers_per_stage
+from petatron.config.schema.fields import flag_name
 from petatron.estimate.memory.time_cost import computes_in_fp32
 
 _OFFLOAD_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
@@ -182,11 +184,11 @@ def _fully_sharded_edit(strategy: str) -> ConfigEdit:
 
 
 def _moment_dtype_options(run: RunConfig) -> OptionGroup:
-    optim = run.optim
-    if optim.optimizer != "adam" or (optim.exp_avg_dtype, optim.exp_avg_sq_dtype) != ("fp32", "fp32"):
+    narrow = rule_spec(run.optim).bf16_state_settings
+    if not narrow or any(getattr(run.optim, name) == value for name, value in narrow.items()):
         return OptionGroup.empty()
-    edit = _edit_section("optim", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-    flags = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    edit = _edit_section("optim", **narrow)
+    flags = " ".join(f"{flag_name(name)} {value}" for name, value in narrow.items())
     return OptionGroup.increasing([MemoryOption(flags, edit, "state", "moments are rounded")])
 
 
@@ -200,7 +202,7 @@ def _gradient_dtype_options(run: RunConfig) -> OptionGroup:
 
 
 def _optimizer_offload_options(run: RunConfig) -> OptionGroup:
-    if run.memory.optimizer_cpu_offload or run.optim.optimizer == "muon":
+    if run.memory.optimizer_cpu_offload or rule_spec(run.optim).offload_problem is not None:
         return OptionGroup.empty()
     return OptionGroup.increasing(
         [

@@ -16,9 +16,9 @@ from petatron.kernels.optimizer import adam as plain
 from petatron.kernels.optimizer.adam import AdamRates, AdamState, adam_scalars
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim import mixed_precision
-from petatron.optim.build_update_rules import OptimizerKernels
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.state_segments import plan_ranges
+from petatron.optim.update_rules import OptimizerKernels
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.optimizer_groups import groups_of

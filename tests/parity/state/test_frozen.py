@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig
+from petatron.config.schema.training import BUILT_IN_RULES
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
@@ -131,8 +132,14 @@ def train_whole(model: str) -> Frozen:
 @PATTERNS_AND_STEPS
 @pytest.mark.parametrize(
     "model",
-    ["", GPT, TIED, EXPERTS, FULL, SELECTIVE, "--optimizer sgd", "--optimizer muon"],
-    ids=["llama", "gpt", "tied", "experts", "recompute", "selective", "sgd", "muon"],
+    [
+        *("", GPT, TIED, EXPERTS, FULL, SELECTIVE, "--optimizer sgd", "--optimizer muon"),
+        *(later(f"--optimizer {name}") for name in BUILT_IN_RULES if name not in ("adam", "sgd", "muon")),
+    ],
+    ids=[
+        *("llama", "gpt", "tied", "experts", "recompute", "selective", "sgd", "muon"),
+        *(name for name in BUILT_IN_RULES if name not in ("adam", "sgd", "muon")),
+    ],
 )
 def test_frozen_parameters_stay_and_change_no_other_gradient(model: str, patterns: tuple[str, ...], freeze_at: int):
     run = tiny_run(f"{model} --train-iters {STEPS}", dtype="float64")
@@ -171,6 +178,8 @@ def test_frozen_master_weights_stay(flags: str, patterns: tuple[str, ...]):
         (f"--dp 2 {ZERO1}", "--optimizer muon"),
         (f"--dp 2 {ZERO3}", ""),
         later(f"--dp 2 {ZERO3}", "--optimizer muon"),
+        later("--tp 2", "--optimizer adafactor"),
+        later(f"--dp 2 {ZERO3}", "--optimizer soap --soap-precondition-frequency 1"),
         ("--pp 2", TIED),
         later("--dp 2 --ep 2", f"{EXPERTS} --global-batch-size 4"),
     ],

@@ -379,6 +379,9 @@ def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
         "objective",
         "objective_settings",
         "dataset_kind",
+        "optimizer",
+        "optimizer_settings",
+        "muon_scalar_optimizer",
     }
     assert words - set(PATHS) == others | {"high_priority_stream_groups", "wandb_project", "wandb_exp_name"}
 

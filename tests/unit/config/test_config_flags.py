@@ -113,7 +113,7 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--rampup-batch-size 1 x", "--rampup-batch-size x is not a whole number. It is: START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."),
         ("--ckpt-format torch_dist", "--ckpt-format torch_dist needs saving in another format while training, which is not in this version. Leave it out: a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` (or huggingface) writes another; with --to petatron it reads what Megatron saved."),
         ("--port 5000", "--port does not belong to this command. It is a flag of `petatron serve`."),
-        ("--optimizer lion", "--optimizer lion needs the Lion optimizer, which is not in this version. Use adam, sgd or muon."),
+        ("--optimizer adaptive_muon", "--optimizer adaptive_muon needs the adaptive Muon optimizer, which is not in this version. Use adam, sgd, muon, lion, adafactor or soap."),
         ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer-type BertWordPieceLowerCase needs BERT, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, ByteTokenizer or NullTokenizer."),
         ("--use-mup", "--use-mup needs muP, which is not in this version. Leave it out."),
         ("--spec a b --bf16", "--spec a b needs a model spec from a module, which is not in this version. Leave it out."),

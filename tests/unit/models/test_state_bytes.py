@@ -9,9 +9,11 @@ import pytest
 import petatron
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
+from petatron.config.schema.training import BUILT_IN_RULES
 from petatron.estimate.flops import parameter_count
 from petatron.estimate.state_bytes import StateBytes, local_element_counts, state_bytes
 from petatron.models.registry import model_spec
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.pipeline_plan import pipeline_plan
 from petatron.sharding.flat_buffer import FlatParamGroup
@@ -111,6 +113,29 @@ def test_muon_has_one_moment_in_matrices_and_two_elsewhere(flags: str, world_siz
     exact = world_size == 1 or "distributed" not in flags
     assert state_bytes(run, here(run, 0)).moments == (held if exact else pytest.approx(held, rel=2e-2))
     assert {group.spec.rule for group in groups} == {"muon", "adam"}
+
+
+@pytest.mark.parametrize("optimizer", BUILT_IN_RULES)
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("--tp 4 --sequence-parallel --num-query-groups 2 --bf16", 4),
+        (f"{EXPERTS} --tp 2 --dp 2 --ep 2 --bf16", 4),
+        (f"{EXPERTS} --tp 2 --expert-tensor-parallel-size 2", 2),
+        ("--num-layers 8 --dp 2 --use-distributed-optimizer --bf16", 2),
+    ],
+)
+def test_state_of_every_optimizer_is_what_a_rank_allocates(optimizer: str, flags: str, world_size: int):
+    """Ranks that shard state divide it about evenly: bytes are those of the rank with the average."""
+    run = run_of(f"{flags} --optimizer {optimizer}", world_size)
+    shards = world_size if "distributed" in flags else 1
+    allocated = 0
+    for rank in range(shards):
+        with fake_rank(run, rank) as model:
+            built = MixedPrecisionOptimizer(run.optim, model.param_groups, model.mesh)
+            allocated += sum(view.nbytes for _, _, _, view in built.moments())
+    wanted = allocated / shards
+    assert state_bytes(run, here(run, 0)).moments == (wanted if shards == 1 else pytest.approx(wanted, rel=2e-2))
 
 
 def test_weights_that_travel_in_eight_bits_lie_apart_where_they_are_owned():

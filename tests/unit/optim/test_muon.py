@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import petatron
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig, load_config
+from petatron.config.schema.optimizers.muon import MuonSpec
 from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.optimizer.newton_schulz import COEFFICIENT_SETS, newton_schulz, step_coefficients
 from petatron.layers.spec.param_spec import ParamSpec
@@ -25,6 +26,7 @@ from petatron.models.registry import model_spec
 from petatron.optim.matrix_update import plan_rounds
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.muon import MuonRule
+from petatron.optim.update_rules import RuleContext
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, assign_whole_blocks, flatten_parameters
 from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.logical_matrices import split_into_matrices
@@ -198,9 +200,10 @@ def test_a_bad_gradient_leaves_everything_as_it_was(bad: float, dtype: torch.dty
 
 def test_precision_of_the_iteration():
     for word, dtype in (("medium", torch.bfloat16), ("high", torch.float32)):
-        rule = MuonRule(OptimizerConfig(optimizer="muon", muon_fp32_matmul_prec=word))  # type: ignore[arg-type]
-        assert rule.iteration_dtype(torch.float32) == dtype
-        assert rule.iteration_dtype(torch.float64) == torch.float64
+        settings = OptimizerConfig(optimizer="muon", muon_fp32_matmul_prec=word)  # type: ignore[arg-type]
+        rule = MuonRule(MuonSpec(settings), RuleContext(torch.device("cpu")))
+        assert rule.exchange_dtype(torch.float32) == dtype
+        assert rule.exchange_dtype(torch.float64) == torch.float64
 
 
 MOE = (
@@ -322,7 +325,7 @@ MUON = "--optimizer muon --mock-data --lr 1e-3 --train-iters 1"
             "--muon-tp-mode blockwise needs Newton-Schulz steps on the shards of tensor-parallel ranks",
         ),
         ("--muon-tp-mode distributed", "is not in this version"),
-        ("--muon-scalar-optimizer lion", "the Lion optimizer, which is not in this version"),
+        ("--muon-scalar-optimizer soap", "cannot leave other parameters to soap"),
         ("--muon-coefficient-type aol", "AOL preconditioning of Muon, which is not in this version"),
         ("--muon-fp32-matmul-prec low", "is not in this version"),
         ("--optimizer dist_muon", "say --optimizer muon --use-distributed-optimizer"),

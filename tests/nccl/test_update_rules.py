@@ -1,6 +1,6 @@
-"""Muon over NCCL: matrices that meet in multi-megabyte messages, iterated in bf16, give what one process gives.
+"""Optimizers over NCCL: matrices that meet in multi-megabyte messages, and reduced sums of rows and columns, give what one process gives.
 
-Every tensor in float64 is compared by the `muon` entries of the proof matrix (`test_matrix.py`).
+Every tensor of Muon in float64 is compared by the `muon` entries of the proof matrix (`test_matrix.py`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ from petatron.verify.matrix import parse_entry
 from tests.dist import RankPool
 from tests.nccl.layouts import assert_close, train, wide_flags, wide_reference, wide_run
 
-MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"
+RULES = {
+    "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2",
+    "lion": "--optimizer lion",
+    "adafactor": "--optimizer adafactor --adafactor-scale-parameter",
+    "soap": "--optimizer soap --soap-precondition-frequency 2",
+}
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("name", "buckets"),
     [
@@ -25,9 +31,9 @@ MUON = "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2"
         ("dense:tp2-sp.dp2-zero1", ""),
     ],
 )
-def test_a_layout_over_nccl_equals_one_process(gpu_ranks: RankPool, name: str, buckets: str):
+def test_a_layout_over_nccl_equals_one_process(gpu_ranks: RankPool, name: str, buckets: str, rule: str):
     case = parse_entry(name)
-    model = f"{wide_flags(case.model_flags)} {MUON}"
+    model = f"{wide_flags(case.model_flags)} {RULES[rule]}"
     wanted = wide_reference(gpu_ranks, model)
     run = wide_run(model, f"{case.flags} {buckets}", world_size=case.world_size)
     for (steps,), _ in gpu_ranks.run(train, case.world_size, [run], timeout_s=120):

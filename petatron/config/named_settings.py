@@ -1,0 +1,53 @@
+"""Settings of code that somebody plugs in, as words `NAME=VALUE`: parsed into the fields of its dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from petatron.base.errors import ConfigError, Problem
+
+_TRUE_AND_FALSE = {"true": True, "false": False}
+
+
+def parse_named_settings(kind: type, settings: Sequence[str], settings_flag: str, chosen_by: str) -> dict[str, Any]:
+    """Returns the values of a dataclass's fields; raises `ConfigError` with every problem. `chosen_by` is the flag and name of its owner.
+
+    >>> @dataclasses.dataclass
+    ... class Rule:
+    ...     momentum: float = 0.9
+    >>> parse_named_settings(Rule, ["momentum=0.5"], "--optimizer-settings", "--optimizer mine")
+    {'momentum': 0.5}
+    """
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for word in settings:
+        key, equals, text = word.partition("=")
+        if not equals or key not in fields:
+            rule = f"is no setting of {chosen_by}" if equals else "is not NAME=VALUE"
+            problems.append(Problem(settings_flag, word, rule, f"It has: {', '.join(fields) or 'none'}."))
+            continue
+        try:
+            values[key] = _parse_value(hints[key], text)
+        except (KeyError, ValueError):
+            rule = f"is not a value of {key}, which is {getattr(hints[key], '__name__', hints[key])}"
+            problems.append(Problem(settings_flag, word, rule, "Give one."))
+    given = {word.partition("=")[0] for word in settings}
+    for key, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and key not in given:
+            problems.append(Problem(settings_flag, "", f"lacks {key}, which {chosen_by} needs", f"Add {key}=VALUE."))
+    if problems:
+        raise ConfigError(problems)
+    return values
+
+
+def _parse_value(hint: Any, text: str) -> Any:
+    if hint is bool:
+        return _TRUE_AND_FALSE[text]
+    return hint(text) if hint in (int, float, str, Path) else text

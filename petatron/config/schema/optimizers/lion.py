@@ -1,0 +1,28 @@
+"""Settings of Lion, and what it declares of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from petatron.config.schema.numeric_bounds import DecayRate
+from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor, SectionRuleSpec, UpdateRuleSpec
+
+
+class LionSpec(SectionRuleSpec["LionSettings"]):
+    name: ClassVar[str] = "lion"
+    title: ClassVar[str] = "Lion"
+
+    def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
+        return (RuleStateTensor("lion_momentum"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionSettings:
+    """The settings of Lion."""
+
+    used_by: ClassVar[type[UpdateRuleSpec]] = LionSpec
+    lion_beta1: DecayRate = 0.95
+    """Weight of the momentum, against the gradient, in the direction whose sign is lion's update."""
+    lion_beta2: DecayRate = 0.98
+    """Decay of the momentum of lion."""

@@ -1,0 +1,134 @@
+"""`UpdateRuleSpec`: what an optimizer declares of itself, for everything that does not update weights.
+
+The step of a rule is a class in `optim/`. All other code asks the declaration here and names no optimizer: which parameters a rule takes
+and who takes the others, which state it has for a parameter (memory estimates, checkpoints, buffers), what it must see at a time
+(its unit, from which follow communication and offload), and which settings it reads.
+
+    unit      a step needs                               communication
+    element   one element                                none
+    tensor    sums over a logical tensor's elements      all-reduces of rows, columns and scalars (`optim/tensor_update.py`)
+    matrix    a logical matrix, whole                    its elements meet on one rank (`optim/matrix_update.py`)
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
+
+from petatron.base.errors import Problem
+from petatron.config.named_settings import parse_named_settings
+
+SettingsT = TypeVar("SettingsT")
+RuleUnit = Literal["element", "tensor", "matrix"]
+StateShape = Literal["element", "row", "column", "row_pair", "column_pair", "matrix"]
+OPTIMIZER_FLAG, OPTIMIZER_SETTINGS_FLAG = "--optimizer", "--optimizer-settings"
+OPTIMIZER_NAME = "optimizer"
+"""The mark of a field that names an optimizer."""
+OptimizerName = Annotated[str, OPTIMIZER_NAME]
+_BF16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RuleStateTensor:
+    """A kind of state. `element`: a value for each element, sharded as the parameter. All other shapes belong to a matrix as a whole.
+
+    A `row` has a value for each row, a `row_pair` for each two rows, a `matrix` for each element without being sharded as these are. A
+    stack of matrices has one for each. dtype: `main` is that of the master weights. initial: its values before the first step; only a
+    square can be the identity.
+
+    >>> RuleStateTensor("left", "row_pair").dims(4, 6), RuleStateTensor("exp_avg", dtype="bf16").element_bytes(4)
+    ((4, 4), 2)
+    """
+
+    kind: str
+    shape: StateShape = "element"
+    dtype: Literal["main", "bf16"] = "main"
+    initial: Literal["zeros", "identity"] = "zeros"
+
+    def dims(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Returns its shape for a matrix."""
+        shapes = {
+            "row": (rows,),
+            "column": (columns,),
+            "row_pair": (rows, rows),
+            "column_pair": (columns, columns),
+        }
+        return shapes.get(self.shape, (rows, columns))
+
+    def element_bytes(self, main_bytes: int) -> int:
+        """Returns the bytes of a value, given those of a master weight."""
+        return main_bytes if self.dtype == "main" else _BF16_BYTES
+
+
+class UpdateRuleSpec(ABC):
+    """An optimizer's declaration. Subclasses are frozen dataclasses whose fields are its settings (`--optimizer-settings NAME=VALUE`).
+
+    name: the value of `--optimizer`. title: its name in reports. hidden_matrices_only: it updates the weight matrices of layers, and
+    `scalar_optimizer` all other parameters.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    unit: ClassVar[RuleUnit] = "element"
+    hidden_matrices_only: ClassVar[bool] = False
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        """Returns the rule with the settings of an `OptimizerConfig`; raises `ConfigError` with every problem."""
+        chosen_by = f"{OPTIMIZER_FLAG} {cls.name}"
+        return cls(**parse_named_settings(cls, config.optimizer_settings, OPTIMIZER_SETTINGS_FLAG, chosen_by))
+
+    @abstractmethod
+    def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
+        """Returns the state of a parameter of this logical shape."""
+
+    def element_state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
+        """Returns the state with a value for each element."""
+        return tuple(state for state in self.state(shape) if state.shape == "element")
+
+    def matrix_flops(self, rows: int, columns: int) -> int:
+        """Returns the operations of updating a matrix, by which ranks divide the matrices among them."""
+        return rows * columns
+
+    @property
+    def scalar_optimizer(self) -> str | None:
+        """The name of the rule that updates what this one does not."""
+        return None
+
+    @property
+    def fuses_qkv(self) -> bool:
+        """Whether queries, keys and values of a fused weight are one matrix to a rule with the unit `matrix`."""
+        return False
+
+    @property
+    def bf16_state_settings(self) -> Mapping[str, str]:
+        """The settings that store all of its state in bf16, by name; empty if it cannot."""
+        return {}
+
+    @property
+    def offload_problem(self) -> str | None:
+        """Returns why its state cannot be swapped between the device and the host or a disk; None if it can."""
+        reasons = {
+            "matrix": "whose state is needed twice in a step: before and after matrices are gathered",
+            "tensor": "whose state is needed twice in a step: before and after sums over whole tensors",
+        }
+        return reasons.get(self.unit)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields settings that cannot be combined; bounds of numbers are those of their fields."""
+        return iter(())
+
+
+@dataclass(frozen=True)
+class SectionRuleSpec(UpdateRuleSpec, Generic[SettingsT]):
+    """A rule of this package: its settings are fields of `OptimizerConfig`, so that each has a flag."""
+
+    settings: SettingsT
+
+    @classmethod
+    def from_config(cls, config: Any) -> Self:
+        return cls(config)

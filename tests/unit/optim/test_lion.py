@@ -1,0 +1,62 @@
+"""Lion against the paper's algorithm, written down plainly."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.training import OptimizerConfig
+from petatron.mesh.mesh import ParallelMesh
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+from tests.unit.optim.test_muon import Block, fill_gradients, flatten
+
+STEPS = 50
+
+
+def plain_lion(model: nn.Module, grads: list[dict[str, torch.Tensor]], config: OptimizerConfig, lr: float) -> None:
+    """Algorithm 2 of the paper, with its update before the momentum."""
+    momenta = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        for step in grads:
+            for name, weight in model.named_parameters():
+                decay = config.weight_decay if weight.dim() > 1 else 0.0
+                direction = config.lion_beta1 * momenta[name] + (1 - config.lion_beta1) * step[name]
+                weight.sub_(lr * (torch.sign(direction) + decay * weight))
+                momenta[name] = config.lion_beta2 * momenta[name] + (1 - config.lion_beta2) * step[name]
+
+
+@pytest.mark.parametrize("betas", [(0.95, 0.98), (0.9, 0.99)])
+def test_fifty_steps_are_those_of_the_paper(betas: tuple[float, float]):
+    config = OptimizerConfig(
+        optimizer="lion", lr=1e-2, weight_decay=0.3, clip_grad=0.0, lion_beta1=betas[0], lion_beta2=betas[1]
+    )
+    torch.manual_seed(3)
+    model = Block().double()
+    plain = copy.deepcopy(model)
+    groups = flatten(model, config)
+    optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single())
+    grads = []
+    for step in range(STEPS):
+        grads.append(fill_gradients(groups, step))
+        optimizer.step()
+    plain_lion(plain, grads, config, 1e-2)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_offloaded_state_gives_the_same_weights():
+    config = OptimizerConfig(optimizer="lion", lr=1e-2, weight_decay=0.1)
+    weights = []
+    for memory in (None, MemoryConfig(optimizer_cpu_offload=True, optimizer_offload_fraction=0.6)):
+        torch.manual_seed(3)
+        groups = flatten(Block().bfloat16(), config)
+        optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single(), memory=memory)
+        for step in range(3):
+            fill_gradients(groups, step)
+            optimizer.step()
+        weights.append([group.flat_weights.clone() for group in groups])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
