@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import block_attention, causal_attention, flash
+from petatron.kernels.attention import attention, block_attention, flash
 from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
 from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.mask import AttentionBounds, BlockMask
+from petatron.kernels.attention.mask import BlockMask, VisibleKeys
+from petatron.kernels.visibility import Visibility
 from tests import reference_attention as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -52,7 +53,7 @@ def test_causal_attention(dtype: torch.dtype, heads: int, groups: int, window: i
     rounded, exact = inputs(heads, groups, dtype)
     starts = starts_on_device() if documents else None
     packed = None if starts is None else Documents.of(starts)
-    ours = with_gradients(causal_attention(*rounded, window=window, documents=packed), rounded)
+    ours = with_gradients(attention(*rounded, Visibility(window=window, documents=packed)), rounded)
     wanted = with_gradients(reference.attention(*exact, window=window, document_starts_BS=starts), exact)
     assert_close(ours, wanted, dtype)
 
@@ -65,7 +66,7 @@ def test_values_narrower_than_keys(dtype: torch.dtype, window: int | None, docum
     rounded[2], exact[2] = (x[2].detach()[..., :128].requires_grad_() for x in (rounded, exact))
     starts = starts_on_device() if documents else None
     packed = None if starts is None else Documents.of(starts)
-    ours = with_gradients(causal_attention(*rounded, window=window, documents=packed), rounded)
+    ours = with_gradients(attention(*rounded, Visibility(window=window, documents=packed)), rounded)
     wanted = with_gradients(reference.attention(*exact, window=window, document_starts_BS=starts), exact)
     assert_close(ours, wanted, dtype)
 
@@ -76,9 +77,10 @@ def test_pieces(dtype: torch.dtype, window: int | None, documents: bool):
     """What context parallelism uses in every precision: kernels for whole pieces and tiles for the others."""
     rounded, exact = inputs(8, 2, dtype)
     starts = starts_on_device() if documents else None
-    bounds = AttentionBounds.build(LENGTH, window=window, document_starts_BS=starts, device=torch.device("cuda"))
+    visibility = Visibility(window=window, documents=None if starts is None else Documents.of(starts))
+    visible = VisibleKeys.of(visibility, LENGTH, torch.device("cuda"))
     whole = (range(LENGTH),)
-    ours = with_gradients(block_attention(*rounded, BlockMask(whole, whole, bounds)), rounded)
+    ours = with_gradients(block_attention(*rounded, BlockMask(whole, whole, visible)), rounded)
     wanted = with_gradients(reference.attention(*exact, window=window, document_starts_BS=starts), exact)
     assert_close(ours, wanted, dtype)
 
@@ -117,6 +119,6 @@ def test_half_precision_has_kernels_and_others_have_tiles():
 def test_dropout_keeps_the_mean(dtype: torch.dtype):
     q, k, v = (x.detach() for x in inputs(4, 4, dtype)[0])
     torch.manual_seed(0)
-    sums = causal_attention(q, k, torch.ones_like(v), dropout=0.3, documents=Documents.of(starts_on_device()))
+    sums = attention(q, k, torch.ones_like(v), Visibility(documents=Documents.of(starts_on_device())), dropout=0.3)
     assert not torch.allclose(sums, torch.ones_like(sums))
     assert abs(sums.double().mean().item() - 1.0) < 0.02

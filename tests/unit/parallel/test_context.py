@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from petatron.kernels.attention.blocks import PartialAttention
 from petatron.kernels.attention.documents import Documents
+from petatron.kernels.visibility import CAUSAL, Visibility
 from petatron.layers.core_attention import CoreAttention
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import SequenceOrder
-from petatron.parallel.context import ContextParallelAttention, apply_context_parallel, ring_attention, split_batch
+from petatron.parallel.context import apply_context_parallel, ring_attention, split_batch
 from petatron.parallel.context.zigzag import contiguous_positions, sorted_by_position, sorted_by_rank, zigzag_positions
 from tests import reference_attention as reference
 from tests.dist import RankFailure, RankPool
@@ -66,9 +67,9 @@ def inputs(heads: int, groups: int) -> list[Tensor]:
 class Holder(nn.Module):
     """A model with one core attention."""
 
-    def __init__(self, window: int | None, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.core = CoreAttention(window=window, dropout=dropout)
+        self.core = CoreAttention(dropout=dropout)
 
 
 class TestOrder:
@@ -155,13 +156,14 @@ def attend(comm_type: str, sizes: tuple[int, ...], case: tuple) -> dict[str, obj
     heads, groups, window, starts = case
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = ParallelMesh(Layout(cp=size), rank)
-    model = Holder(window)
+    model = Holder()
     apply_context_parallel(model, mesh, comm_type=comm_type, hierarchical_sizes=sizes)
     positions = held(size, rank, S)
     q, k, v, grad = (x[positions] for x in inputs(heads, groups))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     before = mesh.record.count
-    out = model.core(*leaves, None if starts is None else Documents.of(starts))
+    documents = None if starts is None else Documents.of(starts)
+    out = model.core(*leaves, Visibility(window=window, documents=documents))
     half = mesh.record.count
     found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     events = mesh.record.events(since=before)
@@ -241,16 +243,16 @@ def drop(comm_type: str, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Outputs with every weight equal and every value one: 1 on average, and the gradient of the values' sum."""
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = ParallelMesh(Layout(cp=size), rank)
-    model = Holder(None, dropout=0.25).train()
+    model = Holder(dropout=0.25).train()
     apply_context_parallel(model, mesh, comm_type=comm_type, hierarchical_sizes=sizes)
     torch.manual_seed(rank)
     batch = 300
     q, k = (torch.zeros(S // size, batch, 4, E, dtype=torch.float64, requires_grad=True) for _ in range(2))
     v = torch.ones(S // size, batch, 4, E, dtype=torch.float64, requires_grad=True)
-    out = model.core(q, k, v)
+    out = model.core(q, k, v, CAUSAL)
     out.sum().backward()
     model.eval()
-    torch.testing.assert_close(model.core(q, k, v), torch.ones_like(v), msg="no dropout outside training")
+    torch.testing.assert_close(model.core(q, k, v, CAUSAL), torch.ones_like(v), msg="no dropout outside training")
     assert v.grad is not None
     return out.detach(), v.grad
 
@@ -267,23 +269,16 @@ def test_dropout(ranks: RankPool, comm_type: str, size: int):
 
 
 def test_one_rank_keeps_its_core():
-    model = Holder(5)
-    core = model.core
+    model = Holder()
+    attend = model.core.attend
     apply_context_parallel(model, ParallelMesh.single(), comm_type="p2p")
-    assert model.core is core
-
-
-def test_the_core_keeps_its_settings():
-    core = ContextParallelAttention(
-        CoreAttention(window=7, dropout=0.1), head_axis=axis(1, 0), kv_axis=axis(2, 0), kv_exchange="ring"
-    )
-    assert isinstance(core, CoreAttention) and (core.window, core.dropout) == (7, 0.1)
+    assert model.core.attend is attend
 
 
 def events_before_each_computation() -> tuple[list[int], list[int]]:
     """How many events have been recorded when each block of keys is computed with, forward and backward."""
     mesh = ParallelMesh(Layout(cp=dist.get_world_size()), dist.get_rank())
-    model = Holder(None)
+    model = Holder()
     apply_context_parallel(model, mesh, comm_type="p2p")
     q, k, v, _ = (x[held(mesh.cp.size, mesh.rank, S)].requires_grad_() for x in inputs(4, 4))
     forward, backward = [], []
@@ -298,7 +293,7 @@ def events_before_each_computation() -> tuple[list[int], list[int]]:
         back(*args, **kwargs)
 
     with mock.patch.object(PartialAttention, "attend_block", watched_attend):
-        out = model.core(q, k, v)
+        out = model.core(q, k, v, CAUSAL)
     with mock.patch.object(ring_attention, "block_backward", watched_back):
         out.sum().backward()
     return forward, backward
