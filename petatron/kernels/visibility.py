@@ -10,7 +10,7 @@ and of these only some, where the value says so:
     documents    those of its own document; padding is in documents of its own, so no token sees it
     chunk c      those of its own chunk: documents are cut into c tokens each, which are then documents
     window w     those less than w positions away, in both directions where it sees tokens after itself
-    first_k k    besides, the first k tokens of its document, outside of the window too
+    first_k k    besides, the first k tokens of its document, where they are before the window
     key_spans    cross: a span of the keys for each token
 
 `bias` says that a score gets a number which depends on the distance of the two tokens alone: ALiBi's, or a layer's own table.

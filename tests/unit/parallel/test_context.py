@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from petatron.kernels.attention.blocks import PartialAttention
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.documents import Documents, KeySpans
 from petatron.kernels.visibility import CAUSAL, Visibility
 from petatron.layers.core_attention import CoreAttention
 from petatron.mesh.comm_record import CommRecord
@@ -27,7 +28,7 @@ from petatron.parallel.context import apply_context_parallel, ring_attention, sp
 from petatron.parallel.context.zigzag import contiguous_positions, sorted_by_position, sorted_by_rank, zigzag_positions
 from tests import reference_attention as reference
 from tests.dist import RankFailure, RankPool
-from tests.longform import every_second, later
+from tests.longform import every_second, later, one_in
 
 S, B, E = 48, 2, 4
 SCHEMES = {
@@ -198,6 +199,92 @@ def test_few_key_value_heads(ranks: RankPool, comm_type: str):
     for answer in ranks.run(attend, 4, comm_type, (), (3, 1, None, DOCUMENTS)):
         for mine, true in zip(answer["found"], wanted, strict=True):
             torch.testing.assert_close(mine, true[answer["positions"]], rtol=0, atol=1e-12)
+
+
+KEYS = 24
+"""Of the sequence that cross attention sees."""
+PADDING = torch.arange(S) >= torch.tensor([[39], [48]])
+PADDED = (DOCUMENTS.masked_fill(PADDING, 0), PADDING.numpy())
+IN_PREFIX = torch.arange(S) < DOCUMENTS + torch.tensor([[9], [5]])
+SEEN: dict[str, Visibility] = {
+    "full": Visibility.full(),
+    "full, window": Visibility.full(window=7),
+    "full, documents and padding": Visibility.full(),
+    "prefix": Visibility.prefix(),
+    "prefix, window and first tokens": Visibility("prefix", window=6, first_k=2),
+    "causal, first tokens": Visibility(window=5, first_k=3),
+    "causal, chunks": Visibility(chunk=10),
+    "full, biased": Visibility("full", bias="relative"),
+    "cross": Visibility.cross(),
+    "cross, padded keys": Visibility.cross(),
+}
+
+
+def of_batch(name: str) -> Visibility:
+    if name == "cross, padded keys":
+        return SEEN[name].of_batch(None, KeySpans.of_lengths(torch.tensor([17, KEYS]), S))
+    if name in ("full, documents and padding", "causal, chunks"):
+        return SEEN[name].of_batch(Documents.build(PADDED[0].numpy(), is_padding_BS=PADDED[1]))
+    if name.startswith("prefix"):
+        return SEEN[name].of_batch(Documents.build(DOCUMENTS.numpy(), in_prefix_BS=IN_PREFIX.numpy()))
+    return SEEN[name]
+
+
+def seen_inputs(name: str) -> list[Tensor]:
+    """q, k, v, the gradient of the output, and a table of biases; cross attention has other keys."""
+    generator, keys = torch.Generator().manual_seed(5), KEYS if name.startswith("cross") else S
+    shapes = [(S, B, 8, E), (keys, B, 4, E), (keys, B, 4, E), (S, B, 8, E), (8, 31)]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+
+
+def attend_to_all_kinds(comm_type: str, sizes: tuple[int, ...]) -> dict[str, list[Tensor]]:
+    """On one rank: the output and the gradients of q, k, v and biases for every visibility."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    model = Holder()
+    apply_context_parallel(model, ParallelMesh(Layout(cp=size), rank), comm_type=comm_type, hierarchical_sizes=sizes)
+    results = {}
+    for name in SEEN:
+        q, k, v, grad, bias = seen_inputs(name)
+        queries, keys = held(size, rank, S), held(size, rank, k.shape[0])
+        leaves = [x.requires_grad_() for x in (q[queries], k[keys], v[keys], bias)]
+        table = leaves[3] if name.endswith("biased") else None
+        out = model.core(*leaves[:3], of_batch(name), None, table)
+        grads = torch.autograd.grad(out, leaves[: 3 if table is None else 4], grad[queries])
+        results[name] = [out.detach(), *grads]
+    return results
+
+
+@cache
+def seen_alone(name: str) -> list[Tensor]:
+    """The same of the whole sequence, with a dense mask."""
+    q, k, v, grad, bias = seen_inputs(name)
+    leaves = [x.requires_grad_() for x in (q, k, v, *([bias] if name.endswith("biased") else []))]
+    if name.startswith("cross"):
+        lengths = torch.tensor([17, KEYS] if name.endswith("keys") else [KEYS, KEYS])
+        dense = torch.arange(KEYS) < lengths[:, None, None].expand(B, S, 1)
+    else:
+        documents, visibility = of_batch(name).documents, SEEN[name]
+        segments = torch.zeros(B, S, dtype=torch.int64) if documents is None else documents.starts_BS
+        narrowed = {"window": visibility.window, "chunk": visibility.chunk, "first_k": visibility.first_k}
+        dense = reference.visible(visibility.kind, segments, **narrowed, in_prefix_BS=IN_PREFIX)
+    out = reference.masked_attention(*leaves[:3], dense, bias_HD=leaves[3] if len(leaves) == 4 else None)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.parametrize(("comm_type", "size"), one_in(2, SCHEMES))
+def test_every_visibility_is_that_of_the_whole_sequence(ranks: RankPool, comm_type: str, size: int):
+    answers = ranks.run(attend_to_all_kinds, size, comm_type, SCHEMES[comm_type, size])
+    for name in SEEN:
+        out, q, k, v, *bias = seen_alone(name)
+        for rank, answer in enumerate(answers):
+            queries, keys = held(size, rank, S), held(size, rank, k.shape[0])
+            wanted = (out[queries], q[queries], k[keys], v[keys])
+            for mine, true in zip(answer[name][:4], wanted, strict=True):
+                torch.testing.assert_close(
+                    mine, true, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+                )
+        for table in bias:
+            torch.testing.assert_close(sum(answer[name][4] for answer in answers), table, rtol=0, atol=1e-11)
 
 
 def test_heads_that_cannot_be_exchanged(ranks: RankPool):
