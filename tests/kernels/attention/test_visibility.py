@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import DataError
-from petatron.kernels.attention import KERNELS, AttentionCall, attention, block_attention, chosen_kernel
+from petatron.kernels.attention import KERNELS, AttentionCall, attention, block_attention, chosen_kernel, paged
 from petatron.kernels.attention.documents import PADDING_DOCUMENT, Documents, KeySpans
 from petatron.kernels.attention.mask import BlockMask, VisibleKeys
+from petatron.kernels.attention.paged import PagedBatch, PromptChunk
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.visibility import CAUSAL, EVERYTHING, Visibility, VisibilityKind
 from tests import reference_attention as reference
@@ -242,3 +243,49 @@ def test_the_first_kernel_that_can_is_chosen(visibility: Visibility, name: str):
 def test_keys_of_another_sequence_have_no_distance(wrong: dict):
     with pytest.raises(AssertionError, match="no distance"):
         Visibility("cross", **wrong)
+
+
+PAGE = 4
+
+
+def paged_step(first: int, stop: int, *, decodes: bool, one_sequence: bool) -> PagedBatch:
+    """Tokens first, ..., stop - 1 of one sequence: a chunk of its prompt, or one token that is decoded. Its pages are in reverse order."""
+    pages = torch.arange(-(-S // PAGE), 0, -1, dtype=torch.int32)
+    if one_sequence:
+        pages = pages.flip(0)
+    positions = torch.arange(first, stop)
+    chunks = () if decodes else (PromptChunk(0, stop - first, 0, first),)
+    return PagedBatch(
+        pages[positions // PAGE] * PAGE + positions % PAGE,
+        pages[None],
+        torch.tensor([stop], dtype=torch.int32),
+        max_length=stop if decodes else 0,
+        num_decodes=int(decodes),
+        chunks=chunks,
+        first_page=1 if one_sequence and decodes else None,
+    )
+
+
+@pytest.mark.parametrize("one_sequence", [False, True])
+@pytest.mark.parametrize(
+    "visibility",
+    [
+        CAUSAL,
+        Visibility(window=4),
+        Visibility(chunk=7),
+        Visibility(window=4, first_k=2),
+        Visibility(window=3, chunk=7, first_k=1),
+    ],
+)
+def test_pages_are_seen_as_whole_sequences_are(visibility: Visibility, one_sequence: bool):
+    """A fresh chunk, a continued one, then tokens that are decoded, one by one."""
+    q, k, v = (x[:, 0].detach() for x in inputs())
+    wanted = attention(*(x.unsqueeze(1) for x in (q, k, v)), visibility).squeeze(1)
+    k_pages, v_pages = (torch.zeros(7, PAGE, GROUPS, E, dtype=torch.float64) for _ in range(2))
+    parts = []
+    for first, stop in [(0, 5), (5, 11), *((position, position + 1) for position in range(11, S))]:
+        batch = paged_step(first, stop, decodes=first >= 11, one_sequence=one_sequence)
+        rows = slice(first, stop)
+        kernels = {"visibility": visibility, "kernels": paged}
+        parts.append(paged.paged_attention(q[rows], k[rows], v[rows], k_pages, v_pages, batch, **kernels))
+    torch.testing.assert_close(torch.cat(parts), wanted, rtol=0, atol=1e-12)
