@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.attention import paged
 from petatron.kernels.attention.paged import PagedAttentionKernels
-from petatron.kernels.attention.score_rules import ScoreRules
+from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
 from petatron.kernels.rope import apply_rope, split_qkv
+from petatron.kernels.visibility import CAUSAL, Visibility
 from petatron.layers.attention_positions import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
-from petatron.layers.core_attention import AttentionSinks, BidirectionalCoreAttention, CoreAttention
+from petatron.layers.core_attention import AttentionSinks, CoreAttention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.norm import NormSpec, NormWeights, RMSNorm
@@ -45,13 +46,11 @@ from petatron.sharding.shard_spec import Section, Shard
 class AttentionSpec(BranchSpec):
     """Self-attention.
 
-    mask: causally, a token attends to itself and those before it; else to all.
+    visibility: what a token sees (`kernels/visibility.py`), documents aside. Its bias may be ALiBi's (`attention_positions.py`).
     qk_norm: the norm of every query and key head, or, by `qk_norm_scope`, of all of them together.
     rope: None for a layer without positions.
     rope_interleaved: pairs of channels that rope rotates are neighbours instead of half a head apart.
-    window: the number of tokens that one attends to, itself included; None: all.
-    chunk: the number of tokens that a document is cut into, which attend to nothing outside; None: it is not cut.
-    alibi, temperature: see `attention_positions.py`. qk_l2_norm: the epsilon of a norm of heads without weights.
+    temperature: see `attention_positions.py`. qk_l2_norm: the epsilon of a norm of heads without weights.
     qkv_clip: the largest size of what the first GEMM gives for queries, keys and values; None: it has none.
     softmax_scale: the factor on scores; None: 1 / sqrt(head dim).
     softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.
@@ -72,8 +71,7 @@ class AttentionSpec(BranchSpec):
     out_bias: bool
     qk_norm: NormSpec | None
     rope: RopeSpec | None
-    mask: Literal["causal", "bidirectional"] = "causal"
-    window: int | None
+    visibility: Visibility = CAUSAL
     dropout: float
     std: float
     out_std: float
@@ -83,29 +81,38 @@ class AttentionSpec(BranchSpec):
     softmax_scale: float | None = None
     softcap: float | None = None
     sinks: Literal["learned", "zero"] | None = None
-    chunk: int | None = None
-    alibi: bool = False
     temperature: AttentionTemperature | None = None
     qk_l2_norm: float | None = None
     output_gate: bool = False
     output_multiplier: float = 1.0
 
+    def __post_init__(self) -> None:
+        assert self.visibility.kind != "cross", "self-attention has no keys of another sequence"
+        assert self.visibility.bias is None or (self.alibi and self.visibility.is_causal), (
+            "its biases are those of causal ALiBi; others are an argument of `CoreAttention`"
+        )
+
+    @property
+    def alibi(self) -> bool:
+        return self.visibility.bias == "alibi"
+
     @property
     def sequence_sharding(self) -> SequenceSharding:
-        return "zigzag" if self.mask == "causal" else "whole"
+        return "zigzag"
 
     @property
     def separates_documents(self) -> bool:
-        return self.mask == "causal"
+        return True
 
     @property
     def can_generate(self) -> bool:
-        return self.mask == "causal"
+        return self.visibility.is_causal
 
     @property
     def decode_is_capturable(self) -> bool:
-        """Scores with rules of their own are computed in plain PyTorch, which reads lengths."""
-        return self.softcap is None and self.sinks is None and self.chunk is None and not self.alibi
+        """What the kernels of pages lack is computed in plain PyTorch, which reads lengths."""
+        ruled = self.softcap is not None or self.sinks is not None or self.alibi
+        return paged.VISIBILITY.includes(self.visibility, score_rules=ruled)
 
     @property
     def needs_positions(self) -> bool:
@@ -165,12 +172,19 @@ class AttentionSpec(BranchSpec):
         return max(self.num_kv_heads // tp, 1) * self.head_dim
 
     def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
-        visible = min(self.window or seq_length, self.chunk or seq_length, seq_length)
-        if self.chunk is not None and causal and self.mask == "causal":
+        window, chunk = self.visibility.window, self.visibility.chunk
+        if self.visibility.kind == "full":
+            return 12.0 * self.num_heads * self.head_dim * self._seen_on_both_sides(seq_length) * seq_length
+        visible = min(window or seq_length, chunk or seq_length, seq_length)
+        if chunk is not None and causal:
             return 6 * self.num_heads * self.head_dim * visible * seq_length
-        halved = causal and self.mask == "causal"
-        pairs = visible * seq_length - visible * visible / 2 if halved else float(seq_length * seq_length)
+        pairs = visible * seq_length - visible * visible / 2 if causal else float(seq_length * seq_length)
         return 12 * self.num_heads * self.head_dim * pairs
+
+    def _seen_on_both_sides(self, seq_length: int) -> int:
+        """The tokens that one sees in full attention, at most."""
+        window, chunk = self.visibility.window, self.visibility.chunk
+        return min(seq_length if window is None else 2 * window - 1, chunk or seq_length, seq_length)
 
     def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
         if self.region in recomputed:
@@ -227,8 +241,10 @@ class AttentionSpec(BranchSpec):
         return self.norm_flops(shape) + qkv + self._core_flops(shape) + self._out_flops(shape)
 
     def _core_flops(self, shape: ActivationShape) -> float:
-        visible = min(self.window or self.chunk or shape.whole_sequence, shape.whole_sequence)
-        visible *= 1 if self.mask == "causal" else 2
+        window, chunk, whole = self.visibility.window, self.visibility.chunk, shape.whole_sequence
+        visible = min(window or chunk or whole, whole)
+        if self.visibility.kind == "full":
+            visible = 2 * self._seen_on_both_sides(whole)
         return 2.0 * shape.gathered_tokens * self.q_dim(shape.tp) * visible
 
     def _out_flops(self, shape: ActivationShape) -> float:
@@ -253,10 +269,7 @@ class Attention(BranchModule):
         self.sinks = AttentionSinks(spec.num_heads) if spec.sinks == "learned" else None
         scale = spec.softmax_scale
         self.query_factor = None if scale is None else scale * math.sqrt(spec.head_dim)
-        if spec.mask == "causal":
-            self.core = CoreAttention(window=spec.window, dropout=spec.dropout, softcap=spec.softcap, chunk=spec.chunk)
-        else:
-            self.core = BidirectionalCoreAttention(dropout=spec.dropout)
+        self.core = CoreAttention(dropout=spec.dropout, softcap=spec.softcap)
         self.alibi = AlibiBias(spec.num_heads) if spec.alibi else None
         self.kernels: RopeKernels = rope
         self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
@@ -295,9 +308,10 @@ class Attention(BranchModule):
         if context.generation is not None:
             return self._cached_attention(qkv, context, context.generation)
         q, k, v = self._queries_keys_values(qkv, context)
+        visibility = self.spec.visibility.of_batch(context.documents)
         if self.spec.sinks is None:
-            return self.core(q, k, v, context.documents)
-        return self.core(q, k, v, context.documents, self._sinks_H(q))
+            return self.core(q, k, v, visibility)
+        return self.core(q, k, v, visibility, self._sinks_H(q))
 
     def _sinks_H(self, q_SBHE: Tensor) -> Tensor:
         return q_SBHE.new_zeros(q_SBHE.shape[-2]) if self.sinks is None else self.sinks.weight
@@ -306,11 +320,9 @@ class Attention(BranchModule):
         """Attends to the tokens before through the pages of this layer; heads are split as those of a batch of one."""
         pages = step.pages[self.layer_index]
         q, k, v = self._queries_keys_values(qkv_TD.unsqueeze(1), context)
-        rules = None
-        if not self.spec.decode_is_capturable:
-            assert isinstance(self.core, CoreAttention), "only causal attention generates"
-            rules = self.core.score_rules(None if self.spec.sinks is None else self._sinks_H(q))
-            rules = rules or (ScoreRules() if self.spec.alibi else None)  # fused kernels take no keys wider than values
+        rules = ScoreRules.of(self.spec.softcap, None if self.spec.sinks is None else self._sinks_H(q), None)
+        if rules is None and self.spec.alibi:
+            rules = NO_RULES  # fused kernels take no keys wider than values
         return paged.paged_attention(
             q.squeeze(1),
             k.squeeze(1),
@@ -318,10 +330,9 @@ class Attention(BranchModule):
             pages["key"],
             pages["value"],
             step.batch,
-            window=self.spec.window,
+            visibility=self.spec.visibility,
             kernels=self.paged_kernels,
             rules=rules,
-            chunk=self.spec.chunk,
         )
 
     def _queries_keys_values(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:

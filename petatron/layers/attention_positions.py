@@ -17,12 +17,14 @@ S sequence, B batch, H query heads, K kv heads, E head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from petatron.kernels.compute_dtype import compute_dtype
+from petatron.layers.comm_slot import TensorRank, TensorSlot
 
 ALIBI_CHANNELS = 8
 """By which heads become wider."""
@@ -70,23 +72,28 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 class AlibiBias(nn.Module):
-    """Widens queries and keys by the channels whose product is the bias; `select_heads` is called where ranks share the heads."""
+    """Widens queries and keys by the channels whose product is the bias, for this rank's heads."""
+
+    tensor_slots: Mapping[str, TensorSlot] = {"tensor_rank": "tensor rank"}
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.heads = range(num_heads)
+        self.tensor_rank: TensorRank = (0, 1)
 
-    def select_heads(self, rank: int, num_ranks: int) -> None:
-        each = self.num_heads // num_ranks
-        self.heads = range(rank * each, (rank + 1) * each)
+    @property
+    def heads(self) -> range:
+        """The numbers of this rank's heads."""
+        rank, num_ranks = self.tensor_rank
+        count = self.num_heads // num_ranks
+        return range(rank * count, (rank + 1) * count)
 
     def widen(self, q_SBHE: Tensor, k_SBKE: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns wider heads; queries are scaled so that scores over the square root of the wider head are what they were."""
-        width = q_SBHE.shape[-1] + ALIBI_CHANNELS
-        slopes = torch.tensor(alibi_slopes(self.num_heads), dtype=torch.float64)[self.heads.start : self.heads.stop]
+        width, heads = q_SBHE.shape[-1] + ALIBI_CHANNELS, self.heads
+        slopes = torch.tensor(alibi_slopes(self.num_heads), dtype=torch.float64)[heads.start : heads.stop]
         slopes = (slopes * math.sqrt(width)).to(q_SBHE.device, non_blocking=True)
-        q_more = q_SBHE.new_zeros(len(self.heads), ALIBI_CHANNELS)
+        q_more = q_SBHE.new_zeros(len(heads), ALIBI_CHANNELS)
         q_more[:, 0], q_more[:, 1] = slopes * _RADIX, slopes
         at = by_token(positions)
         k_more = torch.cat((at // _RADIX, at % _RADIX), dim=-1).to(k_SBKE.dtype)

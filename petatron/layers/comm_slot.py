@@ -1,12 +1,75 @@
-"""A communication slot is a function of a layer, the identity on one device; `parallel/` fills it with collectives."""
+"""Slots: attributes of a module that `parallel/` fills, and that do nothing on one device. A module declares which it has.
+
+Tensor parallelism fills what a module names in `tensor_slots`, by what it names (`TensorSlot`), and context parallelism what it names in
+`context_slots` (`ContextSlot`). So a new kind of layer needs no change in `parallel/`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 CommSlot = Callable[[Tensor], Tensor]
+"""A function of a tensor that communicates, the identity on one device."""
+
+TensorSlot = Literal[
+    "linear",
+    "column linear",
+    "sections",
+    "whole sequence",
+    "sequence shard",
+    "summed output",
+    "tensor rank",
+    "shared generator",
+    "weight-gradient sink",
+    "vocabulary shard",
+]
+"""What tensor parallelism puts into a slot:
+
+linear: the linear op that follows from the shard of the module's `weight`. column linear: that of a weight sharded along its output.
+sections: the rows of each section of `weight` on this rank, where it is sharded along them.
+whole sequence: a `CommSlot` from this rank's part of a sequence, or from what all ranks have, to a tensor that all ranks use.
+sequence shard: a `CommSlot` from a whole sequence to this rank's part of it, where sequences are sharded.
+summed output: a `CommSlot` that adds what the ranks have, and returns this rank's part of the sequence where sequences are sharded.
+tensor rank: this rank and the number of ranks, `TensorRank`.
+shared generator: the RNG stream of what all ranks have, where they have the same activations; else it stays as it is.
+weight-gradient sink: where the gradient of a weight goes instead of autograd, if there is one.
+vocabulary shard: the rows of the vocabulary of this rank.
+
+`group_sum_slots` are a mapping of their own, of slots to numbers: a `CommSlot` that adds, in place, what ranks have of each of so many
+groups of channels.
+"""
+
+ContextSlot = Literal["attention", "sequence parts"]
+"""What context parallelism puts into a slot:
+
+attention: an `AttentionOp` over sequences of which every rank has a part, in any order.
+sequence parts: `SequenceParts`, where every rank has one contiguous part of a sequence; else it stays None.
+"""
+
+TensorRank = tuple[int, int]
+"""This rank, and the number of ranks."""
+
+
+class SequenceParts(Protocol):
+    """What ranks that have one contiguous part of every sequence each can do with the others. All is differentiable."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def local(self, x: Tensor) -> Tensor:
+        """Returns this rank's part of a tensor of whole sequences, along its first dimension."""
+        ...
+
+    def from_previous(self, x: Tensor) -> Tensor:
+        """Sends a tensor to the next rank, and returns that of the rank before; zeros on the first."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Concatenates the tensors of all ranks along the first dimension."""
+        ...
 
 
 def identity(x: Tensor) -> Tensor:

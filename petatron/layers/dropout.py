@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from petatron.layers.comm_slot import TensorSlot
+
 
 class Dropout(nn.Module):
     """Zeroes elements with `probability` and scales the others by 1 / (1 - probability). `generator` None: the rank's own RNG stream."""
+
+    tensor_slots: Mapping[str, TensorSlot] = {"generator": "shared generator"}
 
     def __init__(self, probability: float) -> None:
         super().__init__()

@@ -6,11 +6,12 @@ by one that communicates before, after or during the GEMM; nothing else in the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from petatron.layers.comm_slot import TensorSlot
 from petatron.layers.ops.linear_op import local_linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
 
@@ -20,6 +21,8 @@ LinearOp = Callable[[Tensor | RecomputableOutput, Tensor], Tensor]
 
 class Linear(nn.Module):
     """x W^T + b. `sections` are the widths of the outputs fused into one GEMM, of this rank's shard."""
+
+    tensor_slots: Mapping[str, TensorSlot] = {"linear_op": "linear", "sections": "sections"}
 
     def __init__(self, in_features: int, sections: Sequence[int], *, bias: bool) -> None:
         super().__init__()

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from petatron.kernels.attention import latent_heads as reference_heads
 from petatron.kernels.attention import paged_latent
 from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
-from petatron.layers.comm_slot import CommSlot, identity
+from petatron.kernels.visibility import CAUSAL, Visibility
+from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.core_attention import CoreAttention
 from petatron.layers.forward_context import ForwardContext, RopeCosSin
 from petatron.layers.linear import Linear
@@ -54,7 +55,7 @@ class MlaSpec(BranchSpec):
     rotary_dim: the width of the other part of a query or key head; all heads share that of the keys.
     rope: how that part is rotated; None: it is not.
     q_norm, kv_norm: the norms of the latents.
-    window: the number of tokens that one attends to, itself included; None: all.
+    visibility: what a token sees, documents aside; causal.
     std, out_std: of the initial weights of the first GEMMs and of the last one.
     """
 
@@ -74,7 +75,7 @@ class MlaSpec(BranchSpec):
     q_norm: NormSpec | None
     kv_norm: NormSpec | None
     out_bias: bool
-    window: int | None
+    visibility: Visibility = CAUSAL
     dropout: float
     std: float
     out_std: float
@@ -98,6 +99,9 @@ class MlaSpec(BranchSpec):
         if self.rope is None or self.rope.scaling != "yarn" or self.rope.scaling_factor <= 1.0:
             return 1.0
         return (0.1 * self.rope.mscale_all_dim * math.log(self.rope.scaling_factor) + 1.0) ** 2
+
+    def __post_init__(self) -> None:
+        assert paged_latent.VISIBILITY.includes(self.visibility), "latent attention is causal, with or without a window"
 
     @property
     def can_generate(self) -> bool:
@@ -142,7 +146,7 @@ class MlaSpec(BranchSpec):
         return self.hidden_size if self.q_rank is None else self.q_rank
 
     def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
-        visible = min(self.window or seq_length, seq_length)
+        visible = min(self.visibility.window or seq_length, seq_length)
         pairs = visible * seq_length - visible * visible / 2 if causal else float(seq_length * seq_length)
         return 6 * self.num_heads * (self.qk_dim + self.v_dim) * pairs
 
@@ -186,7 +190,7 @@ class MlaSpec(BranchSpec):
         return self.norm_flops(shape) + gemms + self._core_flops(shape) + self._out_flops(shape)
 
     def _core_flops(self, shape: ActivationShape) -> float:
-        visible = min(self.window or shape.whole_sequence, shape.whole_sequence)
+        visible = min(self.visibility.window or shape.whole_sequence, shape.whole_sequence)
         heads = self.num_heads // shape.tp
         return float(shape.gathered_tokens * heads * (self.qk_dim + self.v_dim) * visible)
 
@@ -203,7 +207,7 @@ class MultiLatentAttention(BranchModule):
 
     fp8_linears = ("q_up", "kv_up", "out")
     absorbed_linears = ("kv_up",)
-    sequence_slots = ("rotary_key_comm",)
+    tensor_slots: Mapping[str, TensorSlot] = {"rotary_key_comm": "whole sequence"}
 
     def __init__(self, spec: MlaSpec, layer_index: int) -> None:
         super().__init__()
@@ -218,7 +222,7 @@ class MultiLatentAttention(BranchModule):
         self.kv_up = Linear(spec.kv_rank, (heads * (spec.nope_dim + spec.v_dim),), bias=False)
         self.rotary_key_comm: CommSlot = identity
         self.head_kernels: LatentHeadKernels = reference_heads
-        self.core = CoreAttention(window=spec.window, dropout=spec.dropout)
+        self.core = CoreAttention(dropout=spec.dropout)
         self.latent_kernels: PagedLatentKernels = paged_latent
         self.out = Linear(heads * spec.v_dim, (hidden,), bias=spec.out_bias)
 
@@ -234,7 +238,8 @@ class MultiLatentAttention(BranchModule):
             return self.out(self._cached_attention(x_SBD, cos_sin, context.generation).flatten(-2))
         q_SBHE = self._queries(x_SBD, cos_sin)
         k_SBHE, v_SBHV = self._keys_and_values(x_SBD, cos_sin)
-        return self.out(self.core(q_SBHE, k_SBHE, v_SBHV, context.documents).flatten(-2))
+        visibility = self.spec.visibility.of_batch(context.documents)
+        return self.out(self.core(q_SBHE, k_SBHE, v_SBHV, visibility).flatten(-2))
 
     def _queries(self, x_SBD: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None) -> Tensor:
         latent = x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
@@ -262,7 +267,7 @@ class MultiLatentAttention(BranchModule):
             LatentPages(pages["latent"], pages["rope_key"]),
             step.batch,
             up=LatentUpProjection.of(self.kv_up.weight, nope_dim=spec.nope_dim, v_dim=spec.v_dim),
-            window=spec.window,
+            visibility=spec.visibility,
             kernels=self.latent_kernels,
         )
 

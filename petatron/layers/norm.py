@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from petatron.kernels import norm as reference
 from petatron.kernels.fp8.amax import attach_amax, new_amax
+from petatron.layers.comm_slot import TensorSlot
 from petatron.layers.ops.linear_op import WeightGradSink
 from petatron.layers.ops.recompute_output import (
     DeferredOutput,
@@ -116,6 +117,8 @@ def submit_norm_grad(norm: NormWeights, weight: Tensor, grad: Tensor | None) -> 
 
 class NormWeights(nn.Module):
     """What every norm has; with `zero_centered_gamma` the weight is stored as an offset from one."""
+
+    tensor_slots: Mapping[str, TensorSlot] = {"weight_grad_sink": "weight-gradient sink"}
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
         super().__init__()

@@ -12,13 +12,14 @@ S sequence, B batch, H heads of this rank, E head dim.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.compute_dtype import compute_dtype
-from petatron.layers.comm_slot import CommSlot, identity
+from petatron.layers.comm_slot import CommSlot, TensorRank, TensorSlot, identity
 from petatron.layers.norm import NormWeights, submit_norm_grad
 
 
@@ -48,11 +49,14 @@ class _ProjectionNorm(AutogradOp):
 class ProjectionRMSNorm(NormWeights):
     """x / rms(x) * weight for x [S, B, H, E], the mean square being over all heads of all ranks; `width` counts their channels."""
 
+    tensor_slots: Mapping[str, TensorSlot] = {**NormWeights.tensor_slots, "tensor_rank": "tensor rank"}
+    group_sum_slots: Mapping[str, int] = {"all_reduce": 1}
+
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
         super().__init__(width, eps=eps, zero_centered_gamma=zero_centered_gamma)
         self.width = width
         self.all_reduce: CommSlot = identity
-        self.num_ranks = 1
+        self.tensor_rank: TensorRank = (0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return _ProjectionNorm.apply(x, self.weight, self)  # pyright: ignore[reportReturnType]
@@ -62,5 +66,5 @@ class ProjectionRMSNorm(NormWeights):
         return effective + 1.0 if self.zero_centered_gamma else effective
 
     def sum_over_ranks(self, partial_sum_SB: Tensor) -> Tensor:
-        replicas = self.num_ranks * self.weight.numel() / self.width
+        replicas = self.tensor_rank[1] * self.weight.numel() / self.width
         return self.all_reduce(partial_sum_SB.contiguous()) / replicas

@@ -11,6 +11,7 @@ from petatron.config.schema.hybrid_pattern import branch_letters
 from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.kernels.activation import GluVariant
+from petatron.kernels.visibility import Visibility
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.attention_positions import AttentionTemperature
 from petatron.layers.mla import MlaSpec
@@ -47,19 +48,18 @@ def attention_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
         local_rope = RopeSpec(rotary_dim=mixer.rope.rotary_dim, base=config.rotary_base_local)
     for has_window, has_no_rope in zip(window_layers(config), no_rope_layers(config), strict=True):
         rope = None if has_no_rope else local_rope if has_window else mixer.rope
-        window = config.window_size if has_window else None
+        visibility = replace(mixer.visibility, window=config.window_size if has_window else None)
         if isinstance(mixer, AttentionSpec):
             rotates = rope is not None
             yield replace(
                 mixer,
-                window=window,
+                visibility=visibility if rotates else replace(visibility, chunk=None),
                 rope=rope,
-                chunk=mixer.chunk if rotates else None,
                 temperature=None if rotates else mixer.temperature,
                 qk_l2_norm=mixer.qk_l2_norm if rotates else None,
             )
         else:
-            yield replace(mixer, window=window, rope=rope or mixer.rope)
+            yield replace(mixer, visibility=visibility, rope=rope or mixer.rope)
 
 
 def attention_spec(config: ModelConfig) -> AttentionSpec:
@@ -82,7 +82,11 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         out_bias=config.add_bias_linear,
         qk_norm=norm_spec(config, head_dim) if config.qk_layernorm else None,
         rope=rope_spec(config, head_dim) if config.position_embedding_type in ("rope", "yarn") else None,
-        window=config.window_size,
+        visibility=Visibility(
+            window=config.window_size,
+            chunk=config.attention_chunk_size,
+            bias="alibi" if config.position_embedding_type == "alibi" else None,
+        ),
         dropout=config.attention_dropout,
         std=config.init_method_std,
         out_std=out_std(config),
@@ -92,8 +96,6 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         softmax_scale=softmax_scale,
         softcap=config.attn_logit_softcapping,
         sinks=_SINKS[config.softmax_type],
-        chunk=config.attention_chunk_size,
-        alibi=config.position_embedding_type == "alibi",
         temperature=attention_temperature(config),
         qk_l2_norm=config.norm_epsilon if config.qk_l2_norm else None,
         output_gate=config.attention_output_gate,
@@ -119,7 +121,7 @@ def mla_spec(config: ModelConfig) -> MlaSpec:
         q_norm=latent_norm_spec(config, config.q_lora_rank) if config.q_lora_rank else None,
         kv_norm=latent_norm_spec(config, config.kv_lora_rank),
         out_bias=config.add_bias_linear,
-        window=config.window_size,
+        visibility=Visibility(window=config.window_size),
         dropout=config.attention_dropout,
         std=config.init_method_std,
         out_std=out_std(config),

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: shards each layer's weights, and fills its communication slots.
+"""Tensor and sequence parallelism: shards each layer's weights, and fills the slots that its modules declare (`layers/comm_slot.py`).
 
 What a layer needs follows from the `Shard` of its weight. A linear sharded along its output (column) needs the whole
 input on every rank and nothing after it; one sharded along its input (row) needs its partial outputs summed. So attention and MLP
@@ -35,19 +35,11 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.gemm import ChunkedGemm, Gemm, Tensors
-from petatron.layers.attention_positions import AlibiBias
-from petatron.layers.comm_slot import CommSlot
-from petatron.layers.dropout import Dropout
-from petatron.layers.linear import Linear
-from petatron.layers.moe.experts import GroupedLinear
-from petatron.layers.norm import NormWeights
+from petatron.layers.comm_slot import CommSlot, TensorSlot
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
 from petatron.layers.ops.recompute_output import DeferredOutput, RecomputableOutput, as_recomputable
-from petatron.layers.projection_norm import ProjectionRMSNorm
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
-from petatron.layers.vocabulary.embedding import PositionEmbedding, TokenEmbedding
-from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
@@ -70,9 +62,16 @@ def shard_params(
         setattr(
             module, leaf, nn.Parameter(torch.empty(placement.shape, dtype=parameter.dtype, device=parameter.device))
         )
-        if isinstance(module, Linear) and leaf == "weight" and param.shard.tp == 0:
-            module.sections = placement.section_rows
+        if leaf == "weight" and param.shard.tp == 0:
+            for slot in slots_of(module, "sections"):
+                setattr(module, slot, placement.section_rows)
     return placements
+
+
+def slots_of(module: nn.Module, *kinds: TensorSlot) -> list[str]:
+    """Returns the slots of some kinds that a module declares."""
+    declared: Mapping[str, TensorSlot] = getattr(module, "tensor_slots", {})
+    return [slot for slot, kind in declared.items() if kind in kinds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,42 +278,46 @@ def apply_tensor_parallel(
     overlap_chunks: int | None = None,
     blocks: Callable[[int], Axis] | None = None,
 ) -> None:
-    """Fills the slots. `sequence_parallel` shards activations along the sequence; `shared_generator` is the axis's dropout stream.
+    """Fills the slots that modules declare. `sequence_parallel` shards activations along the sequence; `shared_generator` is the axis's
+    dropout stream.
 
     `overlap_chunks`: linears overlap their forward communication in so many chunks; the output head does not, since its loss
     already works chunk by chunk on its gathered input.
     `blocks`: returns the axis of this rank's block of so many adjacent ranks; needed by layers whose groups some ranks share.
     """
     column, row = ColumnParallelOp(axis, sequence_parallel), RowParallelOp(axis, sequence_parallel)
-    column_linear, row_linear = column, row
+    linears = {None: ReplicatedOp(), 0: column, 1: row}
     to_whole_sequence = collectives.gather_from_region if sequence_parallel else collectives.copy_to_region
     if overlap_chunks is not None:
         assert sequence_parallel and axis.size > 1
-        column_linear = replace(column, overlap=AllGatherOverlap(axis, overlap_chunks))
-        row_linear = replace(row, overlap=ReduceScatterOverlap(axis, overlap_chunks))
+        linears[0] = replace(column, overlap=AllGatherOverlap(axis, overlap_chunks))
+        linears[1] = replace(row, overlap=ReduceScatterOverlap(axis, overlap_chunks))
+    values: dict[TensorSlot, object] = {
+        "column linear": column,
+        "whole sequence": partial(to_whole_sequence, axis=axis),
+        "summed output": row.reduce_output,
+        "tensor rank": (axis.rank, axis.size),
+    }
+    if sequence_parallel:
+        values["sequence shard"] = partial(collectives.local_slice, axis=axis)
+    elif axis.size > 1:
+        values["shared generator"] = shared_generator
     for name, module in model.named_modules():
-        for slot in getattr(module, "sequence_slots", ()):
-            setattr(module, slot, partial(to_whole_sequence, axis=axis))
-        for slot, groups in getattr(module, "group_sum_slots", {}).items():
-            if groups < axis.size:
-                group_axis = axis if groups == 1 or blocks is None else blocks(axis.size // groups)
-                assert group_axis.size * groups == axis.size, f"{groups} groups cannot share {axis.size} ranks"
-                setattr(module, slot, partial(collectives.all_reduce, axis=group_axis))
-        if isinstance(module, Linear):
-            tp = params[f"{name}.weight"].shard.tp
-            module.linear_op = ReplicatedOp() if tp is None else column_linear if tp == 0 else row_linear
-        elif isinstance(module, AlibiBias):
-            module.select_heads(axis.rank, axis.size)
-        elif isinstance(module, ProjectionRMSNorm):
-            module.all_reduce, module.num_ranks = partial(collectives.all_reduce, axis=axis), axis.size
-        elif isinstance(module, TokenEmbedding):
-            module.output_comm = row.reduce_output
-        elif isinstance(module, OutputHead):
-            module.linear_op, module.input_comm = column, partial(to_whole_sequence, axis=axis)
-        elif isinstance(module, PositionEmbedding) and sequence_parallel:
-            module.output_comm = partial(collectives.local_slice, axis=axis)
-        elif isinstance(module, Dropout) and not sequence_parallel and axis.size > 1:
-            module.generator = shared_generator
+        declared: Mapping[str, TensorSlot] = getattr(module, "tensor_slots", {})
+        for slot, kind in declared.items():
+            if kind == "linear":
+                setattr(module, slot, linears[params[f"{name}.weight"].shard.tp])
+            elif kind in values:
+                setattr(module, slot, values[kind])
+        _fill_group_sums(module, axis, blocks)
+
+
+def _fill_group_sums(module: nn.Module, axis: Axis, blocks: Callable[[int], Axis] | None) -> None:
+    for slot, groups in getattr(module, "group_sum_slots", {}).items():
+        if groups < axis.size:
+            group_axis = axis if groups == 1 or blocks is None else blocks(axis.size // groups)
+            assert group_axis.size * groups == axis.size, f"{groups} groups cannot share {axis.size} ranks"
+            setattr(module, slot, partial(collectives.all_reduce, axis=group_axis))
 
 
 def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
@@ -323,30 +326,33 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
     Called after `apply_tensor_parallel`, whose linear ops keep their communication, and before recompute, which wraps modules.
     """
     for module in model.modules():
-        if isinstance(module, Linear | OutputHead):
-            linear_op = _parallel_op(module)
-            module.linear_op = replace(linear_op, gemm_op=replace(linear_op.gemm_op, weight_grad_sink=sink))
-        if isinstance(module, OutputHead | TokenEmbedding | GroupedLinear | NormWeights):
-            module.weight_grad_sink = sink
+        for slot in slots_of(module, "linear", "column linear"):
+            linear_op = _parallel_op(module, slot)
+            gemm_op = replace(linear_op.gemm_op, weight_grad_sink=sink)
+            setattr(module, slot, replace(linear_op, gemm_op=gemm_op))
+        for slot in slots_of(module, "weight-gradient sink"):
+            setattr(module, slot, sink)
 
 
-def set_gemm(module: Linear, gemm: Gemm, *, requantising_gemm: Gemm | None = None) -> None:
+def set_gemm(module: nn.Module, gemm: Gemm, *, requantising_gemm: Gemm | None = None) -> None:
     """Makes a linear use a GEMM, or the second for inputs that are recomputed (`GemmOp`); its communication stays.
 
     What such a GEMM saves is no view of its input, which is saved before.
     """
-    linear_op = _parallel_op(module)
+    [slot] = slots_of(module, "linear")
+    linear_op = _parallel_op(module, slot)
     gemm_op = replace(linear_op.gemm_op, gemm=gemm, requantising_gemm=requantising_gemm)
-    module.linear_op = replace(linear_op, gemm_op=gemm_op, save_first=True)
+    setattr(module, slot, replace(linear_op, gemm_op=gemm_op, save_first=True))
 
 
-def gemm_of(module: Linear) -> Gemm:
+def gemm_of(module: nn.Module) -> Gemm:
     """Returns the GEMM that a linear uses."""
-    return _parallel_op(module).gemm_op.gemm
+    [slot] = slots_of(module, "linear")
+    return _parallel_op(module, slot).gemm_op.gemm
 
 
-def _parallel_op(module: Linear | OutputHead) -> ColumnParallelOp | RowParallelOp | ReplicatedOp:
-    linear_op = module.linear_op
+def _parallel_op(module: nn.Module, slot: str) -> ColumnParallelOp | RowParallelOp | ReplicatedOp:
+    linear_op = getattr(module, slot)
     assert isinstance(linear_op, ColumnParallelOp | RowParallelOp | ReplicatedOp)
     return linear_op
 
@@ -356,18 +362,19 @@ def shard_vocabulary(model: nn.Module, params: Mapping[str, ParamSpec], axis: Ax
     tables = {name: param for name, param in params.items() if param.role == "vocabulary"}
     coordinate = ModelParallelCoordinate(tp_size=axis.size, tp_rank=axis.rank)
     for name, module in model.named_modules():
-        if isinstance(module, TokenEmbedding | OutputHead):
-            size = module.vocab_shard.vocab_size
+        for slot in slots_of(module, "vocabulary shard"):
+            size = getattr(module, slot).vocab_size
             # A tied head has no weight of its own, but the shard of the embedding.
             table = tables.get(f"{name}.weight", next(iter(tables.values())))
             shards = compute_placement(name, (size,), table.shard, coordinate).tensor_shards
-            module.vocab_shard = VocabShard(
+            vocab_shard = VocabShard(
                 vocab_size=size,
                 first_id=shards[0].start[0] if shards else size,
                 num_ids=shards[0].shape[0] if shards else 0,
                 all_reduce_max_sum=_max_and_sum(axis) if axis.size > 1 else None,
                 all_gather_logits=partial(collectives.all_gather, axis=axis),
             )
+            setattr(module, slot, vocab_shard)
 
 
 def _max_and_sum(axis: Axis) -> tuple[CommSlot, CommSlot]:

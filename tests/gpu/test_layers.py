@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels import activation, norm, qk_norm_rope, rope
-from petatron.kernels.attention import causal_attention
+from petatron.kernels.attention import attention
 from petatron.kernels.qk_norm_rope import QKNormSpec
 from petatron.kernels.registry import KernelContext, choose_kernel
 
@@ -171,7 +171,7 @@ def test_attention_takes_values_that_lie_in_the_product():
     q, k, v = (part.detach().requires_grad_() for part in heads)
     dense = v.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     assert v.stride() != dense.stride()
-    outputs = [causal_attention(q, k, values) for values in (v, dense)]
+    outputs = [attention(q, k, values) for values in (v, dense)]
     grad = torch.randn_like(outputs[0])
     grads = [torch.autograd.grad(out, (q, k, values), grad) for out, values in zip(outputs, (v, dense), strict=True)]
     assert far(outputs[0], outputs[1]) <= BOUNDS[dtype]

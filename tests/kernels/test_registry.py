@@ -24,7 +24,7 @@ from petatron.kernels.registry import OPERATIONS, KernelContext, choose_all_kern
 from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
 from petatron.layers.ssm.kimi_delta_attention import KimiDeltaSpec
 from petatron.mesh.mesh import ParallelMesh
-from petatron.parallel.context.delta_rule import ContextParallelDeltaRule
+from petatron.parallel.context.sequence_parts import AxisParts
 
 CPU = KernelContext("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
@@ -215,7 +215,7 @@ def test_decays_of_channels_never_reach_kernels_for_decays_of_heads(
     spec = kind(hidden_size=8, **sizes, chunk_size=64, norm_eps=1e-6, std=0.02, out_std=0.02)
     rule = spec.build(0).delta
     if context_parallel:
-        rule = ContextParallelDeltaRule(rule, ParallelMesh.single(torch.device("cpu")).cp)
+        rule.parts = AxisParts(ParallelMesh.single(torch.device("cpu")).cp)
     [operation] = rule.kernel_slots().values()
     assert module_of(choose_kernel(operation, HOPPER).functions) == expected
 

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 import petatron
 from petatron.config import ModelConfig, MoEConfig
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.kernels.attention import full_attention
+from petatron.kernels.visibility import Visibility
 from petatron.layers.attention import AttentionSpec
+from petatron.layers.core_attention import CoreAttention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.norm import NormSpec
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec
+from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.layers.vocabulary.embedding import TokenEmbedding
@@ -49,6 +50,10 @@ class CrossAttentionSpec(BranchSpec):
     hidden_size: int
     num_heads: int
     std: float
+
+    @property
+    def sequence_sharding(self) -> SequenceSharding:
+        return "zigzag"
 
     def build(self, layer_index: int) -> CrossAttention:
         return CrossAttention(self)
@@ -74,12 +79,13 @@ class CrossAttention(BranchModule):
         self.head_dim = width // spec.num_heads
         self.q = Linear(width, (width,), bias=False)
         self.kv = Linear(width, (width, width), bias=False)
+        self.core = CoreAttention(dropout=0.0)
         self.out = Linear(width, (width,), bias=False)
 
     def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         parts = (self.q(x_SBD), *self.kv(context.tensors[ENCODED]).split(self.kv.sections, dim=-1))
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        return self.out(full_attention(q, k, v).flatten(-2))
+        return self.out(self.core(q, k, v, Visibility.cross()).flatten(-2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +220,7 @@ def encoder_decoder_spec(config: ModelConfig, moe: MoEConfig) -> EncoderDecoderS
     cross = CrossAttentionSpec(
         hidden_size=config.hidden_size, num_heads=config.num_attention_heads, std=config.init_method_std
     )
-    encoder = replace(spec.layers[0], mixer=replace(attention, mask="bidirectional"))
+    encoder = replace(spec.layers[0], mixer=replace(attention, visibility=Visibility.full()))
     decoder = replace(spec.layers[0], mixer=attention, cross_mixer=cross)
     half = config.num_layers // 2
     return EncoderDecoderSpec(config, spec.moe, (encoder,) * half + (decoder,) * half, spec.final_norm)

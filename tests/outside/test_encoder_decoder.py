@@ -65,6 +65,10 @@ def alone() -> list[StepTrace]:
         later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 4", 1),
         ("--cpu-offloading-num-layers 2", 1),
+        ("--cp 2", 2),
+        later("--cp 2 --cp-comm-type all_gather", 2),
+        ("--cp 2 --cp-comm-type a2a", 2),
+        later("--cp 2 --tp 2 --sequence-parallel", 4),
     ],
 )
 def test_every_layout_trains_the_same_model(ranks: RankPool, alone: list[StepTrace], layout: str, world_size: int):

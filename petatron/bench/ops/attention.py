@@ -19,10 +19,11 @@ from torch import Tensor
 from petatron.bench.measure.progress import ProgressLog
 from petatron.bench.measure.timing import median_ms
 from petatron.bench.measure.units import format_si
-from petatron.kernels.attention import causal_attention, cudnn, flash
+from petatron.kernels.attention import attention, cudnn, flash
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import PackingKernels
 from petatron.kernels.registry import KernelContext, choose_kernel
+from petatron.kernels.visibility import Visibility
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -120,15 +121,15 @@ def make_inputs(shape: AttentionShape, device: torch.device) -> tuple[list[Tenso
 def contenders(shape: AttentionShape, device: torch.device, row_kernels: PackingKernels) -> dict[str, AttentionFn]:
     """Ours first; the others are FlashAttention-2, and PyTorch's own choice where documents do not matter."""
     if all(len(row) == 1 for row in shape.document_lengths):
-        return {"ours": causal_attention, "scaled_dot_product_attention": _sdpa}
+        return {"ours": attention, "scaled_dot_product_attention": _sdpa}
     starts = [np.repeat(np.cumsum((0, *row[:-1])), row) for row in shape.document_lengths]
-    documents = Documents.build(np.stack(starts)).to(device)
+    packed = Visibility(documents=Documents.build(np.stack(starts)).to(device))
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(q, k, v, documents=documents, packing_kernels=row_kernels)
+        return attention(q, k, v, packed, packing_kernels=row_kernels)
 
     def variable_lengths(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash.varlen_attention(q, k, v, window=None, documents=documents, dropout=0.0)
+        return flash.varlen_attention(q, k, v, packed)
 
     return {"ours": ours} if device.type != "cuda" else {"ours": ours, "FlashAttention-2": variable_lengths}
 

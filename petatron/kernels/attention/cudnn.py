@@ -1,4 +1,4 @@
-"""cuDNN's attention of dense causal batches, the fastest on Hopper: twice as fast as FlashAttention-2 there.
+"""cuDNN's attention of dense batches, the fastest on Hopper: twice as fast as FlashAttention-2 there.
 
 PyTorch caches a plan for each shape and memory layout of q, k and v; a new one takes a twentieth of a second, once in forward
 and once in backward. In PyTorch 2.11 the key of a backward plan does not include the layout of the output's gradient, although

@@ -11,25 +11,32 @@ shape. A varlen kernel is half as fast, and on short documents launches cost mor
 Under a causal mask padding *after* a document changes nothing: no token of the document attends to it, and its own output is
 dropped. The padded lengths are multiples of 1/16 of the next power of two, so on average a thirtieth of the rows is padding; and
 since shapes repeat over a run, so do the plans.
+
+**Padding** is in documents of its own, of at most `PADDING_DOCUMENT` tokens: no token sees it, it costs little, and every kernel that has
+documents has padding. **Prefixes** are the first tokens of documents, which all of them see (`prefix` in `kernels/visibility.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from petatron.kernels.attention.mask import chunk_starts
+from petatron.base.errors import DataError
 
 MIN_PADDED_DOCUMENT = 1024
 """The shortest document, in tokens, that goes to the dense kernel."""
 
 PADDED_LENGTHS_PER_OCTAVE = 16
 """Padded lengths per octave: more of them waste less arithmetic, and need more plans."""
+
+PADDING_DOCUMENT = 128
+"""Padding is cut into documents of so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,8 @@ class Documents:
     max_seqlen: tokens of the longest document.
     equal_length: tokens of every document, where all are of one length that needs no padding.
     padded_rows: the layout for the dense kernel; None when there is no long document.
+    prefix_ends_BS: the first position after the prefix of each token's document; None: documents have no prefix.
+    computed: what attention makes of them once for all layers that see the same.
     """
 
     starts_BS: Tensor
@@ -78,10 +87,23 @@ class Documents:
     max_seqlen: int
     equal_length: int | None
     padded_rows: PaddedRows | None
+    prefix_ends_BS: Tensor | None = None
+    computed: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def build(cls, starts_BS: NDArray[np.int64]) -> Documents:
-        """Builds them on the host, from the first position of each token's document."""
+    def build(
+        cls,
+        starts_BS: NDArray[np.int64],
+        *,
+        is_padding_BS: NDArray[np.bool_] | None = None,
+        in_prefix_BS: NDArray[np.bool_] | None = None,
+    ) -> Documents:
+        """Builds them on the host, from the first position of each token's document.
+
+        is_padding_BS: tokens before, after and between documents that no other one sees. in_prefix_BS: the tokens of prefixes.
+        """
+        if is_padding_BS is not None:
+            starts_BS = _starts_beside_padding(starts_BS, is_padding_BS)
         begins = np.flatnonzero(starts_BS == np.arange(starts_BS.shape[1]))
         ends = np.append(begins, starts_BS.size)
         lengths = np.diff(ends)
@@ -93,7 +115,18 @@ class Documents:
             longest,
             longest if (padded == longest).all() and (lengths == longest).all() else None,
             _build_padded_rows(begins, lengths, padded) if longest >= MIN_PADDED_DOCUMENT else None,
+            None if in_prefix_BS is None else torch.from_numpy(_prefix_ends(starts_BS, in_prefix_BS)),
         )
+
+    @classmethod
+    def of_lengths(cls, lengths_B: NDArray[np.int64], length: int) -> Documents:
+        """Builds those of samples padded at their end: a row has so many tokens, then padding.
+
+        >>> Documents.of_lengths(np.array([3, 4]), 4).starts_BS.tolist()
+        [[0, 0, 0, 3], [0, 0, 0, 0]]
+        """
+        is_padding = np.arange(length) >= lengths_B[:, None]
+        return cls.build(np.zeros(is_padding.shape, np.int64), is_padding_BS=is_padding)
 
     @classmethod
     def of(cls, starts_BS: Tensor) -> Documents:
@@ -106,6 +139,7 @@ class Documents:
         return (
             self.starts_BS,
             self.cu_seqlens,
+            *(() if self.prefix_ends_BS is None else (self.prefix_ends_BS,)),
             *(() if self.padded_rows is None else (self.padded_rows.token_index, self.padded_rows.short_cu_seqlens)),
         )
 
@@ -131,6 +165,8 @@ class Documents:
             starts_BS=self.starts_BS.clone(),
             cu_seqlens=self.cu_seqlens.new_empty(most + 1),
             max_seqlen=self.starts_BS.shape[1],
+            prefix_ends_BS=None if self.prefix_ends_BS is None else self.prefix_ends_BS.clone(),
+            computed={},
         )
         documents.copy_(self)
         return documents
@@ -141,12 +177,115 @@ class Documents:
         self.starts_BS.copy_(other.starts_BS, non_blocking=True)
         self.cu_seqlens[:count].copy_(other.cu_seqlens, non_blocking=True)
         self.cu_seqlens[count:].fill_(self.starts_BS.numel())
+        if self.prefix_ends_BS is not None and other.prefix_ends_BS is not None:
+            self.prefix_ends_BS.copy_(other.prefix_ends_BS, non_blocking=True)
+        self.computed.clear()
 
     def _with_tensors(self, tensors: list[Tensor]) -> Documents:
-        rows = self.padded_rows
+        rows, (starts, cu_seqlens, *others) = self.padded_rows, tensors
+        prefix_ends = None if self.prefix_ends_BS is None else others.pop(0)
         if rows is not None:
-            rows = replace(rows, token_index=tensors[2], short_cu_seqlens=tensors[3])
-        return replace(self, starts_BS=tensors[0], cu_seqlens=tensors[1], padded_rows=rows)
+            rows = replace(rows, token_index=others[0], short_cu_seqlens=others[1])
+        return Documents(
+            starts, cu_seqlens, self.max_seqlen, self.equal_length, rows, prefix_ends_BS=prefix_ends, computed={}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpans:
+    """The keys of another sequence that each query sees in cross attention: first_BS <= position of the key < stop_BS.
+
+    Both are of all positions of the queries' sequence, whichever of them a rank has, and neither decreases along it.
+    """
+
+    first_BS: Tensor
+    stop_BS: Tensor
+    computed: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of_lengths(cls, key_lengths_B: Tensor, query_length: int) -> KeySpans:
+        """Makes those of keys padded at their end: every query of a row sees so many keys, on the device of their numbers."""
+        stops = key_lengths_B.to(torch.int64).unsqueeze(1).expand(-1, query_length)
+        return cls(torch.zeros_like(stops), stops)
+
+    @classmethod
+    def of_documents(cls, queries: Documents, keys: Documents) -> KeySpans:
+        """Pairs the documents of two packed sequences by their order, on the host; padding is at the end of their rows.
+
+        Where a row has more documents of queries than of keys, the others see no keys.
+        """
+        query_starts, key_starts = queries.starts_BS.numpy(), keys.starts_BS.numpy()
+        first = np.full(query_starts.shape, key_starts.shape[1], np.int64)
+        stop = first.copy()
+        for row, (row_starts, row_key_starts) in enumerate(zip(query_starts, key_starts, strict=True)):
+            begins, numbers = np.unique(row_key_starts), np.unique(row_starts, return_inverse=True)[1]
+            paired = numbers < len(begins)
+            first[row, paired] = begins[numbers[paired]]
+            stop[row, paired] = np.append(begins[1:], key_starts.shape[1])[numbers[paired]]
+        return cls(torch.from_numpy(first), torch.from_numpy(stop))
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> KeySpans:
+        return KeySpans(*(x.to(device, non_blocking=non_blocking) for x in (self.first_BS, self.stop_BS)))
+
+
+def document_ends(starts_BS: Tensor) -> Tensor:
+    """Returns one after the last position of each token's document, on the device of the starts.
+
+    >>> document_ends(torch.tensor([[0, 0, 2, 3, 3]])).tolist()
+    [[2, 2, 3, 5, 5]]
+    """
+    length = starts_BS.shape[1]
+    positions = torch.arange(1, length + 1, device=starts_BS.device)
+    last = torch.ones_like(starts_BS, dtype=torch.bool)
+    last[:, :-1] = starts_BS[:, 1:] != starts_BS[:, :-1]
+    ends = torch.where(last, positions, length)
+    return ends.flip(1).cummin(dim=1).values.flip(1)
+
+
+def chunk_starts(length: int, chunk: int, document_starts_BS: Tensor | None, device: torch.device) -> Tensor:
+    """Returns the first position of each token's chunk, [1 or B, S]; the chunks of a document begin with it.
+
+    >>> chunk_starts(5, 2, torch.tensor([[0, 0, 0, 3, 3]]), torch.device("cpu")).tolist()
+    [[0, 0, 2, 3, 3]]
+    """
+    positions = torch.arange(length, device=device).unsqueeze(0)
+    starts = positions.new_zeros(1, 1) if document_starts_BS is None else document_starts_BS.to(device)
+    return positions - (positions - starts) % chunk
+
+
+def _starts_beside_padding(starts_BS: NDArray[np.int64], is_padding_BS: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Returns the starts of documents that begin after padding, and of the padding between them.
+
+    >>> _starts_beside_padding(np.array([[0, 0, 0, 3, 3]]), np.array([[True, False, False, False, True]])).tolist()
+    [[0, 1, 1, 3, 4]]
+    """
+    positions = np.broadcast_to(np.arange(starts_BS.shape[1]), starts_BS.shape)
+    padding_before = np.maximum.accumulate(np.where(is_padding_BS, positions, -1), axis=1)
+    tokens_before = np.maximum.accumulate(np.where(is_padding_BS, -1, positions), axis=1)
+    offset = positions - tokens_before - 1
+    padding_starts = positions - offset % PADDING_DOCUMENT
+    first_token = np.maximum(starts_BS, padding_before + 1)
+    same_document = ~is_padding_BS & (first_token == positions) & (starts_BS < positions)
+    earlier_token = np.take_along_axis(tokens_before, np.maximum(positions - 1, 0), axis=1)
+    before_padding = np.take_along_axis(earlier_token, np.maximum(padding_before, 0), axis=1)
+    if (same_document & (before_padding >= starts_BS)).any():
+        raise DataError("Padding is inside of a document. It may only be before or after the tokens of one.")
+    return np.where(is_padding_BS, padding_starts, first_token)
+
+
+def _prefix_ends(starts_BS: NDArray[np.int64], in_prefix_BS: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Returns one after the last token of the prefix of each token's document.
+
+    >>> _prefix_ends(np.array([[0, 0, 0, 3, 3]]), np.array([[True, True, False, False, False]])).tolist()
+    [[2, 2, 2, 3, 3]]
+    """
+    counts = np.cumsum(np.pad(in_prefix_BS, ((0, 0), (1, 0))), axis=1)
+    document_ends_BS = document_ends(torch.from_numpy(np.ascontiguousarray(starts_BS))).numpy()
+    size = np.take_along_axis(counts, document_ends_BS, axis=1) - np.take_along_axis(counts, starts_BS, axis=1)
+    ends = starts_BS + size
+    if (in_prefix_BS != (np.arange(starts_BS.shape[1]) < ends)).any():
+        raise DataError("A prefix is not at the beginning of its document.")
+    return ends
 
 
 def cut_into_chunks(
@@ -159,7 +298,8 @@ def cut_into_chunks(
     if documents is None:
         return _equal_chunks(chunk, batch, length, device)
     starts = documents.starts_BS
-    return Documents.of(chunk_starts(length, chunk, starts, starts.device))
+    cut = Documents.of(chunk_starts(length, chunk, starts, starts.device))
+    return cut if documents.prefix_ends_BS is None else replace(cut, prefix_ends_BS=documents.prefix_ends_BS)
 
 
 @lru_cache(maxsize=8)

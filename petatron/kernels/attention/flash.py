@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.attention.documents import Documents
 from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.matmul import is_widened
+from petatron.kernels.visibility import Visibility, VisibilitySupport
+
+VARLEN_VISIBILITY = VisibilitySupport.of("causal", "full", window=True, documents=True)
+"""Of `varlen_attention`."""
 
 _aten = torch.ops.aten
 
@@ -125,25 +128,31 @@ def varlen_backward(
 
 
 def varlen_attention(
-    q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, *, window: int | None, documents: Documents | None, dropout: float
+    q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, visibility: Visibility, *, dropout: float = 0.0
 ) -> Tensor:
-    """Causal attention with windows and documents in one differentiable call."""
+    """Attention with windows and documents in one differentiable call."""
     length, batch = q_SBHE.shape[:2]
     q, k, v = (x.transpose(0, 1).contiguous() for x in (q_SBHE, k_SBKE, _padded(v_SBKE, q_SBHE.shape[-1])))
-    left = -1 if window is None else window - 1
+    documents = visibility.documents
     if documents is None:
-        out = _flash_forward(q, k, v, None, length, dropout, left)
+        out = _flash_forward(q, k, v, None, length, dropout, visibility)
     else:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        out = _flash_forward(q, k, v, documents.cu_seqlens, documents.max_seqlen, dropout, left).unflatten(
-            0, (batch, length)
-        )
+        out = _flash_forward(q, k, v, documents.cu_seqlens, documents.max_seqlen, dropout, visibility)
+        out = out.unflatten(0, (batch, length))
     return out[..., : v_SBKE.shape[-1]].transpose(0, 1)
 
 
 def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, dropout: float, window_size_left: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    dropout: float,
+    visibility: Visibility,
 ) -> Tensor:
+    left = -1 if visibility.window is None else visibility.window - 1
     out, *_ = _aten._flash_attention_forward(
         q,
         k,
@@ -153,9 +162,9 @@ def _flash_forward(
         max_seqlen,
         max_seqlen,
         dropout,
-        True,
+        visibility.is_causal,
         False,
-        window_size_left=window_size_left,
-        window_size_right=0,
+        window_size_left=left,
+        window_size_right=0 if visibility.is_causal else left,
     )
     return out

@@ -22,6 +22,10 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention.documents import DocumentGroup, PaddedRows
+from petatron.kernels.visibility import VisibilitySupport
+
+VISIBILITY = VisibilitySupport.of("causal", documents=True)
+"""A token of full attention would see the padding after its document."""
 
 SavedTensors = tuple[Tensor, ...]
 """What a kernel's forward saves for its backward, besides its inputs and its output."""

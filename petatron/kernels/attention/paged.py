@@ -27,12 +27,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.attention import block_attention, causal_attention
+from petatron.kernels.attention import attention, block_attention
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.flash import supports_varlen, widens
-from petatron.kernels.attention.mask import AttentionBounds, BlockMask
-from petatron.kernels.attention.score_rules import ScoreRules, capped_
+from petatron.kernels.attention.mask import BlockMask, VisibleKeys
+from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules, capped_
 from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
+from petatron.kernels.visibility import Visibility, VisibilitySupport
+
+VISIBILITY = VisibilitySupport.of("causal", window=True)
+"""What the functions of `PagedAttentionKernels` compute of sequences in pages; the rest is computed here, in plain PyTorch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,41 +137,39 @@ def paged_attention(
     v_pages: Tensor,
     batch: PagedBatch,
     *,
-    window: int | None,
+    visibility: Visibility,
     kernels: PagedAttentionKernels,
     rules: ScoreRules | None = None,
-    chunk: int | None = None,
 ) -> Tensor:
-    """Stores keys and values of all tokens, and returns the attention of each to those of its sequence up to itself.
+    """Stores keys and values of all tokens, and returns the attention of each to what it sees of its sequence up to itself.
 
-    With rules of scores, decoding is in plain PyTorch, whichever kernels there are; so it is with a `chunk`, the tokens that a sequence
-    is cut into.
+    With rules of scores, decoding is in plain PyTorch, whichever kernels there are; so it is with chunks and first tokens.
     """
-    fused = rules is None and chunk is None
+    window, fused = visibility.window, VISIBILITY.includes(visibility, score_rules=rules is not None)
     if not batch.chunks and batch.num_decodes == q_THE.shape[0] and fused and not batch.shares_pages:
         return kernels.store_and_decode(q_THE, k_TKE, v_TKE, k_pages, v_pages, batch, window=window)
     kernels.store_key_value(k_pages, v_pages, k_TKE, v_TKE, batch.page_rows_T)
     out = torch.zeros((*q_THE.shape[:2], v_TKE.shape[-1]), dtype=q_THE.dtype, device=q_THE.device)
-    bounds = DecodeBounds(window, chunk)
     if batch.num_decodes and not fused:
-        queries, chosen = q_THE[: batch.num_decodes], rules or ScoreRules()
-        out[: batch.num_decodes] = decode_with_rules(queries, k_pages, v_pages, batch, bounds=bounds, rules=chosen)
+        out[: batch.num_decodes] = decode_with_rules(
+            q_THE[: batch.num_decodes], k_pages, v_pages, batch, visibility=visibility, rules=rules or NO_RULES
+        )
     elif batch.num_decodes:
         out[: batch.num_decodes] = kernels.decode_attention(
             q_THE[: batch.num_decodes], k_pages, v_pages, batch, window=window
         )
     if batch.chunk_bounds is not None:
-        assert fused, "attention with rules of scores reads its bounds on the host"
+        assert fused, "attention with rules of scores, chunks or first tokens reads its bounds on the host"
         queries, written = q_THE[batch.num_decodes :], out[batch.num_decodes :]
         kernels.chunk_attention(queries, k_pages, v_pages, batch, written, window=window)
     fresh = [chunk for chunk in batch.chunks if chunk.context == 0]
     if fresh:
         rows = slice(fresh[0].start, fresh[-1].stop)
         q, k, v = q_THE[rows], k_TKE[rows], v_TKE[rows]
-        out[rows] = fresh_chunks_attention(q, k, v, batch, fresh, window=window, rules=rules, chunk=chunk)
+        out[rows] = fresh_chunks_attention(q, k, v, batch, fresh, visibility=visibility, rules=rules)
     for prompt in batch.chunks[len(fresh) :]:
         rows, table = slice(prompt.start, prompt.stop), batch.page_table_NP[prompt.sequence]
-        out[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, table, prompt, bounds=bounds, rules=rules)
+        out[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, table, prompt, visibility=visibility, rules=rules)
     return out
 
 
@@ -178,9 +180,8 @@ def fresh_chunks_attention(
     batch: PagedBatch,
     fresh: Sequence[PromptChunk],
     *,
-    window: int | None,
+    visibility: Visibility,
     rules: ScoreRules | None = None,
-    chunk: int | None = None,
 ) -> Tensor:
     """Attends within prompts that begin, whose rows these are: together where a kernel takes unequal lengths, else one by one."""
     q, k, v = (x.unsqueeze(1) for x in (q_THE, k_TKE, v_TKE))
@@ -188,7 +189,7 @@ def fresh_chunks_attention(
         lengths, documents = [q.shape[0]], batch.documents
     else:
         lengths, documents = [chunk.stop - chunk.start for chunk in fresh], None
-    attend = partial(causal_attention, window=window, documents=documents, rules=rules, lengths_vary=True, chunk=chunk)
+    attend = partial(attention, visibility=visibility.of_batch(documents), rules=rules, lengths_vary=True)
     parts = [attend(*part) for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).squeeze(1)
 
@@ -200,14 +201,12 @@ def _continued_chunk(
     page_table_P: Tensor,
     chunk: PromptChunk,
     *,
-    bounds: DecodeBounds,
+    visibility: Visibility,
     rules: ScoreRules | None,
 ) -> Tensor:
     length = chunk.context + chunk.stop - chunk.start
     k, v = (first_rows(pages, page_table_P, length).unsqueeze(1) for pages in (k_pages, v_pages))
-    visible = AttentionBounds.build(
-        length, window=bounds.window, document_starts_BS=None, device=q_THE.device, chunk=bounds.chunk
-    )
+    visible = VisibleKeys.of(visibility, length, q_THE.device)
     mask = BlockMask((range(chunk.context, length),), (range(length),), visible)
     return block_attention(q_THE.unsqueeze(1), k, v, mask, rules=rules).squeeze(1)
 
@@ -221,8 +220,9 @@ def chunk_attention(
     for number, (start, stop, context) in enumerate(zip(starts, starts[1:], contexts)):
         if start < stop:
             chunk = PromptChunk(start, stop, batch.num_decodes + number, context)
-            rows, table, bounds = slice(start, stop), batch.page_table_NP[chunk.sequence], DecodeBounds(window)
-            out_THE[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, table, chunk, bounds=bounds, rules=None)
+            rows, table, visibility = slice(start, stop), batch.page_table_NP[chunk.sequence], Visibility(window=window)
+            part = _continued_chunk(q_THE[rows], k_pages, v_pages, table, chunk, visibility=visibility, rules=None)
+            out_THE[rows] = part
 
 
 def first_rows(pages: Tensor, page_table: Tensor, length: int) -> Tensor:
@@ -244,7 +244,7 @@ def decode_attention(
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
     if batch.first_page is None:
         k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
-        mask = added_mask(batch, k_pages, window)
+        mask = added_mask(batch, k_pages, Visibility(window=window))
     else:
         k, v = _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window)
         mask = None
@@ -257,14 +257,15 @@ def decode_attention(
 
 
 def decode_with_rules(
-    q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, bounds: DecodeBounds, rules: ScoreRules
+    q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, visibility: Visibility, rules: ScoreRules
 ) -> Tensor:
-    """Returns what `decode_attention` does, with rules of scores."""
-    if batch.first_page is None:
+    """Returns what `decode_attention` does, with rules of scores, chunks and first tokens."""
+    assert rules.bias_HD is None, "biases of cached keys are channels of these"
+    if batch.first_page is None or visibility.first_k:
         k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
-        mask = added_mask(batch, k_pages, bounds.window, bounds.chunk)
+        mask = added_mask(batch, k_pages, visibility)
     else:
-        window = bounds.visible(batch.max_length)
+        window = visibility.last_tokens(batch.max_length)
         k, v = _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window)
         mask = None
     q = to_compute_dtype(q_NHE.reshape(batch.num_decodes, k.shape[1], -1, q_NHE.shape[-1]))
@@ -277,25 +278,6 @@ def decode_with_rules(
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(dim=-1)
     return (weights[..., : k.shape[2]] @ v).flatten(1, 2).to(q_NHE.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeBounds:
-    """How many tokens one attends to, at most: `window` of them, and none before its own `chunk`."""
-
-    window: int | None = None
-    chunk: int | None = None
-
-    def visible(self, length: int) -> int | None:
-        """Returns how many tokens the last one of so many sees at most; None: all.
-
-        >>> DecodeBounds(chunk=4).visible(4), DecodeBounds(chunk=4).visible(5), DecodeBounds(window=3).visible(5)
-        (4, 1, 3)
-        """
-        if self.chunk is None:
-            return self.window
-        inside = (length - 1) % self.chunk + 1
-        return inside if self.window is None else min(inside, self.window)
 
 
 def _view_only_sequence(pages: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
@@ -339,20 +321,23 @@ def pages_to_read(batch: PagedBatch, page_size: int) -> Tensor:
     return batch.computed["pages"]
 
 
-def added_mask(batch: PagedBatch, pages: Tensor, window: int | None, chunk: int | None = None) -> Tensor:
+def added_mask(batch: PagedBatch, pages: Tensor, visibility: Visibility) -> Tensor:
     """Returns what is added to scores, [N, 1, 1, L]: 0 where a sequence sees a row, minus infinity elsewhere.
 
     In the precision that attention is computed in: of a mask of truth values every layer would make this one anew.
     """
-    name, size = f"mask {window} {chunk}", pages.shape[1]
+    window, chunk, first_k = visibility.window, visibility.chunk, visibility.first_k
+    name, size = f"mask {window} {chunk} {first_k}", pages.shape[1]
     if name not in batch.computed:
         position = torch.arange(-(-batch.max_length // size) * size, device=pages.device)
         lengths = batch.lengths_N[: batch.num_decodes, None, None, None]
+        start = 0 if chunk is None else (lengths - 1) // chunk * chunk
         hidden = position >= lengths
         if window is not None:
-            hidden |= position < lengths - window
+            outside = position < lengths - window
+            hidden |= outside if not first_k else outside & (position >= start + first_k)
         if chunk is not None:
-            hidden |= position < (lengths - 1) // chunk * chunk
+            hidden |= position < start
         dtype = compute_dtype(pages.dtype) if widens(pages) else pages.dtype
         mask = torch.zeros(hidden.shape, dtype=dtype, device=pages.device)
         batch.computed[name] = mask.masked_fill_(hidden, -torch.inf)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from petatron.kernels.attention import block_attention
 from petatron.kernels.attention.flash import widens
-from petatron.kernels.attention.mask import AttentionBounds, BlockMask
+from petatron.kernels.attention.mask import BlockMask, VisibleKeys
 from petatron.kernels.attention.paged import (
     PagedBatch,
     PromptChunk,
@@ -39,6 +39,10 @@ from petatron.kernels.attention.paged import (
 )
 from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.matmul import matmul
+from petatron.kernels.visibility import Visibility, VisibilitySupport
+
+VISIBILITY = VisibilitySupport.of("causal", window=True)
+"""What it computes of sequences in pages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,10 +135,11 @@ def paged_latent_attention(
     batch: PagedBatch,
     *,
     up: LatentUpProjection,
-    window: int | None,
+    visibility: Visibility,
     kernels: PagedLatentKernels,
 ) -> Tensor:
-    """Stores the rows of all tokens, and returns the attention of each to those of its sequence up to itself, [T, H, V]."""
+    """Stores the rows of all tokens, and returns the attention of each to what it sees of its sequence up to itself, [T, H, V]."""
+    window = visibility.window
     kernels.store_latents(pages, latent_TC, rope_key_TR, batch.page_rows_T)
     scale, num_decodes = q_THE.shape[-1] ** -0.5, batch.num_decodes
     if not batch.chunks and num_decodes == q_THE.shape[0]:
@@ -147,11 +152,11 @@ def paged_latent_attention(
     if fresh:
         rows = slice(fresh[0].start, fresh[-1].stop)
         k, v = up.keys_and_values(latent_TC[rows], rope_key_TR[rows])
-        out[rows] = fresh_chunks_attention(q_THE[rows], k, v, batch, fresh, window=window)
+        out[rows] = fresh_chunks_attention(q_THE[rows], k, v, batch, fresh, visibility=visibility)
     for chunk in batch.chunks[len(fresh) :]:
         rows = slice(chunk.start, chunk.stop)
         keys = pages.keys_of_chunk(batch.page_table_NP[chunk.sequence], chunk.context + chunk.stop - chunk.start)
-        out[rows] = _continued_chunk(q_THE[rows], keys, chunk, up, window)
+        out[rows] = _continued_chunk(q_THE[rows], keys, chunk, up, visibility)
     return out
 
 
@@ -176,7 +181,7 @@ def decode_latents(
     q_NHC, q_rope_NHR: absorbed queries. scale: the factor on scores. window: the most tokens that one attends to.
     """
     k = pages.keys_of_decodes(batch, window).unsqueeze(1)
-    mask = None if batch.first_page is not None else added_mask(batch, pages.latent, window)
+    mask = None if batch.first_page is not None else added_mask(batch, pages.latent, Visibility(window=window))
     q = torch.cat((q_NHC, q_rope_NHR), dim=-1).unsqueeze(1)  # heads are rows of one sequence
     v = k[..., : pages.latent.shape[2]]
     if widens(q):
@@ -186,11 +191,11 @@ def decode_latents(
 
 
 def _continued_chunk(
-    q_THE: Tensor, keys_LK: Tensor, chunk: PromptChunk, up: LatentUpProjection, window: int | None
+    q_THE: Tensor, keys_LK: Tensor, chunk: PromptChunk, up: LatentUpProjection, visibility: Visibility
 ) -> Tensor:
     length, latent_width = keys_LK.shape[0], up.key_HNC.shape[2]
-    bounds = AttentionBounds.build(length, window=window, document_starts_BS=None, device=q_THE.device)
-    mask = BlockMask((range(chunk.context, length),), (range(length),), bounds)
+    visible = VisibleKeys.of(visibility, length, q_THE.device)
+    mask = BlockMask((range(chunk.context, length),), (range(length),), visible)
     # Blocks divide scores by the root of the absorbed width; they are to be divided by that of a head.
     q = torch.cat(up.absorb(q_THE), dim=-1) * (keys_LK.shape[-1] / q_THE.shape[-1]) ** 0.5
     k = keys_LK[:, None, None]

@@ -6,7 +6,7 @@ merged. Backward, with the log-sum-exp L and the output O over *all* keys (Dao e
     P = exp(S - L)     dV = (P*M)^T dO     dS = P * (M * (dO V^T) - rowsum(dO * O))     dQ = dS K     dK = dS^T Q
 
 where S are the scaled scores of the tile and M its dropout mask over 1 - rate, or 1. Scores capped by c (`score_rules.py`) add the
-factor 1 - (S / c)^2 to dS, S being the capped ones. Every tile is independent of the
+factor 1 - (S / c)^2 to dS, S being the capped ones. A bias that is added to scores has the gradient dS. Every tile is independent of the
 others, so they can be summed in any order, on any rank.
 
 Query heads that share a kv head are additional rows of the same matmul, so keys are never repeated. Everything is computed in
@@ -61,9 +61,10 @@ def tile_forward(
     masked_out: Tensor | None,
     dropout: tuple[AttentionDropout, int] | None = None,
     softcap: float | None = None,
+    bias_HQT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns output [B, H, Q, E] and log-sum-exp [B, H, Q]; 0 and -inf for a fully masked row. `dropout` includes a key."""
-    scores = _masked(_scores(q_BHQE, k_BKTE, softcap), masked_out)
+    scores = _masked(_scores(q_BHQE, k_BKTE, softcap, bias_HQT), masked_out)
     lse = scores.logsumexp(dim=-1)
     weights = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
     if dropout is not None:
@@ -83,9 +84,10 @@ def tile_backward(
     masked_out: Tensor | None,
     dropout: tuple[AttentionDropout, int] | None = None,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v; `lse` and `delta`, the row sums of gradient times output, are those over all keys."""
-    scores = _scores(q_BHQE, k_BKTE, softcap)
+    bias_HQT: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of q, k, v and the bias; `lse` and `delta`, the row sums of gradient times output, are those over all keys."""
+    scores = _scores(q_BHQE, k_BKTE, softcap, bias_HQT)
     slope = None if softcap is None else 1.0 - (scores / softcap).square_()
     scores = _masked(scores, masked_out)
     grouped = scores.shape[:4]
@@ -105,17 +107,20 @@ def tile_backward(
     grad_v = dropped_out.flatten(2, 3).mT @ grad
     grad_scores = grad_weights.sub_(delta_BHQ.view(grouped).unsqueeze(-1)).mul_(weights)
     grad_scores = (grad_scores if slope is None else grad_scores.mul_(slope)).flatten(2, 3)
+    grad_bias = None if bias_HQT is None else grad_scores.view(grad_scores.shape[0], *bias_HQT.shape).sum(0)
     grad_scores *= q_BHQE.shape[-1] ** -0.5
-    return (grad_scores @ k).view(q_BHQE.shape), grad_scores.mT @ q, grad_v
+    return (grad_scores @ k).view(q_BHQE.shape), grad_scores.mT @ q, grad_v, grad_bias
 
 
-def _scores(q_BHQE: Tensor, k_BKTE: Tensor, softcap: float | None) -> Tensor:
-    """Returns scaled and capped scores [B, K, H/K, Q, T]."""
+def _scores(q_BHQE: Tensor, k_BKTE: Tensor, softcap: float | None, bias_HQT: Tensor | None) -> Tensor:
+    """Returns scaled, biased and capped scores [B, K, H/K, Q, T]."""
     dtype = compute_dtype(q_BHQE.dtype)
     batch, heads, rows, width = q_BHQE.shape
     groups = k_BKTE.shape[1]
     q = _group_query_heads(q_BHQE, groups, dtype) * width**-0.5
     scores = (q @ k_BKTE.to(dtype).mT).view(batch, groups, heads // groups, rows, -1)
+    if bias_HQT is not None:
+        scores += bias_HQT.to(dtype).view(scores.shape[1:])
     return scores if softcap is None else capped_(scores, softcap)
 
 

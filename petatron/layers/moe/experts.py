@@ -21,6 +21,7 @@ from petatron.kernels.activation import GluVariant
 from petatron.kernels.gemm import Gemm
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, WriteGrad
 from petatron.kernels.moe.permute import REFERENCE, MoEKernels
+from petatron.layers.comm_slot import TensorSlot
 from petatron.layers.mlp import Activation
 from petatron.layers.ops.linear_op import GemmOp, WeightGradSink
 from petatron.layers.ops.recompute_output import (
@@ -37,6 +38,8 @@ class GroupedLinear(nn.Module):
 
     `bias_scale` multiplies the bias: 0 on all but one of the ranks whose partial outputs are summed.
     """
+
+    tensor_slots: Mapping[str, TensorSlot] = {"weight_grad_sink": "weight-gradient sink"}
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()

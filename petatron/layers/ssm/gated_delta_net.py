@@ -12,8 +12,8 @@ The norm is over the channels of a value head, with one weight for all heads.
 Tensor parallelism shares out heads: v, z, b and a by value head, q and k by key head (a key head's replicas where there are more ranks
 than key heads), the convolution, A_log and dt_bias with them, W_out by rows.
 
-Context parallelism gives each rank one contiguous part: the convolution takes the last tokens of the part before (`halo`), and the
-delta rule the state after it (`DeltaRule` is replaced). Packed documents reset both.
+Context parallelism gives each rank one contiguous part: the convolution takes the last tokens of the part before, and the
+delta rule the state after it (`delta_over_parts.py`). Packed documents reset both.
 
 S sequence, B batch, D hidden, C channels of the convolution, H value heads, P value head dim, G key heads, N key head dim; those of
 this rank.
@@ -33,7 +33,7 @@ from petatron.kernels.ssm.decode import delta_step as step_reference
 from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
 from petatron.kernels.ssm.delta_recurrence import delta_gates
 from petatron.kernels.ssm.norm_then_gate import NormGate
-from petatron.layers.comm_slot import CommSlot, identity
+from petatron.layers.comm_slot import ContextSlot, SequenceParts
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
@@ -50,6 +50,7 @@ from petatron.layers.ssm.delta_ops import (
     delta_rule,
     norm_then_gate,
 )
+from petatron.layers.ssm.delta_over_parts import delta_rule_over_parts
 from petatron.layers.ssm.initial_values import LogDecayValues
 from petatron.layers.ssm.mamba2 import CausalConv, document_starts
 from petatron.layers.ssm.recurrent_branch import RecurrentBranchSpec
@@ -171,10 +172,12 @@ class GatedDeltaNetSpec(RecurrentBranchSpec):
 
 
 class DeltaRule(nn.Module):
-    """The gated delta rule over whole sequences of this rank's heads; context parallelism replaces this module.
+    """The gated delta rule over whole sequences of this rank's heads, or over contiguous parts of them.
 
     operation: what the registry calls the kernels; those of one do not take the decays of another.
     """
+
+    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
 
     def __init__(
         self, chunk_size: int, *, operation: str = "gated delta rule", kernels: DeltaKernels = delta_reference
@@ -182,12 +185,16 @@ class DeltaRule(nn.Module):
         super().__init__()
         self.chunk_size, self.operation = chunk_size, operation
         self.kernels = kernels
+        self.parts: SequenceParts | None = None
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": self.operation}
 
     def forward(self, inputs: DeltaInputs, starts_SB: Tensor | None) -> Tensor:
-        return delta_rule(inputs, kernels=self.kernels, chunk_size=self.chunk_size, starts_SB=starts_SB)[0]
+        sizes = {"kernels": self.kernels, "chunk_size": self.chunk_size, "starts_SB": starts_SB}
+        if self.parts is not None:
+            return delta_rule_over_parts(inputs, self.parts, **sizes)
+        return delta_rule(inputs, **sizes)[0]
 
     def after_state(self, inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the outputs of tokens after a state [B, H, N, P], and the state after them."""
@@ -215,6 +222,7 @@ class GatedDeltaNet(BranchModule):
     """out_proj(norm(delta(conv(q | k | v))) silu(z)); all inputs are one GEMM, stored as six logical tensors."""
 
     fp8_linears = ("in_proj", "out_proj")
+    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
 
     def __init__(self, spec: GatedDeltaNetSpec, layer_index: int) -> None:
         super().__init__()
@@ -227,7 +235,7 @@ class GatedDeltaNet(BranchModule):
         self.step_kernels: DeltaStepKernels = step_reference
         self.norm = HeadNormThenGate(spec.value_head_dim, eps=spec.norm_eps)
         self.out_proj = Linear(spec.inner_size, (spec.hidden_size,), bias=False)
-        self.local_part: CommSlot = identity
+        self.parts: SequenceParts | None = None
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"step_kernels": "gated delta rule step"}
@@ -239,7 +247,7 @@ class GatedDeltaNet(BranchModule):
         if context.generation is not None:
             return self._generate(x_SBD, context.generation)
         channels_SBC, z_SBHP, b_SBH, a_SBH = self._project(x_SBD)
-        starts_SB = document_starts(context.documents, self.local_part)
+        starts_SB = document_starts(context.documents, self.parts)
         o_SBHP = self.delta(self._delta_inputs(self.conv(channels_SBC, starts_SB), b_SBH, a_SBH), starts_SB)
         return self.out_proj(self.norm(o_SBHP, z_SBHP).flatten(-2))
 

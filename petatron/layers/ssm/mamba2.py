@@ -15,8 +15,8 @@ Tensor parallelism shares out heads: z, x and dt by head, B and C by group (a gr
 the convolution, A_log, dt_bias, D and the norm's weight with them, W_out by rows. A norm group that ranks share needs two sums
 over them per token, one in each direction (`group_sum_slots`); nothing else is communicated besides what every branch does.
 
-Context parallelism gives each rank one contiguous part. The convolution takes the last tokens of the part before (`halo`), and the
-scan the state after it (`SelectiveScan` is replaced). Packed documents reset both.
+Context parallelism gives each rank one contiguous part. The convolution takes the last tokens of the part before, and the
+scan the state after it (`scan_over_parts.py`). Packed documents reset both.
 
 While text is generated, a sequence has the last inputs of its convolution and h: as many bytes after a million tokens as after one.
 
@@ -38,7 +38,7 @@ from petatron.kernels.ssm.decode import conv_step as conv_step_reference
 from petatron.kernels.ssm.decode import scan_step as scan_step_reference
 from petatron.kernels.ssm.decode.scan_step import ScanParams
 from petatron.kernels.ssm.recurrence import decay_rates, step_sizes
-from petatron.layers.comm_slot import CommSlot, identity
+from petatron.layers.comm_slot import ContextSlot, SequenceParts
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
@@ -59,6 +59,7 @@ from petatron.layers.ssm.ops import (
 )
 from petatron.layers.ssm.output_gate import OutputGate, build_output_gate
 from petatron.layers.ssm.recurrent_branch import RecurrentBranchSpec
+from petatron.layers.ssm.scan_over_parts import scan_over_parts
 from petatron.sharding.initial_values import ONES, UniformValues
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -175,16 +176,18 @@ class Mamba2Spec(RecurrentBranchSpec):
 
 
 class CausalConv(nn.Module):
-    """silu(convolution) over the last tokens, each channel by itself. `halo`: returns the end of the sequence part before.
+    """silu(convolution) over the last tokens, each channel by itself; of contiguous parts of the sequence, with the end of the part before.
 
     The weight is [C, 1, W], as `nn.Conv1d` has it, and with it every checkpoint of others.
     """
+
+    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
 
     def __init__(self, channels: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        self.halo: CommSlot | None = None
+        self.parts: SequenceParts | None = None
         self.kernels: ConvKernels = conv_reference
         self.step_kernels: ConvStepKernels = conv_step_reference
 
@@ -193,8 +196,8 @@ class CausalConv(nn.Module):
 
     def forward(self, x_SBC: Tensor, starts_SB: Tensor | None) -> Tensor:
         window = None
-        if self.halo is not None:
-            window = self.halo(window_after(x_SBC, starts_SB, self.weight.shape[-1] - 1))
+        if self.parts is not None:
+            window = self.parts.from_previous(window_after(x_SBC, starts_SB, self.weight.shape[-1] - 1))
         return self._convolve(x_SBC, starts_SB, window)
 
     def after_window(self, x_SBC: Tensor, window: Tensor) -> Tensor:
@@ -221,18 +224,24 @@ def window_after(x_SBC: Tensor, starts_SB: Tensor | None, length: int) -> Tensor
 
 
 class SelectiveScan(nn.Module):
-    """The scan over whole sequences of this rank's heads; context parallelism replaces this module."""
+    """The scan over whole sequences of this rank's heads, or over contiguous parts of them."""
+
+    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
 
     def __init__(self, chunk_size: int) -> None:
         super().__init__()
         self.chunk_size = chunk_size
+        self.parts: SequenceParts | None = None
         self.kernels: ScanKernels = scan_reference
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": "selective scan"}
 
     def forward(self, inputs: ScanInputs, starts_SB: Tensor | None) -> Tensor:
-        return selective_scan(inputs, kernels=self.kernels, chunk_size=self.chunk_size, starts_SB=starts_SB)[0]
+        sizes = {"kernels": self.kernels, "chunk_size": self.chunk_size, "starts_SB": starts_SB}
+        if self.parts is not None:
+            return scan_over_parts(inputs, self.parts, **sizes)
+        return selective_scan(inputs, **sizes)[0]
 
     def after_state(self, inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the outputs of tokens after a state [B, H, P, N], and the state after them."""
@@ -243,6 +252,7 @@ class Mamba2(BranchModule):
     """out_proj(norm(scan(conv(x | B | C)), z)); z, x, B, C and dt are one GEMM, stored as five logical tensors."""
 
     fp8_linears = ("in_proj", "out_proj")
+    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
 
     def __init__(self, spec: Mamba2Spec, layer_index: int) -> None:
         super().__init__()
@@ -255,7 +265,7 @@ class Mamba2(BranchModule):
         self.step_kernels: ScanStepKernels = scan_step_reference
         self.norm = build_output_gate(spec.output_gate, spec.inner_size, num_groups=spec.norm_groups, eps=spec.norm_eps)
         self.out_proj = Linear(spec.inner_size, (spec.hidden_size,), bias=False)
-        self.local_part: CommSlot = identity
+        self.parts: SequenceParts | None = None
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"step_kernels": "selective scan step"}
@@ -267,7 +277,7 @@ class Mamba2(BranchModule):
         if context.generation is not None:
             return self._generate(x_SBD, context.generation)
         z_SBC, channels_SBC, dt_SBH = self._project(x_SBD)
-        starts_SB = document_starts(context.documents, self.local_part)
+        starts_SB = document_starts(context.documents, self.parts)
         y_SBHP = self.scan(self._scan_inputs(self.conv(channels_SBC, starts_SB), dt_SBH), starts_SB)
         return self.out_proj(self.norm(y_SBHP.flatten(-2), z_SBC))
 
@@ -319,10 +329,11 @@ class Mamba2(BranchModule):
         return x.unflatten(-1, (-1, width)), B.unflatten(-1, (-1, state_dim)), C.unflatten(-1, (-1, state_dim))
 
 
-def document_starts(documents: Documents | None, local_part: CommSlot) -> Tensor | None:
+def document_starts(documents: Documents | None, parts: SequenceParts | None) -> Tensor | None:
     """Returns whether each token of a rank's part of the sequence begins a document [S, B]; None: there are no documents."""
     if documents is None:
         return None
     starts_SB = documents.starts_BS.t()
     positions = torch.arange(starts_SB.shape[0], device=starts_SB.device)
-    return local_part(starts_SB == positions[:, None])
+    begins_SB = starts_SB == positions[:, None]
+    return begins_SB if parts is None else parts.local(begins_SB)

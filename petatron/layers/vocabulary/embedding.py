@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels import embedding_grad as embedding_reference
-from petatron.layers.comm_slot import CommSlot, identity
+from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.ops.linear_op import WeightGradSink
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 
@@ -58,6 +58,12 @@ class _EmbeddingLookup(AutogradOp):
 class TokenEmbedding(nn.Module):
     """Looks up token ids: [B, S] to [S, B, D], batch first in memory."""
 
+    tensor_slots: Mapping[str, TensorSlot] = {
+        "output_comm": "summed output",
+        "vocab_shard": "vocabulary shard",
+        "weight_grad_sink": "weight-gradient sink",
+    }
+
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
@@ -77,6 +83,8 @@ class TokenEmbedding(nn.Module):
 
 class PositionEmbedding(nn.Module):
     """Looks up learned position vectors, to be added to the token embedding: [S] or [B, S] to [S, 1 or B, D]."""
+
+    tensor_slots: Mapping[str, TensorSlot] = {"output_comm": "sequence shard"}
 
     def __init__(self, num_positions: int, hidden_size: int) -> None:
         super().__init__()

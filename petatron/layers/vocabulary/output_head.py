@@ -29,7 +29,7 @@ from petatron.kernels.vocab_parallel_cross_entropy import (
     linear_losses_and_greedy,
     softcapped_kernels,
 )
-from petatron.layers.comm_slot import CommSlot, identity
+from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.linear import LinearOp
 from petatron.layers.ops.linear_op import WeightGradSink, WriteWeightGrad, local_linear
 from petatron.layers.token_layout import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
@@ -89,6 +89,13 @@ class OutputHead(nn.Module):
     A tied head has no weight of its own and uses the token embedding's. `input_scale` is a factor on its input, and so on the
     logits; `softcap` bounds them.
     """
+
+    tensor_slots: Mapping[str, TensorSlot] = {
+        "linear_op": "column linear",
+        "input_comm": "whole sequence",
+        "vocab_shard": "vocabulary shard",
+        "weight_grad_sink": "weight-gradient sink",
+    }
 
     def __init__(
         self,

@@ -4,7 +4,7 @@
 chunks, and rank r has chunks r and 2c - 1 - r, in this order ("zigzag"): every rank then has the same work. If a block of
 adjacent ranks merges its chunks sorted by position, it has two runs again: those of one rank of a zigzag over the blocks. So
 one rule of positions serves every scheme below. A layer that scans the sequence needs one contiguous part per rank instead
-(`scan.py`, `delta_rule.py`): the model says which order it wants (`models/stage_inputs_outputs.py`). Attention between such layers
+(`sequence_parts.py`): the model says which order it wants (`models/stage_inputs_outputs.py`). Attention between such layers
 computes the same in contiguous parts, by every scheme below, but then later ranks have more work than earlier ones.
 
 **Communication**, with `kv` the elements of a rank's keys and values, q and o those of its queries and outputs, and c the ranks
@@ -19,28 +19,30 @@ in the ring, in elements that a rank sends (or receives from a gather):
 
 The all-gather is repeated in backward: saving the whole sequence's keys would defeat the purpose. Gradients of keys follow one
 ring step behind the keys, and skip their owner until the end, which saves one of c steps (`ring_attention.py`).
+
+Every visibility is computed by every scheme. Full attention and cross attention have the same work for every rank in either order. A layer
+is never asked for its class: modules declare their slots (`layers/comm_slot.py`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from petatron.kernels.attention.documents import Documents
-from petatron.layers.core_attention import CoreAttention
-from petatron.layers.ssm.gated_delta_net import DeltaRule, GatedDeltaNet
-from petatron.layers.ssm.mamba2 import Mamba2, SelectiveScan
-from petatron.mesh import collectives
+from petatron.kernels.attention import attention
+from petatron.kernels.attention.padded import PackingKernels
+from petatron.kernels.attention.score_rules import ScoreRules
+from petatron.kernels.visibility import Visibility
+from petatron.layers.comm_slot import ContextSlot
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import SequenceOrder
-from petatron.parallel.context.delta_rule import ContextParallelDeltaRule
 from petatron.parallel.context.ring_attention import KvExchange, context_parallel_attention
-from petatron.parallel.context.scan import ContextParallelScan, halo_from_previous
+from petatron.parallel.context.sequence_parts import AxisParts
 from petatron.parallel.context.ulysses import UlyssesAllToAll
 from petatron.parallel.context.zigzag import positions_of
 
@@ -70,53 +72,45 @@ def split_batch(batch: Batch, axis: Axis, *, order: SequenceOrder = "zigzag") ->
     return replace(batch, arrays=arrays)
 
 
-class ContextParallelAttention(CoreAttention):
-    """Core attention over a sequence shard: all-to-all of heads over one axis, exchange of keys and values over another.
+@dataclass(frozen=True, slots=True)
+class ContextParallelAttention:
+    """Attention over sequence shards: all-to-all of heads over one axis, exchange of keys and values over another.
 
     Either axis may have a single rank, over which nothing is communicated.
     """
 
-    def __init__(
-        self,
-        core: CoreAttention,
-        *,
-        head_axis: Axis,
-        kv_axis: Axis,
-        kv_exchange: KvExchange,
-        order: SequenceOrder = "zigzag",
-    ) -> None:
-        super().__init__(window=core.window, dropout=core.dropout, softcap=core.softcap, chunk=core.chunk)
-        self.packing_kernels = core.packing_kernels
-        self.order: SequenceOrder = order
-        self.ulysses = UlyssesAllToAll(head_axis, order)
-        self.kv_axis = kv_axis
-        self.kv_exchange: KvExchange = kv_exchange
+    ulysses: UlyssesAllToAll
+    kv_axis: Axis
+    kv_exchange: KvExchange
+    order: SequenceOrder = "zigzag"
 
-    def forward(
+    def __call__(
         self,
         q_SBHE: Tensor,
         k_SBKE: Tensor,
         v_SBKE: Tensor,
-        documents: Documents | None = None,
-        sinks_H: Tensor | None = None,
+        visibility: Visibility,
+        *,
+        dropout: float,
+        packing_kernels: PackingKernels,
+        rules: ScoreRules | None,
     ) -> Tensor:
         q, k, v = self.ulysses.scatter_heads_gather_sequence(q_SBHE, k_SBKE, v_SBKE)
-        sinks_H = None if sinks_H is None else self.ulysses.local_heads(sinks_H)
+        rules = self.ulysses.local_rules(rules)
         if self.kv_axis.size == 1:
-            out = super().forward(q, k, v, documents, sinks_H)
+            out = attention(q, k, v, visibility, dropout=dropout, packing_kernels=packing_kernels, rules=rules)
         else:
+            exchange, order = self.kv_exchange, self.order
             out = context_parallel_attention(
                 q,
                 k,
                 v,
                 self.kv_axis,
-                kv_exchange=self.kv_exchange,
-                order=self.order,
-                window=self.window,
-                dropout=self.dropout if self.training else 0.0,
-                document_starts_BS=None if documents is None else documents.starts_BS,
-                rules=self.score_rules(sinks_H),
-                chunk=self.chunk,
+                kv_exchange=exchange,
+                order=order,
+                visibility=visibility,
+                dropout=dropout,
+                rules=rules,
             )
         return self.ulysses.gather_heads_scatter_sequence(out)
 
@@ -129,7 +123,7 @@ def apply_context_parallel(
     hierarchical_sizes: tuple[int, ...] = (),
     order: SequenceOrder = "zigzag",
 ) -> None:
-    """Replaces every core attention and scan, and gives convolutions their halo.
+    """Fills the `context_slots` of every module.
 
     `hierarchical_sizes`, for a2a+p2p: ranks of an all-to-all, and ranks of a ring. `order`: how sequences are shared.
     """
@@ -142,16 +136,14 @@ def apply_context_parallel(
         ), (comm_type, hierarchical_sizes)
         num_head_ranks = hierarchical_sizes[0]
     kv_exchange: KvExchange = "gather" if comm_type == "all_gather" else "ring"
-    axes = {"head_axis": mesh.blocks("cp", num_head_ranks), "kv_axis": mesh.strides("cp", num_head_ranks)}
-    for module in list(model.modules()):
-        if isinstance(module, Mamba2 | GatedDeltaNet):
-            assert order == "contiguous", "a scan needs contiguous parts"
-            module.local_part = partial(collectives.local_slice, axis=mesh.cp)
-            module.conv.halo = partial(halo_from_previous, axis=mesh.cp)
-        for name, child in list(module.named_children()):
-            if isinstance(child, CoreAttention):
-                setattr(module, name, ContextParallelAttention(child, **axes, kv_exchange=kv_exchange, order=order))
-            elif isinstance(child, SelectiveScan):
-                setattr(module, name, ContextParallelScan(child, mesh.cp))
-            elif isinstance(child, DeltaRule):
-                setattr(module, name, ContextParallelDeltaRule(child, mesh.cp))
+    attend = ContextParallelAttention(
+        UlyssesAllToAll(mesh.blocks("cp", num_head_ranks), order),
+        mesh.strides("cp", num_head_ranks),
+        kv_exchange,
+        order,
+    )
+    for module in model.modules():
+        slots: Mapping[str, ContextSlot] = getattr(module, "context_slots", {})
+        for slot, kind in slots.items():
+            assert kind == "attention" or order == "contiguous", f"{type(module).__name__} needs contiguous parts"
+            setattr(module, slot, attend if kind == "attention" else AxisParts(mesh.cp))

@@ -7,6 +7,9 @@ The owner's own part is not sent, so the gradients start at step 1 and reach the
 the precision of the keys; each rank's part is summed in at least float32.
 
 **Gather.** Keys of the whole sequence, sorted by position, are all-gathered in both passes and their gradients reduce-scattered.
+
+Both work for every visibility. In cross attention keys are those of another sequence, with a length of its own, that is shared in the same
+order.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ from petatron.kernels.attention.blocks import (
     AttentionBackwardInputs,
     PartialAttention,
     QKVGrads,
+    RuleGrads,
     block_backward,
-    sink_grads,
     zero_qkv_grads,
 )
-from petatron.kernels.attention.mask import AttentionBounds, BlockMask
-from petatron.kernels.attention.score_rules import ScoreRules
+from petatron.kernels.attention.mask import BlockMask, VisibleKeys
+from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
 from petatron.kernels.attention.tiles import AttentionDropout
+from petatron.kernels.visibility import Visibility
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
 from petatron.models.stage_inputs_outputs import SequenceOrder
@@ -42,83 +46,91 @@ KvExchange = Literal["ring", "gather"]
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
-    """The positions of each rank, and the bounds of attention."""
+    """The positions of each rank's queries and keys, and what is visible. `keep_positions` is that of `BlockMask`."""
 
     axis: Axis
     order: SequenceOrder
     length: int
-    bounds: AttentionBounds | None
+    key_length: int
+    visible: VisibleKeys
     dropout: AttentionDropout | None
     softcap: float | None = None
-
-    def positions_of(self, rank: int) -> tuple[range, ...]:
-        return positions_of(self.order, rank, self.axis.size, self.length)
+    keep_positions: bool = False
 
     def mask(self, source: int | None) -> BlockMask:
         """Masks this rank's queries against the keys of one rank, or of all."""
-        keys = (range(self.length),) if source is None else self.positions_of(source)
-        return BlockMask(self.positions_of(self.axis.rank), keys, self.bounds)
+        queries = positions_of(self.order, self.axis.rank, self.axis.size, self.length)
+        if source is None:
+            keys = (range(self.key_length),)
+        else:
+            keys = positions_of(self.order, source, self.axis.size, self.key_length)
+        return BlockMask(queries, keys, self.visible, keep_positions=self.keep_positions)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _AttentionPlan) -> Tensor:
-        partial = PartialAttention(q, value_width=v.shape[-1], softcap=plan.softcap)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, plan: _AttentionPlan
+    ) -> Tensor:
+        rules = ScoreRules(plan.softcap, sinks, bias)
+        partial = PartialAttention(q, value_width=v.shape[-1], rules=rules)
         for source, (keys, values) in _ring_steps(plan.axis, (k, v)):
             partial.attend_block(keys, values, plan.mask(source), dropout=plan.dropout)
-        return _save_for_backward(ctx, q, k, v, sinks, partial, plan)
+        return _save_for_backward(ctx, q, k, v, rules, partial, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
+        q, k, v, out, lse, sinks, bias = ctx.saved_tensors
         plan: _AttentionPlan = ctx.plan
+        rule_grads = RuleGrads(ScoreRules(plan.softcap, sinks, bias))
         backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
         dq, own_dk, own_dv = zero_qkv_grads(q, k, v)
         grad_ring = _GradientRing(plan.axis)
         for source, (keys, values) in _ring_steps(plan.axis, (k, v)):
             is_local = source == plan.axis.rank
             dk, dv = (own_dk, own_dv) if is_local else (torch.zeros_like(own_dk), torch.zeros_like(own_dv))
-            rules = {"dropout": plan.dropout, "softcap": plan.softcap}
-            block_backward(backward_inputs, keys, values, plan.mask(source), grads=(dq, dk, dv), **rules)
+            grads_of_block, rules = (dq, dk, dv), {"dropout": plan.dropout, "rule_grads": rule_grads}
+            block_backward(backward_inputs, keys, values, plan.mask(source), grads=grads_of_block, **rules)
             if not is_local:
                 grad_ring.accumulate_and_send((dk, dv), k.dtype)
         grad_ring.receive_into((own_dk, own_dv))
-        sinks_grad = None if sinks is None else sink_grads(backward_inputs, sinks)
-        return dq.to(q.dtype), own_dk.to(k.dtype), own_dv.to(v.dtype), sinks_grad, None
+        return dq.to(q.dtype), own_dk.to(k.dtype), own_dv.to(v.dtype), *rule_grads.of_inputs(backward_inputs), None
 
 
 class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _AttentionPlan) -> Tensor:
-        partial = PartialAttention(q, value_width=v.shape[-1], softcap=plan.softcap)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, plan: _AttentionPlan
+    ) -> Tensor:
+        rules = ScoreRules(plan.softcap, sinks, bias)
+        partial = PartialAttention(q, value_width=v.shape[-1], rules=rules)
         partial.attend_block(*_all_gather_kv(k, v, plan), plan.mask(None), dropout=plan.dropout)
-        return _save_for_backward(ctx, q, k, v, sinks, partial, plan)
+        return _save_for_backward(ctx, q, k, v, rules, partial, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
+        q, k, v, out, lse, sinks, bias = ctx.saved_tensors
         plan: _AttentionPlan = ctx.plan
+        rule_grads = RuleGrads(ScoreRules(plan.softcap, sinks, bias))
         backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
         keys, values = _all_gather_kv(k, v, plan)
         qkv_grads: QKVGrads = zero_qkv_grads(q, keys, values)
-        rules = {"dropout": plan.dropout, "softcap": plan.softcap}
+        rules = {"dropout": plan.dropout, "rule_grads": rule_grads}
         block_backward(backward_inputs, keys, values, plan.mask(None), grads=qkv_grads, **rules)
         kv_grads = _pack_kv(qkv_grads[1].to(k.dtype), qkv_grads[2].to(v.dtype))
         kv_grads = sorted_by_rank(kv_grads, plan.axis.size, order=plan.order)
         dk, dv = _unpack_kv(collectives.reduce_scatter(kv_grads, plan.axis), k, v)
-        sinks_grad = None if sinks is None else sink_grads(backward_inputs, sinks)
-        return qkv_grads[0].to(q.dtype), dk, dv, sinks_grad, None
+        return qkv_grads[0].to(q.dtype), dk, dv, *rule_grads.of_inputs(backward_inputs), None
 
 
 def _save_for_backward(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, partial: PartialAttention, plan: _AttentionPlan
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, rules: ScoreRules, partial: PartialAttention, plan: _AttentionPlan
 ) -> Tensor:
-    if sinks is not None:
-        partial.add_sinks(sinks)
+    partial.add_sinks()
     out = partial.out_SBHE.to(q.dtype)
-    ctx.save_for_backward(q, k, v, out, partial.lse_BHS, sinks)
+    ctx.save_for_backward(q, k, v, out, partial.lse_BHS, rules.sinks_H, rules.bias_HD)
     ctx.plan = plan
     return out
 
@@ -194,17 +206,21 @@ def context_parallel_attention(
     *,
     kv_exchange: KvExchange,
     order: SequenceOrder,
-    window: int | None,
+    visibility: Visibility,
     dropout: float,
-    document_starts_BS: Tensor | None,
     rules: ScoreRules | None = None,
-    chunk: int | None = None,
 ) -> Tensor:
     """Computes attention of this rank's queries over the keys and values of every rank of the axis."""
-    length = q_SBHE.shape[0] * axis.size
-    bounds = AttentionBounds.build(
-        length, window=window, document_starts_BS=document_starts_BS, device=q_SBHE.device, chunk=chunk
+    length, rules = q_SBHE.shape[0] * axis.size, rules or NO_RULES
+    plan = _AttentionPlan(
+        axis,
+        order,
+        length,
+        k_SBKE.shape[0] * axis.size,
+        VisibleKeys.of(visibility, length, q_SBHE.device),
+        AttentionDropout.draw(dropout),
+        rules.softcap,
+        keep_positions=rules.bias_HD is not None,
     )
-    softcap, sinks_H = (None, None) if rules is None else (rules.softcap, rules.sinks_H)
-    plan = _AttentionPlan(axis, order, length, bounds, AttentionDropout.draw(dropout), softcap)
-    return _ATTENTION_FUNCTIONS[kv_exchange].apply(q_SBHE, k_SBKE, v_SBKE, sinks_H, plan)  # pyright: ignore[reportReturnType]
+    args = (q_SBHE, k_SBKE, v_SBKE, rules.sinks_H, rules.bias_HD, plan)
+    return _ATTENTION_FUNCTIONS[kv_exchange].apply(*args)  # pyright: ignore[reportReturnType]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
 from petatron.models.stage_inputs_outputs import SequenceOrder
@@ -24,21 +25,33 @@ class UlyssesAllToAll:
     def scatter_heads_gather_sequence(
         self, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[S, B, heads, E] of some tokens to [ranks x S, B, heads / ranks, E] of all, in one all-to-all for the three."""
-        ranks = self.axis.size
+        """[S, B, heads, E] of some tokens to [ranks x S, B, heads / ranks, E] of all, in one all-to-all for those of one length."""
+        ranks, tensors = self.axis.size, (q_SBHE, k_SBKE, v_SBKE)
         if ranks == 1:
-            return q_SBHE, k_SBKE, v_SBKE
-        tensors = (q_SBHE, k_SBKE, v_SBKE)
+            return tensors
         assert all(x.shape[2] % ranks == 0 for x in tensors), f"{ranks} ranks do not divide the heads they exchange"
+        if q_SBHE.shape[0] == k_SBKE.shape[0]:
+            q, k, v = self._exchange(tensors)
+        else:  # keys of another sequence
+            (q,), (k, v) = self._exchange(tensors[:1]), self._exchange(tensors[1:])
+        return q, k, v
+
+    def _exchange(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        ranks = self.axis.size
         shares = [x.unflatten(2, (ranks, -1)).flatten(3) for x in tensors]
         rows = self._all_to_all(torch.cat(shares, dim=-1).permute(2, 0, 1, 3).flatten(0, 1))
         parts = sorted_by_position(rows, ranks, order=self.order).split([share.shape[-1] for share in shares], dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, x.shape[-1])) for part, x in zip(parts, tensors))
-        return q, k, v
+        return [part.unflatten(-1, (-1, x.shape[-1])) for part, x in zip(parts, tensors)]
 
-    def local_heads(self, x_H: Tensor) -> Tensor:
-        """Returns this rank's share of one number per head."""
-        return x_H.unflatten(0, (self.axis.size, -1))[self.axis.rank]
+    def local_rules(self, rules: ScoreRules | None) -> ScoreRules | None:
+        """Returns the rules of this rank's share of the heads."""
+        if rules is None or self.axis.size == 1:
+            return rules
+        sinks, bias = (
+            None if x is None else x.unflatten(0, (self.axis.size, -1))[self.axis.rank]
+            for x in (rules.sinks_H, rules.bias_HD)
+        )
+        return ScoreRules(rules.softcap, sinks, bias)
 
     def gather_heads_scatter_sequence(self, out_SBHE: Tensor) -> Tensor:
         """[ranks x S, B, heads / ranks, E] of all tokens to [S, B, heads, E] of this rank's."""

@@ -212,7 +212,7 @@ class GraphedSteps:
         self, forward: Callable[..., StepResult], schedule: RankSchedule, batches: Sequence[Batch]
     ) -> StepResult:
         """Runs the forward passes of an evaluation. They are captured where training steps are, in the memory of these."""
-        if not self._captured_steps or any(_has_long_documents(batch) for batch in batches):
+        if not self._captured_steps or any(_is_planned_by_host(batch) for batch in batches):
             return forward(schedule, batches)
         key = (False, self._shapes(batches))
         if key not in self._captured_steps:
@@ -310,8 +310,10 @@ class GraphedSteps:
         return StepResult(captured.result.loss_sums.clone(), dict(captured.result.router_statistics))
 
 
-def _has_long_documents(batch: Batch) -> bool:
-    return batch.documents is not None and batch.documents.padded_rows is not None
+def _is_planned_by_host(batch: Batch) -> bool:
+    """Whether attention of a batch reads the lengths of its documents on the host."""
+    documents = batch.documents
+    return documents is not None and (documents.padded_rows is not None or documents.prefix_ends_BS is not None)
 
 
 def _batch_shape(batch: Batch, most_documents: int) -> _BatchShape:
@@ -325,6 +327,12 @@ def _batch_shape(batch: Batch, most_documents: int) -> _BatchShape:
             "attention of long packed documents is planned from their lengths",
             f"A step over packed documents of {MIN_PADDED_DOCUMENT} tokens or more cannot be captured as a CUDA graph: attention is "
             "planned from their lengths. Leave --cuda-graphs out, or --reset-attention-mask.",
+        )
+    if documents.prefix_ends_BS is not None:
+        raise CaptureError(
+            "attention in prefixes is planned from their lengths",
+            "A step over samples with a prefix cannot be captured as a CUDA graph: attention is planned from the lengths of prefixes. "
+            "Leave --cuda-graphs out.",
         )
     room = torch.Size((documents.equal_length or 0, most_documents))
     return (*shapes, ("documents", room, documents.cu_seqlens.dtype))

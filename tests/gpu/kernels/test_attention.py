@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import block_attention, causal_attention, flash
+from petatron.kernels.attention import AttentionCall, attention, block_attention, chosen_kernel, flash
 from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
-from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.mask import AttentionBounds, BlockMask
+from petatron.kernels.attention.documents import Documents, KeySpans
+from petatron.kernels.attention.mask import BlockMask, VisibleKeys
+from petatron.kernels.visibility import Visibility
 from tests import reference_attention as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -52,9 +54,70 @@ def test_causal_attention(dtype: torch.dtype, heads: int, groups: int, window: i
     rounded, exact = inputs(heads, groups, dtype)
     starts = starts_on_device() if documents else None
     packed = None if starts is None else Documents.of(starts)
-    ours = with_gradients(causal_attention(*rounded, window=window, documents=packed), rounded)
+    ours = with_gradients(attention(*rounded, Visibility(window=window, documents=packed)), rounded)
     wanted = with_gradients(reference.attention(*exact, window=window, document_starts_BS=starts), exact)
     assert_close(ours, wanted, dtype)
+
+
+SEEN = {
+    "full": (Visibility.full(), "dense"),
+    "full, window": (Visibility.full(window=300), "FlashAttention of unequal lengths"),
+    "full, documents": (Visibility.full(), "FlashAttention of unequal lengths"),
+    "full, documents and window": (Visibility.full(window=300), "FlashAttention of unequal lengths"),
+    "full, padding": (Visibility.full(), "FlashAttention of unequal lengths"),
+    "prefix, documents": (Visibility.prefix(), "blocks and tiles"),
+    "causal, window and first tokens": (Visibility(window=300, first_k=5), "blocks and tiles"),
+}
+"""What a token sees, and the kernel of half precision."""
+
+
+def documents_of(name: str) -> Documents | None:
+    starts, device = starts_on_device().cpu().numpy(), torch.device("cuda")
+    if "padding" in name:
+        return Documents.of_lengths(np.array([900, LENGTH]), LENGTH).to(device)
+    if "prefix" in name:
+        return Documents.build(starts, in_prefix_BS=np.arange(LENGTH) < starts + 130).to(device)
+    return Documents.build(starts).to(device) if "documents" in name else None
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", SEEN)
+def test_what_a_token_sees(dtype: torch.dtype, name: str):
+    rounded, exact = inputs(8, 2, dtype)
+    documents, (visibility, kernel) = documents_of(name), SEEN[name]
+    visibility = visibility.of_batch(documents)
+    if dtype in (torch.bfloat16, torch.float16):
+        assert chosen_kernel(AttentionCall(*rounded, visibility)).name == kernel
+    segments = torch.zeros(2, LENGTH, dtype=torch.int64) if documents is None else documents.starts_BS.cpu()
+    in_prefix = (torch.arange(LENGTH) < segments + 130) if "prefix" in name else None
+    narrowed = {"window": visibility.window, "first_k": visibility.first_k, "in_prefix_BS": in_prefix}
+    seen = reference.visible(visibility.kind, segments, **narrowed).cuda()
+    ours = with_gradients(attention(*rounded, visibility), rounded)
+    assert_close(ours, with_gradients(reference.masked_attention(*exact, seen), exact), dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_full_attention_in_documents_of_one_length(dtype: torch.dtype):
+    rounded, exact = ([x.detach()[:1024].requires_grad_() for x in tensors] for tensors in inputs(8, 2, dtype))
+    starts = (torch.arange(1024) // 512 * 512).expand(2, 1024)
+    visibility = Visibility.full().of_batch(Documents.of(starts).to(torch.device("cuda")))
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability() == (9, 0):
+        assert chosen_kernel(AttentionCall(*rounded, visibility)).name == "dense, of equal documents"
+    seen = reference.visible("full", starts).cuda()
+    ours = with_gradients(attention(*rounded, visibility), rounded)
+    assert_close(ours, with_gradients(reference.masked_attention(*exact, seen), exact), dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("lengths", [None, (700, 333)])
+def test_cross_attention(dtype: torch.dtype, lengths: tuple[int, int] | None):
+    """To 700 keys of another sequence, of which a row may have fewer."""
+    rounded, exact = ([x[0], *(y.detach()[:700].requires_grad_() for y in x[1:])] for x in inputs(8, 2, dtype))
+    spans = None if lengths is None else KeySpans.of_lengths(torch.tensor(lengths, device="cuda"), LENGTH)
+    seen = torch.arange(700, device="cuda") < torch.tensor(lengths or (700, 700), device="cuda")[:, None, None]
+    ours = with_gradients(attention(*rounded, Visibility.cross().of_batch(None, spans)), rounded)
+    wanted = reference.masked_attention(*exact, seen.expand(2, LENGTH, 700))
+    assert_close(ours, with_gradients(wanted, exact), dtype)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -65,7 +128,7 @@ def test_values_narrower_than_keys(dtype: torch.dtype, window: int | None, docum
     rounded[2], exact[2] = (x[2].detach()[..., :128].requires_grad_() for x in (rounded, exact))
     starts = starts_on_device() if documents else None
     packed = None if starts is None else Documents.of(starts)
-    ours = with_gradients(causal_attention(*rounded, window=window, documents=packed), rounded)
+    ours = with_gradients(attention(*rounded, Visibility(window=window, documents=packed)), rounded)
     wanted = with_gradients(reference.attention(*exact, window=window, document_starts_BS=starts), exact)
     assert_close(ours, wanted, dtype)
 
@@ -76,9 +139,10 @@ def test_pieces(dtype: torch.dtype, window: int | None, documents: bool):
     """What context parallelism uses in every precision: kernels for whole pieces and tiles for the others."""
     rounded, exact = inputs(8, 2, dtype)
     starts = starts_on_device() if documents else None
-    bounds = AttentionBounds.build(LENGTH, window=window, document_starts_BS=starts, device=torch.device("cuda"))
+    visibility = Visibility(window=window, documents=None if starts is None else Documents.of(starts))
+    visible = VisibleKeys.of(visibility, LENGTH, torch.device("cuda"))
     whole = (range(LENGTH),)
-    ours = with_gradients(block_attention(*rounded, BlockMask(whole, whole, bounds)), rounded)
+    ours = with_gradients(block_attention(*rounded, BlockMask(whole, whole, visible)), rounded)
     wanted = with_gradients(reference.attention(*exact, window=window, document_starts_BS=starts), exact)
     assert_close(ours, wanted, dtype)
 
@@ -117,6 +181,6 @@ def test_half_precision_has_kernels_and_others_have_tiles():
 def test_dropout_keeps_the_mean(dtype: torch.dtype):
     q, k, v = (x.detach() for x in inputs(4, 4, dtype)[0])
     torch.manual_seed(0)
-    sums = causal_attention(q, k, torch.ones_like(v), dropout=0.3, documents=Documents.of(starts_on_device()))
+    sums = attention(q, k, torch.ones_like(v), Visibility(documents=Documents.of(starts_on_device())), dropout=0.3)
     assert not torch.allclose(sums, torch.ones_like(sums))
     assert abs(sums.double().mean().item() - 1.0) < 0.02

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import causal_attention, cudnn, flash
+from petatron.kernels.attention import attention, cudnn, flash
 from petatron.kernels.attention import rows as reference_rows
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import PaddedKernels, padded_attention
+from petatron.kernels.visibility import Visibility
 from tests import reference_attention as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -81,7 +82,7 @@ def test_documents_of_any_length(moves, order: str, heads: int, groups: int, wid
     documents = Documents.of(starts_of(lengths).cuda())
     inputs = tensors(2, 1456, heads, groups, width, order)
     grad = torch.randn(1456, 2, heads, width, device="cuda").bfloat16()
-    ours = both_ways(causal_attention(*inputs, documents=documents, packing_kernels=moves), inputs, grad)
+    ours = both_ways(attention(*inputs, Visibility(documents=documents), packing_kernels=moves), inputs, grad)
     assert_close(ours, wanted_for(inputs, grad, documents.starts_BS))
 
 
@@ -113,7 +114,7 @@ def test_documents_of_one_length(moves, order: str):
     assert documents.equal_length == 256
     inputs = tensors(2, 768, 8, 2, 64, order)
     grad = torch.randn(768, 2, 8, 64, device="cuda").bfloat16()
-    ours = both_ways(causal_attention(*inputs, documents=documents, packing_kernels=moves), inputs, grad)
+    ours = both_ways(attention(*inputs, Visibility(documents=documents), packing_kernels=moves), inputs, grad)
     assert_close(ours, wanted_for(inputs, grad, documents.starts_BS))
 
 
@@ -127,8 +128,8 @@ def test_gradients_in_any_order(order: str, batch: int):
     for permutation in ((0, 1, 2, 3), (1, 0, 2, 3), (1, 2, 0, 3)):
         back = tuple(permutation.index(dim) for dim in range(4))
         grad = numbers.permute(permutation).contiguous().permute(back)
-        assert_close(both_ways(causal_attention(*inputs), inputs, grad), wanted)
-    summed = torch.autograd.grad(causal_attention(*inputs).sum(), inputs)
+        assert_close(both_ways(attention(*inputs), inputs, grad), wanted)
+    summed = torch.autograd.grad(attention(*inputs).sum(), inputs)
     assert_close([inputs[0], *summed], [inputs[0].double(), *wanted_for(inputs, torch.ones_like(numbers))[1:]])
 
 
@@ -140,7 +141,7 @@ def test_cudnn_is_what_runs_and_nothing_waits(moves, documents: list[list[int]] 
     grad = torch.randn(2134, 2, 8, 64, device="cuda").bfloat16()
 
     def run() -> None:
-        both_ways(causal_attention(*inputs, documents=packed, packing_kernels=moves), inputs, grad)
+        both_ways(attention(*inputs, Visibility(documents=packed), packing_kernels=moves), inputs, grad)
 
     run()
     torch.cuda.synchronize()

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.attention import causal_attention
+from petatron.kernels.attention import attention
+from petatron.kernels.visibility import Visibility
 from tests import reference_attention as reference
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
@@ -23,8 +24,7 @@ def inputs(length: int, heads: int, groups: int, width: int, dtype: torch.dtype,
 def both(tensors: list[Tensor], window: int | None) -> tuple[list[Tensor], list[Tensor]]:
     """Output and the three input gradients of the fast and of the plain version."""
     results = []
-    for attend in (causal_attention, reference.attention):
-        out = attend(*tensors, window=window)
+    for out in (attention(*tensors, Visibility(window=window)), reference.attention(*tensors, window=window)):
         weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
         results.append([out, *torch.autograd.grad((out * weights).sum(), tensors)])
     return results[0], results[1]
@@ -58,7 +58,7 @@ def test_padding_of_values_is_not_saved():
     v = torch.randn(12, 2, 2, 5, dtype=torch.float64, requires_grad=True)
     widths: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: widths.append(x.shape[-1]) or x, lambda x: x):
-        causal_attention(q, k, v)
+        attention(q, k, v)
     assert sorted(widths) == [5, 5, 8, 8, 12], "values, output, queries, keys and log-sum-exp"
 
 
@@ -80,11 +80,11 @@ def test_any_shape(length: int, groups: int, ratio: int, window: int | None, bat
 def test_a_token_sees_only_what_it_may(window: int | None):
     """Changing one token's key and value changes the outputs of exactly the tokens that may see it."""
     q, k, v = (x.detach() for x in inputs(10, 2, 2, 4, torch.float64))
-    before = causal_attention(q, k, v, window=window)
+    before = attention(q, k, v, Visibility(window=window))
     k, v = k.clone(), v.clone()
     k[4] += 1.0
     v[4] += 1.0
-    moved = (causal_attention(q, k, v, window=window) - before).abs().amax(dim=(1, 2, 3)) > 1e-9
+    moved = (attention(q, k, v, Visibility(window=window)) - before).abs().amax(dim=(1, 2, 3)) > 1e-9
     last = 10 if window is None else 4 + window
     assert moved.tolist() == [4 <= position < last for position in range(10)]
 
@@ -93,6 +93,6 @@ def test_dropout_drops_weights_and_keeps_the_mean():
     q, k, v = (x.detach() for x in inputs(6, 2, 2, 4, torch.float64, batch=2000))
     ones = torch.ones_like(v)
     torch.manual_seed(0)
-    sums = causal_attention(q, k, ones, dropout=0.3)
+    sums = attention(q, k, ones, dropout=0.3)
     assert not torch.allclose(sums, ones)
     torch.testing.assert_close(sums.mean(), torch.tensor(1.0, dtype=torch.float64), rtol=0, atol=0.02)

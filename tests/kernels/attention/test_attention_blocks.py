@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from petatron.kernels.attention import block_attention, causal_attention, flash
+from petatron.kernels.attention import attention, block_attention, flash
 from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
 from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.mask import AttentionBounds, BlockMask, MaskRectangle, mask_rectangles, mask_tiles
+from petatron.kernels.attention.mask import BlockMask, MaskRectangle, VisibleKeys, mask_rectangles, mask_tiles
 from petatron.kernels.attention.tiles import AttentionDropout, tile_backward, tile_forward
+from petatron.kernels.visibility import Visibility
 from tests import reference_attention as reference
 
 CPU = torch.device("cpu")
@@ -64,8 +65,9 @@ def visible(mask: BlockMask, starts: Tensor | None, window: int | None) -> Tenso
     return seen
 
 
-def bounds_of(length: int, window: int | None, starts: Tensor | None) -> AttentionBounds | None:
-    return AttentionBounds.build(length, window=window, document_starts_BS=starts, device=CPU)
+def bounds_of(length: int, window: int | None, starts: Tensor | None) -> VisibleKeys:
+    documents = None if starts is None else Documents.of(starts)
+    return VisibleKeys.of(Visibility(window=window, documents=documents), length, CPU)
 
 
 @st.composite
@@ -151,7 +153,7 @@ def test_neighbouring_full_pieces_are_one_call():
 def test_documents_and_windows_equal_reference(heads: int, groups: int, window: int | None, starts: Tensor | None):
     tensors = inputs(40, heads, groups)
     documents = None if starts is None else Documents.of(starts)
-    ours = with_gradients(causal_attention(*tensors, window=window, documents=documents), tensors)
+    ours = with_gradients(attention(*tensors, Visibility(window=window, documents=documents)), tensors)
     wanted = with_gradients(reference.attention(*tensors, window=window, document_starts_BS=starts), tensors)
     assert_same(ours, wanted)
 
@@ -226,7 +228,7 @@ def test_tile_and_kernel_agree(heads: int, groups: int, causal: bool):
     theirs, ours = flash.forward(q, k, v, causal=causal), tile_forward(q, k, v, masked_out=hidden)
     assert_same(list(ours), list(theirs))
     lse, delta = ours[1] + 0.5, (grad * out).sum(-1)
-    mine = tile_backward(grad, q, k, v, lse_BHQ=lse, delta_BHQ=delta, masked_out=hidden)
+    *mine, _ = tile_backward(grad, q, k, v, lse_BHQ=lse, delta_BHQ=delta, masked_out=hidden)
     assert_same(list(mine), list(flash.backward(grad, q, k, v, out=out, lse=lse, causal=causal)))
 
 
@@ -334,7 +336,7 @@ def test_no_tensor_is_square_in_the_sequence(window: int | None, documents: bool
 
     with Largest() as largest:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = causal_attention(*tensors, window=window, documents=packed)
+            out = attention(*tensors, Visibility(window=window, documents=packed))
         out.sum().backward()
     assert largest.elements <= 512 * 512, "larger than a tile"
     assert saved <= 4 * length * 8 + length + 2 * length

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.attention import _equal_length_attention, cudnn, documents, flash, rows
+from petatron.kernels.attention import cudnn, documents, flash, rows
+from petatron.kernels.attention.dense import equal_length_attention
 from petatron.kernels.attention.documents import (
     MIN_PADDED_DOCUMENT,
     PADDED_LENGTHS_PER_OCTAVE,
@@ -236,7 +237,8 @@ def test_any_packing_equals_reference(lengths: list[list[int]], heads: tuple[int
 def test_documents_of_one_length_are_a_larger_batch(order: str, length: int):
     inputs = tensors(48, 4, 2, 8, order)
     starts = (torch.arange(48) // length * length).expand(2, 48)
-    ours, wanted = _equal_length_attention(*inputs, length), reference.attention(*inputs, document_starts_BS=starts)
+    ours = equal_length_attention(*inputs, length, causal=True)
+    wanted = reference.attention(*inputs, document_starts_BS=starts)
     grad = torch.randn_like(wanted)
     for mine, true in zip(
         [ours, *torch.autograd.grad(ours, inputs, grad)],

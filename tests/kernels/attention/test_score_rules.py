@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import block_attention, causal_attention
-from petatron.kernels.attention.mask import AttentionBounds, BlockMask
+from petatron.kernels.attention import attention, block_attention
+from petatron.kernels.attention.mask import BlockMask, VisibleKeys
 from petatron.kernels.attention.score_rules import ScoreRules
+from petatron.kernels.visibility import Visibility
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 13, 2, 4, 2, 6
 
@@ -37,12 +38,13 @@ def test_output_and_gradients_are_those_of_the_definition(window: int | None, so
     sinks = drawn(HEADS) if has_sinks else None
     inputs = [x for x in (q, k, v, sinks) if x is not None]
     rules = ScoreRules(softcap, sinks)
-    bounds = AttentionBounds.build(LENGTH, window=window, document_starts_BS=None, device=q.device)
-    tiled = BlockMask((range(LENGTH),), (range(LENGTH),), bounds, tile_size=5)
+    visibility = Visibility(window=window)
+    visible = VisibleKeys.of(visibility, LENGTH, q.device)
+    tiled = BlockMask((range(LENGTH),), (range(LENGTH),), visible, tile_size=5)
     wanted = definition(q, k, v, window, rules)
     grad = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
     wanted_grads = torch.autograd.grad(wanted, inputs, grad)
-    for out in (causal_attention(q, k, v, window=window, rules=rules), block_attention(q, k, v, tiled, rules=rules)):
+    for out in (attention(q, k, v, visibility, rules=rules), block_attention(q, k, v, tiled, rules=rules)):
         torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
         for found, true in zip(torch.autograd.grad(out, inputs, grad), wanted_grads, strict=True):
             torch.testing.assert_close(found, true, rtol=0, atol=1e-12)

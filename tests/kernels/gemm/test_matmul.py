@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from petatron.base.device import parse_instructions
 from petatron.cli import doctor
 from petatron.kernels import gemm, matmul, weight_grad_gemm
-from petatron.kernels.attention import causal_attention, full_attention
+from petatron.kernels.attention import attention
 from petatron.kernels.moe.grouped_gemm import GroupedGemm
 from petatron.kernels.optimizer.newton_schulz import newton_schulz, step_coefficients
+from petatron.kernels.visibility import Visibility
 from tests.parity.harness import tiny_run, train
 
 HALF = torch.bfloat16
@@ -161,15 +161,15 @@ def test_newton_schulz_rounds_every_product():
 
 @pytest.mark.usefixtures("without")
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("attend", [causal_attention, full_attention])
-def test_attention_is_that_of_widened_operands(attend: Callable[..., Tensor], kv_heads: int):
+@pytest.mark.parametrize("visibility", [Visibility(), Visibility.full()])
+def test_attention_is_that_of_widened_operands(visibility: Visibility, kv_heads: int):
     """The output to the bit; gradients up to the output's rounding, which backward reads."""
     q, k, v = half(9, 2, 4, 8), half(9, 2, kv_heads, 8, seed=1), half(9, 2, kv_heads, 8, seed=2)
     grad = half(9, 2, 4, 8, seed=3)
     results = []
     for dtype in (HALF, torch.float32):
         operands = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out = attend(*operands)
+        out = attention(*operands, visibility)
         results.append((out, *torch.autograd.grad(out, operands, grad.to(dtype))))
     assert all(x.dtype == HALF for x in results[0])
     assert results[0][0].equal(results[1][0].to(HALF))

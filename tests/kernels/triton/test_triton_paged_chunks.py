@@ -10,6 +10,7 @@ from torch import Tensor
 
 from petatron.kernels.attention import paged as plain
 from petatron.kernels.attention.paged import ChunkBounds, PagedBatch, PromptChunk
+from petatron.kernels.visibility import Visibility
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.attention import paged
@@ -102,9 +103,9 @@ def test_bounds_on_the_device_are_chunks_of_the_host(case: Case):
         slots.append(page * case.page + position % case.page)
     slots += [0] * case.padding
     batch = replace(batch, page_rows_T=torch.tensor(slots, device=DEVICE))
-    found = plain.paged_attention(q, *new, k, v, batch, window=case.window, kernels=plain)
+    found = plain.paged_attention(q, *new, k, v, batch, visibility=Visibility(window=case.window), kernels=plain)
     for chunk in chunks:
         host = replace(batch, chunk_bounds=None, chunks=(chunk,), computed={})
-        wanted = plain.paged_attention(q, *new, k, v, host, window=case.window, kernels=plain)
+        wanted = plain.paged_attention(q, *new, k, v, host, visibility=Visibility(window=case.window), kernels=plain)
         for rows in (slice(0, batch.num_decodes), slice(chunk.start, chunk.stop)):
             torch.testing.assert_close(found[rows], wanted[rows], rtol=1e-12, atol=1e-12)

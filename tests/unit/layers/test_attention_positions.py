@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from petatron.kernels.attention import causal_attention
+from petatron.kernels.attention import attention
 from petatron.kernels.attention.documents import Documents, cut_into_chunks
+from petatron.kernels.visibility import Visibility
 from petatron.layers.attention_positions import AlibiBias, AttentionTemperature, alibi_slopes, l2_norm
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 11, 2, 6, 2, 5
@@ -47,10 +48,10 @@ def test_wider_heads_have_the_bias(ranks: int, offset: int):
     parts = []
     for rank in range(ranks):
         bias = AlibiBias(HEADS)
-        bias.select_heads(rank, ranks)
+        bias.tensor_rank = (rank, ranks)
         own_kv = slice(rank * groups, (rank + 1) * groups)
         wide_q, wide_k = bias.widen(q[:, :, rank * each : (rank + 1) * each], k[:, :, own_kv], at + offset)
-        parts.append(causal_attention(wide_q, wide_k, v[:, :, own_kv]))
+        parts.append(attention(wide_q, wide_k, v[:, :, own_kv]))
     torch.testing.assert_close(torch.cat(parts, dim=2), wanted, rtol=0, atol=1e-11)
 
 
@@ -73,7 +74,7 @@ def test_chunks_end_what_a_token_sees(chunk: int, packed: bool):
     number = (torch.arange(LENGTH) - starts) // chunk
     same = (starts[:, None] == starts) & (number[:, None] == number)
     wanted = by_definition(q, k, v, torch.zeros(()), causal() & same)
-    found = causal_attention(q, k, v, documents=documents, chunk=chunk)
+    found = attention(q, k, v, Visibility(chunk=chunk, documents=documents))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 

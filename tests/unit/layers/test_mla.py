@@ -87,7 +87,7 @@ def plain_mla(x_SBD: Tensor, weights: dict[str, Tensor], spec: MlaSpec, context:
         temperature = 0.1 * spec.rope.mscale_all_dim * math.log(spec.rope.scaling_factor) + 1.0
     scores = scores * temperature**2 / math.sqrt(NOPE + ROTARY)
     distance = torch.arange(S).unsqueeze(1) - torch.arange(S)
-    hidden = (distance < 0) | (distance >= (spec.window or S))
+    hidden = (distance < 0) | (distance >= (spec.visibility.window or S))
     out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ kv[..., NOPE:]
     out = F.linear(out.transpose(1, 2).reshape(B, S, H * V), weights["out.weight"], weights.get("out.bias"))
     return out.transpose(0, 1)

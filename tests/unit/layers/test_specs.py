@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from petatron.config import load_config
 from petatron.estimate.activation_bytes import layer_bytes
+from petatron.kernels.visibility import Visibility
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -122,7 +123,7 @@ def test_bytes_saved(placement: Literal["pre", "post", "both"], missing: str | N
 
 def test_bidirectional_attention_sees_all_tokens():
     run = run_of("--position-embedding-type none")
-    spec = replace(attention_spec(run.model), mask="bidirectional")
+    spec = replace(attention_spec(run.model), visibility=Visibility.full())
     attention = spec.build(0).double()
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(3))
@@ -133,5 +134,5 @@ def test_bidirectional_attention_sees_all_tokens():
     weights = (torch.einsum("sbhe,tbhe->bhst", q, k) / 8**0.5).softmax(-1)
     expected = torch.einsum("bhst,tbhe->sbhe", weights, v).flatten(-2) @ attention.out.weight.T + attention.out.bias
     torch.testing.assert_close(attention(x, ForwardContext()), expected, rtol=1e-12, atol=1e-13)
-    assert spec.mixing_flops(S, causal=True) == 2 * replace(spec, mask="causal").mixing_flops(S, causal=True)
-    assert isinstance(spec, AttentionSpec) and spec.sequence_sharding == "whole" and not spec.separates_documents
+    assert spec.mixing_flops(S, causal=True) == 2 * replace(spec, visibility=Visibility()).mixing_flops(S, causal=True)
+    assert isinstance(spec, AttentionSpec) and spec.separates_documents and not spec.can_generate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -15,18 +16,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from petatron.kernels.attention.blocks import PartialAttention
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.documents import Documents, KeySpans
+from petatron.kernels.visibility import CAUSAL, Visibility
 from petatron.layers.core_attention import CoreAttention
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import SequenceOrder
-from petatron.parallel.context import ContextParallelAttention, apply_context_parallel, ring_attention, split_batch
+from petatron.parallel.context import apply_context_parallel, ring_attention, split_batch
 from petatron.parallel.context.zigzag import contiguous_positions, sorted_by_position, sorted_by_rank, zigzag_positions
 from tests import reference_attention as reference
 from tests.dist import RankFailure, RankPool
-from tests.longform import every_second, later
+from tests.longform import every_second, later, one_in
 
 S, B, E = 48, 2, 4
 SCHEMES = {
@@ -66,9 +68,9 @@ def inputs(heads: int, groups: int) -> list[Tensor]:
 class Holder(nn.Module):
     """A model with one core attention."""
 
-    def __init__(self, window: int | None, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.core = CoreAttention(window=window, dropout=dropout)
+        self.core = CoreAttention(dropout=dropout)
 
 
 class TestOrder:
@@ -155,13 +157,14 @@ def attend(comm_type: str, sizes: tuple[int, ...], case: tuple) -> dict[str, obj
     heads, groups, window, starts = case
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = ParallelMesh(Layout(cp=size), rank)
-    model = Holder(window)
+    model = Holder()
     apply_context_parallel(model, mesh, comm_type=comm_type, hierarchical_sizes=sizes)
     positions = held(size, rank, S)
     q, k, v, grad = (x[positions] for x in inputs(heads, groups))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     before = mesh.record.count
-    out = model.core(*leaves, None if starts is None else Documents.of(starts))
+    documents = None if starts is None else Documents.of(starts)
+    out = model.core(*leaves, Visibility(window=window, documents=documents))
     half = mesh.record.count
     found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
     events = mesh.record.events(since=before)
@@ -196,6 +199,92 @@ def test_few_key_value_heads(ranks: RankPool, comm_type: str):
     for answer in ranks.run(attend, 4, comm_type, (), (3, 1, None, DOCUMENTS)):
         for mine, true in zip(answer["found"], wanted, strict=True):
             torch.testing.assert_close(mine, true[answer["positions"]], rtol=0, atol=1e-12)
+
+
+KEYS = 24
+"""Of the sequence that cross attention sees."""
+PADDING = torch.arange(S) >= torch.tensor([[39], [48]])
+PADDED = (DOCUMENTS.masked_fill(PADDING, 0), PADDING.numpy())
+IN_PREFIX = torch.arange(S) < DOCUMENTS + torch.tensor([[9], [5]])
+SEEN: dict[str, Visibility] = {
+    "full": Visibility.full(),
+    "full, window": Visibility.full(window=7),
+    "full, documents and padding": Visibility.full(),
+    "prefix": Visibility.prefix(),
+    "prefix, window and first tokens": Visibility("prefix", window=6, first_k=2),
+    "causal, first tokens": Visibility(window=5, first_k=3),
+    "causal, chunks": Visibility(chunk=10),
+    "full, biased": Visibility("full", bias="relative"),
+    "cross": Visibility.cross(),
+    "cross, padded keys": Visibility.cross(),
+}
+
+
+def of_batch(name: str) -> Visibility:
+    if name == "cross, padded keys":
+        return SEEN[name].of_batch(None, KeySpans.of_lengths(torch.tensor([17, KEYS]), S))
+    if name in ("full, documents and padding", "causal, chunks"):
+        return SEEN[name].of_batch(Documents.build(PADDED[0].numpy(), is_padding_BS=PADDED[1]))
+    if name.startswith("prefix"):
+        return SEEN[name].of_batch(Documents.build(DOCUMENTS.numpy(), in_prefix_BS=IN_PREFIX.numpy()))
+    return SEEN[name]
+
+
+def seen_inputs(name: str) -> list[Tensor]:
+    """q, k, v, the gradient of the output, and a table of biases; cross attention has other keys."""
+    generator, keys = torch.Generator().manual_seed(5), KEYS if name.startswith("cross") else S
+    shapes = [(S, B, 8, E), (keys, B, 4, E), (keys, B, 4, E), (S, B, 8, E), (8, 31)]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+
+
+def attend_to_all_kinds(comm_type: str, sizes: tuple[int, ...]) -> dict[str, list[Tensor]]:
+    """On one rank: the output and the gradients of q, k, v and biases for every visibility."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    model = Holder()
+    apply_context_parallel(model, ParallelMesh(Layout(cp=size), rank), comm_type=comm_type, hierarchical_sizes=sizes)
+    results = {}
+    for name in SEEN:
+        q, k, v, grad, bias = seen_inputs(name)
+        queries, keys = held(size, rank, S), held(size, rank, k.shape[0])
+        leaves = [x.requires_grad_() for x in (q[queries], k[keys], v[keys], bias)]
+        table = leaves[3] if name.endswith("biased") else None
+        out = model.core(*leaves[:3], of_batch(name), None, table)
+        grads = torch.autograd.grad(out, leaves[: 3 if table is None else 4], grad[queries])
+        results[name] = [out.detach(), *grads]
+    return results
+
+
+@cache
+def seen_alone(name: str) -> list[Tensor]:
+    """The same of the whole sequence, with a dense mask."""
+    q, k, v, grad, bias = seen_inputs(name)
+    leaves = [x.requires_grad_() for x in (q, k, v, *([bias] if name.endswith("biased") else []))]
+    if name.startswith("cross"):
+        lengths = torch.tensor([17, KEYS] if name.endswith("keys") else [KEYS, KEYS])
+        dense = torch.arange(KEYS) < lengths[:, None, None].expand(B, S, 1)
+    else:
+        documents, visibility = of_batch(name).documents, SEEN[name]
+        segments = torch.zeros(B, S, dtype=torch.int64) if documents is None else documents.starts_BS
+        narrowed = {"window": visibility.window, "chunk": visibility.chunk, "first_k": visibility.first_k}
+        dense = reference.visible(visibility.kind, segments, **narrowed, in_prefix_BS=IN_PREFIX)
+    out = reference.masked_attention(*leaves[:3], dense, bias_HD=leaves[3] if len(leaves) == 4 else None)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@pytest.mark.parametrize(("comm_type", "size"), one_in(2, SCHEMES))
+def test_every_visibility_is_that_of_the_whole_sequence(ranks: RankPool, comm_type: str, size: int):
+    answers = ranks.run(attend_to_all_kinds, size, comm_type, SCHEMES[comm_type, size])
+    for name in SEEN:
+        out, q, k, v, *bias = seen_alone(name)
+        for rank, answer in enumerate(answers):
+            queries, keys = held(size, rank, S), held(size, rank, k.shape[0])
+            wanted = (out[queries], q[queries], k[keys], v[keys])
+            for mine, true in zip(answer[name][:4], wanted, strict=True):
+                torch.testing.assert_close(
+                    mine, true, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+                )
+        for table in bias:
+            torch.testing.assert_close(sum(answer[name][4] for answer in answers), table, rtol=0, atol=1e-11)
 
 
 def test_heads_that_cannot_be_exchanged(ranks: RankPool):
@@ -241,16 +330,16 @@ def drop(comm_type: str, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Outputs with every weight equal and every value one: 1 on average, and the gradient of the values' sum."""
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = ParallelMesh(Layout(cp=size), rank)
-    model = Holder(None, dropout=0.25).train()
+    model = Holder(dropout=0.25).train()
     apply_context_parallel(model, mesh, comm_type=comm_type, hierarchical_sizes=sizes)
     torch.manual_seed(rank)
     batch = 300
     q, k = (torch.zeros(S // size, batch, 4, E, dtype=torch.float64, requires_grad=True) for _ in range(2))
     v = torch.ones(S // size, batch, 4, E, dtype=torch.float64, requires_grad=True)
-    out = model.core(q, k, v)
+    out = model.core(q, k, v, CAUSAL)
     out.sum().backward()
     model.eval()
-    torch.testing.assert_close(model.core(q, k, v), torch.ones_like(v), msg="no dropout outside training")
+    torch.testing.assert_close(model.core(q, k, v, CAUSAL), torch.ones_like(v), msg="no dropout outside training")
     assert v.grad is not None
     return out.detach(), v.grad
 
@@ -267,23 +356,16 @@ def test_dropout(ranks: RankPool, comm_type: str, size: int):
 
 
 def test_one_rank_keeps_its_core():
-    model = Holder(5)
-    core = model.core
+    model = Holder()
+    attend = model.core.attend
     apply_context_parallel(model, ParallelMesh.single(), comm_type="p2p")
-    assert model.core is core
-
-
-def test_the_core_keeps_its_settings():
-    core = ContextParallelAttention(
-        CoreAttention(window=7, dropout=0.1), head_axis=axis(1, 0), kv_axis=axis(2, 0), kv_exchange="ring"
-    )
-    assert isinstance(core, CoreAttention) and (core.window, core.dropout) == (7, 0.1)
+    assert model.core.attend is attend
 
 
 def events_before_each_computation() -> tuple[list[int], list[int]]:
     """How many events have been recorded when each block of keys is computed with, forward and backward."""
     mesh = ParallelMesh(Layout(cp=dist.get_world_size()), dist.get_rank())
-    model = Holder(None)
+    model = Holder()
     apply_context_parallel(model, mesh, comm_type="p2p")
     q, k, v, _ = (x[held(mesh.cp.size, mesh.rank, S)].requires_grad_() for x in inputs(4, 4))
     forward, backward = [], []
@@ -298,7 +380,7 @@ def events_before_each_computation() -> tuple[list[int], list[int]]:
         back(*args, **kwargs)
 
     with mock.patch.object(PartialAttention, "attend_block", watched_attend):
-        out = model.core(q, k, v)
+        out = model.core(q, k, v, CAUSAL)
     with mock.patch.object(ring_attention, "block_backward", watched_back):
         out.sum().backward()
     return forward, backward

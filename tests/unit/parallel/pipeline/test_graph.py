@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.parallel.pipeline import cuda_graph
 from petatron.parallel.pipeline.cuda_graph import (
     MAX_GRAPHS,
     WARM_UP_STEPS,
@@ -295,6 +297,13 @@ def test_packed_documents_are_copied_into_a_recording():
                 *again * 2,
             ]
     assert found[0] == found[1] and len(set(found[0])) == len(found[0])
+
+
+def test_prefixes_are_refused():
+    text = torch.zeros(1, 8, dtype=torch.int64)
+    documents = Documents.build(text.numpy(), in_prefix_BS=np.arange(8)[None] < 3)
+    with pytest.raises(CaptureError, match="samples with a prefix"):
+        cuda_graph._batch_shape(Batch(text, documents=documents), 8)
 
 
 def test_long_packed_documents_are_refused_and_evaluated_as_ever():
