@@ -1,4 +1,4 @@
-"""`--import MODULE`: code of a user's own that registers models, objectives or datasets before a run uses them.
+"""`--import MODULE`: code of a user's own that registers models, objectives, datasets or optimizers before a run uses them.
 
 A module is the path of a file, or a dotted name that Python finds. Its name is stored in the run (config.yaml and checkpoints), so that
 later commands find it again, and that is where danger is: a folder from a stranger must not make us run code by naming it. So a name

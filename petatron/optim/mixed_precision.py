@@ -18,6 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from petatron.base.errors import TrainError
 from petatron.base.log import get_logger
 from petatron.base.text import gigabytes
 from petatron.config.optimizers import rule_spec
@@ -182,11 +183,15 @@ class MixedPrecisionOptimizer:
 
     def _element_state(self, group: ParameterGroup) -> list[RuleStateTensor]:
         """Returns the state of a group with a value for each element, in the order of `StateSegment.moments`."""
-        spec, shape = self._rule_specs[group.spec.rule], group.placements[0].shape
-        states = spec.element_state(shape[1:] if group.placements[0].expert else shape)
-        kinds = group.spec.element_state
-        assert kinds is None or kinds == tuple(state.kind for state in states), f"{spec.name}: {kinds} and {states}"
-        return list(states)
+        spec = self._rule_specs[group.spec.rule]
+        shapes = {one.shape[1:] if one.expert else one.shape for one in group.placements}
+        states = {spec.element_state(shape) for shape in shapes}
+        if len(states) > 1:
+            raise TrainError(
+                f"An optimizer group mixes parameters, and {spec.name} has other state for some of their shapes. Change the group that "
+                "petatron.models.optimizer_groups.optimizer_group returns with dataclasses.replace instead of building a GroupSpec."
+            )
+        return list(*states)
 
     def _state_dtypes(self, group: ParameterGroup, weight: Tensor) -> list[torch.dtype]:
         """Returns the dtypes of an element's state besides the model's weight, in the order of `StateSegment.state`."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import petatron
-from petatron.base.errors import ConfigError
+from petatron.base.errors import ConfigError, TrainError
+from petatron.cli.main import main
 from petatron.config import RunConfig, load_config
 from petatron.estimate.memory.options import option_groups
 from petatron.estimate.state_bytes import local_element_counts, state_bytes
 from petatron.mesh.comm_record import CommEvent
+from petatron.models.optimizer_groups import optimizer_group
+from petatron.sharding.group_spec import GroupSpec
 from petatron.verify.compare_traces import Tolerances
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
@@ -110,3 +114,37 @@ def test_a_name_is_registered_once():
             pass
 
         petatron.register_optimizer(Other, update_rules.SignMomentumRule)
+
+
+RULE_FILE = """
+import petatron
+from tests.outside.update_rules import SignMomentum, SignMomentumRule
+
+class FromAFile(SignMomentum):
+    name = "from-a-file"
+
+petatron.register_optimizer(FromAFile, SignMomentumRule)
+"""
+
+
+def test_a_run_from_the_command_line_imports_its_optimizer_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "home").mkdir(mode=0o700)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rule.py").write_text(RULE_FILE)
+    flags = "tiny-llama --mock-data --num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-3"
+    flags += " --eval-iters 0 --global-batch-size 2 --num-workers 0 --import rule.py --optimizer from-a-file"
+    words = ["train", *flags.split(), "--optimizer-settings", "momentum=0.8"]
+    assert main([*words, "--train-iters", "2", "--save", "run"]) == 0
+    assert main([*words, "--train-iters", "3", "--load", "run", "--override-opt-param-scheduler"]) == 0
+
+
+def test_a_group_by_hand_says_how_to_name_its_state():
+    """One group of matrices and vectors cannot have the state of a rule that treats them differently."""
+    run = tiny_run("--optimizer adafactor", dtype="float64")
+    mesh = petatron.launch(run)
+    model = petatron.build_model(run, mesh, group_rule=lambda name, param: GroupSpec(rule="adafactor"))
+    with pytest.raises(TrainError, match="has other state for some of their shapes"):
+        petatron.build_optimizer(run, model)
+    by_shape = lambda name, param: replace(optimizer_group(run.optim, name, param), lr_scale=0.5)  # noqa: E731
+    petatron.build_optimizer(run, petatron.build_model(run, mesh, group_rule=by_shape)).step()

@@ -55,7 +55,7 @@ class PlainSoap:
 
 @pytest.mark.parametrize(
     ("frequency", "betas", "limit"),
-    [(1, (0.95, 0.95), 100), (3, (0.9, 0.99), 100), (10, (0.95, 0.95), 100), (2, (0.95, 0.95), 5)],
+    [(1, (0.95, 0.95), 100), (10, (0.9, 0.99), 100), (3, (0.95, 0.95), 5)],
 )
 def test_fifty_steps_are_those_of_the_paper(frequency: int, betas: tuple[float, float], limit: int):
     config = OptimizerConfig(
