@@ -127,12 +127,12 @@ class VisibilitySupport:
         """Whether the kernel can compute a visibility."""
         return (
             visibility.kind in self.kinds
-            and (self.window or visibility.window is None)
-            and (self.chunk or visibility.chunk is None)
-            and (self.first_k or not visibility.first_k)
-            and (self.documents or visibility.documents is None)
-            and (self.key_spans or visibility.key_spans is None)
-            and (self.score_rules or not score_rules)
+            and (visibility.window is None or self.window)
+            and (visibility.documents is None or self.documents)
+            and (visibility.chunk is None or self.chunk)
+            and (not visibility.first_k or self.first_k)
+            and (visibility.key_spans is None or self.key_spans)
+            and (not score_rules or self.score_rules)
         )
 
 

@@ -82,17 +82,18 @@ def attention(
     """
     if not q_SBHE.numel() or not k_SBKE.numel():
         return _no_attention(q_SBHE, k_SBKE, v_SBKE)
-    visibility = _without_chunks(visibility.within(q_SBHE.shape[0]), q_SBHE)
+    if visibility.window is not None or visibility.chunk is not None or visibility.first_k:
+        visibility = _without_chunks(visibility.within(q_SBHE.shape[0]), q_SBHE)
     call = AttentionCall(q_SBHE, k_SBKE, v_SBKE, visibility, dropout, packing_kernels, lengths_vary, rules)
     return chosen_kernel(call).run(call)
 
 
 def chosen_kernel(call: AttentionCall) -> AttentionKernel:
     """Returns the first kernel that computes what the call sees and takes its tensors."""
-    for kernel in KERNELS:
-        if kernel.visibility.includes(call.visibility, score_rules=call.rules is not None) and (
-            kernel.takes is None or kernel.takes(call)
-        ):
+    visibility, has_rules = call.visibility, call.rules is not None
+    for kernel in KERNELS_OF_NEW_LENGTHS if call.lengths_vary else KERNELS:
+        takes = kernel.takes
+        if kernel.visibility.includes(visibility, score_rules=has_rules) and (takes is None or takes(call)):
             return kernel
     raise AssertionError("the last kernel computes everything")
 
@@ -114,7 +115,7 @@ def _no_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor) -> Tensor:
 
 def _has_no_plan(call: AttentionCall) -> bool:
     """Whether FlashAttention serves lengths for which cuDNN would build a plan each time."""
-    if not call.lengths_vary or not flash.supports_varlen(call.q_SBHE, call.v_SBKE):
+    if not flash.supports_varlen(call.q_SBHE, call.v_SBKE):
         return False
     documents = call.visibility.documents
     common = call.q_SBHE.shape[0] if documents is None else documents.equal_length
@@ -173,7 +174,6 @@ def _run_blocks(call: AttentionCall) -> Tensor:
 _DOCUMENTS = VisibilitySupport.of("causal", "full", documents=True)
 
 KERNELS: tuple[AttentionKernel, ...] = (
-    AttentionKernel("FlashAttention of new lengths", _DOCUMENTS, _has_no_plan, _run_varlen),
     AttentionKernel("dense", dense.VISIBILITY, None, _run_dense),
     AttentionKernel("dense, of equal documents", _DOCUMENTS, _has_equal_documents, _run_equal_documents),
     AttentionKernel("dense, of padded documents", padded.VISIBILITY, _has_long_documents, _run_long_documents),
@@ -181,3 +181,8 @@ KERNELS: tuple[AttentionKernel, ...] = (
     AttentionKernel("blocks and tiles", blocks.VISIBILITY, None, _run_blocks),
 )
 """The kernels, the fastest first; the first that computes a visibility and takes the tensors is used."""
+KERNELS_OF_NEW_LENGTHS = (
+    AttentionKernel("FlashAttention of new lengths", _DOCUMENTS, _has_no_plan, _run_varlen),
+    *KERNELS,
+)
+"""The same where hardly a length comes again."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from petatron.kernels.attention import paged_latent as plain
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
+from petatron.kernels.visibility import CAUSAL
 from tests.longform import later, one_in
 
 pytest.importorskip("triton")
@@ -187,7 +188,7 @@ def test_rows_of_one_sequence_see_each_other():
     both: tuple[PagedLatentKernels, ...] = (plain, paged_latent)
     true, found = (
         plain.paged_latent_attention(
-            queries, new_latent, new_rope, pages, replace(rows, computed={}), up=up, window=None, kernels=kernels
+            queries, new_latent, new_rope, pages, replace(rows, computed={}), up=up, visibility=CAUSAL, kernels=kernels
         )
         for kernels in both
     )

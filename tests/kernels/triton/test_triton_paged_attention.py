@@ -10,6 +10,7 @@ from torch import Tensor
 
 from petatron.kernels.attention import paged as plain
 from petatron.kernels.attention.paged import PagedBatch
+from petatron.kernels.visibility import CAUSAL
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.attention import paged, split_kv
@@ -140,5 +141,5 @@ def test_rows_of_one_sequence_see_each_other():
     for pages in (k, v):
         pages.flatten(0, 1)[slots] = float("nan")
     rows = replace(rows, shares_pages=True, computed={})
-    found = plain.paged_attention(queries, *new, k, v, rows, window=None, kernels=paged)
+    found = plain.paged_attention(queries, *new, k, v, rows, visibility=CAUSAL, kernels=paged)
     assert float((found - true).norm() / true.norm()) < BOUNDS[torch.float32]

@@ -11,6 +11,7 @@ from torch import Tensor
 from petatron.config.schema.model import ModelConfig
 from petatron.kernels.registry import KernelContext
 from petatron.kernels.rope import apply_rope
+from petatron.kernels.visibility import CAUSAL
 from petatron.layers.attention import Attention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.rope import RotaryEmbedding
@@ -91,7 +92,7 @@ def test_queries_and_keys_lie_as_the_product_does_and_values_in_it(batch_first: 
     for part in (q, k):
         assert (part.transpose(0, 1) if batch_first else part).is_contiguous()
     assert v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
-    out = attention.core(q, k, v)
+    out = attention.core(q, k, v, CAUSAL)
     assert out.shape == (S, B, H, E)
 
 

@@ -35,5 +35,5 @@ def test_a_head_that_two_ranks_share_counts_once():
     for head in range(2):
         part = norm_of(2)
         part.weight = torch.nn.Parameter(whole.weight.detach().view(2, 3)[head])
-        part.num_ranks, part.all_reduce = 4, lambda _: 2 * squares
+        part.tensor_rank, part.all_reduce = (0, 4), lambda _: 2 * squares
         torch.testing.assert_close(part(x[:, :, head : head + 1]), whole(x)[:, :, head : head + 1], rtol=0, atol=1e-12)
