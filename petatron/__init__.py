@@ -38,12 +38,15 @@ if TYPE_CHECKING:
     from petatron.train.own_loop import restore, save_checkpoint
     from petatron.train.python_run import Run, load
     from petatron.train.run_training import run_training
+    from petatron.train.state.alternative_weights import AlternativeWeights
     from petatron.train.state.pretrained import from_pretrained
+    from petatron.train.state.run_components import register_component
     from petatron.train.state.run_model import Model
     from petatron.train.state.save_and_load import load_checkpoint
     from petatron.train.state.train_state import TrainState
 
 _HOMES = {
+    "AlternativeWeights": "petatron.train.state.alternative_weights",
     "Batch": "petatron.models.batch",
     "Chunk": "petatron.checkpoint.state",
     "MasterOptimizer": "petatron.optim.mixed_precision",
@@ -69,6 +72,7 @@ _HOMES = {
     "LossSpec": "petatron.models.stage_inputs_outputs",
     "ModelRole": "petatron.models.objective",
     "Objective": "petatron.models.objective",
+    "register_component": "petatron.train.state.run_components",
     "register_dataset": "petatron.data.dataset_kinds",
     "register_model": "petatron.models.registry",
     "register_objective": "petatron.models.objective",
@@ -78,6 +82,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AlternativeWeights",
     "Batch",
     "Chunk",
     "DatasetRequest",
@@ -103,6 +108,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "load_config",
+    "register_component",
     "register_dataset",
     "register_model",
     "register_objective",

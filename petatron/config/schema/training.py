@@ -29,6 +29,8 @@ ModuleName = Annotated[str, "repeatable"]
 """A module to import; the flag may be given several times, and all of them count."""
 NotSavedFlag = Annotated[bool, "one start"]
 """An answer to a question of one start. A saved config does not repeat it, so that the next start asks again."""
+WeightsCopy = "copy of the owned weights"
+"""The mark of a setting that makes each rank keep a copy of the weights that it updates, in the precision of its master weights."""
 NotSavedOnResumeFlag = Annotated[bool, "one load"]
 """How this start loads. In a run that continues in its own folder, a saved config does not repeat it."""
 

@@ -27,6 +27,7 @@ from petatron.train.build_run import RunLength, build_optimizer
 from petatron.train.cuda_graphs import enable_auto_cuda_graphs
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.initial_model import HasConfig, build_initial_model, config_of
+from petatron.train.state.alternative_weights import AlternativeWeights
 from petatron.train.state.components import (
     DataOrder,
     DataOrderState,
@@ -40,6 +41,7 @@ from petatron.train.state.components import (
 from petatron.train.state.export_hf_folder import CompanionFiles
 from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.resume_diff import resume_changes
+from petatron.train.state.run_components import build_components
 from petatron.train.state.run_facts import TrainProgress, check_resumable, model_differences, run_settings
 from petatron.train.state.save_and_load import LoadedState, has_weights, load_state, save_with_manager
 
@@ -114,7 +116,7 @@ class TrainState:
         tokenizer: Tokenizer | CompanionFiles | None,
     ) -> TrainState:
         """Returns the state at iteration 0 of a model and its optimizer."""
-        return cls(
+        state = cls(
             run=run,
             mesh=model.mesh,
             model=model,
@@ -127,6 +129,9 @@ class TrainState:
             tokenizer=tokenizer,
             checkpoint_manager=_build_checkpoint_manager(run.checkpoint, model.mesh),
         )
+        for component in build_components(run, model, optimizer):
+            state.add(component)
+        return state
 
     @classmethod
     def build_for_load(cls, run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> TrainState:
@@ -167,6 +172,11 @@ class TrainState:
             DataOrderState(self.data_order),
             *self.added_components,
         ]
+
+    def alternative_weights(self) -> list[AlternativeWeights]:
+        """Returns the components whose weights are evaluated beside the trained ones now."""
+        found = (component for component in self.added_components if isinstance(component, AlternativeWeights))
+        return [component for component in found if component.is_ready]
 
     def add(self, component: Stateful) -> None:
         """Adds state of your own, which checkpoints save and restore from then on; before `load`.
