@@ -153,6 +153,12 @@ class RawTrainConfig:
     """YAML list of tasks (see evaluation.md) that measure the model every `--eval-tasks-interval` iterations, and at the end."""
     eval_tasks_interval: IterationCount | None = None
     """Iterations between runs of `--eval-tasks`; unset means `--eval-interval`."""
+    ema_decay: Annotated[Fraction, WeightsCopy] | None = None
+    """Keep an exponential moving average of the weights with this decay (0.999, ...): saved with them, and evaluated beside them."""
+    ema_start: IterationCount = 0
+    """Updates before the average of `--ema-decay` begins, with a copy of the weights."""
+    ema_interval: IterationCount = 1
+    """Updates between two that the average of `--ema-decay` takes."""
     exit_interval: IterationCount | None = None
     """Save and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: Minutes | None = None

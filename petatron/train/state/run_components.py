@@ -14,6 +14,7 @@ from petatron.checkpoint.stateful import Stateful
 from petatron.config import RunConfig
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.train.state.weight_average import build_weight_average, weight_average_problems
 
 ComponentBuilder = Callable[[RunConfig, ParallelModel, MixedPrecisionOptimizer], Stateful | None]
 
@@ -30,7 +31,7 @@ class ComponentKind:
     problems: Callable[[RunConfig], Sequence[Problem]] = _no_problems
 
 
-_KINDS: list[ComponentKind] = []
+_KINDS: list[ComponentKind] = [ComponentKind(build_weight_average, weight_average_problems)]
 
 
 def register_component(build: ComponentBuilder) -> None:
