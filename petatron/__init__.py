@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from petatron.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from petatron.checkpoint.state import Chunk
+    from petatron.checkpoint.stateful import SavedState, Stateful
     from petatron.config import RunConfig, load_config
     from petatron.data.dataset_kinds import DatasetRequest, register_dataset
     from petatron.infer.generate import generate
@@ -37,19 +39,25 @@ if TYPE_CHECKING:
     from petatron.train.own_loop import restore, save_checkpoint
     from petatron.train.python_run import Run, load
     from petatron.train.run_training import run_training
+    from petatron.train.state.alternative_weights import AlternativeWeights
     from petatron.train.state.pretrained import from_pretrained
+    from petatron.train.state.run_components import register_component
     from petatron.train.state.run_model import Model
     from petatron.train.state.save_and_load import load_checkpoint
     from petatron.train.state.train_state import TrainState
 
 _HOMES = {
+    "AlternativeWeights": "petatron.train.state.alternative_weights",
     "Batch": "petatron.models.batch",
+    "Chunk": "petatron.checkpoint.state",
     "MasterOptimizer": "petatron.optim.mixed_precision",
     "Model": "petatron.train.state.run_model",
     "ModelSpec": "petatron.models.model_spec",
     "ParallelMesh": "petatron.mesh.mesh",
     "Run": "petatron.train.python_run",
     "RunConfig": "petatron.config",
+    "SavedState": "petatron.checkpoint.stateful",
+    "Stateful": "petatron.checkpoint.stateful",
     "TrainState": "petatron.train.state.train_state",
     "build_loader": "petatron.train.build_run",
     "build_model": "petatron.train.build_run",
@@ -65,6 +73,7 @@ _HOMES = {
     "LossSpec": "petatron.models.stage_inputs_outputs",
     "ModelRole": "petatron.models.objective",
     "Objective": "petatron.models.objective",
+    "register_component": "petatron.train.state.run_components",
     "register_dataset": "petatron.data.dataset_kinds",
     "register_model": "petatron.models.registry",
     "register_objective": "petatron.models.objective",
@@ -75,7 +84,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "AlternativeWeights",
     "Batch",
+    "Chunk",
     "DatasetRequest",
     "LossSpec",
     "MasterOptimizer",
@@ -86,6 +97,8 @@ __all__ = [
     "ParallelMesh",
     "Run",
     "RunConfig",
+    "SavedState",
+    "Stateful",
     "TrainState",
     "build_loader",
     "build_model",
@@ -97,6 +110,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "load_config",
+    "register_component",
     "register_dataset",
     "register_model",
     "register_objective",

@@ -18,7 +18,8 @@ g follows `--main-grads-dtype`, 4 by default and w in float64. m is what the upd
 AdamW has 8 bytes by default. State of whole matrices is divided over the ranks that shard state, matrix by matrix, and each
 tensor-parallel rank has all of it; sums over rows and columns are on every rank that has them. Experts are sharded over other ranks
 than dense parameters, so both are counted separately. Of offloaded optimizer state, a fraction of master weights and moments is not on
-the device. Padding of buckets to equal shards is left out.
+the device. A copy of the weights that a rank updates (their average) is w n / s, on the device. Padding of buckets to equal shards is left
+out.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from functools import lru_cache
 
 from petatron.config.optimizers import rule_spec
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.schema.fields import all_fields
 from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.training import OptimizerConfig
+from petatron.config.schema.training import OptimizerConfig, WeightsCopy
 from petatron.layers.ops.fp8_weight import is_cast_for_each_use
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.rank_layout import Layout
@@ -55,10 +57,12 @@ class StateBytes:
     gradients: int
     master_weights: int
     moments: int
+    copies: int = 0
+    """Copies of the weights that the rank updates, such as their average."""
 
     @property
     def optimizer(self) -> int:
-        return self.master_weights + self.moments
+        return self.master_weights + self.moments + self.copies
 
     @property
     def total(self) -> int:
@@ -120,13 +124,21 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
             gradients=main * owned + unsharded,
             master_weights=main * owned,
             moments=int(moments * on_device),
+            copies=_num_copies(run) * main * owned,
         )
     return StateBytes(
         weights=weight * local + _fp8_copy_bytes(run, elements, num_shards=ranks[0]),
         gradients=_DTYPE_BYTES[run.optim.main_grads_dtype] * local if main == 4 else main * local,
         master_weights=int(4 * owned * on_device) if weight < 4 else 0,
         moments=int(moments * on_device),
+        copies=_num_copies(run) * main * owned,
     )
+
+
+def _num_copies(run: RunConfig) -> int:
+    """Returns how many settings of the run make a rank keep a copy of the weights that it updates."""
+    copying = (info for info in all_fields() if WeightsCopy in info.marks)
+    return sum(getattr(getattr(run, info.section), info.name) not in (None, False) for info in copying)
 
 
 def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, *, num_shards: int) -> int:

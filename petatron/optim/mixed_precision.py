@@ -307,6 +307,11 @@ class MixedPrecisionOptimizer:
         """Whether the master weights are separate tensors, in a wider precision than the model's."""
         return any(segment.has_master_weights for segment in self._segments)
 
+    @property
+    def segments(self) -> Sequence[StateSegment]:
+        """The state of this rank by flat shard; offloaded state may still be written back."""
+        return self._segments
+
     def master_weights(self) -> Iterator[tuple[ParameterGroup, TensorShard, Tensor]]:
         """Yields the master weights by logical tensor; the model's own follow from them."""
         self._wait_for_state()

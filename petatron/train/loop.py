@@ -277,7 +277,8 @@ class TrainLoop:
         with self._not_training("evaluation"), stopping.evaluation_stop_check(will_save=will_save) as watch:
             found = evaluate(self._state, loader, watch)
         if isinstance(found, InterruptedEvaluation):
-            batches = f"{found.completed_batches:,} of {self._run.train.eval_iters:,} batches"
+            total = self._run.train.eval_iters * (1 + len(self._state.alternative_weights()))
+            batches = f"{found.completed_batches:,} of {total:,} batches"
             self._log_event(f"the evaluation ({split}) was interrupted after {batches} and reports no loss")
             return found.reason
         if split == "valid":
@@ -292,6 +293,7 @@ class TrainLoop:
                 named_losses=found.named_losses if len(found.named_losses) > 1 else None,
                 consumed_samples=self._state.progress.consumed_samples,
                 split="test" if split == "test" else "valid",
+                loss_by_weights=found.loss_by_weights or None,
             )
         )
         return None

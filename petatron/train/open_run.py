@@ -27,6 +27,7 @@ from petatron.train.report.out_of_memory import report_out_of_memory
 from petatron.train.report.run_header import RunHeader
 from petatron.train.report.task_evaluation import TaskEvaluator, read_eval_tasks
 from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_prompts
+from petatron.train.state.run_components import check_components
 from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
 
@@ -80,6 +81,7 @@ def check_start(loaded: LoadedConfig) -> RunStart:
     loaded, tokenizer = open_tokenizer(loaded)
     run = loaded.config
     build_objective(run)  # what is wrong with it is told before anything is built
+    check_components(run)
     prompts, eval_tasks = read_prompts(run, tokenizer), read_eval_tasks(run)
     device = detect_device(run.train.device)
     check_memory_capacity(run, device, local_ranks=read_environment().local_world_size)

@@ -41,12 +41,19 @@ from petatron.checkpoint.convert.read_hf_folder import (
     read_model_settings,
 )
 from petatron.checkpoint.files import step_folder, step_list
-from petatron.checkpoint.files.manifest import Manifest
+from petatron.checkpoint.files.manifest import Manifest, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_precision
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
-from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk, folder_tensor_key, folder_tensor_name
+from petatron.checkpoint.state import (
+    MASTER_PREFIX,
+    ROUTER_PREFIX,
+    WEIGHT_PREFIX,
+    Chunk,
+    folder_tensor_key,
+    folder_tensor_name,
+)
 from petatron.models.hf import folder_shapes
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
@@ -76,11 +83,17 @@ class ModelSource:
 
 
 def open_model_source(
-    path: Path, *, model_format: ModelFormat | None = None, step: int | None = None, vocab_size: int | None = None
+    path: Path,
+    *,
+    model_format: ModelFormat | None = None,
+    step: int | None = None,
+    vocab_size: int | None = None,
+    weights: str | None = None,
 ) -> ModelSource:
     """Opens a model for reading; the format is detected if it is not given.
 
-    `step` selects among several. `vocab_size` is for Megatron's format, which may know its vocabulary only with its padding.
+    `step` selects among several. `vocab_size` is for Megatron's format, which may know its vocabulary only with its padding. `weights`
+    is a kind of state that a checkpoint of ours has, to read in place of the model's weights: an average.
     """
     found = model_format or detect_format(path)
     problems = []
@@ -91,16 +104,21 @@ def open_model_source(
         problems.append(
             Problem("--step", str(step), "chooses among steps, and a model's folder has none", "Leave it out.")
         )
+    if weights is not None and found != "petatron":
+        rule = f"chooses among the state of a checkpoint, and a {found} model has one set of weights"
+        problems.append(Problem("--weights", weights, rule, "Leave it out."))
     if problems:
         raise ConfigError(problems)
     with reading_foreign(path, _source_error):
-        source = _open(path, found, step, vocab_size)
+        source = _open(path, found, step, vocab_size, weights)
     return replace(source, fill=partial(_fill_checked, source))
 
 
-def _open(path: Path, model_format: ModelFormat, step: int | None, vocab_size: int | None) -> ModelSource:
+def _open(
+    path: Path, model_format: ModelFormat, step: int | None, vocab_size: int | None, weights: str | None
+) -> ModelSource:
     if model_format == "petatron":
-        return _open_petatron(step_list.resolve_step(path, step))
+        return _open_petatron(step_list.resolve_step(path, step), weights)
     if model_format == "huggingface":
         return _open_huggingface(path)
     return _open_megatron(path if step is None else path / f"iter_{step:07d}", vocab_size)
@@ -126,7 +144,7 @@ def _open_huggingface(path: Path) -> ModelSource:
     return _manifest_source("huggingface", path, path, manifest, values, spec, config)
 
 
-def _open_petatron(step: Path) -> ModelSource:
+def _open_petatron(step: Path, state_kind: str | None) -> ModelSource:
     manifest = step_folder.read_manifest(step)
     step_folder.check_aux_files(step, manifest)
     folder = step / step_folder.MODEL_FOLDER
@@ -141,7 +159,30 @@ def _open_petatron(step: Path) -> ModelSource:
     with naming_file(folder / CONFIG_FILE):
         values, spec = _resolve_spec(*settings)
     _check_weights(step, manifest, spec)
+    if state_kind is not None:
+        manifest = replace(manifest, tensors=_with_weights_of(step, manifest, state_kind))
     return _manifest_source("petatron", step, folder, manifest, values, spec, config)
+
+
+def _with_weights_of(step: Path, manifest: Manifest, kind: str) -> dict[str, StoredTensor]:
+    """Returns the tensors with those of a kind of state as the weights; weights that have none of this kind stay (frozen ones)."""
+    tensors = manifest.tensors
+    others = {key.partition("/")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{kind}/")}
+    names = {key.removeprefix(WEIGHT_PREFIX) for key in tensors if key.startswith(WEIGHT_PREFIX)}
+    if not names & others.keys():
+        kinds = sorted({key.partition("/")[0] for key in tensors})
+        raise CheckpointError(f"{step} has no weights {kind}/. Its kinds of state are {', '.join(kinds)}.")
+    unlike = [name for name in names & others.keys() if others[name].shape != tensors[WEIGHT_PREFIX + name].shape]
+    if unlike:
+        raise CheckpointError(
+            f"{step} has {abbreviate_names(sorted(unlike))} of {kind}/ in another shape than the model's."
+        )
+    kept = {
+        key: tensor
+        for key, tensor in tensors.items()
+        if not (key.startswith(MASTER_PREFIX) and key.removeprefix(MASTER_PREFIX) in others)
+    }
+    return kept | {WEIGHT_PREFIX + name: others[name] for name in names & others.keys()}
 
 
 def _check_weights(step: Path, manifest: Manifest, spec: ModelSpec) -> None:

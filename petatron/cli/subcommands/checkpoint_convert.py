@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--from", dest="kind", choices=("auto", *FORMATS), default="auto", help="what the source is (default: look)")
     add("--to", choices=FORMATS, required=True, help="what to make of it")
     add("--step", type=int, metavar="N", help="which step of the source (default: the newest)")
+    add("--weights", metavar="KIND", help="state to take as the weights, as inspect lists it (default: the model's)")
+    add("--average-last", type=int, metavar="N", help="the mean of the last N steps, in double precision")
     add("--dtype", choices=tuple(_DTYPES), help="dtype of the weights (default: as they are)")
     add("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder, to put beside the weights")
     add("--vocab-size", type=int, metavar="N", help="token ids of a Megatron model whose checkpoint does not say")
@@ -45,13 +48,21 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
+    from petatron.checkpoint.convert.average_models import average_sources, last_steps
     from petatron.checkpoint.convert.convert_model import ConversionOptions, MegatronLayout, convert
     from petatron.checkpoint.convert.open_model import open_model_source
     from petatron.checkpoint.model_hub import local_model
 
     kind = None if options.kind == "auto" else options.kind
     path = local_model(options.source, where="SOURCE")
-    source = open_model_source(path, model_format=kind, step=options.step, vocab_size=options.vocab_size)
+    open_source = partial(
+        open_model_source, path, model_format=kind, vocab_size=options.vocab_size, weights=options.weights
+    )
+    if options.average_last is None:
+        source = open_source(step=options.step)
+    else:
+        steps = last_steps(path, options.average_last, before=options.step)
+        source = average_sources([open_source(step=step) for step in steps])
     conversion = ConversionOptions(
         target_format=options.to,
         dtype=None if options.dtype is None else getattr(torch, _DTYPES[options.dtype]),
@@ -65,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
     )
     with sigterm_raises():
         convert(source, options.target, conversion, on_progress=_progress_printer())
-    print(f"{options.source} ({source.format}, step {source.step}) is now {options.target} ({options.to})")
+    averaged = f", the mean of {options.average_last} steps to" if options.average_last is not None else ","
+    print(f"{options.source} ({source.format}{averaged} step {source.step}) is now {options.target} ({options.to})")
     if options.to == "petatron":
         print(f"start from it: petatron train --from {options.target} ...")
     for note in _megatron_notes(options, source) if options.to == "megatron" else ():
@@ -101,6 +113,9 @@ def _check(options: argparse.Namespace) -> None:
     if options.tokenizer is not None and options.to == "megatron":
         rule = "goes beside the weights, and a Megatron checkpoint has no place for it"
         problems.append(Problem("--tokenizer", str(options.tokenizer), rule, "Leave it out."))
+    if options.average_last is not None and options.average_last < 2:
+        rule = "is below 2, and fewer have no mean"
+        problems.append(Problem("--average-last", str(options.average_last), rule, "Use 2 or more."))
     if options.step is not None and options.step < 0:
         problems.append(Problem("--step", str(options.step), "is below 0", "Steps are counted from 0."))
     if options.vocab_size is not None and options.vocab_size < 1:

@@ -36,6 +36,8 @@ ModuleName = Annotated[str, "repeatable"]
 """A module to import; the flag may be given several times, and all of them count."""
 NotSavedFlag = Annotated[bool, "one start"]
 """An answer to a question of one start. A saved config does not repeat it, so that the next start asks again."""
+WeightsCopy = "copy of the owned weights"
+"""The mark of a setting that makes each rank keep a copy of the weights that it updates, in the precision of its master weights."""
 NotSavedOnResumeFlag = Annotated[bool, "one load"]
 """How this start loads. In a run that continues in its own folder, a saved config does not repeat it."""
 
@@ -136,6 +138,12 @@ class RawTrainConfig:
     """YAML list of tasks (see evaluation.md) that measure the model every `--eval-tasks-interval` iterations, and at the end."""
     eval_tasks_interval: IterationCount | None = None
     """Iterations between runs of `--eval-tasks`; unset means `--eval-interval`."""
+    ema_decay: Annotated[Fraction, WeightsCopy] | None = None
+    """Keep an exponential moving average of the weights with this decay (0.999, ...): saved with them, and evaluated beside them."""
+    ema_start: IterationCount = 0
+    """Updates before the average of `--ema-decay` begins, with a copy of the weights."""
+    ema_interval: IterationCount = 1
+    """Updates between two that the average of `--ema-decay` takes."""
     exit_interval: IterationCount | None = None
     """Save and exit when the iteration is a multiple of this."""
     exit_duration_in_mins: Minutes | None = None

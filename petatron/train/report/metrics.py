@@ -269,8 +269,11 @@ def validation_record(
     consumed_samples: int,
     split: Literal["valid", "test"] = "valid",
     named_losses: Mapping[str, float] | None = None,
+    loss_by_weights: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Returns the record of an evaluation; `named_losses` has each loss, where a model has several."""
+    """Returns the record of an evaluation; `named_losses` has each loss, where a model has several, `loss_by_weights` the loss with
+    other weights of the run, by their title.
+    """
     return {
         "kind": "valid",
         "time": time.time(),
@@ -280,6 +283,7 @@ def validation_record(
         "lm_loss": lm_loss,
         "lm_loss_ppl": perplexity(lm_loss),
         **({} if named_losses is None else {"named_losses": dict(named_losses)}),
+        **({} if loss_by_weights is None else {"loss_by_weights": dict(loss_by_weights)}),
     }
 
 

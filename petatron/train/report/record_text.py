@@ -69,13 +69,19 @@ def _router_log_fields(layers: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def validation_line(
-    *, iteration: int, lm_loss: float, split: str = "valid", named_losses: Mapping[str, float] | None = None
+    *,
+    iteration: int,
+    lm_loss: float,
+    split: str = "valid",
+    named_losses: Mapping[str, float] | None = None,
+    loss_by_weights: Mapping[str, float] | None = None,
 ) -> str:
-    """Three lines: the result framed by dashes, as Megatron prints it; of several losses each one's value."""
+    """Three lines: the result framed by dashes, as Megatron prints it; of several losses, and of other weights, each one's value."""
     where = f"iteration {iteration}" + (" on test set" if split == "test" else "")
     values = {"lm loss value": lm_loss, "lm loss PPL": perplexity(lm_loss)}
     if named_losses is not None:
         values = {"total loss value": lm_loss, **{f"{name} value": value for name, value in named_losses.items()}}
+    values |= {f"loss with {title} value": value for title, value in (loss_by_weights or {}).items()}
     line = f" validation loss at {where} | " + "".join(f"{name}: {value:.6E} | " for name, value in values.items())
     frame = "-" * (len(line) + 1)
     return f"{frame}\n{line}\n{frame}"
@@ -113,6 +119,7 @@ def format_record(record: MetricRecord, *, throughput: bool = True) -> str:
             lm_loss=record["lm_loss"],
             split=record["split"],
             named_losses=record.get("named_losses"),
+            loss_by_weights=record.get("loss_by_weights"),
         )
     if record["kind"] == "sample":
         return sample_lines(record)

@@ -147,9 +147,12 @@ def tagged_scalars(record: MetricRecord) -> dict[str, float]:
         return {tag: float(value) for tag, value in found.items() if value is not None}
     if record["kind"] == "valid":
         split, named = "test" if record["split"] == "test" else "validation", record.get("named_losses")
+        others = {f"loss with {name} {split}": float(loss) for name, loss in record.get("loss_by_weights", {}).items()}
         if named:
-            return {f"{name} {split}": float(loss) for name, loss in {"total loss": record["lm_loss"], **named}.items()}
-        return {f"lm loss {split}": float(record["lm_loss"]), f"lm loss {split} ppl": float(record["lm_loss_ppl"])}
+            losses = {"total loss": record["lm_loss"], **named}
+            return {f"{name} {split}": float(loss) for name, loss in losses.items()} | others
+        losses = {f"lm loss {split}": float(record["lm_loss"]), f"lm loss {split} ppl": float(record["lm_loss_ppl"])}
+        return losses | others
     if record["kind"] == "eval":
         return {f"eval/{record['task']}/{name}": float(each["value"]) for name, each in record["metrics"].items()}
     return {}
