@@ -60,7 +60,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.running or self.waiting)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -76,8 +76,11 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSequence]:
         """Returns the next step's work: sequences that decode first, then chunks, those that begin a sequence first."""
         self._restart_long_sequences()
-        self._make_room()
-        tokens, logprobs = self._step_tokens(), MAX_STEP_LOGPROBS
+        share, waiting = None, bool(self.waiting.by_owner)
+        if waiting:
+            self._make_room()
+            share = self._token_share()
+        tokens, logprobs = StepTokens(self._options.max_step_tokens, share), MAX_STEP_LOGPROBS
         scheduled: list[ScheduledSequence] = []
         preemptions = self.num_preemptions
         for sequence in list(self.running):
@@ -94,10 +97,13 @@ class Scheduler:
             if self._reserve(sequence, sequence.computed + count):
                 drafts = tuple(sequence.drafts[: tokens.left - count])
                 scheduled.append(ScheduledSequence(sequence, sequence.computed, count + len(drafts), drafts))
-                tokens.take(sequence.owner, count + len(drafts))
+                if share is None:  # the decode steps of one owner: a call for each sequence would be felt
+                    tokens.left -= count + len(drafts)
+                else:
+                    tokens.take(sequence.owner, count + len(drafts))
         if self.num_preemptions > preemptions:
             scheduled = [work for work in scheduled if work.sequence in self.running]
-        if self.waiting:
+        if waiting or self.num_preemptions > preemptions:
             scheduled += self._start_waiting(tokens, logprobs)
         return sorted(scheduled, key=lambda work: (not work.decodes, work.start > 0))
 
@@ -144,13 +150,14 @@ class Scheduler:
     def _num_owners(self) -> int:
         return len(self._num_running.keys() | self.waiting.owners)
 
-    def _step_tokens(self) -> StepTokens:
-        total, num_owners = self._options.max_step_tokens, self._num_owners
-        return StepTokens(total, share=max(1, total // num_owners) if num_owners > 1 and self.waiting else None)
+    def _token_share(self) -> int | None:
+        """Returns the tokens of a step that prompts of one owner may have while others wait; None: all of them."""
+        num_owners = self._num_owners
+        return max(1, self._options.max_step_tokens // num_owners) if num_owners > 1 else None
 
     def _make_room(self) -> None:
         """Preempts sequences of owners above their share for the next one of an owner that stays within its own."""
-        if not self.waiting or self._num_owners == 1:
+        if self._num_owners == 1:
             return
         sequence = self.waiting.first(self._num_running)
         if sequence is None or not self._is_within_share(sequence) or not self._could_start(sequence):

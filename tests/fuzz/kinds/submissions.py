@@ -82,7 +82,7 @@ class _HereIsolation:
     def __init__(self) -> None:
         self._jobs = LimitedJobs(SentTokenizer(SentTokenizer.content_of(ByteTokenizer())))
 
-    async def check_constraint(self, constraint: Constraint) -> None:
+    async def check_constraint(self, constraint: Constraint, *, owner: str = "") -> None:
         self._jobs.compile(constraint.kind, constraint.grammar)
 
     async def render(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> str:
