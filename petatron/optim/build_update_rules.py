@@ -32,6 +32,22 @@ def register_optimizer(spec: type[UpdateRuleSpec], build: RuleBuilder) -> None:
 
     The class is built with the declaration, whose fields are the settings, and a `RuleContext`. It is an `ElementRule`, a `TensorRule`
     or a `MatrixRule`, as `spec.unit` says. The name must be new, or have the same declaration.
+
+    >>> from dataclasses import dataclass
+    >>> from petatron.config.schema.optimizers.sgd import SgdSettings
+    >>> from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor
+    >>> @dataclass(frozen=True)
+    ... class SlowSgd(UpdateRuleSpec):
+    ...     name, title = "slow-sgd", "slow SGD"
+    ...     momentum: float = 0.99
+    ...     def state(self, shape):
+    ...         return (RuleStateTensor("momentum_buffer"),)
+    ...     @property
+    ...     def settings(self):
+    ...         return SgdSettings(sgd_momentum=self.momentum)
+    >>> register_optimizer(SlowSgd, SgdRule)
+    >>> rule_spec(OptimizerConfig(optimizer="slow-sgd", optimizer_settings=("momentum=0.9",))).momentum
+    0.9
     """
     register_rule_spec(spec)
     _BUILDERS[spec.name] = build
