@@ -36,7 +36,7 @@ LAYOUTS = {
     "--pp 2 --tp 2 --sequence-parallel": 4,
 }
 AT_ONCE = {
-    "padded-encoder": ("--tp 2 --sequence-parallel", "--cp 2", "--pp 2", "--dp 2 --use-distributed-optimizer"),
+    "padded-encoder": ("--tp 2 --sequence-parallel", "--cp 2", "--pp 2"),
     "packed-encoder": ("--cp 2 --cp-comm-type a2a",),
     "prefix-decoder": ("--cp 2", "--recompute-granularity selective"),
 }

@@ -271,7 +271,7 @@ def seen_alone(name: str) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-@pytest.mark.parametrize(("comm_type", "size"), one_in(2, SCHEMES))
+@pytest.mark.parametrize(("comm_type", "size"), one_in(3, SCHEMES))
 def test_every_visibility_is_that_of_the_whole_sequence(ranks: RankPool, comm_type: str, size: int):
     answers = ranks.run(attend_to_all_kinds, size, comm_type, SCHEMES[comm_type, size])
     for name in SEEN:
