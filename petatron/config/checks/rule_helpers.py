@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.schema.fields import fields_by_name, flag_name, join_with_or
+from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flag_name, join_with_or
+from petatron.config.schema.metadata import NotWith
+from petatron.config.schema.numeric_bounds import Above, AtLeast, Below
+from petatron.config.schema.run import RawRunConfig
 
 
 def divisors(number: int, *, limit: int = 12) -> str:
@@ -44,3 +47,34 @@ def within(name: str, value: float | None, low: float, high: float, *, closed: b
     if value is not None and not (low <= value < high or (closed and value == high)):
         span = f"{low:g} to {high:g}" + ("" if closed else f", {high:g} excluded")
         yield Problem(flag_name(name), str(value), "is out of range", f"Use a number from {span}.")
+
+
+def number_problems(config: RawRunConfig, *sections: type) -> Iterator[Problem]:
+    """Yields numbers that break a bound of the schema, of the features in use: of all of them, or of some section classes."""
+    features = [vars(section)["feature"] for section in sections]
+    for info in all_fields():
+        number = getattr(getattr(config, info.section), info.name)
+        if not isinstance(number, int | float) or (features and info.feature not in features) or _is_idle(info, config):
+            continue
+        for note in info.notes_of(AtLeast):
+            yield from at_least(info.name, number, note.minimum)
+        for note in info.notes_of(Above):
+            yield from above(info.name, number, note.bound)
+        for note in info.notes_of(Below):
+            yield from within(info.name, number, 0, note.bound)
+
+
+def conflict_problems(config: RawRunConfig) -> Iterator[Problem]:
+    """Yields settings of features in use that the schema declares not to be combined with another."""
+    for info in all_fields():
+        value = getattr(getattr(config, info.section), info.name)
+        for note in () if value == info.default or _is_idle(info, config) else info.notes_of(NotWith):
+            other = fields_by_name()[note.setting]
+            setting = getattr(getattr(config, other.section), other.name)
+            if note.rule and note.when(setting):
+                yield Problem(info.flag, note.shown.format(value), note.rule.format(value=setting), note.fix)
+
+
+def _is_idle(info: FieldInfo, config: RawRunConfig) -> bool:
+    """Whether a setting belongs to a feature that is not in use, of which a notice tells."""
+    return "selects" not in info.marks and bool(info.feature.unused_reason(config))

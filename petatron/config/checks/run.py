@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.checks.pipeline import splits_backward
 from petatron.config.checks.rule_helpers import above, at_least, multiples_near, within
 from petatron.config.pipeline_stages import max_layers_per_stage
 from petatron.config.schema.fields import flag_name
+from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RawRunConfig
 
 

@@ -15,17 +15,18 @@ import functools
 import inspect
 import math
 import sys
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
+from petatron.config.schema.metadata import Feature, Role, UsedWhen
 from petatron.config.schema.numeric_bounds import NumericBounds
 from petatron.config.schema.run import RawRunConfig
 
 FieldKind = Literal["int", "float", "bool", "str", "choice"]
 ConfigT = TypeVar("ConfigT", bound=RawRunConfig)
+NoteT = TypeVar("NoteT")
 FieldValue = int | float | bool | str | None | tuple[int, ...] | tuple[str, ...]
 
 NONE_WORDS = ("none", "null")
@@ -33,12 +34,12 @@ _TRUE_WORDS, _FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
 _KIND_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word or path"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FieldInfo:
     """One setting. `is_list` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`).
 
-    `marks` are the words next to the type in the schema's `Annotated`: path, private, one start, one load, switch; `bounds` those of
-    a number. A `switch` is a choice with on and off that may be written as a boolean: `--x`, `--no-x`, `x: true`.
+    `notes` are what stands next to the type in the schema's `Annotated` (`metadata.py`), and `marks` the words among them: path, private,
+    one start, one load, switch, roles. A `switch` is a choice with on and off that may be written as a boolean: `--x`, `--no-x`, `x: true`.
     """
 
     section: str
@@ -49,8 +50,37 @@ class FieldInfo:
     choices: tuple[str, ...]
     default: FieldValue
     doc: str
-    marks: tuple[str, ...] = ()
-    bounds: NumericBounds | None = None
+    feature: Feature
+    notes: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def marks(self) -> frozenset[str]:
+        return frozenset(note for note in self.notes if isinstance(note, str))
+
+    @functools.cached_property
+    def bounds(self) -> NumericBounds | None:
+        return next(iter(self.notes_of(NumericBounds)), None)
+
+    @functools.cached_property
+    def role(self) -> Role:
+        return next((role for role in typing.get_args(Role) if role in self.marks), self.feature.role)
+
+    @functools.cached_property
+    def used_when(self) -> tuple[UsedWhen, ...]:
+        """The conditions of its feature, unless it selects that, and its own."""
+        return (*(() if "selects" in self.marks else self.feature.used_when), *self.notes_of(UsedWhen))
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether it is a departure from the plain layer, which is its default."""
+        return self.feature.variants or "variant" in self.marks
+
+    def notes_of(self, kind: type[NoteT]) -> tuple[NoteT, ...]:
+        return tuple(note for note in self.notes if isinstance(note, kind))
+
+    def unused_reason(self, config: RawRunConfig) -> str | None:
+        """Returns why it has no effect in a config; None if it has one, and nothing to tell ("") if it only is not compared."""
+        return next((item.reason.format(run=config) for item in self.used_when if not item.holds(config)), None)
 
     @property
     def path(self) -> str:
@@ -160,10 +190,14 @@ def all_fields() -> tuple[FieldInfo, ...]:
     documentation = _field_docs()
     found: list[FieldInfo] = []
     for section, section_class in sections().items():
-        hints = typing.get_type_hints(section_class, include_extras=True)
         for item, owner in _fields_with_owners(section_class):
-            doc = documentation[owner.__name__, item.name]
-            found.append(_field_info(section, item, hints[item.name], doc))
+            hint, doc = vars(owner)["__annotations__"][item.name], documentation[owner.__name__, item.name]
+            if isinstance(
+                hint, str
+            ):  # not by `get_type_hints`, where functions among the notes would not see their module
+                hint = eval(hint, vars(sys.modules[owner.__module__]))
+            feature = vars(owner).get("feature", Feature(section, role="runtime"))
+            found.append(_field_info(section, item, hint, doc, feature))
     return tuple(found)
 
 
@@ -210,26 +244,26 @@ def replace_fields(config: ConfigT, values: Mapping[str, FieldValue]) -> ConfigT
     return replace(config, **changed)
 
 
-def _field_info(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInfo:
+def _field_info(section: str, item: Field[Any], hint: Any, doc: str, feature: Feature) -> FieldInfo:
     assert item.default is not MISSING, f"{section}.{item.name} has no default"
     optional = many = False
     choices: tuple[str, ...] = ()
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-        optional = True
-    if typing.get_origin(hint) is tuple:
-        hint, many = typing.get_args(hint)[0], True
     notes: list[Any] = []
-    if typing.get_origin(hint) is Annotated:
-        hint, *notes = typing.get_args(hint)
-    marks = tuple(note for note in notes if isinstance(note, str))
-    bounds = next((note for note in notes if isinstance(note, NumericBounds)), None)
+    while (origin := typing.get_origin(hint)) is not None and origin is not Literal:
+        if origin is Annotated:
+            hint, *outer = typing.get_args(hint)
+            notes += outer
+        elif origin is tuple:
+            hint, many = typing.get_args(hint)[0], True
+        else:
+            (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+            optional = True
     kind: FieldKind
-    if typing.get_origin(hint) is Literal:
+    if origin is Literal:
         kind, choices = "choice", typing.get_args(hint)
     else:
         kind = hint.__name__
-    return FieldInfo(section, item.name, kind, many, optional, choices, item.default, doc, marks, bounds)
+    return FieldInfo(section, item.name, kind, many, optional, choices, item.default, doc, feature, tuple(notes))
 
 
 def _field_docs() -> dict[tuple[str, str], str]:

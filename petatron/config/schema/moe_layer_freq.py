@@ -7,11 +7,15 @@ A number N makes layers 0, N, 2N, ... MoE. Anything else is one 0 or 1 per layer
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import EXPERTS
-from petatron.config.schema.run import RawRunConfig
+
+if TYPE_CHECKING:
+    from petatron.config.schema.run import RawRunConfig
 
 _FIX = "Give a number, or one 0 or 1 per layer such as ([0]*1+[1]*23)."
 # Far above any model; keeps `[1]*999999999` from filling memory before it is refused.
@@ -65,6 +69,47 @@ def moe_layer_freq_problems(config: RawRunConfig) -> Iterator[Problem]:
         yield Problem(
             "--moe-layer-freq", text, "leaves no layer for the experts", "Leave --num-experts out, or write a 1."
         )
+
+
+def every_layer_has_experts(config: RawRunConfig) -> bool:
+    """Whether no layer has an MLP instead; False while the pattern is a problem of its own."""
+    if config.moe.num_experts is None or config.model.hybrid_layer_pattern is not None:
+        return False
+    return all(marked_from_the_first(config.moe.moe_layer_freq, {"num_layers": config.model.num_layers}))
+
+
+def marked_from_the_first(text: Any, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns for each layer whether it is marked, where N marks layers 0, N, 2N, ...; to compare patterns by what they mean.
+
+    >>> marked_from_the_first("2", {"num_layers": 3}) == marked_from_the_first("[1, 0, 1]", {"num_layers": 3})
+    True
+    """
+    return _marks("1" if text is None else text, settings, lambda layer, number: layer % number == 0)
+
+
+def marked_by_multiples(text: Any, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The same where N marks layers N - 1, 2N - 1, ..., and no pattern marks none."""
+    return _marks(text, settings, lambda layer, number: (layer + 1) % number == 0)
+
+
+def unmarked_by_multiples(text: Any, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The same where N marks all layers but these."""
+    return _marks(text, settings, lambda layer, number: (layer + 1) % number != 0)
+
+
+def _marks(text: Any, settings: Mapping[str, Any], marks: Callable[[int, int], bool]) -> tuple[Any, ...]:
+    """Returns the mark of each layer; a pattern that means nothing stands for itself."""
+    layers = settings.get("num_layers", 0)
+    if text is None:
+        return ()
+    try:
+        pattern = parse_moe_layer_freq(str(text))
+    except MoELayerFreqError:
+        return ("", text)
+    if isinstance(pattern, int):
+        known = is_count(layers, 1) and layers <= MAX_PATTERN_LAYERS and pattern > 0
+        return tuple(marks(layer, pattern) for layer in range(layers)) if known else ("", text, layers)
+    return tuple(bool(bit) for bit in pattern)
 
 
 def parse_moe_layer_freq(text: str) -> int | tuple[int, ...]:

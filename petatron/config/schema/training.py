@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from petatron.config.schema.hybrid_pattern import MAMBA, branch_letters
+from petatron.config.schema.metadata import Feature, UsedWhen
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     Factor,
@@ -19,6 +21,11 @@ from petatron.config.schema.numeric_bounds import (
     Seed,
     SmallCount,
 )
+from petatron.config.schema.sections.linear_attention import has_delta_layers
+from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
+
+if TYPE_CHECKING:
+    from petatron.config.schema.run import RawRunConfig
 
 # What `fields.py` reads off an annotation beside its type.
 FilePath = Annotated[str, "path"]
@@ -31,12 +38,31 @@ NotSavedFlag = Annotated[bool, "one start"]
 """An answer to a question of one start. A saved config does not repeat it, so that the next start asks again."""
 NotSavedOnResumeFlag = Annotated[bool, "one load"]
 """How this start loads. In a run that continues in its own folder, a saved config does not repeat it."""
+_FOR_ADAM = UsedWhen(
+    lambda run: run.optim.optimizer != "sgd", "the optimizer is sgd"
+)  # muon leaves some parameters to adam
+_FOR_MUON = UsedWhen(lambda run: run.optim.optimizer == "muon", "the optimizer is {run.optim.optimizer}")
+_FOR_SGD = UsedWhen(lambda run: run.optim.optimizer == "sgd", "the optimizer is {run.optim.optimizer}")
+_LOADS = UsedWhen(lambda run: run.checkpoint.load is not None, "there is no --load")
+_SAVES = UsedWhen(lambda run: run.checkpoint.save is not None, "there is no --save")
+_SAMPLES = UsedWhen(lambda run: run.log.sample_prompts is not None, "it is for --sample-prompts")
+_PROFILES = UsedWhen(lambda run: run.log.profile, "it is for --profile")
+
+
+def _compiles_functions(run: RawRunConfig) -> bool:
+    """Whether a model has functions without kernels of their own."""
+    model = run.model
+    if model.normalization != "RMSNorm" or model.activation not in GATED_ACTIVATIONS:
+        return True
+    recurrent = MAMBA in branch_letters(model.hybrid_layer_pattern) or has_delta_layers(model)
+    return recurrent or model.activation_func_clamp_value is not None or model.glu_linear_offset != 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """The update rule."""
 
+    feature: ClassVar = Feature("optimizer", role="training")
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
     """adam is AdamW (decoupled weight decay); sgd is SGD with momentum; muon is Muon for the matrices of layers and adam for all else."""
     lr: LearningRate | None = None
@@ -51,39 +77,39 @@ class OptimizerConfig:
     """Last value of a weight-decay schedule."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How weight decay moves from start to end."""
-    adam_beta1: Fraction = 0.9
+    adam_beta1: Annotated[Fraction, _FOR_ADAM] = 0.9
     """Decay of the first moment."""
-    adam_beta2: Fraction = 0.999
+    adam_beta2: Annotated[Fraction, _FOR_ADAM] = 0.999
     """Decay of the second moment."""
-    adam_eps: Factor = 1e-8
+    adam_eps: Annotated[Factor, _FOR_ADAM] = 1e-8
     """Added to the square root of the second moment."""
-    sgd_momentum: Fraction = 0.9
+    sgd_momentum: Annotated[Fraction, _FOR_SGD] = 0.9
     """Momentum of sgd."""
-    muon_momentum: Fraction = 0.95
+    muon_momentum: Annotated[Fraction, _FOR_MUON] = 0.95
     """Momentum of muon."""
-    muon_nesterov: bool = False
+    muon_nesterov: Annotated[bool, _FOR_MUON] = False
     """Nesterov's momentum in muon."""
-    muon_num_ns_steps: SmallCount = 5
+    muon_num_ns_steps: Annotated[SmallCount, _FOR_MUON] = 5
     """Newton-Schulz steps of muon."""
-    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
+    muon_coefficient_type: Annotated[Literal["simple", "quintic", "polar_express"], _FOR_MUON] = "quintic"
     """Coefficients of the Newton-Schulz steps: the same in each, five sets in turn, or eight that get finer."""
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    muon_scale_mode: Annotated[Literal["spectral", "unit_rms_norm", "shape_scaling"], _FOR_MUON] = "spectral"
     """Factor of an orthogonal update of n rows and m columns: sqrt(max(n, m)), sqrt(n / m) or sqrt(max(1, n / m))."""
-    muon_extra_scale_factor: Factor = 1.0
+    muon_extra_scale_factor: Annotated[Factor, _FOR_MUON] = 1.0
     """A further factor of muon's updates; 0.2 with spectral makes them as large as adam's."""
-    muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
+    muon_fp32_matmul_prec: Annotated[Literal["medium", "high"], _FOR_MUON] = "medium"
     """Precision of muon's Newton-Schulz steps: medium is bf16, high is fp32; a run in fp64 takes them in fp64."""
-    muon_split_qkv: bool = True
+    muon_split_qkv: Annotated[bool, _FOR_MUON] = True
     """Orthogonalise the matrices of queries, keys and values each by itself; else stacked, as one."""
-    muon_tp_mode: Literal["duplicated"] = "duplicated"
+    muon_tp_mode: Annotated[Literal["duplicated"], _FOR_MUON] = "duplicated"
     """Newton-Schulz steps of a matrix that tensor-parallel ranks shard: each of them all-gathers it and takes all steps."""
-    muon_scalar_optimizer: Literal["adam"] = "adam"
+    muon_scalar_optimizer: Annotated[Literal["adam"], _FOR_MUON] = "adam"
     """The optimizer of the parameters that muon does not update."""
     clip_grad: Factor = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_dtype: Annotated[Literal["fp32", "bf16"], _FOR_ADAM] = "fp32"
     """Format of the first moment of adam; bf16 is rounded up or down at random, which is right on average."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    exp_avg_sq_dtype: Annotated[Literal["fp32", "bf16"], _FOR_ADAM] = "fp32"
     """Format of the second moment of adam; bf16 is rounded like the first."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated; bf16 takes half the memory and loses small contributions."""
@@ -93,11 +119,15 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Learning rate over time."""
 
+    feature: ClassVar = Feature("schedule", role="training")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after warm-up."""
     min_lr: LearningRate = 0.0
     """Learning rate at the end of the decay."""
-    decoupled_min_lr: LearningRate | None = None
+    decoupled_min_lr: (
+        Annotated[LearningRate, UsedWhen(lambda run: run.optim.decoupled_lr is not None, "there is no --decoupled-lr")]
+        | None
+    ) = None
     """Learning rate at the end of the decay of `--decoupled-lr`; unset means that of `--min-lr`."""
     lr_warmup_init: LearningRate = 0.0
     """Learning rate at the start of warm-up."""
@@ -123,9 +153,19 @@ class ScheduleConfig:
 class RawTrainConfig:
     """How long, how much at a time, when to look and when to stop."""
 
-    compile: bool = True
+    feature: ClassVar = Feature("training", role="training")
+    compile: Annotated[
+        bool,
+        "runtime",
+        UsedWhen(_compiles_functions, "nothing of this model is compiled: on GPUs it has kernels of its own"),
+    ] = True
     """Fuse what has no kernel of its own with torch.compile, on GPUs."""
-    cuda_graphs: Annotated[Literal["auto", "on", "off"], "switch"] = "auto"
+    cuda_graphs: Annotated[
+        Literal["auto", "on", "off"],
+        "switch",
+        "runtime",
+        UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes"),
+    ] = "auto"
     """Record the forward and backward passes of a step once and replay them: faster where kernels are short, on GPUs. With auto, after
     a few steps, if the device was idle for more than a tenth of them, the layout allows it and memory suffices. With on, what
     cannot be recorded is an error, unless `--device` is cpu: a CPU records nothing, and a note says so."""
@@ -133,7 +173,7 @@ class RawTrainConfig:
     """What to minimise instead of the model's own loss, by the name under which an imported module registered it."""
     objective_settings: tuple[str, ...] = ()
     """Settings of `--objective`: NAME=VALUE, several."""
-    micro_batch_size: BatchSize = 1
+    micro_batch_size: Annotated[BatchSize, "runtime"] = 1
     """Samples per forward pass on one rank."""
     global_batch_size: BatchSize | None = None
     """Samples per optimizer step over all ranks. Derived: micro batch x data parallel."""
@@ -159,11 +199,11 @@ class RawTrainConfig:
     """Seconds after SIGTERM within which the step must end; then the run exits (code 143) without saving. 0 means no limit."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when the loss or a gradient is not finite (weights are never updated with such gradients)."""
-    seed: Seed = 1234
+    seed: Annotated[Seed, "runtime"] = 1234
     """Seed of initial weights, dropout and data order."""
-    deterministic_mode: bool = False
+    deterministic_mode: Annotated[bool, "runtime"] = False
     """Use only deterministic kernels."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "runtime"] = "auto"
     """Where to compute; auto takes CUDA when there is one."""
 
 
@@ -178,6 +218,7 @@ class TrainConfig(RawTrainConfig):
 class DataConfig:
     """What to train on."""
 
+    feature: ClassVar = Feature("data", role="training")
     dataset_kind: str | None = None
     """How to open the data, by the name under which an imported module registered it. Unset: Megatron's .bin and .idx files."""
     data_path: tuple[FilePath, ...] = ()
@@ -190,7 +231,12 @@ class DataConfig:
     """Prefixes (or weight/prefix pairs) for testing only."""
     data_args_path: FilePath | None = None
     """File that holds the value of `--data-path`, for long blends."""
-    split: str = "969,30,1"
+    split: Annotated[
+        str,
+        UsedWhen(
+            lambda run: not run.data.mock_data and not run.data.train_data_path, "there is no --data-path to split"
+        ),
+    ] = "969,30,1"
     """Shares of documents for training, validation and test, with `--data-path`."""
     data_cache_path: FilePath | None = None
     """Folder for sample indices. Derived: `cache` beside the first dataset."""
@@ -220,7 +266,13 @@ class TokenizerConfig:
     """GPT-2 vocab.json."""
     merge_file: FilePath | None = None
     """GPT-2 merges.txt."""
-    force_tokenizer: NotSavedFlag = False
+    force_tokenizer: Annotated[
+        NotSavedFlag,
+        UsedWhen(
+            lambda run: run.checkpoint.load is not None or run.checkpoint.pretrained_checkpoint is not None,
+            "there is no model to start from",
+        ),
+    ] = False
     """Start from a model with another tokenizer than its folder has; its ids then mean other tokens than the model has learned."""
 
 
@@ -228,26 +280,26 @@ class TokenizerConfig:
 class CheckpointConfig:
     """Where state is kept."""
 
-    save: FilePath | None = None
+    save: Annotated[FilePath, "training"] | None = None
     """Folder to save checkpoints in."""
     load: FilePath | None = None
     """Folder to resume from (its newest checkpoint)."""
     pretrained_checkpoint: FilePath | None = None
     """Folder to take the first weights from when `--load` is not given or holds no checkpoint yet: of checkpoints, or of a
     Hugging Face model."""
-    save_interval: IterationCount | None = None
+    save_interval: Annotated[IterationCount, "training"] | None = None
     """Iterations between saves; the last state is always saved when `--save` is given."""
     ckpt_step: Annotated[IterationCount, "one load"] | None = None
     """Resume from this iteration instead of the newest."""
-    finetune: bool = False
+    finetune: Annotated[bool, "training"] = False
     """Load weights only and start at iteration 0."""
-    no_load_optim: NotSavedOnResumeFlag = False
+    no_load_optim: Annotated[NotSavedOnResumeFlag, "training", _LOADS] = False
     """Do not load optimizer state."""
-    no_load_rng: NotSavedOnResumeFlag = False
+    no_load_rng: Annotated[NotSavedOnResumeFlag, "training", _LOADS] = False
     """Do not load random states."""
-    no_save_optim: bool = False
+    no_save_optim: Annotated[bool, "training", _SAVES] = False
     """Do not save optimizer state; such a checkpoint cannot be resumed, only finetuned."""
-    no_save_rng: bool = False
+    no_save_rng: Annotated[bool, "training", _SAVES] = False
     """Do not save random states."""
     exit_on_missing_checkpoint: bool = False
     """Fail when `--load` holds no checkpoint, instead of starting from scratch."""
@@ -255,19 +307,25 @@ class CheckpointConfig:
     """Take the model's settings from the checkpoint in `--load`; other values for them give way, with a note."""
     use_mp_args_from_checkpoint_args: NotSavedFlag = False
     """With `--use-checkpoint-args`, take the sizes of tensor, pipeline and expert parallelism and the pipeline's split too."""
-    use_tokenizer_model_from_checkpoint_args: bool = True
+    use_tokenizer_model_from_checkpoint_args: Annotated[
+        bool,
+        UsedWhen(
+            lambda run: run.checkpoint.use_checkpoint_args or run.checkpoint.pretrained_checkpoint is not None,
+            "it is for --use-checkpoint-args and --from",
+        ),
+    ] = True
     """With `--use-checkpoint-args` or `--from`, use the tokenizer found there unless another one is given."""
     override_opt_param_scheduler: NotSavedFlag = False
     """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
-    async_save: bool = False
+    async_save: Annotated[bool, "training", _SAVES] = False
     """Write checkpoints in the background: the run goes on as soon as the state is copied to host memory."""
-    save_total_limit: IterationCount | None = None
+    save_total_limit: Annotated[IterationCount, "training", _SAVES] | None = None
     """Keep only this many of the newest checkpoints; unset keeps all."""
-    save_retain_interval: IterationCount | None = None
+    save_retain_interval: Annotated[IterationCount, "training"] | None = None
     """With `--save-total-limit`, also keep every checkpoint whose iteration is a multiple of this."""
     sign_key: PrivateKeyPath | None = None
     """File of an Ed25519 private key to sign checkpoints with (extra: sign); their files get SHA-256 digests then."""
-    load_fallback: bool = False
+    load_fallback: Annotated[bool, "training", _LOADS] = False
     """If the checkpoint to load is damaged, say so and take the newest sound one before it."""
     ckpt_format: Literal["petatron"] = "petatron"
     """Checkpoint format."""
@@ -277,6 +335,7 @@ class CheckpointConfig:
 class LogConfig:
     """What a run tells."""
 
+    feature: ClassVar = Feature("log", role="training")
     log_interval: IterationCount = 100
     """Iterations between log lines; the first iteration is always logged."""
     log_throughput: bool = True
@@ -297,25 +356,27 @@ class LogConfig:
     """File of prompts, one per line, that the model continues every `--sample-interval` iterations, to see it learn."""
     sample_interval: IterationCount | None = None
     """Iterations between text samples; needs `--sample-prompts`."""
-    sample_tokens: SmallCount = 40
+    sample_tokens: Annotated[SmallCount, _SAMPLES] = 40
     """New tokens per text sample."""
-    sample_temperature: Factor = 0.0
+    sample_temperature: Annotated[Factor, _SAMPLES] = 0.0
     """Temperature of text samples: 0 takes the likeliest token; above 0 tokens are drawn with the same seed every time."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live terminal view; auto shows it when stderr is a terminal and rich is installed."""
     pipeline_timeline: FilePath | None = None
     """File to write the measured timeline of one step to; `petatron plan schedule --measured` draws it."""
-    pipeline_timeline_step: IterationCount = 3
+    pipeline_timeline_step: Annotated[
+        IterationCount, UsedWhen(lambda run: run.log.pipeline_timeline is not None, "it is for --pipeline-timeline")
+    ] = 3
     """Which iteration `--pipeline-timeline` measures."""
     profile: bool = False
     """Write a Chrome trace of some iterations (PyTorch's profiler), to be opened in Perfetto or chrome://tracing."""
-    profile_step_start: IterationCount = 10
+    profile_step_start: Annotated[IterationCount, _PROFILES] = 10
     """First iteration that `--profile` traces."""
-    profile_step_end: IterationCount = 12
+    profile_step_end: Annotated[IterationCount, _PROFILES] = 12
     """Iteration before which `--profile` stops."""
-    profile_ranks: tuple[RankCount, ...] = (0,)
+    profile_ranks: tuple[Annotated[RankCount, _PROFILES], ...] = (0,)
     """Ranks that `--profile` traces."""
-    profile_dir: FilePath | None = None
+    profile_dir: Annotated[FilePath, _PROFILES] | None = None
     """Folder for the traces, made if need be in one that exists; unset: `profile` in the TensorBoard, log or save folder, or runs."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.rule_helpers import at_least, divisors
+from petatron.config.checks.rule_helpers import divisors, number_problems
 from petatron.config.schema.hybrid_pattern import (
     ATTENTION,
     EXPERTS,
@@ -19,9 +19,9 @@ from petatron.config.schema.hybrid_pattern import (
 )
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.mamba2 import Mamba2Settings
 
 _PATTERN = "--hybrid-layer-pattern"
-MAMBA_SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_chunk_size")
 HALO_TOKENS = 3
 """What the convolution of a context-parallel rank needs of the part before."""
 
@@ -51,7 +51,7 @@ def check_hybrid(config: RawRunConfig) -> Iterator[Problem]:
     if MAMBA in branch_letters(pattern):
         wrong_sizes = list(_mamba_sizes(model))
         yield from wrong_sizes
-        if not wrong_sizes:
+        if not wrong_sizes and not any(number_problems(config, Mamba2Settings)):
             yield from _tensor_parallel(config)
             yield from _context_parallel(config)
 
@@ -104,8 +104,6 @@ def _experts(config: RawRunConfig, pattern: str) -> Iterator[Problem]:
 
 
 def _mamba_sizes(model: RawModelConfig) -> Iterator[Problem]:
-    for name in MAMBA_SIZES:
-        yield from at_least(name, getattr(model, name), 1)
     heads, groups, head_dim = model.mamba_num_heads, model.mamba_num_groups, model.mamba_head_dim
     if heads is None:
         rule = f"does not divide 2 x --hidden-size {model.hidden_size}, and --mamba-num-heads is not set"

@@ -5,28 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.rule_helpers import at_least, multiples_near
+from petatron.config.checks.rule_helpers import multiples_near, number_problems
 from petatron.config.schema.hybrid_pattern import DELTA
 from petatron.config.schema.layer_patterns import layer_pattern_problems
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.linear_attention import LinearAttentionSettings, has_delta_layers
 
-LINEAR_SIZES = (
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_chunk_size",
-)
 _VARIANT, _FREQ = "--experimental-attention-variant", "--linear-attention-freq"
-
-
-def has_delta_layers(model: RawModelConfig) -> bool:
-    """Whether some layer is a gated delta net, by the letters of a hybrid or by the variant."""
-    if model.hybrid_layer_pattern is not None:
-        return DELTA in model.hybrid_layer_pattern
-    return model.experimental_attention_variant is not None
 
 
 def check_linear_attention(config: RawRunConfig) -> Iterator[Problem]:
@@ -34,9 +20,9 @@ def check_linear_attention(config: RawRunConfig) -> Iterator[Problem]:
     yield from _which_layers(model)
     if not has_delta_layers(model):
         return
-    wrong_sizes = list(_sizes(model))
+    wrong_sizes = list(_heads(model))
     yield from wrong_sizes
-    if not wrong_sizes:
+    if not wrong_sizes and not any(number_problems(config, LinearAttentionSettings)):
         yield from _tensor_parallel(config)
         yield from _context_parallel(config)
 
@@ -44,9 +30,6 @@ def check_linear_attention(config: RawRunConfig) -> Iterator[Problem]:
 def _which_layers(model: RawModelConfig) -> Iterator[Problem]:
     variant, freq = model.experimental_attention_variant, model.linear_attention_freq
     yield from layer_pattern_problems("linear_attention_freq", model)
-    if variant is None and freq is not None:
-        rule = f"says which layers have linear attention, but there is no {_VARIANT}"
-        yield Problem(_FREQ, freq, rule, f"Add {_VARIANT} gated_delta_net or kimi_delta_attention, or leave it out.")
     if variant is not None and model.hybrid_layer_pattern is not None:
         rule = f"and --hybrid-layer-pattern, where {DELTA} is a gated delta net, both say which layers have one"
         yield Problem(_VARIANT, variant, rule, "Leave one out.")
@@ -55,9 +38,7 @@ def _which_layers(model: RawModelConfig) -> Iterator[Problem]:
         yield Problem(_VARIANT, variant, "needs to know which layers it is for", fix)
 
 
-def _sizes(model: RawModelConfig) -> Iterator[Problem]:
-    for name in LINEAR_SIZES:
-        yield from at_least(name, getattr(model, name), 2 if name == "linear_conv_kernel_dim" else 1)
+def _heads(model: RawModelConfig) -> Iterator[Problem]:
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
     if keys > 0 and values % keys:
         rule = f"is not a multiple of --linear-num-key-heads {keys}"
