@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
 from petatron.base.errors import Problem
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flag_name, join_with_or
 from petatron.config.schema.metadata import NotWith
-from petatron.config.schema.numeric_bounds import Above, AtLeast, Below
+from petatron.config.schema.model_identity import MODEL_SECTIONS
 from petatron.config.schema.run import RawRunConfig
 
 
@@ -49,6 +50,13 @@ def within(name: str, value: float | None, low: float, high: float, *, closed: b
         yield Problem(flag_name(name), str(value), "is out of range", f"Use a number from {span}.")
 
 
+_NUMBER_RULES: Mapping[str, Callable[[str, float, float], Iterator[Problem]]] = {
+    "at least": at_least,
+    "above": above,
+    "below": lambda name, number, bound: within(name, number, 0, bound),
+}
+
+
 def number_problems(config: RawRunConfig, *sections: type) -> Iterator[Problem]:
     """Yields numbers that break a bound of the schema, of the features in use: of all of them, or of some section classes."""
     features = [vars(section)["feature"] for section in sections]
@@ -56,12 +64,10 @@ def number_problems(config: RawRunConfig, *sections: type) -> Iterator[Problem]:
         number = getattr(getattr(config, info.section), info.name)
         if not isinstance(number, int | float) or (features and info.feature not in features) or _is_idle(info, config):
             continue
-        for note in info.notes_of(AtLeast):
-            yield from at_least(info.name, number, note.minimum)
-        for note in info.notes_of(Above):
-            yield from above(info.name, number, note.bound)
-        for note in info.notes_of(Below):
-            yield from within(info.name, number, 0, note.bound)
+        for mark in info.marks:
+            words, _, bound = mark.rpartition(" ")
+            if words in _NUMBER_RULES:
+                yield from _NUMBER_RULES[words](info.name, number, float(bound))
 
 
 def conflict_problems(config: RawRunConfig) -> Iterator[Problem]:
@@ -76,5 +82,28 @@ def conflict_problems(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _is_idle(info: FieldInfo, config: RawRunConfig) -> bool:
-    """Whether a setting belongs to a feature that is not in use, of which a notice tells."""
-    return "selects" not in info.marks and bool(info.feature.unused_reason(config))
+    """Whether a setting belongs to a feature that the model does not have, of which a notice tells."""
+    of_model = info.section in MODEL_SECTIONS and "selects" not in info.marks
+    return of_model and bool(info.feature.unused_reason(config))
+
+
+def check_recurrent_layout(config: RawRunConfig, *, heads: str, groups: str, halo_tokens: int) -> Iterator[Problem]:
+    """Yields layouts that do not share layers with a recurrent state evenly.
+
+    Tensor-parallel ranks have equally many heads, and whole groups (or key heads) or equal parts of one. The convolution of a
+    context-parallel rank takes its halo from one other rank only.
+    """
+    parallel, length = config.parallel, config.model.seq_length
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    num_heads, num_groups = getattr(config.model, heads) or 0, getattr(config.model, groups)
+    if tp >= 1 and (num_heads % tp or (num_groups % tp and tp % num_groups)):
+        sizes = (size for size in range(1, num_heads + 1) if num_heads % size == 0)
+        usable = islice((size for size in sizes if not (num_groups % size and size % num_groups)), 12)
+        rule = f"is neither a multiple nor a divisor of {flag_name(groups)} {num_groups}"
+        if num_heads % tp:
+            rule = f"does not divide {flag_name(heads)} {num_heads}"
+        yield Problem("--tensor-model-parallel-size", str(tp), rule, f"Use {', '.join(map(str, usable))}.")
+    if cp > 1 and length > 0 and length // cp < halo_tokens:
+        rule = f"leaves a rank {length // cp} tokens, fewer than the {halo_tokens} that the convolution of the next one sees"
+        fix = f"Use --seq-length {2 * cp * -(-halo_tokens // 2)} or more."
+        yield Problem("--context-parallel-size", str(cp), rule, fix)

@@ -2,18 +2,19 @@
 
 The schema is the only place a setting is declared, so flags, YAML keys, help text and the reference page are all read
 from it here. Types come from the annotations; documentation is the string literal under a field, which Python does not
-keep at run time, so it is read from the schema's source with `ast`. `FieldInfo.parse` is the one way text becomes a
+keep at run time, so it is read from the schema's source (by a pattern: parsing it would take longer than all else that
+`--help` does). `FieldInfo.parse` is the one way text becomes a
 value, for a flag and for a YAML scalar alike; that is why `live: on` stays the word "on" although YAML 1.1 would call
 it a boolean, and why `lr: 3e-4` is a number although YAML 1.1 would call it a string.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import inspect
 import math
+import re
 import sys
 import typing
 from collections.abc import Iterable, Mapping
@@ -30,6 +31,8 @@ NoteT = TypeVar("NoteT")
 FieldValue = int | float | bool | str | None | tuple[int, ...] | tuple[str, ...]
 
 NONE_WORDS = ("none", "null")
+_DECLARATION = re.compile(r'^class (?P<owner>\w+)|^    (?P<name>\w+): |^    """(?P<doc>.*?)"""', re.M | re.S)
+_ROLES: frozenset[Any] = frozenset(typing.get_args(Role))
 _TRUE_WORDS, _FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
 _KIND_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word or path"}
 
@@ -54,7 +57,7 @@ class FieldInfo:
     notes: tuple[Any, ...] = ()
 
     @functools.cached_property
-    def marks(self) -> frozenset[str]:
+    def marks(self) -> frozenset[Any]:
         return frozenset(note for note in self.notes if isinstance(note, str))
 
     @functools.cached_property
@@ -63,7 +66,8 @@ class FieldInfo:
 
     @functools.cached_property
     def role(self) -> Role:
-        return next((role for role in typing.get_args(Role) if role in self.marks), self.feature.role)
+        roles: list[Role] = [*(self.marks & _ROLES), self.feature.role]
+        return roles[0]
 
     @functools.cached_property
     def used_when(self) -> tuple[UsedWhen, ...]:
@@ -267,17 +271,16 @@ def _field_info(section: str, item: Field[Any], hint: Any, doc: str, feature: Fe
 
 
 def _field_docs() -> dict[tuple[str, str], str]:
+    """Returns the documentation of every field by the class that declares it, on one line however the source breaks it."""
     docs: dict[tuple[str, str], str] = {}
-    # By file and not by class: to find one class, Python would reparse its whole file.
     classes = [owner for section_class in sections().values() for owner in section_class.__mro__ if is_dataclass(owner)]
-    files = dict.fromkeys(owner.__module__ for owner in classes)
-    nodes = [node for name in files for node in ast.parse(inspect.getsource(sys.modules[name])).body]
-    for node in nodes:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for statement, following in zip(node.body, [*node.body[1:], ast.Pass()]):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-                text = str(following.value.value) if is_text else ""  # type: ignore[union-attr]
-                docs[node.name, statement.target.id] = " ".join(text.split())  # one line, however the source breaks it
+    for module in dict.fromkeys(owner.__module__ for owner in classes):
+        owner = name = ""
+        for match in _DECLARATION.finditer(inspect.getsource(sys.modules[module])):
+            if match["owner"]:
+                owner, name = match["owner"], ""
+            elif match["name"]:
+                name = match["name"]
+            elif name:
+                docs[owner, name], name = " ".join(match["doc"].split()), ""
     return docs

@@ -6,14 +6,16 @@ what a typed flag drops from a preset, many checks and the reference page are de
 
 Words among the notes: `runtime`, `training`, `limit` and `redundant` are roles (`Role`); `selects` marks a setting that turns its feature
 on, and so has an effect without it; `variant` marks one by which a layer departs from the plain one, which is its default; `later` one
-that was added to its feature. Models stored before there was a variant or a later setting had its default.
+that was added to its feature. Models stored before there was a variant or a later setting had its default. `at least 1`, `above 0` and
+`below 1` are bounds of a number of a feature in use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, dataclass_transform
 
 if TYPE_CHECKING:
     from petatron.config.schema.run import RawRunConfig
@@ -21,6 +23,16 @@ if TYPE_CHECKING:
 Role = Literal["identity", "redundant", "limit", "runtime", "training"]
 """`identity`: two models that differ in it are different functions of their weights. `redundant`: stored with the identity, and follows
 from the rest of it. `limit`: how far a model may be used. `runtime`: how a run computes or shards. `training`: only training reads it."""
+
+SectionT = TypeVar("SectionT")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings_section(section: type[SectionT]) -> type[SectionT]:
+    """Declares the settings of one feature, as a base of the config that has them. Nobody builds one by itself, and without the methods
+    of a dataclass, twenty of them do not slow down `--help`.
+    """
+    return dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)(section)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,22 @@ class UsedWhen:
 
     holds: Callable[[RawRunConfig], object]
     reason: str = ""
+
+
+def used_with(*settings: str, value: Any = None, reason: str = "") -> UsedWhen:
+    """Returns the condition that one of these settings, by path, is set or turned on, or has a value.
+
+    >>> used_with("precision.fp8_recipe", value="delayed").reason, used_with("log.profile").reason
+    ('it is for --fp8-recipe delayed', 'it is for --profile')
+    """
+    flags = " and ".join(f"--{path.partition('.')[2].replace('_', '-')}" for path in settings)
+    getters = [attrgetter(path) for path in settings]
+
+    def is_used(run: RawRunConfig) -> bool:
+        found = [getter(run) for getter in getters]
+        return value in found if value is not None else any(item is not None and item is not False for item in found)
+
+    return UsedWhen(is_used, reason or f"it is for {flags}{'' if value is None else f' {value}'}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from petatron.config.schema.metadata import Feature, NotWith, ToySize
-from petatron.config.schema.numeric_bounds import (
-    AtLeast,
-    Factor,
-    LayerCount,
-    PositiveFactor,
-    SequenceLength,
-    Width,
-)
+from petatron.config.schema.numeric_bounds import Factor, LayerCount, PositiveFactor, SequenceLength, Width
 from petatron.config.schema.sections.attention import AttentionSettings, AttentionVariants
 from petatron.config.schema.sections.hybrid import HybridSettings
 from petatron.config.schema.sections.latent_attention import LatentAttentionSettings
@@ -59,7 +52,7 @@ class RawModelConfig(
     """Width of the residual stream."""
     seq_length: Annotated[SequenceLength, ToySize(128), "runtime"] = 0
     """Tokens per training sample."""
-    max_position_embeddings: Annotated[SequenceLength, AtLeast(1), "limit"] | None = None
+    max_position_embeddings: Annotated[SequenceLength, "at least 1", "limit"] | None = None
     """Longest position the model is built for. Derived: the sequence length."""
     init_method_std: Annotated[PositiveFactor, "training"] = 0.02
     """Standard deviation of initial weights; projections into the residual stream get it divided by sqrt(2 x layers)."""

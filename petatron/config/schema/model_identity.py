@@ -18,13 +18,7 @@ from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.run import RawRunConfig
 
 MODEL_SECTIONS = ("model", "moe")
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str": (str,),
-    "choice": (str,),
-}
+_TYPES = {"int": int, "float": int | float, "bool": bool, "str": str, "choice": str}
 
 
 @cache

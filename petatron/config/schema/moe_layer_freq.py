@@ -41,41 +41,48 @@ def moe_layers(config: RawRunConfig) -> tuple[bool, ...]:
     problems = list(moe_layer_freq_problems(config))
     if problems:
         raise ConfigError(problems)
-    pattern = parse_moe_layer_freq(config.moe.moe_layer_freq)
-    if isinstance(pattern, int):
-        return tuple(layer % pattern == 0 for layer in range(layers))
-    return tuple(bit == 1 for bit in pattern)
+    return _marked(config)
 
 
 def moe_layer_freq_problems(config: RawRunConfig) -> Iterator[Problem]:
     """Yields problems of the pattern, for a model with experts; the layers of a hybrid are in a pattern of their own."""
     if config.model.hybrid_layer_pattern is not None:
         return
-    layers, text = config.model.num_layers, config.moe.moe_layer_freq
+    problems = list(pattern_problems("moe_layer_freq", config.moe.moe_layer_freq, config.model.num_layers, _FIX))
+    yield from problems
+    if not problems and not any(_marked(config)):
+        rule = "leaves no layer for the experts"
+        yield Problem("--moe-layer-freq", config.moe.moe_layer_freq, rule, "Leave --num-experts out, or write a 1.")
+
+
+def pattern_problems(name: str, text: str, num_layers: int, fix: str) -> Iterator[Problem]:
+    """Yields problems of one pattern: a number from 1 on, or one 0 or 1 for each layer."""
+    flag = f"--{name.replace('_', '-')}"
     try:
         pattern = parse_moe_layer_freq(text)
     except MoELayerFreqError as error:
-        yield Problem("--moe-layer-freq", text or "''", str(error), _FIX)
+        yield Problem(flag, text or "''", str(error), fix)
         return
     if isinstance(pattern, int):
         if pattern < 1:
-            yield Problem("--moe-layer-freq", text, "is below 1", "Use 1 for experts in every layer.")
+            every = "Use 1 for experts in every layer." if name == "moe_layer_freq" else fix
+            yield Problem(flag, text, "is below 1", every)
     elif set(pattern) - {0, 1}:
-        yield Problem("--moe-layer-freq", text, "holds a number that is neither 0 nor 1", _FIX)
-    elif layers > 0 and len(pattern) != layers:
-        rule = f"is a pattern of {len(pattern)} layers, but --num-layers is {layers}"
-        yield Problem("--moe-layer-freq", text, rule, "Write one 0 or 1 per layer.")
-    elif 1 not in pattern:
-        yield Problem(
-            "--moe-layer-freq", text, "leaves no layer for the experts", "Leave --num-experts out, or write a 1."
-        )
+        yield Problem(flag, text, "holds a number that is neither 0 nor 1", fix)
+    elif num_layers > 0 and len(pattern) != num_layers:
+        rule = f"is a pattern of {len(pattern)} layers, but --num-layers is {num_layers}"
+        yield Problem(flag, text, rule, "Write one 0 or 1 per layer.")
 
 
 def every_layer_has_experts(config: RawRunConfig) -> bool:
     """Whether no layer has an MLP instead; False while the pattern is a problem of its own."""
     if config.moe.num_experts is None or config.model.hybrid_layer_pattern is not None:
         return False
-    return all(marked_from_the_first(config.moe.moe_layer_freq, {"num_layers": config.model.num_layers}))
+    return all(_marked(config))
+
+
+def _marked(config: RawRunConfig) -> tuple[Any, ...]:
+    return marked_from_the_first(config.moe.moe_layer_freq, {"num_layers": config.model.num_layers})
 
 
 def marked_from_the_first(text: Any, settings: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """The types of the schema's numbers, each with the smallest and largest value that a field of it takes.
 
 Bounds are far beyond what anyone trains, and below what overflows an index or takes minutes of arithmetic: a slipped digit is a problem
-of one flag, not an error of numpy. `AtLeast`, `Above` and `Below` hold for a setting that has an effect. Rules that know more
+of one flag, not an error of numpy. `at least`, `above` and `below` beside them hold for settings of features in use. Rules that know more
 (`config/checks/`) refuse more, and the memory forecast does the rest.
 """
 
@@ -35,30 +35,9 @@ def _text(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
-@dataclass(frozen=True, slots=True)
-class AtLeast:
-    """The smallest value of a number wherever it has an effect."""
-
-    minimum: float
-
-
-@dataclass(frozen=True, slots=True)
-class Above:
-    """What a number is larger than wherever it has an effect."""
-
-    bound: float
-
-
-@dataclass(frozen=True, slots=True)
-class Below:
-    """What a number from 0 on is smaller than wherever it has an effect."""
-
-    bound: float
-
-
 LayerCount = Annotated[int, NumericBounds(10_000)]
 Width = Annotated[int, NumericBounds(1 << 24)]
-Size = Annotated[Width, AtLeast(1)]
+Size = Annotated[Width, "at least 1"]
 ExpertCount = Annotated[int, NumericBounds(1 << 20)]
 SequenceLength = Annotated[int, NumericBounds(1 << 27)]
 VocabularySize = Annotated[int, NumericBounds(1 << 28)]
@@ -71,9 +50,9 @@ SmallCount = Annotated[int, NumericBounds(1_000_000)]
 PortNumber = Annotated[int, NumericBounds(65_535, low=1)]
 Seed = Annotated[int, NumericBounds((1 << 63) - 1)]
 Fraction = Annotated[float, NumericBounds(1.0)]
-DropoutRate = Annotated[Fraction, Below(1)]
+DropoutRate = Annotated[Fraction, "below 1"]
 Factor = Annotated[float, NumericBounds(1e6)]
-PositiveFactor = Annotated[Factor, Above(0)]
+PositiveFactor = Annotated[Factor, "above 0"]
 SignedFactor = Annotated[float, NumericBounds(1e6, low=-1e6)]
 RotaryBase = Annotated[float, NumericBounds(1e15)]
 LearningRate = Annotated[float, NumericBounds(1e4)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import Feature, UsedWhen
+from petatron.config.schema.metadata import Feature, UsedWhen, settings_section, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     BucketElements,
@@ -54,8 +54,22 @@ _TENSOR_PARALLEL = UsedWhen(lambda run: run.parallel.tensor_model_parallel_size 
 _CONTEXT_PARALLEL = UsedWhen(lambda run: run.parallel.context_parallel_size != 1, "the context-parallel size is 1")
 _PIPELINE = UsedWhen(lambda run: run.parallel.pipeline_model_parallel_size != 1, "the pipeline-parallel size is 1")
 _REPLICAS = UsedWhen(weights_are_replicated, "no two ranks hold the same weights, as data-parallel ones do")
-_DELAYED = UsedWhen(lambda run: run.precision.fp8_recipe == "delayed", "it is for --fp8-recipe delayed")
-_FIRST_LAST = UsedWhen(lambda run: run.precision.first_last_layers_bf16, "it is for --first-last-layers-bf16")
+_DELAYED = used_with("precision.fp8_recipe", value="delayed")
+_FIRST_LAST = used_with("precision.first_last_layers_bf16")
+_SELECTIVE = used_with("memory.recompute_granularity", value="selective")
+_OFFLOADS = used_with("memory.optimizer_cpu_offload", "memory.optimizer_nvme_offload")
+_ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes, and its memory is the host's")
+_OVERLAPS = UsedWhen(
+    lambda run: run.parallel.tp_comm_overlap and _TENSOR_PARALLEL.holds(run), "it is for --tp-comm-overlap"
+)
+_SCHEDULE, _STRATEGY = "parallel.pipeline_schedule", "parallel.data_parallel_sharding_strategy"
+_INTERLEAVED = used_with(_SCHEDULE, value="interleaved", reason="it is for the interleaved schedule")
+_SEVERAL = UsedWhen(
+    lambda run: num_micro_batches(run) != 1, "a step has one micro-batch, and nothing to overlap it with"
+)
+_UNSHARDED = used_with(_STRATEGY, value="no_shard")
+_SHARES = UsedWhen(lambda run: weights_are_replicated(run) or _UNSHARDED.holds(run), _REPLICAS.reason)
+_SHARDED = UsedWhen(lambda run: not _UNSHARDED.holds(run), "no optimizer state is sharded")
 _BUCKETS = UsedWhen(
     lambda run: run.parallel.data_parallel_sharding_strategy not in FSDP_STRATEGIES, "fully_shard reduces the gradients"
 )
@@ -73,16 +87,7 @@ class RawParallelConfig:
     tp_comm_overlap: Annotated[bool, _TENSOR_PARALLEL] = False
     """Overlap the all-gathers and reduce-scatters of the forward pass with the GEMMs of column- and row-parallel linears, chunk by
     chunk; needs `--sequence-parallel`. (Those of the backward pass overlap without it.) No effect at tp 1."""
-    tp_comm_overlap_chunks: (
-        Annotated[
-            SmallCount,
-            UsedWhen(
-                lambda run: run.parallel.tp_comm_overlap and run.parallel.tensor_model_parallel_size != 1,
-                "it is for --tp-comm-overlap",
-            ),
-        ]
-        | None
-    ) = None
+    tp_comm_overlap_chunks: Annotated[SmallCount, _OVERLAPS] | None = None
     """Chunks of rows into which `--tp-comm-overlap` cuts a GEMM and its communication. More of them expose less communication,
     but GEMMs of few rows are slow. Derived: one per 2,048 tokens of a rank's micro-batch, from 2 to 4."""
     pipeline_model_parallel_size: RankCount = 1
@@ -95,19 +100,7 @@ class RawParallelConfig:
     pipeline_schedule: Annotated[PipelineScheduleName, _PIPELINE] | None = None
     """Order of forward and backward passes in the pipeline; the zb ones split the backward pass to fill idle time.
     Derived: interleaved with virtual stages, else 1f1b."""
-    microbatch_group_size_per_virtual_pipeline_stage: (
-        Annotated[
-            BatchSize,
-            UsedWhen(
-                lambda run: (
-                    run.parallel.num_virtual_stages_per_pipeline_rank != 1
-                    and run.parallel.pipeline_schedule == "interleaved"
-                ),
-                "it is for the interleaved schedule",
-            ),
-        ]
-        | None
-    ) = None
+    microbatch_group_size_per_virtual_pipeline_stage: Annotated[BatchSize, _INTERLEAVED] | None = None
     """Micro-batches that pass one virtual stage before a rank turns to its next. Derived: the pipeline size."""
     decoder_first_pipeline_num_layers: LayerCount | None = None
     """Layers on the first pipeline rank; the other ranks share the rest evenly."""
@@ -132,10 +125,7 @@ class RawParallelConfig:
     """Ranks that share the experts of a layer (ep)."""
     expert_tensor_parallel_size: Annotated[RankCount, HAS_EXPERTS] | None = None
     """Ranks that split one expert's matrices (etp). Derived: the tensor-parallel size."""
-    overlap_moe_expert_parallel_comm: Annotated[
-        bool,
-        UsedWhen(lambda run: num_micro_batches(run) != 1, "a step has one micro-batch, and nothing to overlap it with"),
-    ] = False
+    overlap_moe_expert_parallel_comm: Annotated[bool, _SEVERAL] = False
     """Run the forward pass of one micro-batch together with the backward pass of another, so that each computes while the
     other's expert all-to-all is in flight. More micro-batches are in memory at a time: 2 instead of 1 without a pipeline."""
     data_parallel_size: RankCount | None = None
@@ -144,26 +134,11 @@ class RawParallelConfig:
     """Number of ranks. Derived: from the launcher, or tp x pp x cp x dp."""
     use_distributed_optimizer: Annotated[bool, _REPLICAS, _SHARDS] = False
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
-    data_parallel_sharding_strategy: (
-        Annotated[
-            ShardingStrategy,
-            UsedWhen(
-                lambda run: weights_are_replicated(run) or run.parallel.data_parallel_sharding_strategy == "no_shard",
-                _REPLICAS.reason,
-            ),
-        ]
-        | None
-    ) = None
+    data_parallel_sharding_strategy: Annotated[ShardingStrategy, _SHARES] | None = None
     """What data-parallel ranks hold only a share of: nothing, optimizer state (the distributed optimizer, ZeRO-1), also
     gradients (ZeRO-2), also parameters (ZeRO-3); the last two are PyTorch's fully_shard (FSDP).
     Derived: optim with `--use-distributed-optimizer`, else no_shard."""
-    num_distributed_optimizer_instances: Annotated[
-        RankCount,
-        UsedWhen(
-            lambda run: not weights_are_replicated(run) or run.parallel.data_parallel_sharding_strategy != "no_shard",
-            "no optimizer state is sharded",
-        ),
-    ] = 1
+    num_distributed_optimizer_instances: Annotated[RankCount, _SHARDED] = 1
     """Copies of the sharded state: dp / this ranks share one copy (hybrid sharding)."""
     grad_reduce_in_bf16: bool = False
     """Send gradients between data-parallel ranks in bfloat16; by default they are reduced in fp32."""
@@ -175,7 +150,7 @@ class RawParallelConfig:
     """Elements per gradient bucket. Derived: max(40 million, 1 million x dp)."""
     distributed_backend: Literal["gloo", "nccl", "fake"] | None = None
     """Communication library. Derived: nccl on CUDA devices, else gloo; fake sends nothing and is for planning."""
-    distributed_timeout_minutes: Minutes = 10.0
+    distributed_timeout_minutes: Annotated[Minutes, "above 0"] = 10.0
     """How long a collective may wait before the run is declared hung."""
     nccl_communicator_config_path: FilePath | None = None
     """YAML file with NCCL settings of communicators, in Megatron's form: `dp: {max_ctas: 16}`."""
@@ -196,37 +171,33 @@ class ParallelConfig(RawParallelConfig):
     ddp_bucket_size: BucketElements = MIN_BUCKET_SIZE
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_section
 class LossScaleSettings:
     """Loss scaling, for fp16."""
 
-    feature: ClassVar = Feature(
-        "loss scaling", (UsedWhen(lambda run: run.precision.fp16, "it is for --fp16"),), role="runtime"
-    )
-    loss_scale: LossScale | None = None
+    feature: ClassVar = Feature("loss scaling", (used_with("precision.fp16"),), role="runtime")
+    loss_scale: Annotated[LossScale, "above 0"] | None = None
     """Constant loss scale for fp16; unset means dynamic."""
     initial_loss_scale: LossScale = 2.0**32
     """First dynamic loss scale."""
-    min_loss_scale: LossScale = 1.0
+    min_loss_scale: Annotated[LossScale, "above 0"] = 1.0
     """Smallest dynamic loss scale."""
-    loss_scale_window: IterationCount = 1000
+    loss_scale_window: Annotated[IterationCount, "at least 1"] = 1000
     """Clean steps after which the dynamic loss scale doubles."""
-    hysteresis: SmallCount = 2
+    hysteresis: Annotated[SmallCount, "at least 1"] = 2
     """Overflowing steps before the dynamic loss scale halves."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_section
 class Fp8Settings:
     """GEMMs in FP8."""
 
-    feature: ClassVar = Feature(
-        "FP8", (UsedWhen(lambda run: run.precision.fp8_format is not None, "it is for --fp8-format"),), role="runtime"
-    )
+    feature: ClassVar = Feature("FP8", (used_with("precision.fp8_format"),), role="runtime")
     fp8_format: Annotated[Literal["e4m3", "hybrid"], "selects"] | None = None
     """Run GEMMs in FP8; hybrid uses e5m2 for gradients."""
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "tensorwise"
     """How the scales of `--fp8-format` are chosen: per tensor from the amax of past steps, per tensor, per row, or per block of 128."""
-    fp8_amax_history_len: Annotated[SmallCount, _DELAYED] = 1
+    fp8_amax_history_len: Annotated[SmallCount, "at least 1", _DELAYED] = 1
     """Steps in the amax history of the delayed recipe."""
     fp8_amax_compute_algo: Annotated[Literal["most_recent", "max"], _DELAYED] = "most_recent"
     """Which amax of its history the delayed recipe uses: the last, or the largest."""
@@ -236,9 +207,9 @@ class Fp8Settings:
     """Run the two GEMMs of the output head's backward in FP8 too; its logits stay in bf16."""
     first_last_layers_bf16: bool = False
     """Keep some of the first and last layers out of FP8."""
-    num_layers_at_start_in_bf16: Annotated[LayerCount, _FIRST_LAST] = 1
+    num_layers_at_start_in_bf16: Annotated[LayerCount, "at least 0", _FIRST_LAST] = 1
     """How many of the first, with `--first-last-layers-bf16`."""
-    num_layers_at_end_in_bf16: Annotated[LayerCount, _FIRST_LAST] = 1
+    num_layers_at_end_in_bf16: Annotated[LayerCount, "at least 0", _FIRST_LAST] = 1
     """How many of the last, with `--first-last-layers-bf16`."""
 
 
@@ -263,38 +234,21 @@ class MemoryConfig:
     """Recompute activations in the backward pass: whole layers, or chosen modules."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With full recompute: in units of N layers, or for the first N layers."""
-    recompute_num_layers: LayerCount | None = None
+    recompute_num_layers: Annotated[LayerCount, "at least 1"] | None = None
     """The N of `--recompute-method`."""
-    recompute_modules: tuple[
-        Annotated[
-            RecomputeModule,
-            UsedWhen(
-                lambda run: run.memory.recompute_granularity == "selective",
-                "it is for --recompute-granularity selective",
-            ),
-        ],
-        ...,
-    ] = ("core_attn",)
+    recompute_modules: tuple[Annotated[RecomputeModule, _SELECTIVE], ...] = ("core_attn",)
     """With selective recompute: which modules."""
-    recompute_memory_budget_gb: Gigabytes | None = None
+    recompute_memory_budget_gb: Annotated[Gigabytes, "above 0"] | None = None
     """Activation memory per rank in GB; what to recompute is chosen to fit it."""
-    cpu_offloading_num_layers: LayerCount = 0
+    cpu_offloading_num_layers: Annotated[LayerCount, "at least 0"] = 0
     """Layers of every pipeline stage, evenly spread, whose activations wait in host memory for the backward pass."""
-    optimizer_cpu_offload: Annotated[
-        bool, UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes, and its memory is the host's")
-    ] = False
+    optimizer_cpu_offload: Annotated[bool, _ON_DEVICE] = False
     """Keep master weights and moments in host memory; they visit the device for every update, and no number changes.
     Where weights are their own master weights (FSDP, and runs without --bf16 or --fp16), moments alone."""
     optimizer_nvme_offload: FilePath | None = None
     """Folder on a fast disk for the same, made if need be in a folder that exists. What is there ends with the run;
     checkpoints are what lasts."""
-    optimizer_offload_fraction: Annotated[
-        Fraction,
-        UsedWhen(
-            lambda run: run.memory.optimizer_cpu_offload or run.memory.optimizer_nvme_offload is not None,
-            "it is for --optimizer-cpu-offload and --optimizer-nvme-offload",
-        ),
-    ] = 1.0
+    optimizer_offload_fraction: Annotated[Fraction, _OFFLOADS] = 1.0
     """How much of the optimizer state is offloaded; the rest stays on the device."""
     check_memory: bool = True
     """Stop before anything is allocated when a rank is predicted to need more memory than its device, or the host, has."""

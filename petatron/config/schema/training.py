@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from petatron.config.schema.hybrid_pattern import MAMBA, branch_letters
-from petatron.config.schema.metadata import Feature, UsedWhen
+from petatron.config.schema.metadata import Feature, UsedWhen, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     Factor,
@@ -38,15 +38,20 @@ NotSavedFlag = Annotated[bool, "one start"]
 """An answer to a question of one start. A saved config does not repeat it, so that the next start asks again."""
 NotSavedOnResumeFlag = Annotated[bool, "one load"]
 """How this start loads. In a run that continues in its own folder, a saved config does not repeat it."""
-_FOR_ADAM = UsedWhen(
-    lambda run: run.optim.optimizer != "sgd", "the optimizer is sgd"
-)  # muon leaves some parameters to adam
-_FOR_MUON = UsedWhen(lambda run: run.optim.optimizer == "muon", "the optimizer is {run.optim.optimizer}")
-_FOR_SGD = UsedWhen(lambda run: run.optim.optimizer == "sgd", "the optimizer is {run.optim.optimizer}")
-_LOADS = UsedWhen(lambda run: run.checkpoint.load is not None, "there is no --load")
-_SAVES = UsedWhen(lambda run: run.checkpoint.save is not None, "there is no --save")
-_SAMPLES = UsedWhen(lambda run: run.log.sample_prompts is not None, "it is for --sample-prompts")
-_PROFILES = UsedWhen(lambda run: run.log.profile, "it is for --profile")
+_FOR_SGD = used_with("optim.optimizer", value="sgd", reason="the optimizer is {run.optim.optimizer}")
+_FOR_MUON = used_with("optim.optimizer", value="muon", reason=_FOR_SGD.reason)
+_FOR_ADAM = UsedWhen(lambda run: not _FOR_SGD.holds(run), "the optimizer is sgd")  # muon leaves some parameters to adam
+_DECOUPLED = used_with("optim.decoupled_lr", reason="there is no --decoupled-lr")
+_LOADS = used_with("checkpoint.load", reason="there is no --load")
+_SAVES = used_with("checkpoint.save", reason="there is no --save")
+_PRETRAINED = "checkpoint.pretrained_checkpoint"
+_STARTS = used_with("checkpoint.load", _PRETRAINED, reason="there is no model to start from")
+_FROM = used_with("checkpoint.use_checkpoint_args", _PRETRAINED, reason="it is for --use-checkpoint-args and --from")
+_SAMPLES, _PROFILES = used_with("log.sample_prompts"), used_with("log.profile")
+_ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes")
+_ONE_PATH = UsedWhen(
+    lambda run: not run.data.mock_data and not run.data.train_data_path, "there is no --data-path to split"
+)
 
 
 def _compiles_functions(run: RawRunConfig) -> bool:
@@ -56,6 +61,9 @@ def _compiles_functions(run: RawRunConfig) -> bool:
         return True
     recurrent = MAMBA in branch_letters(model.hybrid_layer_pattern) or has_delta_layers(model)
     return recurrent or model.activation_func_clamp_value is not None or model.glu_linear_offset != 0.0
+
+
+_COMPILES = UsedWhen(_compiles_functions, "nothing of this model is compiled: on GPUs it has kernels of its own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,18 +132,15 @@ class ScheduleConfig:
     """Shape of the decay after warm-up."""
     min_lr: LearningRate = 0.0
     """Learning rate at the end of the decay."""
-    decoupled_min_lr: (
-        Annotated[LearningRate, UsedWhen(lambda run: run.optim.decoupled_lr is not None, "there is no --decoupled-lr")]
-        | None
-    ) = None
+    decoupled_min_lr: Annotated[LearningRate, _DECOUPLED] | None = None
     """Learning rate at the end of the decay of `--decoupled-lr`; unset means that of `--min-lr`."""
     lr_warmup_init: LearningRate = 0.0
     """Learning rate at the start of warm-up."""
-    lr_warmup_iters: IterationCount = 0
+    lr_warmup_iters: Annotated[IterationCount, "at least 0"] = 0
     """Warm-up length in iterations."""
-    lr_warmup_samples: SampleCount = 0
+    lr_warmup_samples: Annotated[SampleCount, "at least 0"] = 0
     """Warm-up length in samples, for sample-based runs."""
-    lr_warmup_fraction: Fraction | None = None
+    lr_warmup_fraction: Annotated[Fraction, "below 1"] | None = None
     """Warm-up length as a fraction of the decay length."""
     lr_decay_iters: IterationCount | None = None
     """Decay length in iterations. Derived: `--train-iters`."""
@@ -154,18 +159,9 @@ class RawTrainConfig:
     """How long, how much at a time, when to look and when to stop."""
 
     feature: ClassVar = Feature("training", role="training")
-    compile: Annotated[
-        bool,
-        "runtime",
-        UsedWhen(_compiles_functions, "nothing of this model is compiled: on GPUs it has kernels of its own"),
-    ] = True
+    compile: Annotated[bool, "runtime", _COMPILES] = True
     """Fuse what has no kernel of its own with torch.compile, on GPUs."""
-    cuda_graphs: Annotated[
-        Literal["auto", "on", "off"],
-        "switch",
-        "runtime",
-        UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes"),
-    ] = "auto"
+    cuda_graphs: Annotated[Literal["auto", "on", "off"], "switch", "runtime", _ON_DEVICE] = "auto"
     """Record the forward and backward passes of a step once and replay them: faster where kernels are short, on GPUs. With auto, after
     a few steps, if the device was idle for more than a tenth of them, the layout allows it and memory suffices. With on, what
     cannot be recorded is an error, unless `--device` is cpu: a CPU records nothing, and a note says so."""
@@ -173,33 +169,33 @@ class RawTrainConfig:
     """What to minimise instead of the model's own loss, by the name under which an imported module registered it."""
     objective_settings: tuple[str, ...] = ()
     """Settings of `--objective`: NAME=VALUE, several."""
-    micro_batch_size: Annotated[BatchSize, "runtime"] = 1
+    micro_batch_size: Annotated[BatchSize, "at least 1", "runtime"] = 1
     """Samples per forward pass on one rank."""
-    global_batch_size: BatchSize | None = None
+    global_batch_size: Annotated[BatchSize, "at least 1"] | None = None
     """Samples per optimizer step over all ranks. Derived: micro batch x data parallel."""
     rampup_batch_size: tuple[SampleCount, ...] = ()
     """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
-    train_iters: IterationCount | None = None
+    train_iters: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations of the whole run, restarts included."""
-    train_samples: SampleCount | None = None
+    train_samples: Annotated[SampleCount, "at least 1"] | None = None
     """Samples of the whole run, restarts included."""
-    eval_interval: IterationCount | None = None
+    eval_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations between evaluations on the validation split; unset means none until the end."""
-    eval_iters: IterationCount = 100
+    eval_iters: Annotated[IterationCount, "at least 0"] = 100
     """Batches per evaluation; 0 means no evaluation."""
     eval_tasks: FilePath | None = None
     """YAML list of tasks (see evaluation.md) that measure the model every `--eval-tasks-interval` iterations, and at the end."""
-    eval_tasks_interval: IterationCount | None = None
+    eval_tasks_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations between runs of `--eval-tasks`; unset means `--eval-interval`."""
-    exit_interval: IterationCount | None = None
+    exit_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Save and exit when the iteration is a multiple of this."""
-    exit_duration_in_mins: Minutes | None = None
+    exit_duration_in_mins: Annotated[Minutes, "above 0"] | None = None
     """Save and exit after this many minutes."""
-    exit_signal_grace_s: Seconds = 25.0
+    exit_signal_grace_s: Annotated[Seconds, "at least 0"] = 25.0
     """Seconds after SIGTERM within which the step must end; then the run exits (code 143) without saving. 0 means no limit."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when the loss or a gradient is not finite (weights are never updated with such gradients)."""
-    seed: Annotated[Seed, "runtime"] = 1234
+    seed: Annotated[Seed, "at least 0", "runtime"] = 1234
     """Seed of initial weights, dropout and data order."""
     deterministic_mode: Annotated[bool, "runtime"] = False
     """Use only deterministic kernels."""
@@ -231,12 +227,7 @@ class DataConfig:
     """Prefixes (or weight/prefix pairs) for testing only."""
     data_args_path: FilePath | None = None
     """File that holds the value of `--data-path`, for long blends."""
-    split: Annotated[
-        str,
-        UsedWhen(
-            lambda run: not run.data.mock_data and not run.data.train_data_path, "there is no --data-path to split"
-        ),
-    ] = "969,30,1"
+    split: Annotated[str, _ONE_PATH] = "969,30,1"
     """Shares of documents for training, validation and test, with `--data-path`."""
     data_cache_path: FilePath | None = None
     """Folder for sample indices. Derived: `cache` beside the first dataset."""
@@ -244,7 +235,7 @@ class DataConfig:
     """Made-up data: counting sequences, no files needed."""
     dataloader_type: Literal["single", "cyclic"] = "single"
     """single: one global order fixed at the start; cyclic: reshuffled every epoch of samples."""
-    num_workers: SmallCount = 2
+    num_workers: Annotated[SmallCount, "at least 0"] = 2
     """Batches prefetched ahead of training, in background threads; 0 reads in the foreground."""
     reset_position_ids: bool = False
     """Restart positions after each end-of-document token."""
@@ -266,13 +257,7 @@ class TokenizerConfig:
     """GPT-2 vocab.json."""
     merge_file: FilePath | None = None
     """GPT-2 merges.txt."""
-    force_tokenizer: Annotated[
-        NotSavedFlag,
-        UsedWhen(
-            lambda run: run.checkpoint.load is not None or run.checkpoint.pretrained_checkpoint is not None,
-            "there is no model to start from",
-        ),
-    ] = False
+    force_tokenizer: Annotated[NotSavedFlag, _STARTS] = False
     """Start from a model with another tokenizer than its folder has; its ids then mean other tokens than the model has learned."""
 
 
@@ -287,9 +272,9 @@ class CheckpointConfig:
     pretrained_checkpoint: FilePath | None = None
     """Folder to take the first weights from when `--load` is not given or holds no checkpoint yet: of checkpoints, or of a
     Hugging Face model."""
-    save_interval: Annotated[IterationCount, "training"] | None = None
+    save_interval: Annotated[IterationCount, "at least 1", "training"] | None = None
     """Iterations between saves; the last state is always saved when `--save` is given."""
-    ckpt_step: Annotated[IterationCount, "one load"] | None = None
+    ckpt_step: Annotated[IterationCount, "at least 0", "one load"] | None = None
     """Resume from this iteration instead of the newest."""
     finetune: Annotated[bool, "training"] = False
     """Load weights only and start at iteration 0."""
@@ -307,21 +292,15 @@ class CheckpointConfig:
     """Take the model's settings from the checkpoint in `--load`; other values for them give way, with a note."""
     use_mp_args_from_checkpoint_args: NotSavedFlag = False
     """With `--use-checkpoint-args`, take the sizes of tensor, pipeline and expert parallelism and the pipeline's split too."""
-    use_tokenizer_model_from_checkpoint_args: Annotated[
-        bool,
-        UsedWhen(
-            lambda run: run.checkpoint.use_checkpoint_args or run.checkpoint.pretrained_checkpoint is not None,
-            "it is for --use-checkpoint-args and --from",
-        ),
-    ] = True
+    use_tokenizer_model_from_checkpoint_args: Annotated[bool, _FROM] = True
     """With `--use-checkpoint-args` or `--from`, use the tokenizer found there unless another one is given."""
     override_opt_param_scheduler: NotSavedFlag = False
     """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
     async_save: Annotated[bool, "training", _SAVES] = False
     """Write checkpoints in the background: the run goes on as soon as the state is copied to host memory."""
-    save_total_limit: Annotated[IterationCount, "training", _SAVES] | None = None
+    save_total_limit: Annotated[IterationCount, "at least 1", "training", _SAVES] | None = None
     """Keep only this many of the newest checkpoints; unset keeps all."""
-    save_retain_interval: Annotated[IterationCount, "training"] | None = None
+    save_retain_interval: Annotated[IterationCount, "at least 1", "training"] | None = None
     """With `--save-total-limit`, also keep every checkpoint whose iteration is a multiple of this."""
     sign_key: PrivateKeyPath | None = None
     """File of an Ed25519 private key to sign checkpoints with (extra: sign); their files get SHA-256 digests then."""
@@ -336,7 +315,7 @@ class LogConfig:
     """What a run tells."""
 
     feature: ClassVar = Feature("log", role="training")
-    log_interval: IterationCount = 100
+    log_interval: Annotated[IterationCount, "at least 1"] = 100
     """Iterations between log lines; the first iteration is always logged."""
     log_throughput: bool = True
     """Report TFLOP/s per device in the log line."""
@@ -354,23 +333,21 @@ class LogConfig:
     """Name of the W&B run."""
     sample_prompts: FilePath | None = None
     """File of prompts, one per line, that the model continues every `--sample-interval` iterations, to see it learn."""
-    sample_interval: IterationCount | None = None
+    sample_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations between text samples; needs `--sample-prompts`."""
-    sample_tokens: Annotated[SmallCount, _SAMPLES] = 40
+    sample_tokens: Annotated[SmallCount, "at least 1", _SAMPLES] = 40
     """New tokens per text sample."""
-    sample_temperature: Annotated[Factor, _SAMPLES] = 0.0
+    sample_temperature: Annotated[Factor, "at least 0", _SAMPLES] = 0.0
     """Temperature of text samples: 0 takes the likeliest token; above 0 tokens are drawn with the same seed every time."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live terminal view; auto shows it when stderr is a terminal and rich is installed."""
     pipeline_timeline: FilePath | None = None
     """File to write the measured timeline of one step to; `petatron plan schedule --measured` draws it."""
-    pipeline_timeline_step: Annotated[
-        IterationCount, UsedWhen(lambda run: run.log.pipeline_timeline is not None, "it is for --pipeline-timeline")
-    ] = 3
+    pipeline_timeline_step: Annotated[IterationCount, "at least 1", used_with("log.pipeline_timeline")] = 3
     """Which iteration `--pipeline-timeline` measures."""
     profile: bool = False
     """Write a Chrome trace of some iterations (PyTorch's profiler), to be opened in Perfetto or chrome://tracing."""
-    profile_step_start: Annotated[IterationCount, _PROFILES] = 10
+    profile_step_start: Annotated[IterationCount, "at least 1", _PROFILES] = 10
     """First iteration that `--profile` traces."""
     profile_step_end: Annotated[IterationCount, _PROFILES] = 12
     """Iteration before which `--profile` stops."""
@@ -384,9 +361,9 @@ class LogConfig:
 class LaunchConfig:
     """How ranks are started."""
 
-    nproc_per_node: RankCount | None = None
+    nproc_per_node: Annotated[RankCount, "at least 1"] | None = None
     """Ranks to start on this machine. Derived: world size when it is known from the layout, else 1."""
-    nnodes: RankCount = 1
+    nnodes: Annotated[RankCount, "at least 1"] = 1
     """Number of machines."""
     node_rank: RankCount = 0
     """Index of this machine."""
@@ -396,5 +373,5 @@ class LaunchConfig:
     """Port of the first machine; unset means a free one (single machine only)."""
     imports: tuple[ModuleName, ...] = ()
     """Modules of your own to import first, files or dotted names, that register models, objectives, datasets: --import, once for each."""
-    ranks_per_device: RankCount = 1
+    ranks_per_device: Annotated[RankCount, "at least 1"] = 1
     """Ranks that share each GPU on purpose, to try a layout on fewer GPUs than it needs; speed means nothing then."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.rule_helpers import multiples_near, number_problems
+from petatron.config.checks.rule_helpers import check_recurrent_layout, multiples_near, number_problems
 from petatron.config.schema.hybrid_pattern import DELTA
 from petatron.config.schema.layer_patterns import layer_pattern_problems
 from petatron.config.schema.model import RawModelConfig
@@ -23,8 +23,12 @@ def check_linear_attention(config: RawRunConfig) -> Iterator[Problem]:
     wrong_sizes = list(_heads(model))
     yield from wrong_sizes
     if not wrong_sizes and not any(number_problems(config, LinearAttentionSettings)):
-        yield from _tensor_parallel(config)
-        yield from _context_parallel(config)
+        yield from check_recurrent_layout(
+            config,
+            heads="linear_num_value_heads",
+            groups="linear_num_key_heads",
+            halo_tokens=model.linear_conv_kernel_dim - 1,
+        )
 
 
 def _which_layers(model: RawModelConfig) -> Iterator[Problem]:
@@ -43,26 +47,3 @@ def _heads(model: RawModelConfig) -> Iterator[Problem]:
     if keys > 0 and values % keys:
         rule = f"is not a multiple of --linear-num-key-heads {keys}"
         yield Problem("--linear-num-value-heads", str(values), rule, f"Nearest: {multiples_near(values, keys)}.")
-
-
-def _tensor_parallel(config: RawRunConfig) -> Iterator[Problem]:
-    """Ranks have equally many value heads, and whole key heads or a replica of one."""
-    tp, model = config.parallel.tensor_model_parallel_size, config.model
-    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
-    if tp < 1 or (values % tp == 0 and not (keys % tp and tp % keys)):
-        return
-    usable = [size for size in range(1, values + 1) if values % size == 0 and not (keys % size and size % keys)]
-    fix = f"Use {', '.join(map(str, usable[:12]))}."
-    rule = f"is neither a multiple nor a divisor of --linear-num-key-heads {keys}"
-    if values % tp:
-        rule = f"does not divide --linear-num-value-heads {values}"
-    yield Problem("--tensor-model-parallel-size", str(tp), rule, fix)
-
-
-def _context_parallel(config: RawRunConfig) -> Iterator[Problem]:
-    """A rank's convolution takes its halo from one other rank only."""
-    cp, length = config.parallel.context_parallel_size, config.model.seq_length
-    halo = config.model.linear_conv_kernel_dim - 1
-    if cp > 1 and length > 0 and length // cp < halo:
-        rule = f"leaves a rank {length // cp} tokens, fewer than the {halo} that the convolution of the next one sees"
-        yield Problem("--context-parallel-size", str(cp), rule, f"Use --seq-length {2 * cp * -(-halo // 2)} or more.")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from petatron.config.schema.hybrid_pattern import ATTENTION, branch_letters
-from petatron.config.schema.metadata import Feature, NotWith, UsedWhen
+from petatron.config.schema.metadata import Feature, NotWith, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Fraction
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def has_attention(model: RawModelConfig) -> bool:
 HAS_ATTENTION = UsedWhen(lambda run: has_attention(run.model), "no layer is attention")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_section
 class HybridSettings:
     """Layers of several kinds, given one by one."""
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from petatron.config.schema.metadata import Feature, NotWith, ToySize, UsedWhen
+from petatron.config.schema.metadata import Feature, NotWith, ToySize, UsedWhen, settings_section, used_with
 from petatron.config.schema.numeric_bounds import PositiveFactor, Size
 from petatron.config.schema.sections.hybrid import HAS_ATTENTION
 
@@ -13,14 +12,11 @@ NOT_LATENT = NotWith("multi_latent_attention", rule="cannot be combined with --m
 LATENT_HEADS = UsedWhen(lambda run: not run.model.multi_latent_attention, "latent attention has head widths of its own")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_section
 class LatentAttentionSettings:
     """Multi-head latent attention (DeepSeek)."""
 
-    feature: ClassVar = Feature(
-        "latent attention",
-        (UsedWhen(lambda run: run.model.multi_latent_attention, "it is for --multi-latent-attention"),),
-    )
+    feature: ClassVar = Feature("latent attention", (used_with("model.multi_latent_attention"),))
     multi_latent_attention: Annotated[bool, "selects", "later", HAS_ATTENTION] = False
     """Multi-head latent attention (DeepSeek): keys and values come from one narrow latent vector per token."""
     q_lora_rank: Annotated[Size, ToySize(48)] | None = None
@@ -33,8 +29,5 @@ class LatentAttentionSettings:
     """Latent attention: width of the rotary part of a query or key head; all heads share that of the keys."""
     v_head_dim: Annotated[Size, ToySize(16)] = 128
     """Latent attention: width of a value head."""
-    latent_norm_epsilon: (
-        Annotated[PositiveFactor, "variant", UsedWhen(lambda run: run.model.qk_layernorm, "it is for --qk-layernorm")]
-        | None
-    ) = None
+    latent_norm_epsilon: Annotated[PositiveFactor, "variant", used_with("model.qk_layernorm")] | None = None
     """Latent attention: added to the variance inside the norms of latents (Kimi-Linear). Unset means `--norm-epsilon`."""

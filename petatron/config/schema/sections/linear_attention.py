@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from petatron.config.schema.hybrid_pattern import DELTA
-from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen
+from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import unmarked_by_multiples
-from petatron.config.schema.numeric_bounds import AtLeast, SequenceLength, Size, Width
+from petatron.config.schema.numeric_bounds import SequenceLength, Size, Width
 
 if TYPE_CHECKING:
     from petatron.config.schema.model import RawModelConfig
 
+DeltaNetName = Literal["gated_delta_net", "kimi_delta_attention"]
 _NO_VARIANT = NotWith(
     "experimental_attention_variant",
     lambda variant: variant is None,
@@ -28,7 +28,7 @@ def has_delta_layers(model: RawModelConfig) -> bool:
     return model.experimental_attention_variant is not None
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_section
 class LinearAttentionSettings:
     """Layers of linear attention between those of attention (Qwen3-Next, Kimi-Linear)."""
 
@@ -38,13 +38,11 @@ class LinearAttentionSettings:
         variants=True,
         recompute_modules=("delta",),
     )
-    experimental_attention_variant: Annotated[Literal["gated_delta_net", "kimi_delta_attention"], "selects"] | None = (
-        None
-    )
+    experimental_attention_variant: Annotated[DeltaNetName, "selects"] | None = None
     """Linear attention in some layers: the gated delta net, or that with a decay of every key channel. Unset means attention in all."""
     linear_attention_freq: Annotated[str, "selects", _NO_VARIANT, ComparedAs(unmarked_by_multiples)] | None = None
     """Which layers have linear attention: N means all but every N-th; or one 1 (linear) or 0 per layer, as in ([1]*3+[0])*12."""
-    linear_conv_kernel_dim: Annotated[Width, AtLeast(2)] = 4
+    linear_conv_kernel_dim: Annotated[Width, "at least 2"] = 4
     """Gated delta net: tokens that its convolution sees, the newest included."""
     linear_key_head_dim: Annotated[Size, ToySize(16)] = 128
     """Gated delta net: width of a query or key head."""
@@ -54,5 +52,5 @@ class LinearAttentionSettings:
     """Gated delta net: number of query and key heads."""
     linear_num_value_heads: Size = 32
     """Gated delta net: number of value heads, a multiple of the key heads."""
-    linear_chunk_size: Annotated[SequenceLength, AtLeast(1), ToySize(32), "runtime"] = 64
+    linear_chunk_size: Annotated[SequenceLength, "at least 1", ToySize(32), "runtime"] = 64
     """Gated delta net: tokens of a chunk of the delta rule; of speed and memory only."""

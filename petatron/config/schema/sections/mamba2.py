@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from petatron.config.schema.hybrid_pattern import MAMBA, branch_letters
-from petatron.config.schema.metadata import Feature, ToySize, UsedWhen
-from petatron.config.schema.numeric_bounds import AtLeast, Factor, PositiveFactor, SequenceLength, Size, Width
+from petatron.config.schema.metadata import Feature, ToySize, UsedWhen, settings_section
+from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, SequenceLength, Size, Width
 
 _NORM = UsedWhen(lambda run: run.model.mamba_gated_norm != "none", "--mamba-gated-norm none has no norm")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_section
 class Mamba2Settings:
     """Mamba-2."""
 
@@ -31,7 +30,7 @@ class Mamba2Settings:
     """Mamba-2: number of heads. Derived: 2 x hidden size / head width."""
     mamba_norm_groups: Annotated[Width, ToySize(8), _NORM] | None = None
     """Mamba-2: groups of channels that the gated norm normalises, `--mamba-num-groups` or 1. Derived: the former."""
-    mamba_chunk_size: Annotated[SequenceLength, AtLeast(1), ToySize(32), "runtime"] = 128
+    mamba_chunk_size: Annotated[SequenceLength, "at least 1", ToySize(32), "runtime"] = 128
     """Mamba-2: tokens of a chunk of the scan; of speed and memory only."""
     mamba_gated_norm: Annotated[Literal["gate_then_norm", "norm_then_gate", "none"], "variant"] = "gate_then_norm"
     """Mamba-2: the norm of the scan's output y, which z gates in any case: norm(y silu(z)), norm(y) silu(z), or with none y silu(z), gated

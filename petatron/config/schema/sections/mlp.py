@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from petatron.config.schema.hybrid_pattern import EXPERTS, MLP
-from petatron.config.schema.metadata import Feature, NotWith, ToySize, UsedWhen
+from petatron.config.schema.metadata import Feature, NotWith, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import every_layer_has_experts
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, Size
 
@@ -31,21 +30,17 @@ def _has_layers(run: RawRunConfig, letters: str) -> bool:
     return run.model.hybrid_layer_pattern is None or any(letter in run.model.hybrid_layer_pattern for letter in letters)
 
 
-@dataclass(frozen=True, kw_only=True)
+_HAS_MLPS = UsedWhen(lambda run: _has_layers(run, MLP), "no layer is an MLP")
+_HAS_ANY_MLPS = UsedWhen(lambda run: _has_layers(run, MLP + EXPERTS), "no layer is an MLP")
+_NOT_ALL_EXPERTS = UsedWhen(lambda run: not every_layer_has_experts(run))  # which have this width by default
+
+
+@settings_section
 class MlpSettings:
     """MLPs and linear layers."""
 
     feature: ClassVar = Feature("MLP")
-    # Without an MLP it is still the width that experts have by default.
-    ffn_hidden_size: (
-        Annotated[
-            Size,
-            ToySize(256),
-            UsedWhen(lambda run: _has_layers(run, MLP), "no layer is an MLP"),
-            UsedWhen(lambda run: not every_layer_has_experts(run)),
-        ]
-        | None
-    ) = None
+    ffn_hidden_size: Annotated[Size, ToySize(256), _HAS_MLPS, _NOT_ALL_EXPERTS] | None = None
     """Width inside the MLP. Derived: 4 x hidden; for gated activations 8/3 x hidden rounded down to a multiple of 64."""
     activation: ActivationName = "gelu"
     """MLP activation; the names with glu are gated and use three matrices."""
@@ -55,8 +50,5 @@ class MlpSettings:
     """Gated activations: the gate is clamped from above and what it multiplies on both sides (gpt-oss). Unset means not at all."""
     glu_linear_offset: Annotated[Factor, "variant", _GATED] = 0.0
     """Gated activations: added to what the gate multiplies (gpt-oss)."""
-    mlp_multipliers: tuple[
-        Annotated[Factor, "variant", UsedWhen(lambda run: _has_layers(run, MLP + EXPERTS), "no layer is an MLP")],
-        ...,
-    ] = (1.0,) * 2
+    mlp_multipliers: tuple[Annotated[Factor, "variant", _HAS_ANY_MLPS], ...] = (1.0,) * 2
     """Factors on the gate of a gated MLP, and on what an MLP adds to the residual stream (Falcon-H1)."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, UsedWhen
+from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, UsedWhen, settings_section, used_with
 from petatron.config.schema.moe_layer_freq import marked_by_multiples
 from petatron.config.schema.numeric_bounds import (
-    Above,
-    AtLeast,
     Factor,
     Fraction,
     PositiveFactor,
@@ -36,33 +34,31 @@ def _is_scaled(run: RawRunConfig) -> bool:
     return model.position_embedding_type == "yarn" or model.use_rope_scaling or model.longrope_short_factor is not None
 
 
-def rotary_only(rule: str) -> NotWith:
-    """Returns the note of a setting that needs rotary positions."""
-    rule += ", but --position-embedding-type is {value}"
-    fix = "Use --position-embedding-type rope, or leave it out."
-    return NotWith("position_embedding_type", lambda kind: kind not in ROTARY_TYPES, rule, fix)
-
-
-def without_window(rule: str) -> NotWith:
-    """Returns the note of a setting that needs a window."""
-    rule += ", but there is no --window-size"
-    return NotWith("window_size", lambda size: size is None, rule, "Give --window-size, or leave it out.")
-
-
-_ROTARY = rotary_only("is about rotary positions")
-_ROTARY_KEYS = "cannot be combined with --multi-latent-attention, whose keys have a rotary part in every layer"
-_SCALED = UsedWhen(_is_scaled, "the rotary embedding is not scaled")
-_LLAMA3 = UsedWhen(lambda run: run.model.use_rope_scaling, "it is for --use-rope-scaling")
-_LLAMA3_ROPE = NotWith(
+ROTARY_ONLY = NotWith(
     "position_embedding_type",
-    lambda kind: kind != "rope",
-    "scales rotary embedding, but --position-embedding-type is {value}",
+    lambda kind: kind not in ROTARY_TYPES,
+    "is about rotary positions, but --position-embedding-type is {value}",
     "Use --position-embedding-type rope, or leave it out.",
+)
+WINDOW_ONLY = NotWith(
+    "window_size",
+    lambda size: size is None,
+    "is for layers with a window, but there is no --window-size",
+    "Give --window-size, or leave it out.",
+    shown="{:g}",
+)
+_LLAMA3_ROPE = replace(
+    ROTARY_ONLY,
+    when=lambda kind: kind != "rope",
+    rule="scales rotary embedding, but --position-embedding-type is {value}",
     shown="",
 )
+_ROTARY_KEYS = replace(NOT_LATENT, rule=f"{NOT_LATENT.rule}, whose keys have a rotary part in every layer")
+_SCALED = UsedWhen(_is_scaled, "the rotary embedding is not scaled")
+_LLAMA3 = used_with("model.use_rope_scaling")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_section
 class RopeSettings:
     """Positions."""
 
@@ -73,49 +69,43 @@ class RopeSettings:
     )
     position_embedding_type: Annotated[PositionEmbeddingType, "selects"] = "learned_absolute"
     """How positions enter: a learned table, rotary embedding, rotary with YaRN scaling, biases of scores (ALiBi), or not at all."""
-    rotary_base: Annotated[RotaryBase, Above(1)] = 10000.0
+    rotary_base: Annotated[RotaryBase, "above 1"] = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: Annotated[Fraction, LATENT_HEADS] = 1.0
     """Fraction of each head that is rotated."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_section
 class RopeVariants:
     """Variants of rotary positions."""
 
     feature: ClassVar = Feature("rotary positions", variants=True)
-    rotary_interleaved: Annotated[bool, _ROTARY, NOT_LATENT] = False
+    rotary_interleaved: Annotated[bool, ROTARY_ONLY, NOT_LATENT] = False
     """Rotary positions rotate neighbouring channels instead of those half a head apart."""
-    no_rope_freq: (
-        Annotated[str, _ROTARY, NotWith("multi_latent_attention", rule=_ROTARY_KEYS), ComparedAs(marked_by_multiples)]
-        | None
-    ) = None
+    no_rope_freq: Annotated[str, ROTARY_ONLY, _ROTARY_KEYS, ComparedAs(marked_by_multiples)] | None = None
     """Which layers have no rotary positions: N means every N-th; or one 1 (no positions) or 0 per layer (SmolLM3, Llama 4)."""
-    rotary_base_local: (
-        Annotated[RotaryBase, Above(1), _ROTARY, replace(without_window("is for layers with a window"), shown="{:g}")]
-        | None
-    ) = None
+    rotary_base_local: Annotated[RotaryBase, "above 1", ROTARY_ONLY, WINDOW_ONLY] | None = None
     """Base of the rotary frequencies in layers with a window, which are then not scaled (Gemma 3). Unset means that of all layers."""
-    rotary_seq_len_interpolation_factor: Annotated[Factor, AtLeast(1), _ROTARY] | None = None
+    rotary_seq_len_interpolation_factor: Annotated[Factor, "at least 1", ROTARY_ONLY] | None = None
     """Linear interpolation: positions are divided by this. Unset means not at all."""
-    longrope_short_factor: Annotated[str, _ROTARY] | None = None
+    longrope_short_factor: Annotated[str, ROTARY_ONLY] | None = None
     """LongRoPE (Phi-3): what each rotary frequency is divided by in sequences up to the original context, as [1.0,1.02]."""
-    longrope_long_factor: Annotated[str, replace(_ROTARY, rule="")] | None = None
+    longrope_long_factor: Annotated[str, replace(ROTARY_ONLY, rule="")] | None = None
     """LongRoPE: the same in longer sequences."""
     longrope_attention_factor: PositiveFactor | None = None
     """LongRoPE: factor on cos and sin. Unset means sqrt(1 + log(scaling factor) / log(original context))."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_section
 class RopeScalingSettings:
     """Rotary frequencies for contexts longer than the one first trained on."""
 
     feature: ClassVar = Feature("rotary scaling")
     use_rope_scaling: Annotated[bool, UsedWhen(has_rotary_positions), _LLAMA3_ROPE] = False
     """Llama-3 frequency scaling for contexts longer than the one first trained on."""
-    rope_scaling_factor: Annotated[Factor, AtLeast(1), _SCALED] = 8.0
+    rope_scaling_factor: Annotated[Factor, "at least 1", _SCALED] = 8.0
     """Context extension factor of Llama-3 or YaRN scaling."""
-    original_max_position_embeddings: Annotated[SequenceLength, AtLeast(1), _SCALED] = 8192
+    original_max_position_embeddings: Annotated[SequenceLength, "at least 1", _SCALED] = 8192
     """Context length before extension, for Llama-3 and YaRN scaling."""
     rope_low_freq_factor: Annotated[PositiveFactor, _LLAMA3] = 1.0
     """Llama-3 scaling: wavelengths longer than original context / this are fully scaled."""
@@ -123,19 +113,11 @@ class RopeScalingSettings:
     """Llama-3 scaling: wavelengths shorter than original context / this are left alone."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_section
 class YarnSettings:
     """YaRN scaling of rotary frequencies."""
 
-    feature: ClassVar = Feature(
-        "YaRN",
-        (
-            UsedWhen(
-                lambda run: run.model.position_embedding_type == "yarn", "it is for --position-embedding-type yarn"
-            ),
-        ),
-        always_stored=True,
-    )
+    feature: ClassVar = Feature("YaRN", (used_with("model.position_embedding_type", value="yarn"),), always_stored=True)
     yarn_beta_fast: Factor = 32.0
     """YaRN: rotations over the original context above which a frequency is kept."""
     yarn_beta_slow: PositiveFactor = 1.0

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from petatron.config.schema.metadata import Feature, NotWith
-from petatron.config.schema.numeric_bounds import AtLeast, Factor, PositiveFactor, VocabularySize
+from petatron.config.schema.metadata import Feature, NotWith, settings_section
+from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, VocabularySize
 
 _TWO_FACTORS = NotWith("scale_embeddings", rule="and --scale-embeddings are two factors on embeddings", shown="{:g}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_section
 class VocabularySettings:
     """Vocabulary, embedding and output head."""
 
     feature: ClassVar = Feature("vocabulary")
-    vocab_size: Annotated[VocabularySize, AtLeast(1)] | None = None
+    vocab_size: Annotated[VocabularySize, "at least 1"] | None = None
     """Number of token ids. Derived: from the tokenizer."""
-    make_vocab_size_divisible_by: Annotated[VocabularySize, AtLeast(1), "runtime"] = 128
+    make_vocab_size_divisible_by: Annotated[VocabularySize, "at least 1", "runtime"] = 128
     """The vocabulary is padded in memory to a multiple of this x tensor-parallel size; checkpoints never hold the padding."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output head weights of its own; by default it shares the token embedding."""
