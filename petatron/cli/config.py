@@ -10,10 +10,9 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.output_file import writable_problems
 from petatron.base.text import count_with_noun
 from petatron.cli.train import read_settings_alone
-from petatron.config.checks.check_all import missing_features
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.load import RawLoadedConfig, resolve_config
-from petatron.config.presets import preset_names, preset_summary, read_preset
+from petatron.config.presets import preset_names, preset_summary
 from petatron.config.schema.fields import closest_matches, join_with_or
 from petatron.config.show import format_config, format_config_diff
 from petatron.config.yaml_file import dump_yaml, read_yaml_file
@@ -123,11 +122,7 @@ def _presets(argv: list[str]) -> int:
         raise ConfigError([Problem(argv[0], "", "is a word too many", "`petatron config presets` takes none.")])
     width = max(len(name) for name in preset_names())
     for name in preset_names():
-        missing = (
-            join_with_or(features, last="and") if (features := missing_features(read_preset(name).settings)) else ""
-        )
-        note = f"; cannot run in this version, which has no {missing}" if missing else ""
-        print(f"{name:{width}}  {preset_summary(name)}{note}")
+        print(f"{name:{width}}  {preset_summary(name)}")
     return 0
 
 

@@ -14,13 +14,12 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, fields_by_path
-from petatron.config.schema.model_identity import is_identity_field
+from petatron.config.schema.model_identity import MODEL_SECTIONS, is_identity_field
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import CheckpointConfig
 from petatron.config.value_origins import ValueOrigin
 
 CHECKPOINT_ARGS_FLAG, MP_ARGS_FLAG = "--use-checkpoint-args", "--use-mp-args-from-checkpoint-args"
-MODEL_SECTIONS = ("model", "moe")
 _VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
 _LAYOUT = (
     "parallel.tensor_model_parallel_size",

@@ -17,8 +17,7 @@ from pathlib import Path
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.adapt.adapt_model import AdaptedModel, adapt_model
 from petatron.config.checkpoint_settings import AppliedSettings, ReadCheckpointSettings, apply_checkpoint_settings
-from petatron.config.checks.check_all import UNSUPPORTED_FIELDS, check_config, unsupported_preset
-from petatron.config.checks.model import ROTARY_TYPES
+from petatron.config.checks.check_all import check_config
 from petatron.config.checks.unused_flags import unused_flag_notices
 from petatron.config.derived_defaults import derive_defaults, resolve_derived
 from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
@@ -34,6 +33,7 @@ from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, 
 from petatron.config.presets import read_preset
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
+from petatron.config.schema.sections.rope import ROTARY_TYPES
 from petatron.config.value_origins import Setting, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 
@@ -118,10 +118,6 @@ def resolve_config(
         origins[WEIGHTS_PATH] = ValueOrigin("flag", FROM_FLAG)
     problems += stored.problems
     suspects |= stored.doubtful_flags
-    if name:
-        effective = [one for one in documents[0].settings if origins[one.path] == one.origin]
-        problems += unsupported_preset(name, effective)
-        suspects |= {fields_by_path()[one.path].flag for one in effective if one.path in UNSUPPORTED_FIELDS}
     named = _named_imports([setting for source in (*documents, flags) for setting in source.settings], stored)
     values[IMPORTS_PATH] = tuple(dict.fromkeys(one.name for one in named))
     problems += import_modules(named)

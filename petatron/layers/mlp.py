@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from petatron.config.schema.model import GATED_ACTIVATIONS
+from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.kernels import activation as reference
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.fp8.amax import attach_amax, new_amax

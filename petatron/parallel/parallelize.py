@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.base.log import get_logger
-from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RunConfig
 from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.kernels.registry import KernelContext, choose_kernel

@@ -16,8 +16,8 @@ from petatron.bench.measure.units import format_si
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec, version
 from petatron.bench.peers.bench_model import NUM_BATCHES
 from petatron.bench.result import BenchResult
-from petatron.config.checks.layers.linear_attention import has_delta_layers
 from petatron.config.optimizers import rule_spec
+from petatron.config.schema.sections.linear_attention import has_delta_layers
 from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
 from petatron.models.registry import model_spec
 from petatron.optim.loss_scaler import compute_dtype

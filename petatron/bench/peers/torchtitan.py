@@ -18,7 +18,7 @@ from petatron.base.errors import Problem
 from petatron.base.log import get_logger
 from petatron.bench.peers import BenchSpec, Contender
 from petatron.bench.peers.peer_source import PeerSource, peer_sources
-from petatron.config.schema.layer_variants import variant_defaults
+from petatron.config.schema.model_identity import variant_defaults
 from petatron.optim.loss_scaler import compute_dtype
 
 _log = get_logger(__name__)

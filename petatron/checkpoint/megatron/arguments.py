@@ -27,8 +27,8 @@ from petatron.checkpoint.megatron.pickle_interpreter import InertObject
 from petatron.config.checks.layers.hybrid import check_hybrid
 from petatron.config.checks.model import check_model
 from petatron.config.schema.fields import fields_by_name, flag_name
-from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
+from petatron.config.schema.model_identity import variant_defaults
 from petatron.config.schema.moe_layer_freq import parse_moe_layer_freq
 from petatron.config.schema.run import RawRunConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS

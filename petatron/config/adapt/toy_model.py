@@ -13,38 +13,16 @@ from typing import Any
 
 from petatron.config.adapt.layer_cut import HYBRID, LayerCut, cut_layers, num_layer_kinds
 from petatron.config.derived_defaults import MOCK_VOCAB_SIZE
-from petatron.config.schema.fields import FieldValue, fields_by_name
+from petatron.config.schema.fields import FieldValue, all_fields, fields_by_name
 from petatron.config.schema.longrope_factors import LongRopeFactorError, format_longrope_factors, parse_longrope_factors
+from petatron.config.schema.metadata import ToySize
 
 _LAYERS, _HEADS = 4, 8
-# Sizes that stand for themselves: no larger than this, and unset where they are.
-_SIZES: Mapping[str, int] = {
-    "hidden_size": 128,
-    "ffn_hidden_size": 256,
-    "seq_length": 128,
-    "window_size": 32,
-    "attention_chunk_size": 32,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 16,
-    "mamba_state_dim": 16,
-    "mamba_head_dim": 16,
-    "mamba_num_heads": 16,
-    "mamba_num_groups": 8,
-    "mamba_norm_groups": 8,
-    "mamba_chunk_size": 32,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 8,
-    "linear_chunk_size": 32,
-    "mtp_num_layers": 1,
-    "num_experts": 8,
-    "moe_ffn_hidden_size": 64,
-    "moe_shared_expert_intermediate_size": 64,
-    "moe_latent_size": 64,
-}
+
+
+def _toy_size(name: str) -> int:
+    """Returns the most that is left of a size."""
+    return fields_by_name()[name].notes_of(ToySize)[0].limit
 
 
 class _ToyValues:
@@ -70,9 +48,10 @@ class _ToyValues:
         if path not in self._typed and self.values[path] != value:
             self.values[path] = self.changed[path] = value
 
-    def lower(self, name: str, limit: int) -> None:
-        """Lowers a number that is set and above the limit."""
+    def lower(self, name: str, limit: int | None = None) -> None:
+        """Lowers a number that is set and above the limit, or above the size of a toy that is declared with it."""
         value = self[name]
+        limit = _toy_size(name) if limit is None else limit
         if isinstance(value, int) and value > limit:
             self.set(name, limit)
 
@@ -85,8 +64,9 @@ def toy_values(
     cut = _shrink_layers(toy)
     for shrink in (_shrink_attention, _shrink_linear_attention, _shrink_experts, _shrink_positions):
         shrink(toy)
-    for name, limit in _SIZES.items():
-        toy.lower(name, limit)
+    for info in all_fields():
+        for note in info.notes_of(ToySize):
+            toy.lower(info.name, note.limit)
     _shrink_longrope(toy)
     if has_tokenizer:
         toy.set("vocab_size", None)  # the tokenizer's
@@ -134,7 +114,7 @@ def _shrink_attention(toy: _ToyValues) -> None:
 
 def _shrink_linear_attention(toy: _ToyValues) -> None:
     keys, values = toy["linear_num_key_heads"], toy["linear_num_value_heads"]
-    toy.lower("linear_num_key_heads", _SIZES["linear_num_key_heads"])
+    toy.lower("linear_num_key_heads")
     ratio = 2 if values > keys > 0 else 1
     toy.lower("linear_num_value_heads", ratio * toy["linear_num_key_heads"])
 
@@ -143,7 +123,7 @@ def _shrink_experts(toy: _ToyValues) -> None:
     """Keeps whether a token has one expert or several, and whether groups of experts limit the choice."""
     if toy["num_experts"] is None:
         return
-    toy.lower("num_experts", _SIZES["num_experts"])
+    toy.lower("num_experts")
     experts, grouped = toy["num_experts"], toy["moe_router_num_groups"] is not None
     if grouped:
         divisors = (size for size in (4, 2, 1) if experts % size == 0)
@@ -160,7 +140,9 @@ def _shrink_positions(toy: _ToyValues) -> None:
     if toy["attention_temperature_scale"] is not None:
         toy.lower("attention_temperature_floor", 32)
     if toy["position_embedding_type"] == "learned_absolute":
-        toy.lower("max_position_embeddings", toy["seq_length"] if toy.is_typed("seq_length") else _SIZES["seq_length"])
+        toy.lower(
+            "max_position_embeddings", toy["seq_length"] if toy.is_typed("seq_length") else _toy_size("seq_length")
+        )
 
 
 def _shrink_longrope(toy: _ToyValues) -> None:

@@ -8,10 +8,9 @@ from petatron.base.errors import Problem
 from petatron.config.checks.pipeline import splits_backward
 from petatron.config.checks.rule_helpers import at_least, divisors
 from petatron.config.schema.fields import join_with_or
-from petatron.config.schema.parallel import RawParallelConfig
+from petatron.config.schema.parallel import FSDP_STRATEGIES, RawParallelConfig
 from petatron.config.schema.run import RawRunConfig
 
-FSDP_STRATEGIES = ("optim_grads", "optim_grads_params")
 _STRATEGY = "--data-parallel-sharding-strategy"
 _INSTANCES = "--num-distributed-optimizer-instances"
 

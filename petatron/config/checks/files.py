@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from petatron.base.errors import Problem
 from petatron.config.absolute_paths import path_fields
 from petatron.config.checkpoint_settings import CHECKPOINT_ARGS_FLAG, MP_ARGS_FLAG
-from petatron.config.checks.rule_helpers import at_least, or_default
+from petatron.config.checks.rule_helpers import or_default
 from petatron.config.schema.data_blend import BlendError, parse_blend, parse_split
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
@@ -20,8 +20,6 @@ def check_files(config: RawRunConfig, *, require_training: bool) -> Iterator[Pro
     yield from _blends(config)
     yield from _tokenizer(config, require_training=require_training)
     yield from _checkpoints(config)
-    yield from at_least("log_interval", config.log.log_interval, 1)
-    yield from at_least("num_workers", config.data.num_workers, 0)
     yield from _timeline(config)
     yield from _profile(config)
     yield from _text_samples(config)
@@ -41,7 +39,6 @@ def _empty_paths(config: RawRunConfig) -> Iterator[Problem]:
 
 def _timeline(config: RawRunConfig) -> Iterator[Problem]:
     step, last = config.log.pipeline_timeline_step, config.train.train_iters
-    yield from at_least("pipeline_timeline_step", step, 1)
     if config.log.pipeline_timeline is not None and last is not None and step > last >= 1:
         rule = f"is after the last of --train-iters {last}, so nothing would be written"
         found = or_default("pipeline_timeline_step", step)
@@ -50,7 +47,6 @@ def _timeline(config: RawRunConfig) -> Iterator[Problem]:
 
 def _profile(config: RawRunConfig) -> Iterator[Problem]:
     log, last, ranks = config.log, config.train.train_iters, config.parallel.world_size
-    yield from at_least("profile_step_start", log.profile_step_start, 1)
     if not log.profile:
         return
     start, end = log.profile_step_start, log.profile_step_end
@@ -69,9 +65,6 @@ def _profile(config: RawRunConfig) -> Iterator[Problem]:
 
 def _text_samples(config: RawRunConfig) -> Iterator[Problem]:
     log, parallel = config.log, config.parallel
-    yield from at_least("sample_interval", log.sample_interval, 1)
-    yield from at_least("sample_tokens", log.sample_tokens, 1)
-    yield from at_least("sample_temperature", log.sample_temperature, 0)
     if log.sample_prompts is None:
         if log.sample_interval is not None:
             rule = "needs --sample-prompts, the file of prompts"
@@ -90,7 +83,6 @@ def _text_samples(config: RawRunConfig) -> Iterator[Problem]:
 
 def _eval_tasks(config: RawRunConfig) -> Iterator[Problem]:
     train = config.train
-    yield from at_least("eval_tasks_interval", train.eval_tasks_interval, 1)
     if train.eval_tasks is None:
         if train.eval_tasks_interval is not None:
             rule = "needs --eval-tasks, the list of tasks"
@@ -188,20 +180,16 @@ def _tokenizer(config: RawRunConfig, *, require_training: bool) -> Iterator[Prob
 
 def _checkpoints(config: RawRunConfig) -> Iterator[Problem]:
     checkpoint = config.checkpoint
-    yield from at_least("save_interval", checkpoint.save_interval, 1)
     if checkpoint.save_interval is not None and checkpoint.save is None:
         rule = "needs --save, the folder to save in"
         yield Problem("--save-interval", str(checkpoint.save_interval), rule, "Give it, or leave the interval out.")
     if checkpoint.sign_key is not None and checkpoint.save is None:
         rule = "needs --save: only checkpoints are signed"
         yield Problem("--sign-key", checkpoint.sign_key, rule, "Give it, or leave the key out.")
-    yield from at_least("save_total_limit", checkpoint.save_total_limit, 1)
-    yield from at_least("save_retain_interval", checkpoint.save_retain_interval, 1)
     if checkpoint.save_retain_interval is not None and checkpoint.save_total_limit is None:
         rule = "needs --save-total-limit; without one every checkpoint is kept"
         found = str(checkpoint.save_retain_interval)
         yield Problem("--save-retain-interval", found, rule, "Give --save-total-limit, or leave this out.")
-    yield from at_least("ckpt_step", checkpoint.ckpt_step, 0)
     if checkpoint.use_mp_args_from_checkpoint_args and not checkpoint.use_checkpoint_args:
         yield Problem(MP_ARGS_FLAG, "", f"needs {CHECKPOINT_ARGS_FLAG}", "Give both, or leave this out.")
     for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):

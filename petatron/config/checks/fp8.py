@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.rule_helpers import at_least, multiples_near
+from petatron.config.checks.rule_helpers import multiples_near
 from petatron.config.schema.run import RawRunConfig
 
 _FLAG = "--fp8-format"
@@ -17,9 +17,6 @@ FP8_SIZE_MULTIPLE = 16
 
 def check_fp8(config: RawRunConfig) -> Iterator[Problem]:
     precision = config.precision
-    yield from at_least("fp8_amax_history_len", precision.fp8_amax_history_len, 1)
-    yield from at_least("num_layers_at_start_in_bf16", precision.num_layers_at_start_in_bf16, 0)
-    yield from at_least("num_layers_at_end_in_bf16", precision.num_layers_at_end_in_bf16, 0)
     if precision.fp8_format is None:
         return
     for name in ("fp16", "fp64"):

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.checks.layers.variants import check_layer_variants
-from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, within
+from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.hybrid_pattern import ATTENTION, branch_letters
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.hybrid import has_attention
+from petatron.config.schema.sections.rope import ROTARY_TYPES
 
-ROTARY_TYPES = ("rope", "yarn")
-LATENT_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _LATENT = "--multi-latent-attention"
 REQUIRED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
@@ -26,13 +25,9 @@ def check_model(config: RawRunConfig) -> Iterator[Problem]:
     if config.model.mtp_num_layers:
         yield from _multi_token_prediction(config.model)
     yield from _positions(config.model)
-    yield from _numbers(config.model)
+    if config.model.embedding_init_method_std != config.model.init_method_std:
+        yield from above("embedding_init_method_std", config.model.embedding_init_method_std, 0)
     yield from check_layer_variants(config.model)
-
-
-def has_attention(model: RawModelConfig) -> bool:
-    """Whether a model has attention layers."""
-    return model.hybrid_layer_pattern is None or ATTENTION in branch_letters(model.hybrid_layer_pattern)
 
 
 def _sizes(model: RawModelConfig) -> Iterator[Problem]:
@@ -46,16 +41,11 @@ def _sizes(model: RawModelConfig) -> Iterator[Problem]:
             yield Problem(flag, "", "is not set", fix)
         elif value < 0:
             yield Problem(flag, str(value), "is negative", "Give a positive number.")
-    for name in ("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings", "window_size"):
-        yield from at_least(name, getattr(model, name), 1)
-    for name in ("vocab_size", "make_vocab_size_divisible_by", "original_max_position_embeddings"):
-        yield from at_least(name, getattr(model, name), 1)
 
 
 def _multi_token_prediction(model: RawModelConfig) -> Iterator[Problem]:
     """Rules of `--mtp-num-layers`."""
     yield from at_least("mtp_num_layers", model.mtp_num_layers, 1)
-    yield from at_least("mtp_loss_scaling_factor", model.mtp_loss_scaling_factor, 0)
     if model.position_embedding_type == "learned_absolute":
         rule = "looks up tokens ahead, for which a table of positions would end too early"
         yield Problem(
@@ -82,10 +72,7 @@ def _heads(model: RawModelConfig) -> Iterator[Problem]:
 
 
 def _latent_attention(model: RawModelConfig) -> Iterator[Problem]:
-    """Rules of `--multi-latent-attention`: its sizes, and what of other attention it has not."""
-    for name in LATENT_WIDTHS:
-        yield from at_least(name, getattr(model, name), 1)
-    yield from above("latent_norm_epsilon", model.latent_norm_epsilon, 0)
+    """Rules of the positions of `--multi-latent-attention`."""
     positions, rotary = model.position_embedding_type, model.qk_pos_emb_head_dim
     if positions not in (*ROTARY_TYPES, "none"):
         rule = f"rotates a part of each head, but --position-embedding-type is {positions}"
@@ -93,12 +80,6 @@ def _latent_attention(model: RawModelConfig) -> Iterator[Problem]:
     if positions != "none" and rotary > 0 and rotary % 2:
         rule = "is odd, and rotary embedding rotates pairs"
         yield Problem("--qk-pos-emb-head-dim", str(rotary), rule, f"Nearest: {multiples_near(rotary, 2)}.")
-    if model.group_query_attention:
-        rule = f"cannot be combined with {_LATENT}, which has no key/value heads to share"
-        yield Problem("--group-query-attention", "", rule, "Use --no-group-query-attention, or leave the other out.")
-    if model.add_qkv_bias:
-        rule = f"cannot be combined with {_LATENT}, whose query, key and value projections have no bias"
-        yield Problem("--add-qkv-bias", "", rule, "Leave one out.")
 
 
 def _positions(model: RawModelConfig) -> Iterator[Problem]:
@@ -108,13 +89,9 @@ def _positions(model: RawModelConfig) -> Iterator[Problem]:
         yield Problem("--max-position-embeddings", str(longest), rule, f"Use {model.seq_length} or more.")
     if model.position_embedding_type in ROTARY_TYPES:
         yield from _rotary(model)
-    if model.use_rope_scaling:
-        if model.position_embedding_type != "rope":
-            rule = f"scales rotary embedding, but --position-embedding-type is {model.position_embedding_type}"
-            yield Problem("--use-rope-scaling", "", rule, "Use --position-embedding-type rope, or leave it out.")
-        if model.rope_low_freq_factor > model.rope_high_freq_factor:
-            rule = f"is above --rope-high-freq-factor {model.rope_high_freq_factor:g}"
-            yield Problem("--rope-low-freq-factor", f"{model.rope_low_freq_factor:g}", rule, "Llama-3 uses 1 and 4.")
+    if model.use_rope_scaling and model.rope_low_freq_factor > model.rope_high_freq_factor:
+        rule = f"is above --rope-high-freq-factor {model.rope_high_freq_factor:g}"
+        yield Problem("--rope-low-freq-factor", f"{model.rope_low_freq_factor:g}", rule, "Llama-3 uses 1 and 4.")
     if model.position_embedding_type == "yarn" and model.yarn_beta_slow > model.yarn_beta_fast:
         rule = f"is above --yarn-beta-fast {model.yarn_beta_fast:g}"
         yield Problem("--yarn-beta-slow", f"{model.yarn_beta_slow:g}", rule, "The paper uses 1 and 32.")
@@ -129,16 +106,3 @@ def _rotary(model: RawModelConfig) -> Iterator[Problem]:
     elif width is not None and width > 0 and (int(width * percent) % 2 or int(width * percent) == 0):
         rule = f"rotates {int(width * percent)} of --kv-channels {width}, which is not an even number above 0"
         yield Problem("--rotary-percent", f"{percent:g}", rule, "Use an even head width, or a fraction that gives one.")
-    yield from above("rotary_base", model.rotary_base, 1)
-    yield from at_least("rope_scaling_factor", model.rope_scaling_factor, 1)
-    yield from above("rope_low_freq_factor", model.rope_low_freq_factor, 0)
-    yield from above("yarn_beta_slow", model.yarn_beta_slow, 0)
-
-
-def _numbers(model: RawModelConfig) -> Iterator[Problem]:
-    yield from within("hidden_dropout", model.hidden_dropout, 0, 1)
-    yield from within("attention_dropout", model.attention_dropout, 0, 1)
-    yield from above("norm_epsilon", model.norm_epsilon, 0)
-    yield from above("init_method_std", model.init_method_std, 0)
-    if model.embedding_init_method_std != model.init_method_std:
-        yield from above("embedding_init_method_std", model.embedding_init_method_std, 0)

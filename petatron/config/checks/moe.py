@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.rule_helpers import above, at_least, divisors, within
+from petatron.config.checks.rule_helpers import divisors
 from petatron.config.schema.model import MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layer_freq_problems
 from petatron.config.schema.run import RawRunConfig
@@ -13,14 +13,11 @@ from petatron.config.schema.run import RawRunConfig
 
 def check_moe(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     moe = config.moe
-    yield from at_least("num_experts", moe.num_experts, 1)
     if moe.num_experts is None or moe.num_experts < 1:
         return
     yield from moe_layer_freq_problems(config)
-    yield from _numbers(moe)
     yield from _topk(moe, moe.num_experts)
     yield from _groups(moe, moe.num_experts)
-    yield from _load_balancing(moe)
     yield from _capacity(moe)
     if require_training and router_cannot_learn(moe) and not _continues_model(config):
         rule = "with a softmax over the chosen expert alone gives every token the score 1, so the router cannot learn"
@@ -40,16 +37,6 @@ def _continues_model(config: RawRunConfig) -> bool:
     """Whether the run starts from a model that exists, whose routing is no choice of this run."""
     checkpoint = config.checkpoint
     return checkpoint.finetune or checkpoint.use_checkpoint_args or checkpoint.pretrained_checkpoint is not None
-
-
-def _numbers(moe: MoEConfig) -> Iterator[Problem]:
-    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"):
-        yield from at_least(name, getattr(moe, name), 1)
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
-        yield from at_least(name, getattr(moe, name), 0)
-    for name in ("moe_expert_capacity_factor", "moe_router_topk_scaling_factor"):
-        yield from above(name, getattr(moe, name), 0)
-    yield from within("moe_input_jitter_eps", moe.moe_input_jitter_eps, 0, 1)
 
 
 def _topk(moe: MoEConfig, experts: int) -> Iterator[Problem]:
@@ -81,27 +68,6 @@ def _groups(moe: MoEConfig, experts: int) -> Iterator[Problem]:
     elif groups and topk > chosen * (experts // groups):
         rule = f"groups of {experts // groups} experts hold fewer than the --moe-router-topk {topk} a token needs"
         yield Problem(where, str(chosen), rule, f"Use {-(-topk // (experts // groups))} or more.")
-
-
-def _load_balancing(moe: MoEConfig) -> Iterator[Problem]:
-    kind, score = moe.moe_router_load_balancing_type, moe.moe_router_score_function
-    if moe.moe_router_enable_expert_bias and score != "sigmoid":
-        rule = f"balances sigmoid scores, but --moe-router-score-function is {score}"
-        yield Problem("--moe-router-enable-expert-bias", "", rule, "Use --moe-router-score-function sigmoid.")
-    if kind != "sinkhorn":
-        return
-    where = "--moe-router-load-balancing-type"
-    if moe.moe_aux_loss_coeff > 0:
-        rule = f"weighs a balancing loss, but {where} sinkhorn has none"
-        yield Problem("--moe-aux-loss-coeff", f"{moe.moe_aux_loss_coeff:g}", rule, "Use 0.")
-    for flag, given in (
-        ("--moe-router-enable-expert-bias", moe.moe_router_enable_expert_bias),
-        ("--moe-router-group-topk", moe.moe_router_group_topk is not None),
-        ("--moe-expert-capacity-factor", moe.moe_expert_capacity_factor is not None),
-    ):
-        if given:
-            rule = f"cannot be combined with {where} sinkhorn, which assigns tokens by itself"
-            yield Problem(flag, "", rule, "Use aux_loss or none, or leave it out.")
 
 
 def _capacity(moe: MoEConfig) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RawRunConfig
 
 MOE_OVERLAP_FLAG = "--overlap-moe-expert-parallel-comm"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.base.network_address import is_default_loopback
-from petatron.config.checks.rule_helpers import above, at_least, divisors, multiples_near, or_default, within
+from petatron.config.checks.rule_helpers import at_least, divisors, multiples_near, or_default, within
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import LaunchConfig
 
@@ -32,7 +32,6 @@ def check_layout(config: RawRunConfig, *, require_training: bool) -> Iterator[Pr
         for problem in at_least(name, getattr(parallel, name), 1):
             sizes_are_sound = False
             yield problem
-    yield from above("distributed_timeout_minutes", parallel.distributed_timeout_minutes, 0)
     yield from _launch(config)
     if require_training and config.launch.nnodes > 1:
         yield from _meeting_point(config.launch)
@@ -47,9 +46,6 @@ def check_layout(config: RawRunConfig, *, require_training: bool) -> Iterator[Pr
 
 def _launch(config: RawRunConfig) -> Iterator[Problem]:
     launch, world = config.launch, config.parallel.world_size
-    yield from at_least("nproc_per_node", launch.nproc_per_node, 1)
-    yield from at_least("ranks_per_device", launch.ranks_per_device, 1)
-    yield from at_least("nnodes", launch.nnodes, 1)
     if launch.nnodes < 1:
         return
     yield from within("node_rank", launch.node_rank, 0, launch.nnodes)

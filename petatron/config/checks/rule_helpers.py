@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
 from petatron.base.errors import Problem
-from petatron.config.schema.fields import fields_by_name, flag_name, join_with_or
+from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flag_name, join_with_or
+from petatron.config.schema.metadata import NotWith
+from petatron.config.schema.model_identity import MODEL_SECTIONS
+from petatron.config.schema.run import RawRunConfig
 
 
 def divisors(number: int, *, limit: int = 12) -> str:
@@ -44,3 +48,62 @@ def within(name: str, value: float | None, low: float, high: float, *, closed: b
     if value is not None and not (low <= value < high or (closed and value == high)):
         span = f"{low:g} to {high:g}" + ("" if closed else f", {high:g} excluded")
         yield Problem(flag_name(name), str(value), "is out of range", f"Use a number from {span}.")
+
+
+_NUMBER_RULES: Mapping[str, Callable[[str, float, float], Iterator[Problem]]] = {
+    "at least": at_least,
+    "above": above,
+    "below": lambda name, number, bound: within(name, number, 0, bound),
+}
+
+
+def number_problems(config: RawRunConfig, *sections: type) -> Iterator[Problem]:
+    """Yields numbers that break a bound of the schema, of the features in use: of all of them, or of some section classes."""
+    features = [vars(section)["feature"] for section in sections]
+    for info in all_fields():
+        number = getattr(getattr(config, info.section), info.name)
+        if not isinstance(number, int | float) or (features and info.feature not in features) or _is_idle(info, config):
+            continue
+        for mark in info.marks:
+            words, _, bound = mark.rpartition(" ")
+            if words in _NUMBER_RULES:
+                yield from _NUMBER_RULES[words](info.name, number, float(bound))
+
+
+def conflict_problems(config: RawRunConfig) -> Iterator[Problem]:
+    """Yields settings of features in use that the schema declares not to be combined with another."""
+    for info in all_fields():
+        value = getattr(getattr(config, info.section), info.name)
+        for note in () if value == info.default or _is_idle(info, config) else info.notes_of(NotWith):
+            other = fields_by_name()[note.setting]
+            setting = getattr(getattr(config, other.section), other.name)
+            if note.rule and note.when(setting):
+                yield Problem(info.flag, note.shown.format(value), note.rule.format(value=setting), note.fix)
+
+
+def _is_idle(info: FieldInfo, config: RawRunConfig) -> bool:
+    """Whether a setting belongs to a feature that the model does not have, of which a notice tells."""
+    of_model = info.section in MODEL_SECTIONS and "selects" not in info.marks
+    return of_model and bool(info.feature.unused_reason(config))
+
+
+def check_recurrent_layout(config: RawRunConfig, *, heads: str, groups: str, halo_tokens: int) -> Iterator[Problem]:
+    """Yields layouts that do not share layers with a recurrent state evenly.
+
+    Tensor-parallel ranks have equally many heads, and whole groups (or key heads) or equal parts of one. The convolution of a
+    context-parallel rank takes its halo from one other rank only.
+    """
+    parallel, length = config.parallel, config.model.seq_length
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    num_heads, num_groups = getattr(config.model, heads) or 0, getattr(config.model, groups)
+    if tp >= 1 and (num_heads % tp or (num_groups % tp and tp % num_groups)):
+        sizes = (size for size in range(1, num_heads + 1) if num_heads % size == 0)
+        usable = islice((size for size in sizes if not (num_groups % size and size % num_groups)), 12)
+        rule = f"is neither a multiple nor a divisor of {flag_name(groups)} {num_groups}"
+        if num_heads % tp:
+            rule = f"does not divide {flag_name(heads)} {num_heads}"
+        yield Problem("--tensor-model-parallel-size", str(tp), rule, f"Use {', '.join(map(str, usable))}.")
+    if cp > 1 and length > 0 and length // cp < halo_tokens:
+        rule = f"leaves a rank {length // cp} tokens, fewer than the {halo_tokens} that the convolution of the next one sees"
+        fix = f"Use --seq-length {2 * cp * -(-halo_tokens // 2)} or more."
+        yield Problem("--context-parallel-size", str(cp), rule, fix)

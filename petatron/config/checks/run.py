@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.checks.pipeline import splits_backward
 from petatron.config.checks.rule_helpers import above, at_least, multiples_near, within
 from petatron.config.checks.update_rule import check_update_rule
 from petatron.config.pipeline_stages import max_layers_per_stage
+from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RawRunConfig
 
 
@@ -30,13 +30,9 @@ def _precision(config: RawRunConfig) -> Iterator[Problem]:
     if len(chosen) > 1:
         rule = f"cannot be combined with {' or '.join(chosen[1:])}"
         yield Problem(chosen[0], "", rule, "Keep one; none of them means fp32.")
-    yield from above("loss_scale", precision.loss_scale, 0)
-    yield from above("min_loss_scale", precision.min_loss_scale, 0)
     if precision.initial_loss_scale < precision.min_loss_scale:
         rule = f"is below --min-loss-scale {precision.min_loss_scale:g}"
         yield Problem("--initial-loss-scale", f"{precision.initial_loss_scale:g}", rule, "Start higher.")
-    yield from at_least("loss_scale_window", precision.loss_scale_window, 1)
-    yield from at_least("hysteresis", precision.hysteresis, 1)
 
 
 def _memory(config: RawRunConfig) -> Iterator[Problem]:
@@ -57,7 +53,6 @@ def _memory(config: RawRunConfig) -> Iterator[Problem]:
     if budget is not None and splits_backward(config.parallel):
         rule = f"cannot be kept with --pipeline-schedule {config.parallel.pipeline_schedule}, which holds operands back"
         yield Problem("--recompute-memory-budget-gb", f"{budget:g}", rule, "Use 1f1b or interleaved.")
-    yield from above("recompute_memory_budget_gb", budget, 0)
     yield from _recompute_layers(config)
     yield from _offloaded_layers(config)
     yield from within("optimizer_offload_fraction", memory.optimizer_offload_fraction, 0, 1, closed=True)
@@ -68,7 +63,6 @@ def _memory(config: RawRunConfig) -> Iterator[Problem]:
 
 def _recompute_layers(config: RawRunConfig) -> Iterator[Problem]:
     number = config.memory.recompute_num_layers
-    yield from at_least("recompute_num_layers", number, 1)
     largest = max_layers_per_stage(config)
     if number is not None and largest is not None and number > largest:
         rule = f"is more than the {largest} layers of a pipeline stage"
@@ -77,7 +71,6 @@ def _recompute_layers(config: RawRunConfig) -> Iterator[Problem]:
 
 def _offloaded_layers(config: RawRunConfig) -> Iterator[Problem]:
     where, number = "--cpu-offloading-num-layers", config.memory.cpu_offloading_num_layers
-    yield from at_least("cpu_offloading_num_layers", number, 0)
     largest = max_layers_per_stage(config)
     if largest is not None and number > largest:
         rule = f"is more than the {largest} layers of a pipeline stage"
@@ -96,8 +89,6 @@ def _offloaded_layers(config: RawRunConfig) -> Iterator[Problem]:
 def _batch(config: RawRunConfig) -> Iterator[Problem]:
     train, replicas = config.train, config.parallel.data_parallel_size
     micro, batch = train.micro_batch_size, train.global_batch_size
-    yield from at_least("micro_batch_size", micro, 1)
-    yield from at_least("global_batch_size", batch, 1)
     if replicas is None or replicas < 1 or micro < 1 or batch is None or batch < 1:
         return
     unit = micro * replicas
@@ -132,13 +123,7 @@ def _length(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem
         yield Problem("--train-iters", str(train.train_iters), rule, "Keep one of them.")
     if require_training and train.train_iters is None and train.train_samples is None:
         yield Problem("--train-iters", "", "is not set", "Give --train-iters or --train-samples.")
-    for name in ("train_iters", "train_samples", "eval_interval", "exit_interval"):
-        yield from at_least(name, getattr(train, name), 1)
     yield from _first_batch(config)
-    yield from at_least("eval_iters", train.eval_iters, 0)
-    yield from above("exit_duration_in_mins", train.exit_duration_in_mins, 0)
-    yield from at_least("exit_signal_grace_s", train.exit_signal_grace_s, 0)
-    yield from at_least("seed", train.seed, 0)
 
 
 def _first_batch(config: RawRunConfig) -> Iterator[Problem]:
@@ -173,13 +158,10 @@ def _schedule_units(config: RawRunConfig) -> Iterator[Problem]:
 
 def _schedule(config: RawRunConfig) -> Iterator[Problem]:
     schedule = config.schedule
-    for name in ("lr_warmup_iters", "lr_warmup_samples"):
-        yield from at_least(name, getattr(schedule, name), 0)
     for name in ("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
         # An unset decay length copies the run's, which has its own rule.
         if getattr(schedule, name) not in (config.train.train_iters, config.train.train_samples):
             yield from at_least(name, getattr(schedule, name), 1)
-    yield from within("lr_warmup_fraction", schedule.lr_warmup_fraction, 0, 1)
     forms = [
         flag
         for flag, value in (

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.checks.rule_helpers import above, at_least, within
 from petatron.config.optimizers import find_rule_spec, unknown_optimizer, used_rules
 from petatron.config.schema.fields import fields_by_name, flag_name
-from petatron.config.schema.numeric_bounds import ABOVE_ZERO, AT_LEAST_ONE, BELOW_ONE
 from petatron.config.schema.optimizers.update_rule_spec import (
     OPTIMIZER_FLAG,
     OPTIMIZER_NAME,
@@ -21,7 +19,6 @@ from petatron.config.schema.training import BUILT_IN_RULES
 
 def check_update_rule(config: RawRunConfig) -> Iterator[Problem]:
     """Yields the problems of the chosen optimizer, of its settings, and of where its state is to be."""
-    yield from _marked_bounds(config)
     if unknown := list(_unknown_optimizers(config)):
         yield from unknown
         return
@@ -45,17 +42,6 @@ def _unknown_optimizers(config: RawRunConfig) -> Iterator[Problem]:
         name = getattr(getattr(config, info.section), info.name)
         if OPTIMIZER_NAME in info.marks and find_rule_spec(name) is None:
             yield unknown_optimizer(info.flag, name)
-
-
-def _marked_bounds(config: RawRunConfig) -> Iterator[Problem]:
-    for info in fields_by_name().values():
-        value = getattr(getattr(config, info.section), info.name)
-        if BELOW_ONE in info.marks:
-            yield from within(info.name, value, 0, 1)
-        if ABOVE_ZERO in info.marks:
-            yield from above(info.name, value, 0)
-        if AT_LEAST_ONE in info.marks:
-            yield from at_least(info.name, value, 1)
 
 
 def _scalar_optimizer(rule: UpdateRuleSpec, other: UpdateRuleSpec) -> Iterator[Problem]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from petatron.config.checks.check_all import UNSUPPORTED_FIELDS
 from petatron.config.checks.model import REQUIRED_FIELDS
 from petatron.config.flags import megatron_flags
 from petatron.config.flags.help_text import FROM_DOC, TOY_DOC, flag_aliases
 from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, TOY_FLAG
 from petatron.config.presets import preset_names, preset_summary
-from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_path, sections
+from petatron.config.schema.fields import FieldInfo, all_fields, sections
 from petatron.config.show import format_value
 
 _INTRODUCTION = f"""# Flags and fields
@@ -25,8 +24,7 @@ What is still unset is derived. `petatron config show` prints every value with i
 `{TOY_FLAG}`: {TOY_DOC[0].lower()}{TOY_DOC[1:]}
 
 Booleans are `--x`, `--no-x` or `--x=false`. The word `none` unsets a field that may be unset. Fields marked `...` take
-several values. Underscores in a flag count as dashes. Fields marked * need a feature that is not in this version: only
-their default is accepted.
+several values. Underscores in a flag count as dashes.
 """
 
 
@@ -44,8 +42,7 @@ def reference_page() -> str:
 
 
 def _row(info: FieldInfo) -> tuple[str, ...]:
-    names = [f"`{info.flag}`{' *' if info.path in UNSUPPORTED_FIELDS else ''}"]
-    names += [f"`{flag}`" for flag in flag_aliases().get(info.name, [])]
+    names = [f"`{flag}`" for flag in (info.flag, *flag_aliases().get(info.name, []))]
     default = "required" if info.name in REQUIRED_FIELDS else format_value(info.default)
     if info.default is None and "Derived:" in info.doc:
         default = "derived"
@@ -68,8 +65,7 @@ def _accepted() -> str:
 
 def _refused() -> str:
     renamed = [(f"`{old}`", f"`{new}`") for old, new in sorted(megatron_flags.RENAMED_FLAGS.items())]
-    own = {fields_by_path()[path].flag: feature for path, feature in UNSUPPORTED_FIELDS.items()}
-    later = [(f"`{flag}`", feature) for flag, feature in sorted({**own, **megatron_flags.UNSUPPORTED_FLAGS}.items())]
+    later = [(f"`{flag}`", feature) for flag, feature in sorted(megatron_flags.UNSUPPORTED_FLAGS.items())]
     return (
         "## Refused\n\nOld names:\n\n"
         + _table(("Flag", "Use"), renamed)

@@ -2,25 +2,26 @@
 
 The schema is the only place a setting is declared, so flags, YAML keys, help text and the reference page are all read
 from it here. Types come from the annotations; documentation is the string literal under a field, which Python does not
-keep at run time, so it is read from the schema's source with `ast`. `FieldInfo.parse` is the one way text becomes a
+keep at run time, so it is read from the schema's source (by a pattern: parsing it would take longer than all else that
+`--help` does). `FieldInfo.parse` is the one way text becomes a
 value, for a flag and for a YAML scalar alike; that is why `live: on` stays the word "on" although YAML 1.1 would call
 it a boolean, and why `lr: 3e-4` is a number although YAML 1.1 would call it a string.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import inspect
 import math
+import re
 import sys
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
+from petatron.config.schema.metadata import Feature, Role, UsedWhen
 from petatron.config.schema.numeric_bounds import NumericBounds
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
 from petatron.config.schema.run import RawRunConfig
@@ -28,21 +29,24 @@ from petatron.config.schema.training import BUILT_IN_RULES
 
 FieldKind = Literal["int", "float", "bool", "str", "choice"]
 ConfigT = TypeVar("ConfigT", bound=RawRunConfig)
+NoteT = TypeVar("NoteT")
 FieldValue = int | float | bool | str | None | tuple[int, ...] | tuple[str, ...]
 
 NONE_WORDS = ("none", "null")
+_DECLARATION = re.compile(r'^class (?P<owner>\w+)|^    (?P<name>\w+): |^    """(?P<doc>.*?)"""', re.M | re.S)
+_ROLES: frozenset[Any] = frozenset(typing.get_args(Role))
 _TRUE_WORDS, _FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
 _KIND_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word or path"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FieldInfo:
     """One setting. `is_list` marks a tuple of `kind`; `optional` marks a field that may be unset (`none`).
 
     `choices` are all its values, or, of a word, those known before anything is imported.
 
-    `marks` are the words next to the type in the schema's `Annotated`: path, private, one start, one load, switch; `bounds` those of
-    a number. A `switch` is a choice with on and off that may be written as a boolean: `--x`, `--no-x`, `x: true`.
+    `notes` are what stands next to the type in the schema's `Annotated` (`metadata.py`), and `marks` the words among them: path, private,
+    one start, one load, switch, roles. A `switch` is a choice with on and off that may be written as a boolean: `--x`, `--no-x`, `x: true`.
     """
 
     section: str
@@ -53,8 +57,38 @@ class FieldInfo:
     choices: tuple[str, ...]
     default: FieldValue
     doc: str
-    marks: tuple[str, ...] = ()
-    bounds: NumericBounds | None = None
+    feature: Feature
+    notes: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def marks(self) -> frozenset[Any]:
+        return frozenset(note for note in self.notes if isinstance(note, str))
+
+    @functools.cached_property
+    def bounds(self) -> NumericBounds | None:
+        return next(iter(self.notes_of(NumericBounds)), None)
+
+    @functools.cached_property
+    def role(self) -> Role:
+        roles: list[Role] = [*(self.marks & _ROLES), self.feature.role]
+        return roles[0]
+
+    @functools.cached_property
+    def used_when(self) -> tuple[UsedWhen, ...]:
+        """The conditions of its feature, unless it selects that, and its own."""
+        return (*(() if "selects" in self.marks else self.feature.used_when), *self.notes_of(UsedWhen))
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether it is a departure from the plain layer, which is its default."""
+        return self.feature.variants or "variant" in self.marks
+
+    def notes_of(self, kind: type[NoteT]) -> tuple[NoteT, ...]:
+        return tuple(note for note in self.notes if isinstance(note, kind))
+
+    def unused_reason(self, config: RawRunConfig) -> str | None:
+        """Returns why it has no effect in a config; None if it has one, and nothing to tell ("") if it only is not compared."""
+        return next((item.reason.format(run=config) for item in self.used_when if not item.holds(config)), None)
 
     @property
     def path(self) -> str:
@@ -164,10 +198,14 @@ def all_fields() -> tuple[FieldInfo, ...]:
     documentation = _field_docs()
     found: list[FieldInfo] = []
     for section, section_class in sections().items():
-        hints = typing.get_type_hints(section_class, include_extras=True)
         for item, owner in _fields_with_owners(section_class):
-            doc = documentation[owner.__name__, item.name]
-            found.append(_field_info(section, item, hints[item.name], doc))
+            hint, doc = vars(owner)["__annotations__"][item.name], documentation[owner.__name__, item.name]
+            if isinstance(
+                hint, str
+            ):  # not by `get_type_hints`, where functions among the notes would not see their module
+                hint = eval(hint, vars(sys.modules[owner.__module__]))
+            feature = vars(owner).get("feature") or getattr(section_class, "feature", Feature(section, role="runtime"))
+            found.append(_field_info(section, item, hint, doc, feature))
     return tuple(found)
 
 
@@ -214,41 +252,40 @@ def replace_fields(config: ConfigT, values: Mapping[str, FieldValue]) -> ConfigT
     return replace(config, **changed)
 
 
-def _field_info(section: str, item: Field[Any], hint: Any, doc: str) -> FieldInfo:
+def _field_info(section: str, item: Field[Any], hint: Any, doc: str, feature: Feature) -> FieldInfo:
     assert item.default is not MISSING, f"{section}.{item.name} has no default"
     optional = many = False
     choices: tuple[str, ...] = ()
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-        optional = True
-    if typing.get_origin(hint) is tuple:
-        hint, many = typing.get_args(hint)[0], True
     notes: list[Any] = []
-    if typing.get_origin(hint) is Annotated:
-        hint, *notes = typing.get_args(hint)
-    marks = tuple(note for note in notes if isinstance(note, str))
-    bounds = next((note for note in notes if isinstance(note, NumericBounds)), None)
+    while (origin := typing.get_origin(hint)) is not None and origin is not Literal:
+        if origin is Annotated:
+            hint, *outer = typing.get_args(hint)
+            notes += outer
+        elif origin is tuple:
+            hint, many = typing.get_args(hint)[0], True
+        else:
+            (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+            optional = True
     kind: FieldKind
-    if typing.get_origin(hint) is Literal:
+    if origin is Literal:
         kind, choices = "choice", typing.get_args(hint)
     else:
         kind = hint.__name__
-        choices = tuple(BUILT_IN_RULES) if OPTIMIZER_NAME in marks else ()
-    return FieldInfo(section, item.name, kind, many, optional, choices, item.default, doc, marks, bounds)
+        choices = tuple(BUILT_IN_RULES) if OPTIMIZER_NAME in notes else ()
+    return FieldInfo(section, item.name, kind, many, optional, choices, item.default, doc, feature, tuple(notes))
 
 
 def _field_docs() -> dict[tuple[str, str], str]:
+    """Returns the documentation of every field by the class that declares it, on one line however the source breaks it."""
     docs: dict[tuple[str, str], str] = {}
-    # By file and not by class: to find one class, Python would reparse its whole file.
     classes = [owner for section_class in sections().values() for owner in section_class.__mro__ if is_dataclass(owner)]
-    files = dict.fromkeys(owner.__module__ for owner in classes)
-    nodes = [node for name in files for node in ast.parse(inspect.getsource(sys.modules[name])).body]
-    for node in nodes:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for statement, following in zip(node.body, [*node.body[1:], ast.Pass()]):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-                text = str(following.value.value) if is_text else ""  # type: ignore[union-attr]
-                docs[node.name, statement.target.id] = " ".join(text.split())  # one line, however the source breaks it
+    for module in dict.fromkeys(owner.__module__ for owner in classes):
+        owner = name = ""
+        for match in _DECLARATION.finditer(inspect.getsource(sys.modules[module])):
+            if match["owner"]:
+                owner, name = match["owner"], ""
+            elif match["name"]:
+                name = match["name"]
+            elif name:
+                docs[owner, name], name = " ".join(match["doc"].split()), ""
     return docs

@@ -7,12 +7,12 @@ for lists, as for `--moe-layer-freq`; 1 stands for a window, for linear attentio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import RawModelConfig
-from petatron.config.schema.moe_layer_freq import MoELayerFreqError, parse_moe_layer_freq
+from petatron.config.schema.moe_layer_freq import marked_by_multiples, pattern_problems, unmarked_by_multiples
 
 _FIX = "Give a number, or one 0 or 1 per layer such as ([1]*3+[0])*8."
 
@@ -27,8 +27,7 @@ def window_layers(model: RawModelConfig) -> tuple[bool, ...]:
         return (False,) * model.num_layers
     if model.window_attn_skip_freq is None:
         return (True,) * model.num_layers
-    every, pattern = _parsed("window_attn_skip_freq", model)
-    return tuple((layer + 1) % every != 0 for layer in range(model.num_layers)) if pattern is None else pattern
+    return _marked_layers("window_attn_skip_freq", model, unmarked_by_multiples)
 
 
 def linear_layers(model: RawModelConfig) -> tuple[bool, ...]:
@@ -39,8 +38,7 @@ def linear_layers(model: RawModelConfig) -> tuple[bool, ...]:
     """
     if model.experimental_attention_variant is None:
         return (False,) * model.num_layers
-    every, pattern = _parsed("linear_attention_freq", model)
-    return tuple((layer + 1) % every != 0 for layer in range(model.num_layers)) if pattern is None else pattern
+    return _marked_layers("linear_attention_freq", model, unmarked_by_multiples)
 
 
 def no_rope_layers(model: RawModelConfig) -> tuple[bool, ...]:
@@ -51,8 +49,7 @@ def no_rope_layers(model: RawModelConfig) -> tuple[bool, ...]:
     """
     if model.no_rope_freq is None:
         return (False,) * model.num_layers
-    every, pattern = _parsed("no_rope_freq", model)
-    return tuple((layer + 1) % every == 0 for layer in range(model.num_layers)) if pattern is None else pattern
+    return _marked_layers("no_rope_freq", model, marked_by_multiples)
 
 
 def format_layers(marked: Sequence[bool]) -> str:
@@ -67,27 +64,13 @@ def format_layers(marked: Sequence[bool]) -> str:
 def layer_pattern_problems(name: str, model: RawModelConfig) -> Iterator[Problem]:
     """Yields problems of one pattern, if it is set."""
     text: str | None = getattr(model, name)
-    if text is None:
-        return
-    try:
-        pattern = parse_moe_layer_freq(text)
-    except MoELayerFreqError as error:
-        yield Problem(flag_name(name), text or "''", str(error), _FIX)
-        return
-    if isinstance(pattern, int):
-        if pattern < 1:
-            yield Problem(flag_name(name), text, "is below 1", _FIX)
-    elif set(pattern) - {0, 1}:
-        yield Problem(flag_name(name), text, "holds a number that is neither 0 nor 1", _FIX)
-    elif model.num_layers > 0 and len(pattern) != model.num_layers:
-        rule = f"is a pattern of {len(pattern)} layers, but --num-layers is {model.num_layers}"
-        yield Problem(flag_name(name), text, rule, "Write one 0 or 1 per layer.")
+    return iter(()) if text is None else pattern_problems(name, text, model.num_layers, _FIX)
 
 
-def _parsed(name: str, model: RawModelConfig) -> tuple[int, tuple[bool, ...] | None]:
-    """Returns (N, None) or (0, the pattern)."""
+def _marked_layers(
+    name: str, model: RawModelConfig, marks: Callable[[Any, Mapping[str, Any]], tuple[bool, ...]]
+) -> tuple[bool, ...]:
     problems = list(layer_pattern_problems(name, model))
     if problems:
         raise ConfigError(problems)
-    pattern = parse_moe_layer_freq(getattr(model, name))
-    return (pattern, None) if isinstance(pattern, int) else (0, tuple(bit == 1 for bit in pattern))
+    return marks(getattr(model, name), {"num_layers": model.num_layers})

@@ -7,11 +7,15 @@ A number N makes layers 0, N, 2N, ... MoE. Anything else is one 0 or 1 per layer
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import EXPERTS
-from petatron.config.schema.run import RawRunConfig
+
+if TYPE_CHECKING:
+    from petatron.config.schema.run import RawRunConfig
 
 _FIX = "Give a number, or one 0 or 1 per layer such as ([0]*1+[1]*23)."
 # Far above any model; keeps `[1]*999999999` from filling memory before it is refused.
@@ -37,34 +41,82 @@ def moe_layers(config: RawRunConfig) -> tuple[bool, ...]:
     problems = list(moe_layer_freq_problems(config))
     if problems:
         raise ConfigError(problems)
-    pattern = parse_moe_layer_freq(config.moe.moe_layer_freq)
-    if isinstance(pattern, int):
-        return tuple(layer % pattern == 0 for layer in range(layers))
-    return tuple(bit == 1 for bit in pattern)
+    return _marked(config)
 
 
 def moe_layer_freq_problems(config: RawRunConfig) -> Iterator[Problem]:
     """Yields problems of the pattern, for a model with experts; the layers of a hybrid are in a pattern of their own."""
     if config.model.hybrid_layer_pattern is not None:
         return
-    layers, text = config.model.num_layers, config.moe.moe_layer_freq
+    problems = list(pattern_problems("moe_layer_freq", config.moe.moe_layer_freq, config.model.num_layers, _FIX))
+    yield from problems
+    if not problems and not any(_marked(config)):
+        rule = "leaves no layer for the experts"
+        yield Problem("--moe-layer-freq", config.moe.moe_layer_freq, rule, "Leave --num-experts out, or write a 1.")
+
+
+def pattern_problems(name: str, text: str, num_layers: int, fix: str) -> Iterator[Problem]:
+    """Yields problems of one pattern: a number from 1 on, or one 0 or 1 for each layer."""
+    flag = f"--{name.replace('_', '-')}"
     try:
         pattern = parse_moe_layer_freq(text)
     except MoELayerFreqError as error:
-        yield Problem("--moe-layer-freq", text or "''", str(error), _FIX)
+        yield Problem(flag, text or "''", str(error), fix)
         return
     if isinstance(pattern, int):
         if pattern < 1:
-            yield Problem("--moe-layer-freq", text, "is below 1", "Use 1 for experts in every layer.")
+            every = "Use 1 for experts in every layer." if name == "moe_layer_freq" else fix
+            yield Problem(flag, text, "is below 1", every)
     elif set(pattern) - {0, 1}:
-        yield Problem("--moe-layer-freq", text, "holds a number that is neither 0 nor 1", _FIX)
-    elif layers > 0 and len(pattern) != layers:
-        rule = f"is a pattern of {len(pattern)} layers, but --num-layers is {layers}"
-        yield Problem("--moe-layer-freq", text, rule, "Write one 0 or 1 per layer.")
-    elif 1 not in pattern:
-        yield Problem(
-            "--moe-layer-freq", text, "leaves no layer for the experts", "Leave --num-experts out, or write a 1."
-        )
+        yield Problem(flag, text, "holds a number that is neither 0 nor 1", fix)
+    elif num_layers > 0 and len(pattern) != num_layers:
+        rule = f"is a pattern of {len(pattern)} layers, but --num-layers is {num_layers}"
+        yield Problem(flag, text, rule, "Write one 0 or 1 per layer.")
+
+
+def every_layer_has_experts(config: RawRunConfig) -> bool:
+    """Whether no layer has an MLP instead; False while the pattern is a problem of its own."""
+    if config.moe.num_experts is None or config.model.hybrid_layer_pattern is not None:
+        return False
+    return all(_marked(config))
+
+
+def _marked(config: RawRunConfig) -> tuple[Any, ...]:
+    return marked_from_the_first(config.moe.moe_layer_freq, {"num_layers": config.model.num_layers})
+
+
+def marked_from_the_first(text: Any, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns for each layer whether it is marked, where N marks layers 0, N, 2N, ...; to compare patterns by what they mean.
+
+    >>> marked_from_the_first("2", {"num_layers": 3}) == marked_from_the_first("[1, 0, 1]", {"num_layers": 3})
+    True
+    """
+    return _marks("1" if text is None else text, settings, lambda layer, number: layer % number == 0)
+
+
+def marked_by_multiples(text: Any, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The same where N marks layers N - 1, 2N - 1, ..., and no pattern marks none."""
+    return _marks(text, settings, lambda layer, number: (layer + 1) % number == 0)
+
+
+def unmarked_by_multiples(text: Any, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The same where N marks all layers but these."""
+    return _marks(text, settings, lambda layer, number: (layer + 1) % number != 0)
+
+
+def _marks(text: Any, settings: Mapping[str, Any], marks: Callable[[int, int], bool]) -> tuple[Any, ...]:
+    """Returns the mark of each layer; a pattern that means nothing stands for itself."""
+    layers = settings.get("num_layers", 0)
+    if text is None:
+        return ()
+    try:
+        pattern = parse_moe_layer_freq(str(text))
+    except MoELayerFreqError:
+        return ("", text)
+    if isinstance(pattern, int):
+        known = is_count(layers, 1) and layers <= MAX_PATTERN_LAYERS and pattern > 0
+        return tuple(marks(layer, pattern) for layer in range(layers)) if known else ("", text, layers)
+    return tuple(bool(bit) for bit in pattern)
 
 
 def parse_moe_layer_freq(text: str) -> int | tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The types of the schema's numbers, each with the smallest and largest value that a field of it takes.
 
 Bounds are far beyond what anyone trains, and below what overflows an index or takes minutes of arithmetic: a slipped digit is a problem
-of one flag, not an error of numpy. Rules that know more (`config/checks/`) refuse more, and the memory forecast does the rest.
+of one flag, not an error of numpy. `at least`, `above` and `below` beside them hold for settings of features in use. Rules that know more
+(`config/checks/`) refuse more, and the memory forecast does the rest.
 """
 
 from __future__ import annotations
@@ -34,11 +35,9 @@ def _text(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
-# Marks of numbers with a sharper bound, which `config/checks/run.py` reads.
-BELOW_ONE, ABOVE_ZERO, AT_LEAST_ONE = "below 1", "above 0", "at least 1"
-
 LayerCount = Annotated[int, NumericBounds(10_000)]
 Width = Annotated[int, NumericBounds(1 << 24)]
+Size = Annotated[Width, "at least 1"]
 ExpertCount = Annotated[int, NumericBounds(1 << 20)]
 SequenceLength = Annotated[int, NumericBounds(1 << 27)]
 VocabularySize = Annotated[int, NumericBounds(1 << 28)]
@@ -51,10 +50,11 @@ SmallCount = Annotated[int, NumericBounds(1_000_000)]
 PortNumber = Annotated[int, NumericBounds(65_535, low=1)]
 Seed = Annotated[int, NumericBounds((1 << 63) - 1)]
 Fraction = Annotated[float, NumericBounds(1.0)]
+DropoutRate = Annotated[Fraction, "below 1"]
 Factor = Annotated[float, NumericBounds(1e6)]
-DecayRate = Annotated[float, NumericBounds(1.0), BELOW_ONE]
-PositiveFactor = Annotated[float, NumericBounds(1e6), ABOVE_ZERO]
-PositiveCount = Annotated[int, NumericBounds(1_000_000), AT_LEAST_ONE]
+DecayRate = Annotated[Fraction, "below 1"]
+PositiveFactor = Annotated[Factor, "above 0"]
+PositiveCount = Annotated[SmallCount, "at least 1"]
 SignedFactor = Annotated[float, NumericBounds(1e6, low=-1e6)]
 RotaryBase = Annotated[float, NumericBounds(1e15)]
 LearningRate = Annotated[float, NumericBounds(1e4)]

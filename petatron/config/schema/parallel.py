@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from petatron.config.schema.metadata import Feature, UsedWhen, settings_section, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     BucketElements,
@@ -17,14 +18,62 @@ from petatron.config.schema.numeric_bounds import (
     RankCount,
     SmallCount,
 )
+from petatron.config.schema.sections.moe import HAS_EXPERTS
 from petatron.config.schema.training import FilePath
+
+if TYPE_CHECKING:
+    from petatron.config.schema.run import RawRunConfig
 
 PipelineScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 RecomputeModule = Literal[
     "core_attn", "attention", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mamba", "delta"
 ]
+FSDP_STRATEGIES = ("optim_grads", "optim_grads_params")
 MIN_BUCKET_SIZE = 40_000_000
+
+
+def num_micro_batches(run: RawRunConfig) -> int | None:
+    """Returns the micro-batches of a step on one data-parallel rank after any ramp; None while the sizes are a problem of their own."""
+    size, dp, micro = run.train.global_batch_size, run.parallel.data_parallel_size, run.train.micro_batch_size
+    return None if size is None or not dp or micro < 1 else size // (dp * micro)
+
+
+def weights_are_replicated(run: RawRunConfig) -> bool:
+    """Whether dense weights or experts have several replicas; True while the sizes are a problem of their own."""
+    parallel = run.parallel
+    dp, etp = parallel.data_parallel_size, parallel.expert_tensor_parallel_size
+    if dp is None or etp is None:
+        return True
+    experts = parallel.expert_model_parallel_size * etp
+    replicated_experts = run.moe.num_experts is not None and parallel.tensor_model_parallel_size != experts
+    return dp * parallel.context_parallel_size != 1 or replicated_experts
+
+
+_TENSOR_PARALLEL = UsedWhen(lambda run: run.parallel.tensor_model_parallel_size != 1, "the tensor-parallel size is 1")
+_CONTEXT_PARALLEL = UsedWhen(lambda run: run.parallel.context_parallel_size != 1, "the context-parallel size is 1")
+_PIPELINE = UsedWhen(lambda run: run.parallel.pipeline_model_parallel_size != 1, "the pipeline-parallel size is 1")
+_REPLICAS = UsedWhen(weights_are_replicated, "no two ranks hold the same weights, as data-parallel ones do")
+_DELAYED = used_with("precision.fp8_recipe", value="delayed")
+_FIRST_LAST = used_with("precision.first_last_layers_bf16")
+_SELECTIVE = used_with("memory.recompute_granularity", value="selective")
+_OFFLOADS = used_with("memory.optimizer_cpu_offload", "memory.optimizer_nvme_offload")
+_ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes, and its memory is the host's")
+_OVERLAPS = UsedWhen(
+    lambda run: run.parallel.tp_comm_overlap and _TENSOR_PARALLEL.holds(run), "it is for --tp-comm-overlap"
+)
+_SCHEDULE, _STRATEGY = "parallel.pipeline_schedule", "parallel.data_parallel_sharding_strategy"
+_INTERLEAVED = used_with(_SCHEDULE, value="interleaved", reason="it is for the interleaved schedule")
+_SEVERAL = UsedWhen(
+    lambda run: num_micro_batches(run) != 1, "a step has one micro-batch, and nothing to overlap it with"
+)
+_UNSHARDED = used_with(_STRATEGY, value="no_shard")
+_SHARES = UsedWhen(lambda run: weights_are_replicated(run) or _UNSHARDED.holds(run), _REPLICAS.reason)
+_SHARDED = UsedWhen(lambda run: not _UNSHARDED.holds(run), "no optimizer state is sharded")
+_BUCKETS = UsedWhen(
+    lambda run: run.parallel.data_parallel_sharding_strategy not in FSDP_STRATEGIES, "fully_shard reduces the gradients"
+)
+_SHARDS = UsedWhen(_BUCKETS.holds, "fully_shard shares the optimizer state and gathers by itself")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +82,12 @@ class RawParallelConfig:
 
     tensor_model_parallel_size: RankCount = 1
     """Ranks that split each layer's matrices (tp)."""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, _TENSOR_PARALLEL] = False
     """Split the activations between the matrices along the sequence over the tensor-parallel ranks; no effect at tp 1."""
-    tp_comm_overlap: bool = False
+    tp_comm_overlap: Annotated[bool, _TENSOR_PARALLEL] = False
     """Overlap the all-gathers and reduce-scatters of the forward pass with the GEMMs of column- and row-parallel linears, chunk by
     chunk; needs `--sequence-parallel`. (Those of the backward pass overlap without it.) No effect at tp 1."""
-    tp_comm_overlap_chunks: SmallCount | None = None
+    tp_comm_overlap_chunks: Annotated[SmallCount, _OVERLAPS] | None = None
     """Chunks of rows into which `--tp-comm-overlap` cuts a GEMM and its communication. More of them expose less communication,
     but GEMMs of few rows are slow. Derived: one per 2,048 tokens of a rank's micro-batch, from 2 to 4."""
     pipeline_model_parallel_size: RankCount = 1
@@ -48,18 +97,18 @@ class RawParallelConfig:
     num_virtual_stages_per_pipeline_rank: LayerCount | None = None
     """Groups of layers each pipeline rank holds, spread over the model. Derived: from `--num-layers-per-virtual-pipeline-stage`
     or the layout string, 2 for the schedule zb-v, else 1."""
-    pipeline_schedule: PipelineScheduleName | None = None
+    pipeline_schedule: Annotated[PipelineScheduleName, _PIPELINE] | None = None
     """Order of forward and backward passes in the pipeline; the zb ones split the backward pass to fill idle time.
     Derived: interleaved with virtual stages, else 1f1b."""
-    microbatch_group_size_per_virtual_pipeline_stage: BatchSize | None = None
+    microbatch_group_size_per_virtual_pipeline_stage: Annotated[BatchSize, _INTERLEAVED] | None = None
     """Micro-batches that pass one virtual stage before a rank turns to its next. Derived: the pipeline size."""
     decoder_first_pipeline_num_layers: LayerCount | None = None
     """Layers on the first pipeline rank; the other ranks share the rest evenly."""
     decoder_last_pipeline_num_layers: LayerCount | None = None
     """Layers on the last pipeline rank; the other ranks share the rest evenly."""
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: Annotated[bool, _PIPELINE] = False
     """Count the embedding as one layer when the layers are split evenly, so that the first stage holds one layer less."""
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: Annotated[bool, _PIPELINE] = False
     """Count the output head and loss as one layer when the layers are split evenly, so that the last stage holds one less."""
     pipeline_model_parallel_layout: str | None = None
     """Every stage spelled out in model order: E is the embedding, t a layer, L the head and loss, and | ends a stage;
@@ -67,41 +116,41 @@ class RawParallelConfig:
     pipeline rank i modulo the pipeline size (zb-v: the second half runs backwards over the ranks)."""
     context_parallel_size: RankCount = 1
     """Ranks that split the sequence in attention too (cp)."""
-    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    cp_comm_type: Annotated[Literal["p2p", "all_gather", "a2a", "a2a+p2p"], _CONTEXT_PARALLEL] = "p2p"
     """How context-parallel attention meets the other ranks' keys and values: passed around a ring, gathered at once,
     exchanged for a share of the heads (Ulysses), or heads within groups and a ring between them."""
-    hierarchical_context_parallel_sizes: tuple[RankCount, ...] = ()
+    hierarchical_context_parallel_sizes: tuple[Annotated[RankCount, _CONTEXT_PARALLEL], ...] = ()
     """For a2a+p2p: ranks that exchange heads, and ranks in a ring; their product is cp. Derived: as many heads as divide."""
     expert_model_parallel_size: RankCount = 1
     """Ranks that share the experts of a layer (ep)."""
-    expert_tensor_parallel_size: RankCount | None = None
+    expert_tensor_parallel_size: Annotated[RankCount, HAS_EXPERTS] | None = None
     """Ranks that split one expert's matrices (etp). Derived: the tensor-parallel size."""
-    overlap_moe_expert_parallel_comm: bool = False
+    overlap_moe_expert_parallel_comm: Annotated[bool, _SEVERAL] = False
     """Run the forward pass of one micro-batch together with the backward pass of another, so that each computes while the
     other's expert all-to-all is in flight. More micro-batches are in memory at a time: 2 instead of 1 without a pipeline."""
     data_parallel_size: RankCount | None = None
     """Replicas that see different samples (dp). Derived: world size / (tp x pp x cp)."""
     world_size: RankCount | None = None
     """Number of ranks. Derived: from the launcher, or tp x pp x cp x dp."""
-    use_distributed_optimizer: bool = False
+    use_distributed_optimizer: Annotated[bool, _REPLICAS, _SHARDS] = False
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
-    data_parallel_sharding_strategy: ShardingStrategy | None = None
+    data_parallel_sharding_strategy: Annotated[ShardingStrategy, _SHARES] | None = None
     """What data-parallel ranks hold only a share of: nothing, optimizer state (the distributed optimizer, ZeRO-1), also
     gradients (ZeRO-2), also parameters (ZeRO-3); the last two are PyTorch's fully_shard (FSDP).
     Derived: optim with `--use-distributed-optimizer`, else no_shard."""
-    num_distributed_optimizer_instances: RankCount = 1
+    num_distributed_optimizer_instances: Annotated[RankCount, _SHARDED] = 1
     """Copies of the sharded state: dp / this ranks share one copy (hybrid sharding)."""
     grad_reduce_in_bf16: bool = False
     """Send gradients between data-parallel ranks in bfloat16; by default they are reduced in fp32."""
-    overlap_grad_reduce: bool = True
+    overlap_grad_reduce: Annotated[bool, _REPLICAS, _BUCKETS] = True
     """Reduce gradient buckets while the backward pass still runs."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: Annotated[bool, _REPLICAS, _SHARDS] = False
     """Gather updated parameters while the next forward pass runs; needs the distributed optimizer."""
-    ddp_bucket_size: BucketElements | None = None
+    ddp_bucket_size: Annotated[BucketElements, _REPLICAS, _BUCKETS] | None = None
     """Elements per gradient bucket. Derived: max(40 million, 1 million x dp)."""
     distributed_backend: Literal["gloo", "nccl", "fake"] | None = None
     """Communication library. Derived: nccl on CUDA devices, else gloo; fake sends nothing and is for planning."""
-    distributed_timeout_minutes: Minutes = 10.0
+    distributed_timeout_minutes: Annotated[Minutes, "above 0"] = 10.0
     """How long a collective may wait before the run is declared hung."""
     nccl_communicator_config_path: FilePath | None = None
     """YAML file with NCCL settings of communicators, in Megatron's form: `dp: {max_ctas: 16}`."""
@@ -122,8 +171,50 @@ class ParallelConfig(RawParallelConfig):
     ddp_bucket_size: BucketElements = MIN_BUCKET_SIZE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecisionConfig:
+@settings_section
+class LossScaleSettings:
+    """Loss scaling, for fp16."""
+
+    feature: ClassVar = Feature("loss scaling", (used_with("precision.fp16"),), role="runtime")
+    loss_scale: Annotated[LossScale, "above 0"] | None = None
+    """Constant loss scale for fp16; unset means dynamic."""
+    initial_loss_scale: LossScale = 2.0**32
+    """First dynamic loss scale."""
+    min_loss_scale: Annotated[LossScale, "above 0"] = 1.0
+    """Smallest dynamic loss scale."""
+    loss_scale_window: Annotated[IterationCount, "at least 1"] = 1000
+    """Clean steps after which the dynamic loss scale doubles."""
+    hysteresis: Annotated[SmallCount, "at least 1"] = 2
+    """Overflowing steps before the dynamic loss scale halves."""
+
+
+@settings_section
+class Fp8Settings:
+    """GEMMs in FP8."""
+
+    feature: ClassVar = Feature("FP8", (used_with("precision.fp8_format"),), role="runtime")
+    fp8_format: Annotated[Literal["e4m3", "hybrid"], "selects"] | None = None
+    """Run GEMMs in FP8; hybrid uses e5m2 for gradients."""
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "tensorwise"
+    """How the scales of `--fp8-format` are chosen: per tensor from the amax of past steps, per tensor, per row, or per block of 128."""
+    fp8_amax_history_len: Annotated[SmallCount, "at least 1", _DELAYED] = 1
+    """Steps in the amax history of the delayed recipe."""
+    fp8_amax_compute_algo: Annotated[Literal["most_recent", "max"], _DELAYED] = "most_recent"
+    """Which amax of its history the delayed recipe uses: the last, or the largest."""
+    fp8_param_gather: Annotated[bool, _REPLICAS] = False
+    """All-gather weights of FP8 GEMMs over data-parallel ranks in FP8, half the bytes; no FP8 GEMM changes."""
+    fp8_output_head_backward: bool = False
+    """Run the two GEMMs of the output head's backward in FP8 too; its logits stay in bf16."""
+    first_last_layers_bf16: bool = False
+    """Keep some of the first and last layers out of FP8."""
+    num_layers_at_start_in_bf16: Annotated[LayerCount, "at least 0", _FIRST_LAST] = 1
+    """How many of the first, with `--first-last-layers-bf16`."""
+    num_layers_at_end_in_bf16: Annotated[LayerCount, "at least 0", _FIRST_LAST] = 1
+    """How many of the last, with `--first-last-layers-bf16`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(LossScaleSettings, Fp8Settings):
     """Number formats."""
 
     fp16: bool = False
@@ -132,59 +223,32 @@ class PrecisionConfig:
     """Compute in bfloat16."""
     fp64: bool = False
     """Compute and keep everything in float64; for proofs on small models."""
-    loss_scale: LossScale | None = None
-    """Constant loss scale for fp16; unset means dynamic."""
-    initial_loss_scale: LossScale = 2.0**32
-    """First dynamic loss scale."""
-    min_loss_scale: LossScale = 1.0
-    """Smallest dynamic loss scale."""
-    loss_scale_window: IterationCount = 1000
-    """Clean steps after which the dynamic loss scale doubles."""
-    hysteresis: SmallCount = 2
-    """Overflowing steps before the dynamic loss scale halves."""
-    fp8_format: Literal["e4m3", "hybrid"] | None = None
-    """Run GEMMs in FP8; hybrid uses e5m2 for gradients."""
-    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "tensorwise"
-    """How the scales of `--fp8-format` are chosen: per tensor from the amax of past steps, per tensor, per row, or per block of 128."""
-    fp8_amax_history_len: SmallCount = 1
-    """Steps in the amax history of the delayed recipe."""
-    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
-    """Which amax of its history the delayed recipe uses: the last, or the largest."""
-    fp8_param_gather: bool = False
-    """All-gather weights of FP8 GEMMs over data-parallel ranks in FP8, half the bytes; no FP8 GEMM changes."""
-    fp8_output_head_backward: bool = False
-    """Run the two GEMMs of the output head's backward in FP8 too; its logits stay in bf16."""
-    first_last_layers_bf16: bool = False
-    """Keep some of the first and last layers out of FP8."""
-    num_layers_at_start_in_bf16: LayerCount = 1
-    """How many of the first, with `--first-last-layers-bf16`."""
-    num_layers_at_end_in_bf16: LayerCount = 1
-    """How many of the last, with `--first-last-layers-bf16`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
     """Trading time for memory."""
 
+    feature: ClassVar = Feature("memory", role="training")
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers, or chosen modules."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With full recompute: in units of N layers, or for the first N layers."""
-    recompute_num_layers: LayerCount | None = None
+    recompute_num_layers: Annotated[LayerCount, "at least 1"] | None = None
     """The N of `--recompute-method`."""
-    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    recompute_modules: tuple[Annotated[RecomputeModule, _SELECTIVE], ...] = ("core_attn",)
     """With selective recompute: which modules."""
-    recompute_memory_budget_gb: Gigabytes | None = None
+    recompute_memory_budget_gb: Annotated[Gigabytes, "above 0"] | None = None
     """Activation memory per rank in GB; what to recompute is chosen to fit it."""
-    cpu_offloading_num_layers: LayerCount = 0
+    cpu_offloading_num_layers: Annotated[LayerCount, "at least 0"] = 0
     """Layers of every pipeline stage, evenly spread, whose activations wait in host memory for the backward pass."""
-    optimizer_cpu_offload: bool = False
+    optimizer_cpu_offload: Annotated[bool, _ON_DEVICE] = False
     """Keep master weights and moments in host memory; they visit the device for every update, and no number changes.
     Where weights are their own master weights (FSDP, and runs without --bf16 or --fp16), moments alone."""
     optimizer_nvme_offload: FilePath | None = None
     """Folder on a fast disk for the same, made if need be in a folder that exists. What is there ends with the run;
     checkpoints are what lasts."""
-    optimizer_offload_fraction: Fraction = 1.0
+    optimizer_offload_fraction: Annotated[Fraction, _OFFLOADS] = 1.0
     """How much of the optimizer state is offloaded; the rest stays on the device."""
     check_memory: bool = True
     """Stop before anything is allocated when a rank is predicted to need more memory than its device, or the host, has."""

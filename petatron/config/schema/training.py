@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from petatron.config.schema.hybrid_pattern import MAMBA, branch_letters
+from petatron.config.schema.metadata import Feature, UsedWhen, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     Factor,
@@ -26,6 +28,11 @@ from petatron.config.schema.optimizers.muon import MuonSettings
 from petatron.config.schema.optimizers.sgd import SgdSettings
 from petatron.config.schema.optimizers.soap import SoapSettings
 from petatron.config.schema.optimizers.update_rule_spec import OptimizerName
+from petatron.config.schema.sections.linear_attention import has_delta_layers
+from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
+
+if TYPE_CHECKING:
+    from petatron.config.schema.run import RawRunConfig
 
 # What `fields.py` reads off an annotation beside its type.
 FilePath = Annotated[str, "path"]
@@ -40,12 +47,37 @@ WeightsCopy = "copy of the owned weights"
 """The mark of a setting that makes each rank keep a copy of the weights that it updates, in the precision of its master weights."""
 NotSavedOnResumeFlag = Annotated[bool, "one load"]
 """How this start loads. In a run that continues in its own folder, a saved config does not repeat it."""
+_DECOUPLED = used_with("optim.decoupled_lr", reason="there is no --decoupled-lr")
+_LOADS = used_with("checkpoint.load", reason="there is no --load")
+_SAVES = used_with("checkpoint.save", reason="there is no --save")
+_PRETRAINED = "checkpoint.pretrained_checkpoint"
+_STARTS = used_with("checkpoint.load", _PRETRAINED, reason="there is no model to start from")
+_FROM = used_with("checkpoint.use_checkpoint_args", _PRETRAINED, reason="it is for --use-checkpoint-args and --from")
+_SAMPLES, _PROFILES = used_with("log.sample_prompts"), used_with("log.profile")
+_AVERAGES = used_with("train.ema_decay")
+_ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes")
+_ONE_PATH = UsedWhen(
+    lambda run: not run.data.mock_data and not run.data.train_data_path, "there is no --data-path to split"
+)
+
+
+def _compiles_functions(run: RawRunConfig) -> bool:
+    """Whether a model has functions without kernels of their own."""
+    model = run.model
+    if model.normalization != "RMSNorm" or model.activation not in GATED_ACTIVATIONS:
+        return True
+    recurrent = MAMBA in branch_letters(model.hybrid_layer_pattern) or has_delta_layers(model)
+    return recurrent or model.activation_func_clamp_value is not None or model.glu_linear_offset != 0.0
+
+
+_COMPILES = UsedWhen(_compiles_functions, "nothing of this model is compiled: on GPUs it has kernels of its own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig(AdamSettings, SgdSettings, MuonSettings, LionSettings, AdafactorSettings, SoapSettings):
     """The update rule."""
 
+    feature: ClassVar = Feature("optimizer", role="training")
     # The settings of an optimizer are those of a base class, which names the rule that reads them.
 
     optimizer: OptimizerName = "adam"
@@ -80,19 +112,20 @@ BUILT_IN_RULES = {base.used_by.name: base for base in OptimizerConfig.__mro__ if
 class ScheduleConfig:
     """Learning rate over time."""
 
+    feature: ClassVar = Feature("schedule", role="training")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after warm-up."""
     min_lr: LearningRate = 0.0
     """Learning rate at the end of the decay."""
-    decoupled_min_lr: LearningRate | None = None
+    decoupled_min_lr: Annotated[LearningRate, _DECOUPLED] | None = None
     """Learning rate at the end of the decay of `--decoupled-lr`; unset means that of `--min-lr`."""
     lr_warmup_init: LearningRate = 0.0
     """Learning rate at the start of warm-up."""
-    lr_warmup_iters: IterationCount = 0
+    lr_warmup_iters: Annotated[IterationCount, "at least 0"] = 0
     """Warm-up length in iterations."""
-    lr_warmup_samples: SampleCount = 0
+    lr_warmup_samples: Annotated[SampleCount, "at least 0"] = 0
     """Warm-up length in samples, for sample-based runs."""
-    lr_warmup_fraction: Fraction | None = None
+    lr_warmup_fraction: Annotated[Fraction, "below 1"] | None = None
     """Warm-up length as a fraction of the decay length."""
     lr_decay_iters: IterationCount | None = None
     """Decay length in iterations. Derived: `--train-iters`."""
@@ -110,9 +143,10 @@ class ScheduleConfig:
 class RawTrainConfig:
     """How long, how much at a time, when to look and when to stop."""
 
-    compile: bool = True
+    feature: ClassVar = Feature("training", role="training")
+    compile: Annotated[bool, "runtime", _COMPILES] = True
     """Fuse what has no kernel of its own with torch.compile, on GPUs."""
-    cuda_graphs: Annotated[Literal["auto", "on", "off"], "switch"] = "auto"
+    cuda_graphs: Annotated[Literal["auto", "on", "off"], "switch", "runtime", _ON_DEVICE] = "auto"
     """Record the forward and backward passes of a step once and replay them: faster where kernels are short, on GPUs. With auto, after
     a few steps, if the device was idle for more than a tenth of them, the layout allows it and memory suffices. With on, what
     cannot be recorded is an error, unless `--device` is cpu: a CPU records nothing, and a note says so."""
@@ -120,43 +154,43 @@ class RawTrainConfig:
     """What to minimise instead of the model's own loss, by the name under which an imported module registered it."""
     objective_settings: tuple[str, ...] = ()
     """Settings of `--objective`: NAME=VALUE, several."""
-    micro_batch_size: BatchSize = 1
+    micro_batch_size: Annotated[BatchSize, "at least 1", "runtime"] = 1
     """Samples per forward pass on one rank."""
-    global_batch_size: BatchSize | None = None
+    global_batch_size: Annotated[BatchSize, "at least 1"] | None = None
     """Samples per optimizer step over all ranks. Derived: micro batch x data parallel."""
     rampup_batch_size: tuple[SampleCount, ...] = ()
     """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
-    train_iters: IterationCount | None = None
+    train_iters: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations of the whole run, restarts included."""
-    train_samples: SampleCount | None = None
+    train_samples: Annotated[SampleCount, "at least 1"] | None = None
     """Samples of the whole run, restarts included."""
-    eval_interval: IterationCount | None = None
+    eval_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations between evaluations on the validation split; unset means none until the end."""
-    eval_iters: IterationCount = 100
+    eval_iters: Annotated[IterationCount, "at least 0"] = 100
     """Batches per evaluation; 0 means no evaluation."""
     eval_tasks: FilePath | None = None
     """YAML list of tasks (see evaluation.md) that measure the model every `--eval-tasks-interval` iterations, and at the end."""
-    eval_tasks_interval: IterationCount | None = None
+    eval_tasks_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations between runs of `--eval-tasks`; unset means `--eval-interval`."""
     ema_decay: Annotated[Fraction, WeightsCopy] | None = None
     """Keep an exponential moving average of the weights with this decay (0.999, ...): saved with them, and evaluated beside them."""
-    ema_start: IterationCount = 0
+    ema_start: Annotated[IterationCount, _AVERAGES] = 0
     """Updates before the average of `--ema-decay` begins, with a copy of the weights."""
-    ema_interval: IterationCount = 1
+    ema_interval: Annotated[IterationCount, _AVERAGES] = 1
     """Updates between two that the average of `--ema-decay` takes."""
-    exit_interval: IterationCount | None = None
+    exit_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Save and exit when the iteration is a multiple of this."""
-    exit_duration_in_mins: Minutes | None = None
+    exit_duration_in_mins: Annotated[Minutes, "above 0"] | None = None
     """Save and exit after this many minutes."""
-    exit_signal_grace_s: Seconds = 25.0
+    exit_signal_grace_s: Annotated[Seconds, "at least 0"] = 25.0
     """Seconds after SIGTERM within which the step must end; then the run exits (code 143) without saving. 0 means no limit."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when the loss or a gradient is not finite (weights are never updated with such gradients)."""
-    seed: Seed = 1234
+    seed: Annotated[Seed, "at least 0", "runtime"] = 1234
     """Seed of initial weights, dropout and data order."""
-    deterministic_mode: bool = False
+    deterministic_mode: Annotated[bool, "runtime"] = False
     """Use only deterministic kernels."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "runtime"] = "auto"
     """Where to compute; auto takes CUDA when there is one."""
 
 
@@ -171,6 +205,7 @@ class TrainConfig(RawTrainConfig):
 class DataConfig:
     """What to train on."""
 
+    feature: ClassVar = Feature("data", role="training")
     dataset_kind: str | None = None
     """How to open the data, by the name under which an imported module registered it. Unset: Megatron's .bin and .idx files."""
     data_path: tuple[FilePath, ...] = ()
@@ -183,7 +218,7 @@ class DataConfig:
     """Prefixes (or weight/prefix pairs) for testing only."""
     data_args_path: FilePath | None = None
     """File that holds the value of `--data-path`, for long blends."""
-    split: str = "969,30,1"
+    split: Annotated[str, _ONE_PATH] = "969,30,1"
     """Shares of documents for training, validation and test, with `--data-path`."""
     data_cache_path: FilePath | None = None
     """Folder for sample indices. Derived: `cache` beside the first dataset."""
@@ -191,7 +226,7 @@ class DataConfig:
     """Made-up data: counting sequences, no files needed."""
     dataloader_type: Literal["single", "cyclic"] = "single"
     """single: one global order fixed at the start; cyclic: reshuffled every epoch of samples."""
-    num_workers: SmallCount = 2
+    num_workers: Annotated[SmallCount, "at least 0"] = 2
     """Batches prefetched ahead of training, in background threads; 0 reads in the foreground."""
     reset_position_ids: bool = False
     """Restart positions after each end-of-document token."""
@@ -213,7 +248,7 @@ class TokenizerConfig:
     """GPT-2 vocab.json."""
     merge_file: FilePath | None = None
     """GPT-2 merges.txt."""
-    force_tokenizer: NotSavedFlag = False
+    force_tokenizer: Annotated[NotSavedFlag, _STARTS] = False
     """Start from a model with another tokenizer than its folder has; its ids then mean other tokens than the model has learned."""
 
 
@@ -221,26 +256,26 @@ class TokenizerConfig:
 class CheckpointConfig:
     """Where state is kept."""
 
-    save: FilePath | None = None
+    save: Annotated[FilePath, "training"] | None = None
     """Folder to save checkpoints in."""
     load: FilePath | None = None
     """Folder to resume from (its newest checkpoint)."""
     pretrained_checkpoint: FilePath | None = None
     """Folder to take the first weights from when `--load` is not given or holds no checkpoint yet: of checkpoints, or of a
     Hugging Face model."""
-    save_interval: IterationCount | None = None
+    save_interval: Annotated[IterationCount, "at least 1", "training"] | None = None
     """Iterations between saves; the last state is always saved when `--save` is given."""
-    ckpt_step: Annotated[IterationCount, "one load"] | None = None
+    ckpt_step: Annotated[IterationCount, "at least 0", "one load"] | None = None
     """Resume from this iteration instead of the newest."""
-    finetune: bool = False
+    finetune: Annotated[bool, "training"] = False
     """Load weights only and start at iteration 0."""
-    no_load_optim: NotSavedOnResumeFlag = False
+    no_load_optim: Annotated[NotSavedOnResumeFlag, "training", _LOADS] = False
     """Do not load optimizer state."""
-    no_load_rng: NotSavedOnResumeFlag = False
+    no_load_rng: Annotated[NotSavedOnResumeFlag, "training", _LOADS] = False
     """Do not load random states."""
-    no_save_optim: bool = False
+    no_save_optim: Annotated[bool, "training", _SAVES] = False
     """Do not save optimizer state; such a checkpoint cannot be resumed, only finetuned."""
-    no_save_rng: bool = False
+    no_save_rng: Annotated[bool, "training", _SAVES] = False
     """Do not save random states."""
     exit_on_missing_checkpoint: bool = False
     """Fail when `--load` holds no checkpoint, instead of starting from scratch."""
@@ -248,19 +283,19 @@ class CheckpointConfig:
     """Take the model's settings from the checkpoint in `--load`; other values for them give way, with a note."""
     use_mp_args_from_checkpoint_args: NotSavedFlag = False
     """With `--use-checkpoint-args`, take the sizes of tensor, pipeline and expert parallelism and the pipeline's split too."""
-    use_tokenizer_model_from_checkpoint_args: bool = True
+    use_tokenizer_model_from_checkpoint_args: Annotated[bool, _FROM] = True
     """With `--use-checkpoint-args` or `--from`, use the tokenizer found there unless another one is given."""
     override_opt_param_scheduler: NotSavedFlag = False
     """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
-    async_save: bool = False
+    async_save: Annotated[bool, "training", _SAVES] = False
     """Write checkpoints in the background: the run goes on as soon as the state is copied to host memory."""
-    save_total_limit: IterationCount | None = None
+    save_total_limit: Annotated[IterationCount, "at least 1", "training", _SAVES] | None = None
     """Keep only this many of the newest checkpoints; unset keeps all."""
-    save_retain_interval: IterationCount | None = None
+    save_retain_interval: Annotated[IterationCount, "at least 1", "training"] | None = None
     """With `--save-total-limit`, also keep every checkpoint whose iteration is a multiple of this."""
     sign_key: PrivateKeyPath | None = None
     """File of an Ed25519 private key to sign checkpoints with (extra: sign); their files get SHA-256 digests then."""
-    load_fallback: bool = False
+    load_fallback: Annotated[bool, "training", _LOADS] = False
     """If the checkpoint to load is damaged, say so and take the newest sound one before it."""
     ckpt_format: Literal["petatron"] = "petatron"
     """Checkpoint format."""
@@ -270,7 +305,8 @@ class CheckpointConfig:
 class LogConfig:
     """What a run tells."""
 
-    log_interval: IterationCount = 100
+    feature: ClassVar = Feature("log", role="training")
+    log_interval: Annotated[IterationCount, "at least 1"] = 100
     """Iterations between log lines; the first iteration is always logged."""
     log_throughput: bool = True
     """Report TFLOP/s per device in the log line."""
@@ -288,27 +324,27 @@ class LogConfig:
     """Name of the W&B run."""
     sample_prompts: FilePath | None = None
     """File of prompts, one per line, that the model continues every `--sample-interval` iterations, to see it learn."""
-    sample_interval: IterationCount | None = None
+    sample_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations between text samples; needs `--sample-prompts`."""
-    sample_tokens: SmallCount = 40
+    sample_tokens: Annotated[SmallCount, "at least 1", _SAMPLES] = 40
     """New tokens per text sample."""
-    sample_temperature: Factor = 0.0
+    sample_temperature: Annotated[Factor, "at least 0", _SAMPLES] = 0.0
     """Temperature of text samples: 0 takes the likeliest token; above 0 tokens are drawn with the same seed every time."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live terminal view; auto shows it when stderr is a terminal and rich is installed."""
     pipeline_timeline: FilePath | None = None
     """File to write the measured timeline of one step to; `petatron plan schedule --measured` draws it."""
-    pipeline_timeline_step: IterationCount = 3
+    pipeline_timeline_step: Annotated[IterationCount, "at least 1", used_with("log.pipeline_timeline")] = 3
     """Which iteration `--pipeline-timeline` measures."""
     profile: bool = False
     """Write a Chrome trace of some iterations (PyTorch's profiler), to be opened in Perfetto or chrome://tracing."""
-    profile_step_start: IterationCount = 10
+    profile_step_start: Annotated[IterationCount, "at least 1", _PROFILES] = 10
     """First iteration that `--profile` traces."""
-    profile_step_end: IterationCount = 12
+    profile_step_end: Annotated[IterationCount, _PROFILES] = 12
     """Iteration before which `--profile` stops."""
-    profile_ranks: tuple[RankCount, ...] = (0,)
+    profile_ranks: tuple[Annotated[RankCount, _PROFILES], ...] = (0,)
     """Ranks that `--profile` traces."""
-    profile_dir: FilePath | None = None
+    profile_dir: Annotated[FilePath, _PROFILES] | None = None
     """Folder for the traces, made if need be in one that exists; unset: `profile` in the TensorBoard, log or save folder, or runs."""
 
 
@@ -316,9 +352,9 @@ class LogConfig:
 class LaunchConfig:
     """How ranks are started."""
 
-    nproc_per_node: RankCount | None = None
+    nproc_per_node: Annotated[RankCount, "at least 1"] | None = None
     """Ranks to start on this machine. Derived: world size when it is known from the layout, else 1."""
-    nnodes: RankCount = 1
+    nnodes: Annotated[RankCount, "at least 1"] = 1
     """Number of machines."""
     node_rank: RankCount = 0
     """Index of this machine."""
@@ -328,5 +364,5 @@ class LaunchConfig:
     """Port of the first machine; unset means a free one (single machine only)."""
     imports: tuple[ModuleName, ...] = ()
     """Modules of your own to import first, files or dotted names, that register models, objectives, datasets: --import, once for each."""
-    ranks_per_device: RankCount = 1
+    ranks_per_device: Annotated[RankCount, "at least 1"] = 1
     """Ranks that share each GPU on purpose, to try a layout on fewer GPUs than it needs; speed means nothing then."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from petatron.config import RunConfig
-from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
+from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.estimate.activation_bytes import branch_bytes, layer_bytes, layer_input_bytes
 from petatron.estimate.offload_plan import LAYERS_IN_TRANSIT, freed_bytes, offloaded_layers
 from petatron.estimate.recompute_plan import RecomputePlan

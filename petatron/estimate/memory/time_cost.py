@@ -36,9 +36,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from petatron.config import RunConfig
-from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
 from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.estimate.flops import head_gemm_elements, model_flops_per_token
 from petatron.estimate.memory.forecast import DeviceKind, recompute_plans
 from petatron.estimate.offload_plan import offloaded_bytes

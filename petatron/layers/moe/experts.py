@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from petatron.config.schema.model import GATED_ACTIVATIONS
+from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.gemm import Gemm
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, WriteGrad

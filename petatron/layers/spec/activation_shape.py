@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from petatron.config.checks.data_parallel import FSDP_STRATEGIES
+from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RunConfig
 
 

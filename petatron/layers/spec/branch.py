@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from petatron.config.schema.model import GATED_ACTIVATIONS
+from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.generation_state import GenerationState
 from petatron.layers.spec.param_spec import ParamSpec

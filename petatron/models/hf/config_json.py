@@ -16,8 +16,8 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, branch_letters
-from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.model_identity import variant_defaults
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS
 from petatron.models.hf.family import OWN_FOLDER_FIX, Family, unsupported_setting
 from petatron.models.hf.find_family import FAMILIES, family_name_of_config, fp8_block_size, has_mxfp4_weights

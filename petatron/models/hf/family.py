@@ -13,7 +13,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.model import ActivationName
+from petatron.config.schema.sections.mlp import ActivationName
 from petatron.models.model_spec import ModelSpec
 
 OWN_MODEL_TYPE = "petatron"

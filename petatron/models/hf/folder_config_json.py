@@ -15,7 +15,7 @@ import torch
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.config.schema.model_identity import RUNTIME_FIELDS
+from petatron.config.schema.model_identity import model_settings
 from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config
 from petatron.models.hf.family import OWN_MODEL_TYPE
 from petatron.models.hf.moe_config_json import format_moe_layer_freq
@@ -76,7 +76,7 @@ def _own_problems(section: str, values: Any, known: Collection[str]) -> list[Pro
     return [
         Problem(f"{section}.{name}", str(values[name]), "is not a setting this version has", _FIX)
         for name in values
-        if name not in known or name in RUNTIME_FIELDS
+        if name not in known or model_settings()[name].role == "runtime"
     ]
 
 
@@ -85,5 +85,5 @@ def _model_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in values.items()
-        if name not in RUNTIME_FIELDS
+        if model_settings()[name].role != "runtime"
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from petatron.config.schema.model import ActivationName
+from petatron.config.schema.sections.mlp import ActivationName
 from petatron.models.hf.family import ModuleMapping
 
 LLAMA_MAPPINGS = (

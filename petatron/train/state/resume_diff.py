@@ -17,7 +17,7 @@ from petatron.config.checks.unused_flags import unused_settings
 from petatron.config.saved_config import without_private_paths
 from petatron.config.schema.fields import fields_by_path
 
-# The effect of a changed setting, by section and name; a section alone covers all of its settings not named elsewhere.
+# The effect of a changed setting, by path, by the name of its feature, or by section; the first of them that is there counts.
 _DATA_ORDER_CHANGES = (
     "samples come from the new data in its own order, from sample {samples:,} of it on; some may be seen "
     "again, others never"
@@ -44,15 +44,8 @@ _EFFECTS: Mapping[str, str] = {
     "precision.bf16": _PRECISION_CHANGES,
     "precision.fp64": _PRECISION_CHANGES,
     "precision.initial_loss_scale": _INITIAL_LOSS_SCALE_UNUSED,
-    "precision.fp8_format": _FP8_CHANGES,
-    "precision.fp8_recipe": _FP8_CHANGES,
-    "precision.fp8_amax_history_len": _FP8_CHANGES,
-    "precision.fp8_amax_compute_algo": _FP8_CHANGES,
-    "precision.fp8_output_head_backward": _FP8_CHANGES,
     "precision.fp8_param_gather": _FP8_GATHER_CHANGES,
-    "precision.first_last_layers_bf16": _FP8_CHANGES,
-    "precision.num_layers_at_start_in_bf16": _FP8_CHANGES,
-    "precision.num_layers_at_end_in_bf16": _FP8_CHANGES,
+    "FP8": _FP8_CHANGES,
     "precision": _TAKES_EFFECT_NOW,
     "model": _TAKES_EFFECT_NOW,
     "moe": _TAKES_EFFECT_NOW,
@@ -120,4 +113,6 @@ def _effect(section: str, name: str) -> str | None:
     path = f"{section}.{name}"
     if section in _IGNORED_SETTINGS or path in _IGNORED_SETTINGS:
         return None
-    return _EFFECTS.get(path, _EFFECTS.get(section))
+    info = fields_by_path().get(path)
+    names = (path, "" if info is None else info.feature.name, section)
+    return next((_EFFECTS[key] for key in names if key in _EFFECTS), None)

@@ -14,7 +14,6 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.version import __version__
 from petatron.cli import main as cli
 from petatron.config import dump_yaml, load_config, preset_names
-from petatron.config.checks.check_all import UNSUPPORTED_FIELDS
 from petatron.config.flags.help_text import flag_help
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.schema.fields import all_fields, fields_by_name
@@ -230,35 +229,3 @@ def test_help_and_reference_document_every_field():
         assert f"  {info.flag}" in text
         assert f"`{info.flag}`" in page
     assert max(len(line) for line in text.splitlines()) <= 110
-
-
-def without_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this version had no multi-token prediction, which one preset needs."""
-    assert isinstance(UNSUPPORTED_FIELDS, dict)
-    monkeypatch.setitem(UNSUPPORTED_FIELDS, "model.mtp_num_layers", "multi-token prediction")
-
-
-def test_presets_that_cannot_run_say_what_is_absent(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    assert "cannot run" not in run(capsys, "config", "presets")[1]
-    without_predictions(monkeypatch)
-    code, out, _ = run(capsys, "config", "presets")
-    absent = "cannot run in this version, which has no multi-token prediction"
-    assert code == 0
-    assert [line.split()[0] for line in out.splitlines() if "cannot run" in line] == ["deepseek-v3"]
-    assert absent in out
-
-
-def test_a_preset_that_cannot_run_is_one_problem_of_the_preset(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    without_predictions(monkeypatch)
-    code, _, err = run(capsys, "train", "deepseek-v3", "--mock-data", "--lr", "1e-3", "--train-iters", "2")
-    assert code == 2
-    assert err == (
-        "1 problem in this configuration:\n  --preset deepseek-v3 needs multi-token prediction, "
-        "which this version does not have. Use another preset (`petatron config presets` says which can run), or override "
-        "what it needs.\n"
-    )
-    assert "--mtp-num-layers 1 needs" in run(capsys, "train", "tiny-llama", "--mtp-num-layers", "1")[2]

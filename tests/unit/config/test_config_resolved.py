@@ -30,7 +30,7 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
 
 @pytest.mark.parametrize(("raw", "resolved"), TWINS)
 def test_a_resolved_class_only_declares_optional_fields_as_not_optional(raw: type, resolved: type):
-    raw_hints, hints = (typing.get_type_hints(config, include_extras=True) for config in (raw, resolved))
+    raw_hints, hints = (typing.get_type_hints(config) for config in (raw, resolved))
     defaults = {item.name: item.default for item in fields(raw)}
     assert [item.name for item in fields(resolved)] == list(defaults), "a file would list the fields in another order"
     assert resolved.__annotations__, "a section without derived fields needs no raw class"

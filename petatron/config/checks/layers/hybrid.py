@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.rule_helpers import at_least, divisors
+from petatron.config.checks.rule_helpers import check_recurrent_layout, divisors, number_problems
 from petatron.config.schema.hybrid_pattern import (
     ATTENTION,
     EXPERTS,
@@ -19,9 +19,9 @@ from petatron.config.schema.hybrid_pattern import (
 )
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.mamba2 import Mamba2Settings
 
 _PATTERN = "--hybrid-layer-pattern"
-MAMBA_SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_chunk_size")
 HALO_TOKENS = 3
 """What the convolution of a context-parallel rank needs of the part before."""
 
@@ -51,9 +51,10 @@ def check_hybrid(config: RawRunConfig) -> Iterator[Problem]:
     if MAMBA in branch_letters(pattern):
         wrong_sizes = list(_mamba_sizes(model))
         yield from wrong_sizes
-        if not wrong_sizes:
-            yield from _tensor_parallel(config)
-            yield from _context_parallel(config)
+        if not wrong_sizes and not any(number_problems(config, Mamba2Settings)):
+            yield from check_recurrent_layout(
+                config, heads="mamba_num_heads", groups="mamba_num_groups", halo_tokens=HALO_TOKENS
+            )
 
 
 def _ratios(model: RawModelConfig) -> Iterator[Problem]:
@@ -104,8 +105,6 @@ def _experts(config: RawRunConfig, pattern: str) -> Iterator[Problem]:
 
 
 def _mamba_sizes(model: RawModelConfig) -> Iterator[Problem]:
-    for name in MAMBA_SIZES:
-        yield from at_least(name, getattr(model, name), 1)
     heads, groups, head_dim = model.mamba_num_heads, model.mamba_num_groups, model.mamba_head_dim
     if heads is None:
         rule = f"does not divide 2 x --hidden-size {model.hidden_size}, and --mamba-num-heads is not set"
@@ -116,27 +115,3 @@ def _mamba_sizes(model: RawModelConfig) -> Iterator[Problem]:
     if model.mamba_norm_groups not in (1, groups):
         rule = f"is neither 1 nor --mamba-num-groups {groups}"
         yield Problem("--mamba-norm-groups", str(model.mamba_norm_groups), rule, "Use one of them.")
-
-
-def _tensor_parallel(config: RawRunConfig) -> Iterator[Problem]:
-    """Ranks have equally many heads, and whole groups or equal parts of one."""
-    tp, model = config.parallel.tensor_model_parallel_size, config.model
-    heads, groups = model.mamba_num_heads or 0, model.mamba_num_groups
-    where = "--tensor-model-parallel-size"
-    if tp < 1 or (heads % tp == 0 and not (groups % tp and tp % groups)):
-        return
-    usable = [size for size in range(1, heads + 1) if heads % size == 0 and not (groups % size and size % groups)]
-    fix = f"Use {', '.join(map(str, usable[:12]))}."
-    if heads % tp:
-        yield Problem(where, str(tp), f"does not divide --mamba-num-heads {heads}", fix)
-    else:
-        yield Problem(where, str(tp), f"is neither a multiple nor a divisor of --mamba-num-groups {groups}", fix)
-
-
-def _context_parallel(config: RawRunConfig) -> Iterator[Problem]:
-    """A rank's convolution takes its halo from one other rank only."""
-    cp, length = config.parallel.context_parallel_size, config.model.seq_length
-    if cp > 1 and length > 0 and length // cp < HALO_TOKENS:
-        rule = f"leaves a rank {length // cp} tokens, fewer than the {HALO_TOKENS} that the convolution of the next one sees"
-        fix = f"Use --seq-length {2 * cp * -(-HALO_TOKENS // 2)} or more."
-        yield Problem("--context-parallel-size", str(cp), rule, fix)

@@ -5,28 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.checks.rule_helpers import at_least, multiples_near
+from petatron.config.checks.rule_helpers import check_recurrent_layout, multiples_near, number_problems
 from petatron.config.schema.hybrid_pattern import DELTA
 from petatron.config.schema.layer_patterns import layer_pattern_problems
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.linear_attention import LinearAttentionSettings, has_delta_layers
 
-LINEAR_SIZES = (
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_chunk_size",
-)
 _VARIANT, _FREQ = "--experimental-attention-variant", "--linear-attention-freq"
-
-
-def has_delta_layers(model: RawModelConfig) -> bool:
-    """Whether some layer is a gated delta net, by the letters of a hybrid or by the variant."""
-    if model.hybrid_layer_pattern is not None:
-        return DELTA in model.hybrid_layer_pattern
-    return model.experimental_attention_variant is not None
 
 
 def check_linear_attention(config: RawRunConfig) -> Iterator[Problem]:
@@ -34,19 +20,20 @@ def check_linear_attention(config: RawRunConfig) -> Iterator[Problem]:
     yield from _which_layers(model)
     if not has_delta_layers(model):
         return
-    wrong_sizes = list(_sizes(model))
+    wrong_sizes = list(_heads(model))
     yield from wrong_sizes
-    if not wrong_sizes:
-        yield from _tensor_parallel(config)
-        yield from _context_parallel(config)
+    if not wrong_sizes and not any(number_problems(config, LinearAttentionSettings)):
+        yield from check_recurrent_layout(
+            config,
+            heads="linear_num_value_heads",
+            groups="linear_num_key_heads",
+            halo_tokens=model.linear_conv_kernel_dim - 1,
+        )
 
 
 def _which_layers(model: RawModelConfig) -> Iterator[Problem]:
     variant, freq = model.experimental_attention_variant, model.linear_attention_freq
     yield from layer_pattern_problems("linear_attention_freq", model)
-    if variant is None and freq is not None:
-        rule = f"says which layers have linear attention, but there is no {_VARIANT}"
-        yield Problem(_FREQ, freq, rule, f"Add {_VARIANT} gated_delta_net or kimi_delta_attention, or leave it out.")
     if variant is not None and model.hybrid_layer_pattern is not None:
         rule = f"and --hybrid-layer-pattern, where {DELTA} is a gated delta net, both say which layers have one"
         yield Problem(_VARIANT, variant, rule, "Leave one out.")
@@ -55,33 +42,8 @@ def _which_layers(model: RawModelConfig) -> Iterator[Problem]:
         yield Problem(_VARIANT, variant, "needs to know which layers it is for", fix)
 
 
-def _sizes(model: RawModelConfig) -> Iterator[Problem]:
-    for name in LINEAR_SIZES:
-        yield from at_least(name, getattr(model, name), 2 if name == "linear_conv_kernel_dim" else 1)
+def _heads(model: RawModelConfig) -> Iterator[Problem]:
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
     if keys > 0 and values % keys:
         rule = f"is not a multiple of --linear-num-key-heads {keys}"
         yield Problem("--linear-num-value-heads", str(values), rule, f"Nearest: {multiples_near(values, keys)}.")
-
-
-def _tensor_parallel(config: RawRunConfig) -> Iterator[Problem]:
-    """Ranks have equally many value heads, and whole key heads or a replica of one."""
-    tp, model = config.parallel.tensor_model_parallel_size, config.model
-    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
-    if tp < 1 or (values % tp == 0 and not (keys % tp and tp % keys)):
-        return
-    usable = [size for size in range(1, values + 1) if values % size == 0 and not (keys % size and size % keys)]
-    fix = f"Use {', '.join(map(str, usable[:12]))}."
-    rule = f"is neither a multiple nor a divisor of --linear-num-key-heads {keys}"
-    if values % tp:
-        rule = f"does not divide --linear-num-value-heads {values}"
-    yield Problem("--tensor-model-parallel-size", str(tp), rule, fix)
-
-
-def _context_parallel(config: RawRunConfig) -> Iterator[Problem]:
-    """A rank's convolution takes its halo from one other rank only."""
-    cp, length = config.parallel.context_parallel_size, config.model.seq_length
-    halo = config.model.linear_conv_kernel_dim - 1
-    if cp > 1 and length > 0 and length // cp < halo:
-        rule = f"leaves a rank {length // cp} tokens, fewer than the {halo} that the convolution of the next one sees"
-        yield Problem("--context-parallel-size", str(cp), rule, f"Use --seq-length {2 * cp * -(-halo // 2)} or more.")

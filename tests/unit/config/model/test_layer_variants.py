@@ -7,9 +7,8 @@ import pytest
 from petatron.base.errors import ConfigError
 from petatron.config import load_config
 from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
-from petatron.config.schema.layer_variants import variant_defaults
 from petatron.config.schema.model import ModelConfig
-from petatron.config.schema.model_identity import identity_differences, model_identity
+from petatron.config.schema.model_identity import identity_differences, model_identity, variant_defaults
 
 BASE = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --position-embedding-type rope "
