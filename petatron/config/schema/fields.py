@@ -204,7 +204,7 @@ def all_fields() -> tuple[FieldInfo, ...]:
                 hint, str
             ):  # not by `get_type_hints`, where functions among the notes would not see their module
                 hint = eval(hint, vars(sys.modules[owner.__module__]))
-            feature = vars(owner).get("feature") or getattr(section_class, "feature", Feature(section, role="runtime"))
+            feature = vars(owner).get("feature") or vars(section_class).get("feature", Feature(section, role="runtime"))
             found.append(_field_info(section, item, hint, doc, feature))
     return tuple(found)
 
