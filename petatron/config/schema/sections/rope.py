@@ -13,7 +13,6 @@ from petatron.config.schema.numeric_bounds import (
     PositiveFactor,
     RotaryBase,
     SequenceLength,
-    SignedFactor,
 )
 from petatron.config.schema.sections.latent_attention import LATENT_HEADS, NOT_LATENT
 
@@ -26,12 +25,6 @@ PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "alibi", "no
 
 def has_rotary_positions(run: RawRunConfig) -> bool:
     return run.model.position_embedding_type in ROTARY_TYPES
-
-
-def _is_scaled(run: RawRunConfig) -> bool:
-    """Whether rotary frequencies are scaled from an original context, in one of three ways."""
-    model = run.model
-    return model.position_embedding_type == "yarn" or model.use_rope_scaling or model.longrope_short_factor is not None
 
 
 ROTARY_ONLY = NotWith(
@@ -54,8 +47,9 @@ _LLAMA3_ROPE = replace(
     shown="",
 )
 _ROTARY_KEYS = replace(NOT_LATENT, rule=f"{NOT_LATENT.rule}, whose keys have a rotary part in every layer")
-_SCALED = UsedWhen(_is_scaled, "the rotary embedding is not scaled")
-_LLAMA3 = used_with("model.use_rope_scaling")
+_LLAMA3, _YARN = used_with("model.use_rope_scaling"), used_with("model.position_embedding_type", value="yarn")
+_SCALING = used_with("model.use_rope_scaling", "model.longrope_short_factor")
+_SCALED = UsedWhen(lambda run: _YARN.holds(run) or _SCALING.holds(run), "the rotary embedding is not scaled")
 
 
 @settings_section
@@ -117,14 +111,4 @@ class RopeScalingSettings:
 class YarnSettings:
     """YaRN scaling of rotary frequencies."""
 
-    feature: ClassVar = Feature("YaRN", (used_with("model.position_embedding_type", value="yarn"),), always_stored=True)
-    yarn_beta_fast: Factor = 32.0
-    """YaRN: rotations over the original context above which a frequency is kept."""
-    yarn_beta_slow: PositiveFactor = 1.0
-    """YaRN: rotations over the original context below which a frequency is interpolated."""
-    yarn_mscale: SignedFactor = 1.0
-    """YaRN: scale of the attention temperature correction; below 0 for a temperature below 1."""
-    yarn_mscale_all_dim: Factor = 0.0
-    """YaRN: second scale of the temperature correction (DeepSeek); 0 leaves it out."""
-    yarn_correction_range_round_to_int: Annotated[bool, "later"] = True
-    """YaRN: the ramp between kept and interpolated frequencies begins and ends at a pair; off: between two of them (gpt-oss)."""
+    feature: ClassVar = Feature("YaRN", (_YARN,), always_stored=True)
