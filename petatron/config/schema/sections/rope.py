@@ -13,6 +13,7 @@ from petatron.config.schema.numeric_bounds import (
     PositiveFactor,
     RotaryBase,
     SequenceLength,
+    SignedFactor,
 )
 from petatron.config.schema.sections.latent_attention import LATENT_HEADS, NOT_LATENT
 
@@ -112,3 +113,13 @@ class YarnSettings:
     """YaRN scaling of rotary frequencies."""
 
     feature: ClassVar = Feature("YaRN", (_YARN,), always_stored=True)
+    yarn_beta_fast: Factor = 32.0
+    """YaRN: rotations over the original context above which a frequency is kept."""
+    yarn_beta_slow: PositiveFactor = 1.0
+    """YaRN: rotations over the original context below which a frequency is interpolated."""
+    yarn_mscale: SignedFactor = 1.0
+    """YaRN: scale of the attention temperature correction; below 0 for a temperature below 1."""
+    yarn_mscale_all_dim: Factor = 0.0
+    """YaRN: second scale of the temperature correction (DeepSeek); 0 leaves it out."""
+    yarn_correction_range_round_to_int: Annotated[bool, "later"] = True
+    """YaRN: the ramp between kept and interpolated frequencies begins and ends at a pair; off: between two of them (gpt-oss)."""
