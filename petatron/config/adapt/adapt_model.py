@@ -30,11 +30,7 @@ class AdaptedModel:
 
 
 def adapt_model(
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-    typed: Mapping[str, Setting],
-    *,
-    toy: bool,
+    values: Mapping[str, FieldValue], origins: Mapping[str, ValueOrigin], typed: Mapping[str, Setting], *, toy: bool
 ) -> AdaptedModel:
     """Returns the changes to the values of all sources before flags; `typed` are the settings of flags, which win anyway."""
     adapted = AdaptedModel()

@@ -32,9 +32,15 @@ def reference_page() -> str:
     """Returns the whole page."""
     parts = [_INTRODUCTION]
     for section, section_class in sections().items():
-        title = (section_class.__doc__ or "").strip()
-        rows = [_row(info) for info in all_fields() if info.section == section]
-        parts.append(f"## {section}\n\n{title}\n\n" + _table(("Flag", "Type", "Default", "Meaning"), rows))
+        features: dict[str, list[FieldInfo]] = {}
+        for info in (info for info in all_fields() if info.section == section):
+            features.setdefault(info.feature.name, []).append(info)
+        parts.append(f"## {section}\n\n{(section_class.__doc__ or '').strip()}\n")
+        for name, infos in features.items():
+            reasons = [item.reason for item in infos[0].feature.used_when if item.reason and "{" not in item.reason]
+            notice = "".join(f"Notice where they have no effect: {reason}.\n\n" for reason in reasons)
+            heading = f"### {name}\n\n{notice}" if len(features) > 1 else ""
+            parts.append(heading + _table(("Flag", "Type", "Default", "Meaning"), [_row(info) for info in infos]))
     parts.append(_presets())
     parts.append(_accepted())
     parts.append(_refused())

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from petatron.config.schema.fields import FieldInfo, fields_by_name
+from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, unflatten_config
 from petatron.config.schema.metadata import ComparedAs
-from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
+from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.run import RawRunConfig
 
 MODEL_SECTIONS = ("model", "moe")
@@ -110,10 +110,9 @@ def _compared_form(name: str, settings: Mapping[str, Any]) -> Any:
 
 def _config_of(settings: Mapping[str, Any]) -> RawRunConfig:
     """Returns a config with the settings of a model; what is missing, or of another type, has its default."""
-    values: dict[str, dict[str, Any]] = {section: {} for section in MODEL_SECTIONS}
+    values: dict[str, FieldValue] = {}
     for name, info in model_settings().items():
-        value = settings.get(name)
-        is_number = info.kind in ("int", "float")
+        value, is_number = settings.get(name), info.kind in ("int", "float")
         if isinstance(value, _TYPES[info.kind]) and not (is_number and isinstance(value, bool)) and not info.is_list:
-            values[info.section][name] = value
-    return RawRunConfig(model=RawModelConfig(**values["model"]), moe=MoEConfig(**values["moe"]))
+            values[info.path] = value
+    return unflatten_config(values)

@@ -9,6 +9,7 @@ import pytest
 
 from petatron.config import resolve_config
 from petatron.config.checks.fp8 import check_fp8
+from petatron.config.checks.rule_helpers import number_problems
 from petatron.config.derived_defaults import derive_defaults
 from petatron.config.schema.fields import fields_by_name, flatten_config, unflatten_config
 from petatron.config.yaml_file import dump_yaml
@@ -23,7 +24,7 @@ def problems(**changes: object) -> list[str]:
     for name, value in {"fp8_format": "hybrid", **changes}.items():
         values[fields_by_name()[name].path] = value  # pyright: ignore[reportArgumentType]
     config, _ = derive_defaults(unflatten_config(values))
-    return [str(problem) for problem in check_fp8(config)]
+    return [str(problem) for problem in (*number_problems(config), *check_fp8(config))]
 
 
 def test_what_is_in_order():

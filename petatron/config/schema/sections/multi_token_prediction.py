@@ -7,8 +7,6 @@ from typing import Annotated, ClassVar
 from petatron.config.schema.metadata import ComparedAs, Feature, ToySize, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Factor, LayerCount
 
-_NONE_IF_0 = ComparedAs(lambda depths, _: depths or None)
-
 
 @settings_section
 class MultiTokenPredictionSettings:
@@ -17,7 +15,9 @@ class MultiTokenPredictionSettings:
     feature: ClassVar = Feature(
         "multi-token prediction", (UsedWhen(lambda run: run.model.mtp_num_layers, "it is for --mtp-num-layers"),)
     )
-    mtp_num_layers: Annotated[LayerCount, ToySize(1), "selects", _NONE_IF_0] | None = None
+    mtp_num_layers: (
+        Annotated[LayerCount, ToySize(1), "selects", ComparedAs(lambda depths, _: depths or None)] | None
+    ) = None
     """Multi-token prediction (DeepSeek-V3): layers after the last one, each of which predicts one token further ahead; unset or 0: none."""
     mtp_loss_scaling_factor: Annotated[Factor, "at least 0"] = 0.1
     """Weight of the mean of their losses, beside that of the next token."""

@@ -28,12 +28,6 @@ def has_rotary_positions(run: RawRunConfig) -> bool:
     return run.model.position_embedding_type in ROTARY_TYPES
 
 
-def _is_scaled(run: RawRunConfig) -> bool:
-    """Whether rotary frequencies are scaled from an original context, in one of three ways."""
-    model = run.model
-    return model.position_embedding_type == "yarn" or model.use_rope_scaling or model.longrope_short_factor is not None
-
-
 ROTARY_ONLY = NotWith(
     "position_embedding_type",
     lambda kind: kind not in ROTARY_TYPES,
@@ -54,8 +48,9 @@ _LLAMA3_ROPE = replace(
     shown="",
 )
 _ROTARY_KEYS = replace(NOT_LATENT, rule=f"{NOT_LATENT.rule}, whose keys have a rotary part in every layer")
-_SCALED = UsedWhen(_is_scaled, "the rotary embedding is not scaled")
-_LLAMA3 = used_with("model.use_rope_scaling")
+_LLAMA3, _YARN = used_with("model.use_rope_scaling"), used_with("model.position_embedding_type", value="yarn")
+_SCALING = used_with("model.use_rope_scaling", "model.longrope_short_factor")
+_SCALED = UsedWhen(lambda run: _YARN.holds(run) or _SCALING.holds(run), "the rotary embedding is not scaled")
 
 
 @settings_section
@@ -117,7 +112,7 @@ class RopeScalingSettings:
 class YarnSettings:
     """YaRN scaling of rotary frequencies."""
 
-    feature: ClassVar = Feature("YaRN", (used_with("model.position_embedding_type", value="yarn"),), always_stored=True)
+    feature: ClassVar = Feature("YaRN", (_YARN,), always_stored=True)
     yarn_beta_fast: Factor = 32.0
     """YaRN: rotations over the original context above which a frequency is kept."""
     yarn_beta_slow: PositiveFactor = 1.0
