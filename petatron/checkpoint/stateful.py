@@ -120,11 +120,18 @@ class Stateful:
 
     def is_in(self, document: Mapping[str, Any]) -> bool:
         """Whether a checkpoint with this document has the component."""
-        return self.name in document.get(_COMPONENTS_KEY, {})
+        return self.name in _recorded_components(document)
 
     def recorded_values(self, document: Mapping[str, Any]) -> Any:
         """Returns the values in a document that has the component."""
-        return document[_COMPONENTS_KEY][self.name]["values"]
+        return _recorded_components(document)[self.name]["values"]
+
+
+def _recorded_components(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    components = document.get(_COMPONENTS_KEY, {})
+    if not isinstance(components, Mapping):
+        raise ValueError(f"it records its components as {type(components).__name__}")
+    return components
 
 
 class FixedPlace(Stateful):
@@ -234,7 +241,7 @@ class ComponentLoad:
         self.restored = [component for component in wanted if component.is_in(document)]
         missing = [component for component in wanted if component.required and component not in self.restored]
         names = {component.name for component in self.components}
-        recorded = document.get(_COMPONENTS_KEY, {})
+        recorded = _recorded_components(document)
         self._unused = [_RecordedComponent.from_json(entry) for name, entry in recorded.items() if name not in names]
         problems = [component.refusal(folder) for component in missing]
         problems += [
@@ -273,9 +280,11 @@ class ComponentLoad:
         `parsing` surrounds what reads values and local tensors: they may be anything.
         """
         notes: list[str | None] = []
-        for component in self.restored:
+        with parsing():
+            values = [component.recorded_values(document) for component in self.restored]
+        for component, recorded in zip(self.restored, values, strict=True):
             own = None if local is None else _with_prefix(component.local_prefix, local)
-            saved = SavedState(component.recorded_values(document), own, step_folder)
+            saved = SavedState(recorded, own, step_folder)
             parses = saved.values is not None or component.local_prefix is not None
             with parsing() if parses else nullcontext():
                 notes.append(component.restore(saved))

@@ -131,7 +131,17 @@ def weight_average_problems(run: RunConfig) -> Sequence[Problem]:
     """Returns the settings that no average can be kept with."""
     train, memory, problems = run.train, run.memory, []
     if train.ema_decay is None:
-        return ()
+        unused = (("--ema-start", train.ema_start, 0), ("--ema-interval", train.ema_interval, 1))
+        return [
+            Problem(
+                flag,
+                str(value),
+                "is of an average that is not kept",
+                "Give --ema-decay, such as 0.999, or leave it out.",
+            )
+            for flag, value, default in unused
+            if value != default
+        ]
     flag, value = "--ema-decay", str(train.ema_decay)
     if train.ema_decay >= 1.0:
         problems.append(Problem(flag, value, "never moves the average", "Use a number below 1, such as 0.999."))

@@ -152,7 +152,7 @@ def check(found: list[Outcome], model: str, start: int = 0, interval: int = 1) -
     [
         ("", "", 1),
         later("--dp 2", "", 2),
-        ("--dp 2 --use-distributed-optimizer", "", 2),
+        ("--dp 2 --use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce", "", 2),
         ("--dp 2 --data-parallel-sharding-strategy optim_grads_params", "", 2),
         later("--tp 2 --sequence-parallel", "", 2),
         ("--pp 2", "", 2),
@@ -212,6 +212,26 @@ def test_half_precision_keeps_the_average_in_full_precision(tmp_path: Path):
         master = state.optimizer.segments[0].master
         assert torch.equal(own, average._averages[0].to(own.dtype)) and not torch.equal(own, master.to(own.dtype))
     assert torch.equal(own, master.to(own.dtype))
+
+
+def test_training_is_the_same_to_the_bit_with_an_average_that_is_evaluated():
+    """The average passes through the model, with FP8's caches and histories of largest magnitudes."""
+    flags = "--bf16 --fp8-hybrid --fp8-recipe delayed --eval-interval 2 --log-interval 1"
+    records: list[list[float]] = []
+    for more in ("", "--ema-decay none"):
+        run = run_of(f"{flags} {more}", dtype="float32")
+        losses: list[float] = []
+
+        class Sink:
+            def write(self, record, losses=losses) -> None:
+                losses.extend(record[name] for name in ("lm_loss", "grad_norm") if name in record)
+
+            def close(self) -> None: ...
+
+        state = TrainState.build(run, ParallelMesh.single())
+        TrainLoop(state, build_loaders(run, state.mesh), [Sink()], detect_device("cpu")).run()
+        records.append(losses)
+    assert records[0] == records[1] and len(records[0]) > 2 * STEPS
 
 
 def test_an_update_that_the_device_skipped_does_not_count():
@@ -286,6 +306,7 @@ def _check_model(folder: Path, expected: dict[str, Tensor]) -> None:
         ("--optimizer-cpu-offload", "averages master weights on the device, and --optimizer-cpu-offload keeps them"),
         ("--ema-decay 1", "never moves the average"),
         ("--ema-interval 0", "is below 1"),
+        ("--ema-decay none --ema-start 5", "is of an average that is not kept"),
     ],
 )
 def test_what_it_cannot_go_with_is_refused(flags: str, problem: str):
