@@ -137,7 +137,7 @@ def _some_values(info: FieldInfo) -> list[Any]:
 
 def test_notes_name_settings_and_words_that_exist():
     known = {"path", "private", "repeatable", "one start", "one load", "switch", "selects", "variant", "later"}
-    known |= {"identity", "redundant", "limit", "runtime", "training"}
+    known |= {"identity", "redundant", "limit", "runtime", "training", OPTIMIZER_NAME, WeightsCopy}
     for info in all_fields():
         numbers = {mark for mark in info.marks if mark.rpartition(" ")[0] in ("at least", "above", "below")}
         assert info.marks - numbers <= known, info.path
