@@ -21,6 +21,8 @@ from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name,
 from petatron.config.schema.metadata import Feature, NotWith, ToySize, settings_section, used_with
 from petatron.config.schema.model_identity import identity_differences, is_identity_field
 from petatron.config.schema.numeric_bounds import Size
+from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
+from petatron.config.schema.training import WeightsCopy
 from petatron.config.value_origins import Setting, ValueOrigin
 
 
