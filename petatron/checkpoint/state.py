@@ -50,6 +50,9 @@ class Chunk:
     optimizer's precision are of the kind `master`.
     tensor: a view of live storage with the shape of the box, any strides; saved from and loaded into.
     primary: whether this rank is the one that saves the box, among the ranks that hold it; every rank loads it.
+
+    >>> Chunk("mine/rows", (4, 2), (2, 0), torch.zeros(2, 2)).box.stop
+    (4, 2)
     """
 
     key: str

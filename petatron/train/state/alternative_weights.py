@@ -8,7 +8,11 @@ from petatron.checkpoint.stateful import Stateful
 
 
 class AlternativeWeights(Stateful):
-    """A component with weights of its own for the whole model, which evaluations measure beside the trained ones."""
+    """A component with weights of its own for the whole model, which evaluations measure beside the trained ones.
+
+    >>> AlternativeWeights().is_ready
+    True
+    """
 
     @property
     def is_ready(self) -> bool:
