@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -112,10 +112,10 @@ def build_optimizer(run: RunConfig | HasConfig, model: ParallelModel) -> MixedPr
 
 @dataclass(frozen=True, slots=True)
 class DataLoaders:
-    """A loader per split; None where the run needs none."""
+    """A loader per split, and per validation set by its name (None: it has none); empty or None where the run needs none."""
 
     train: BatchLoader
-    valid: BatchLoader | None
+    valid: Mapping[str | None, BatchLoader]
     test: BatchLoader | None
     warnings: tuple[str, ...] = ()
     """What makes the data too small for the run; it has been logged."""
@@ -183,7 +183,7 @@ def _build_batch_loaders(
     assert datasets.train is not None
     return DataLoaders(
         train=make(datasets.train),
-        valid=make(datasets.valid) if datasets.valid is not None else None,
+        valid={None: make(datasets.valid)} if datasets.valid is not None else {},
         test=make(datasets.test) if datasets.test is not None else None,
         warnings=datasets.warnings,
     )

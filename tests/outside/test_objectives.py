@@ -86,7 +86,7 @@ def test_each_loss_is_reported_and_the_teacher_stays_as_it_was(distillation: str
     state = TrainState.build(run, mesh)
     model = state.model
     assert isinstance(model, petatron.Model)
-    teacher = model.frozen_models["teacher"]
+    teacher = model.role_models["teacher"]
     before = [weight.clone() for group in teacher.param_groups for weight in group.weights()]
     [batches] = [next(petatron.build_loader(run, mesh))]
     total = model.train_step(batches)

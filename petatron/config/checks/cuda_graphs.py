@@ -19,6 +19,7 @@ from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.checks.moe_overlap import MOE_OVERLAP_FLAG
 from petatron.config.checks.parallel_sizes import MODEL_PARALLEL_SIZES
 from petatron.config.schema.fields import flag_name
+from petatron.config.schema.objective_names import NEXT_TOKEN
 from petatron.config.schema.run import RawRunConfig
 
 CUDA_GRAPHS_FLAG = "--cuda-graphs"
@@ -53,7 +54,7 @@ def uses_random_numbers(config: RawRunConfig) -> bool:
 
 
 def _objective(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    if config.train.objective is not None:
+    if config.train.objective not in (None, NEXT_TOKEN):
         why = "its code may look at values on the host, and other models run before each step"
         yield f"--objective {config.train.objective}", why, "Leave one of them out."
 

@@ -36,7 +36,7 @@ from petatron.layers.ssm.gated_delta_net import DeltaRule, GatedDeltaNet
 from petatron.layers.ssm.mamba2 import Mamba2, SelectiveScan
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.models.batch import Batch
+from petatron.models.batch import Batch, SequencePart
 from petatron.models.stage_inputs_outputs import SequenceOrder
 from petatron.parallel.context.delta_rule import ContextParallelDeltaRule
 from petatron.parallel.context.ring_attention import KvExchange, context_parallel_attention
@@ -67,7 +67,8 @@ def split_batch(batch: Batch, axis: Axis, *, order: SequenceOrder = "zigzag") ->
         arrays[name] = x.index_select(dim, local)
     if local_by_length:
         arrays.setdefault("positions", next(iter(local_by_length.values())))
-    return replace(batch, arrays=arrays)
+    part = SequencePart(axis.rank, partial(collectives.all_reduce_in_region, axis=axis))
+    return replace(batch, arrays=arrays, sequence_part=part)
 
 
 class ContextParallelAttention(CoreAttention):
