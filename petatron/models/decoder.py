@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.objective_names import LM_LOSS
+from petatron.config.schema.default_names import LM_LOSS
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.mtp import embedding_name
@@ -89,8 +89,8 @@ class Decoder(StageModule):
         """Runs the stage as `StageModule` says. Knowing the loss weights beforehand saves a GEMM.
 
         The last stage computes the loss if the batch has labels and nothing is collected. It can collect "logits" [B, S, vocabulary] and
-        "hidden_states" [B, S, hidden], the input of the output head: of this rank's part of the sequence, and else whole on every rank; with
-        labels also "token_losses" [B, S] and "greedy_targets" [B, S], whether a label is the most likely id.
+        "hidden_states" [B, S, hidden], the input of the output head: of this rank's part of the sequence, and else whole on every rank;
+        with labels also "token_losses" [B, S] and "greedy_targets" [B, S], whether a label is the most likely id.
         """
         statistics = {} if router_statistics is None else router_statistics
         x_SBD, ahead = self._stage_input(batch, inputs)

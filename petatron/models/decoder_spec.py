@@ -11,7 +11,7 @@ from petatron.config.schema.hybrid_pattern import ATTENTION, DELTA, EXPERTS, MAM
 from petatron.config.schema.layer_patterns import linear_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
-from petatron.config.schema.objective_names import LM_LOSS
+from petatron.config.schema.default_names import LM_LOSS
 from petatron.config.schema.run import RunConfig
 from petatron.kernels.vocab_parallel_cross_entropy import chunk_tokens
 from petatron.layers.attention import AttentionSpec

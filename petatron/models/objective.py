@@ -24,7 +24,7 @@ from torch import Tensor
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.plugin_settings import NOT_A_SETTING, build_plugin, find_plugin
-from petatron.config.schema.objective_names import LM_LOSS, NEXT_TOKEN
+from petatron.config.schema.default_names import LM_LOSS, NEXT_TOKEN
 from petatron.config.schema.run import RunConfig
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec, ModelIO

@@ -11,7 +11,7 @@ from petatron.base.log import get_logger
 from petatron.config import LoadedConfig, RunConfig, parse_split, with_vocab_size
 from petatron.config.required_settings import known_vocab_size, required
 from petatron.data.batch_loader import BatchLoader, Collate, LoaderOptions
-from petatron.data.build_datasets import SplitDatasets, build_datasets
+from petatron.data.build_datasets import SplitDatasets, build_datasets, chosen_kind
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.mesh.mesh import ParallelMesh
@@ -173,17 +173,19 @@ def build_loaders(
         reset_attention_mask=run.data.reset_attention_mask,
         pin_memory=mesh.device.type == "cuda",
     )
-    return _build_batch_loaders(datasets, options, model_spec(run).collate, mesh)
+    # What a model takes that is not text it makes of samples itself; else the kind of dataset knows what they are.
+    collate = model_spec(run).collate or chosen_kind(run).collate
+    return _build_batch_loaders(datasets, options, collate, mesh)
 
 
 def _build_batch_loaders(
-    datasets: SplitDatasets, options: LoaderOptions, collate: Collate | None, mesh: ParallelMesh
+    datasets: SplitDatasets, options: LoaderOptions, collate: Collate, mesh: ParallelMesh
 ) -> DataLoaders:
     make = partial(BatchLoader, options=options, collate=collate, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size)
     assert datasets.train is not None
     return DataLoaders(
         train=make(datasets.train),
-        valid={None: make(datasets.valid)} if datasets.valid is not None else {},
+        valid={name: make(dataset) for name, dataset in datasets.valid_sets.items()},
         test=make(datasets.test) if datasets.test is not None else None,
         warnings=datasets.warnings,
     )

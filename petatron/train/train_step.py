@@ -29,7 +29,7 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
     return StepMetrics(
         iteration=progress.iteration,
         consumed_samples=progress.consumed_samples,
-        tokens=size * run.model.seq_length,
+        tokens=size * batches[0].rows_per_sample * run.model.seq_length,
         loss=loss,
         named_losses=state.model.named_losses if names_losses(state.model.objective) else None,
         objective_metrics=state.model.named_metrics or None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from petatron.config.schema.objective_names import LM_LOSS
+from petatron.config.schema.default_names import LM_LOSS
 from petatron.evaluate.comparison_table import format_estimate
 from petatron.evaluate.estimate import Estimate, perplexity
 from petatron.train.report.closing_summary import summary_lines

@@ -21,7 +21,7 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.safe_files import reopen_file
 from petatron.base.terminal_escape import raw_output
-from petatron.config.schema.objective_names import LM_LOSS
+from petatron.config.schema.default_names import LM_LOSS
 from petatron.config.schema.training import LogConfig
 from petatron.history.metrics_file import METRICS_FILE
 from petatron.train.report.console import build_console_sink

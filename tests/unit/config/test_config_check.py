@@ -378,7 +378,8 @@ def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
         "imports",
         "objective",
         "objective_settings",
-        "dataset_kind",
+        "dataset_type",
+        "dataset_settings",
     }
     assert words - set(PATHS) == others | {"high_priority_stream_groups", "wandb_project", "wandb_exp_name"}
 

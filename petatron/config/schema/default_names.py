@@ -1,4 +1,4 @@
-"""Names of the objective that a run has by default, which configuration, models, logs and reports share."""
+"""Names of what a run has by default, which configuration, models, data, logs and reports share."""
 
 from __future__ import annotations
 
@@ -6,3 +6,5 @@ NEXT_TOKEN = "next-token"
 """The objective of a run that names none."""
 LM_LOSS = "lm loss"
 """The loss of the next token; in logs it is the only one that needs no other name beside it."""
+GPT_DATASET = "gpt"
+"""The kind of dataset of a run whose objective reads text."""
