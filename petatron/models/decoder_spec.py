@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.schema.default_names import LM_LOSS
 from petatron.config.schema.hybrid_pattern import ATTENTION, DELTA, EXPERTS, MAMBA, MLP, PARALLEL, branch_letters
 from petatron.config.schema.layer_patterns import linear_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
-from petatron.config.schema.default_names import LM_LOSS
 from petatron.config.schema.run import RunConfig
 from petatron.kernels.vocab_parallel_cross_entropy import chunk_tokens
 from petatron.layers.attention import AttentionSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import petatron
 from examples import preference
 from petatron.base.errors import ConfigError, DataError
 from petatron.config import RunConfig
+from petatron.config.imports import PLUGIN_GROUP, import_installed_plugins
 from petatron.data.build_datasets import build_datasets, chosen_kind
 from petatron.data.tokenizer import ByteTokenizer
 from petatron.mesh.comm_record import CommEvent
@@ -212,3 +214,18 @@ def test_a_name_of_a_kind_that_is_wrong_is_told(flags: str):
     with pytest.raises(ConfigError, match="is registered already"):
         petatron.register_dataset("pairs", petatron.DatasetKind)
     assert isinstance(chosen_kind(run_of("--dataset-kind pairs")), preference.Pairs), "the old spelling"
+
+
+def test_an_installed_package_brings_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A package with an entry point in our group, as pip leaves it in a folder of sys.path: no flag imports it."""
+    (tmp_path / "installed_kind.py").write_text(
+        "import petatron\nfrom examples.preference import Pairs\npetatron.register_dataset('installed-pairs', Pairs)\n"
+    )
+    metadata = tmp_path / "own_kind-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-kind\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\nown = installed_kind\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    import_installed_plugins.cache_clear()
+    assert isinstance(chosen_kind(run_of("--dataset-type installed-pairs")), preference.Pairs)

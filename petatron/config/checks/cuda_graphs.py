@@ -18,8 +18,8 @@ from petatron.base.errors import Problem
 from petatron.config.checks.data_parallel import FSDP_STRATEGIES
 from petatron.config.checks.moe_overlap import MOE_OVERLAP_FLAG
 from petatron.config.checks.parallel_sizes import MODEL_PARALLEL_SIZES
-from petatron.config.schema.fields import flag_name
 from petatron.config.schema.default_names import NEXT_TOKEN
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
 
 CUDA_GRAPHS_FLAG = "--cuda-graphs"

@@ -16,8 +16,8 @@ from petatron.base.untrusted_files import not_a_file_reason
 from petatron.config.checks.raw_text import raw_text_problem
 from petatron.config.nccl_communicators import communicator_problems
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend
-from petatron.config.schema.fields import flag_name
 from petatron.config.schema.default_names import GPT_DATASET, NEXT_TOKEN
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
 
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")
