@@ -82,17 +82,9 @@ class PairFile(RecordSource):
     unit = size_unit = "pairs"
 
     def __init__(self, path: str, lines: Sequence[str]) -> None:
-        super().__init__(path)
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        super().__init__(path, num_units=len(lines), fingerprint=digest)
         self._lines = lines
-        self._digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-    @property
-    def num_units(self) -> int:
-        return len(self._lines)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._digest
 
     def record(self, index: int, request: DatasetRequest) -> Mapping[str, np.ndarray]:
         pair = json.loads(self._lines[index])

@@ -65,13 +65,9 @@ class DataSource(ABC):
     size_unit: str = "records"
     """What `size` counts."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, num_units: int) -> None:
         """`name` is the word of `--data-path` that it was opened by."""
-        self.name = name
-
-    @property
-    @abstractmethod
-    def num_units(self) -> int: ...
+        self.name, self.num_units = name, num_units
 
     @abstractmethod
     def dataset(self, units: range, request: DatasetRequest) -> SampleDataset:
@@ -94,19 +90,18 @@ class RecordSource(DataSource):
     """A source whose units are a sample each, in another order in every epoch.
 
     >>> class Numbers(RecordSource):
-    ...     num_units = 3
-    ...     fingerprint = "numbers"
     ...     def record(self, index, request):
     ...         return np.full(request.seq_length + 1, index)
-    >>> dataset = Numbers("numbers").dataset(range(3), DatasetRequest(split="train", num_samples=6, seq_length=1, seed=1))
+    >>> request = DatasetRequest(split="train", num_samples=6, seq_length=1, seed=1)
+    >>> dataset = Numbers("numbers", num_units=3, fingerprint="3").dataset(range(3), request)
     >>> sorted(int(dataset[index][0]) for index in range(3)), sorted(int(dataset[index][0]) for index in range(3, 6))
     ([0, 1, 2], [0, 1, 2])
     """
 
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Equal for equal records."""
+    def __init__(self, name: str, *, num_units: int, fingerprint: str) -> None:
+        """`fingerprint` is equal for equal records."""
+        super().__init__(name, num_units=num_units)
+        self.fingerprint = fingerprint
 
     @abstractmethod
     def record(self, index: int, request: DatasetRequest) -> Sample:

@@ -31,12 +31,8 @@ class IndexedText(DataSource):
     size_unit = "tokens"
 
     def __init__(self, indexed: IndexedDataset) -> None:
-        super().__init__(indexed.prefix)
+        super().__init__(indexed.prefix, num_units=indexed.num_sequences)
         self.indexed, self.unit = indexed, indexed.unit
-
-    @property
-    def num_units(self) -> int:
-        return self.indexed.num_sequences
 
     def size(self, units: range) -> int:
         return int(self.indexed.lengths[units.start : units.stop].sum(dtype=np.int64))

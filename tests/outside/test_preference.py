@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,14 @@ from petatron.config import RunConfig
 from petatron.config.imports import PLUGIN_GROUP, import_installed_plugins
 from petatron.data.build_datasets import build_datasets, chosen_kind
 from petatron.data.tokenizer import ByteTokenizer
+from petatron.history.curves import build_panels
+from petatron.history.metrics_file import read_metrics
+from petatron.history.run_folder import open_runs
 from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build_run import build_loaders
+from petatron.train.report.record_text import format_record
+from petatron.train.report.sinks import tagged_scalars
 from petatron.verify.compare_traces import Tolerances
 from petatron.verify.trace import StepTrace, assemble_tensors
 from tests.dist import RankPool
@@ -160,6 +166,22 @@ def test_metrics_reach_the_log_and_every_validation_set_is_evaluated(tmp_path: P
     train_records = [record for record in records if record["kind"] == "train"]
     assert all(record["named_losses"] == {"preference loss": record["lm_loss"]} for record in train_records)
     assert all(0 <= record["objective_metrics"]["accuracy"] <= 1 for record in train_records)
+    valid = [record for record in records if record["kind"] == "valid"]
+    assert [(record["iteration"], record["dataset"]) for record in valid] == [
+        (step, name) for step in (1, 2) for name in ("easy", "hard")
+    ]
+    assert valid[0]["lm_loss"] != valid[1]["lm_loss"] and all("lm_loss_ppl" not in record for record in valid)
+    assert set(tagged_scalars(valid[1])) == {
+        f"{name} validation/hard" for name in ("preference loss", "margin", "accuracy")
+    }
+    assert " on hard | preference loss value: " in format_record(valid[1])
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert metrics.named_losses == ("preference loss",) and metrics.objective_metrics == ("margin", "accuracy")
+    best = metrics.best_evaluation()
+    assert best is not None and best.dataset == "easy" and best.loss == min(valid[0]["lm_loss"], valid[2]["lm_loss"])
+    panels = build_panels(open_runs([tmp_path / "run"]), metrics=["loss", "valid"])
+    assert [panel.title for panel in panels] == ["Training loss", "margin", "accuracy", "Validation loss"]
+    assert [curve.label.rpartition(": ")[2] for curve in panels[-1].curves] == ["easy", "hard"]
 
 
 def tiny_words() -> list[str]:
@@ -197,6 +219,7 @@ def test_texts_need_a_tokenizer(tmp_path: Path):
     train_set = build_datasets(run, ByteTokenizer(), (1, 0, 0)).train
     assert train_set is not None
     sample = train_set[0]
+    assert isinstance(sample, Mapping)
     assert sample["ids"][0, :9].tolist() == list(b"2 + 2 = 4") and sample["mask"][1].nonzero()[0].tolist() == [7]
     unreadable = build_datasets(run, None, (1, 0, 0)).train
     assert unreadable is not None
