@@ -58,7 +58,14 @@ class SourceShare:
 
 
 class DataSource(ABC):
-    """One opened source: units that `--split` divides, in the order of the file."""
+    """One opened source: units that `--split` divides, in the order of the file.
+
+    >>> class Nothing(DataSource):
+    ...     def dataset(self, units, request):
+    ...         raise NotImplementedError
+    >>> Nothing("file", num_units=9).size(range(2, 5))
+    3
+    """
 
     unit: str = "records"
     """What the units are called in messages, in the plural."""
@@ -132,7 +139,15 @@ class _ShuffledRecords:
 
 
 class DatasetKind(ABC):
-    """A kind of dataset. Subclasses are frozen dataclasses whose fields are settings (`--dataset-settings NAME=VALUE`)."""
+    """A kind of dataset. Subclasses are frozen dataclasses whose fields are settings (`--dataset-settings NAME=VALUE`).
+
+    >>> @dataclass(frozen=True)
+    ... class Empty(DatasetKind):
+    ...     def open(self, source, request):
+    ...         raise DataError(f"{source} is empty. Give {self.reads} with something in them.")
+    >>> Empty().reads
+    'files'
+    """
 
     reads: ClassVar[str] = "files"
     """What a word of `--data-path` is, for messages."""
