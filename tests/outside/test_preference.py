@@ -162,6 +162,9 @@ def test_metrics_reach_the_log_and_every_validation_set_is_evaluated(tmp_path: P
     assert list(build_loaders(run.config, ParallelMesh.single()).valid) == ["easy", "hard"]
     for metrics in run.train():
         assert set(metrics["objective_metrics"]) == {"margin", "accuracy"}
+    assert run.evaluate(dataset="hard").loss != run.evaluate().loss
+    with pytest.raises(DataError, match="no validation set 'other'"):
+        run.evaluate(dataset="other")
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     train_records = [record for record in records if record["kind"] == "train"]
     assert all(record["named_losses"] == {"preference loss": record["lm_loss"]} for record in train_records)
