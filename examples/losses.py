@@ -28,7 +28,12 @@ class ZLoss(Objective):
     def losses(self) -> tuple[LossSpec, ...]:
         return LossSpec("lm loss"), LossSpec("z loss", weight=self.weight)
 
-    def token_losses(self, logits: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("logits",)
+
+    def loss(self, outputs: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
+        logits = outputs["logits"]
         return {"lm loss": cross_entropy(logits, batch), "z loss": logits.logsumexp(dim=-1) ** 2}
 
 
@@ -46,7 +51,12 @@ class Distillation(Objective):
     def models(self) -> Mapping[str, ModelRole]:
         return {"teacher": ModelRole(self.teacher)}
 
-    def token_losses(self, logits: Tensor, batch: Batch) -> Mapping[str, Tensor]:
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("logits",)
+
+    def loss(self, outputs: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
+        logits = outputs["logits"]
         student = F.log_softmax(logits / self.temperature, dim=-1)
         teacher = F.log_softmax(batch["teacher.logits"].to(logits) / self.temperature, dim=-1)
         divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=-1)

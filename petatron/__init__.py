@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from petatron.checkpoint.state import Chunk
     from petatron.checkpoint.stateful import SavedState, Stateful
     from petatron.config import RunConfig, load_config
-    from petatron.data.dataset_kinds import DatasetRequest, register_dataset
+    from petatron.data.batch_loader import stack_arrays
+    from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, RecordSource, register_dataset
     from petatron.infer.generate import generate
     from petatron.mesh.mesh import ParallelMesh
     from petatron.models.batch import Batch
     from petatron.models.decoder_spec import decoder_spec
     from petatron.models.model_spec import ModelSpec
-    from petatron.models.objective import ModelRole, Objective, register_objective
+    from petatron.models.objective import ModelRole, NextToken, Objective, register_objective
     from petatron.models.registry import register_model
-    from petatron.models.stage_inputs_outputs import LossSpec
+    from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec
     from petatron.optim.build_update_rules import register_optimizer
     from petatron.optim.mixed_precision import MasterOptimizer
     from petatron.train.build_run import build_loader, build_model, build_optimizer, launch
@@ -69,17 +70,23 @@ _HOMES = {
     "load": "petatron.train.python_run",
     "load_checkpoint": "petatron.train.state.save_and_load",
     "load_config": "petatron.config",
+    "DataSource": "petatron.data.dataset_kinds",
+    "DatasetKind": "petatron.data.dataset_kinds",
     "DatasetRequest": "petatron.data.dataset_kinds",
     "LossSpec": "petatron.models.stage_inputs_outputs",
     "ModelRole": "petatron.models.objective",
+    "MetricSpec": "petatron.models.stage_inputs_outputs",
+    "NextToken": "petatron.models.objective",
     "Objective": "petatron.models.objective",
     "register_component": "petatron.train.state.run_components",
+    "RecordSource": "petatron.data.dataset_kinds",
     "register_dataset": "petatron.data.dataset_kinds",
     "register_model": "petatron.models.registry",
     "register_objective": "petatron.models.objective",
     "register_optimizer": "petatron.optim.build_update_rules",
     "restore": "petatron.train.own_loop",
     "save_checkpoint": "petatron.train.own_loop",
+    "stack_arrays": "petatron.data.batch_loader",
     "run_training": "petatron.train.run_training",
 }
 
@@ -87,14 +94,19 @@ __all__ = [
     "AlternativeWeights",
     "Batch",
     "Chunk",
+    "DataSource",
+    "DatasetKind",
     "DatasetRequest",
     "LossSpec",
     "MasterOptimizer",
+    "MetricSpec",
     "Model",
     "ModelRole",
     "ModelSpec",
+    "NextToken",
     "Objective",
     "ParallelMesh",
+    "RecordSource",
     "Run",
     "RunConfig",
     "SavedState",
@@ -118,6 +130,7 @@ __all__ = [
     "restore",
     "run_training",
     "save_checkpoint",
+    "stack_arrays",
 ]
 
 

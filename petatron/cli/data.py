@@ -270,10 +270,10 @@ def _dataset_summary(dataset: IndexedDataset) -> Iterator[tuple[str, str]]:
 def _split_text(dataset: IndexedDataset) -> str:
     """Describes what `--split` gives each split by default, which of a small dataset may be one document, or none."""
     from petatron.config.schema.training import DataConfig
-    from petatron.data.gpt_dataset import split_sequences
+    from petatron.data.split_units import split_units
 
     split = DataConfig().split
-    ranges = zip(("train", "validation", "test"), split_sequences(split, dataset.num_sequences))
+    ranges = zip(("train", "validation", "test"), split_units(split, dataset.num_sequences))
     unit = dataset.unit.removesuffix("s")
     return f"{', '.join(f'{name} {count_with_noun(len(part), unit)}' for name, part in ranges)} (--split {split})"
 

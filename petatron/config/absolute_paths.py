@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from petatron.config.imports import IMPORTS_PATH, absolute_import
-from petatron.config.schema.data_blend import BlendError, parse_blend, read_blend_file
+from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, read_blend_file
 from petatron.config.schema.fields import FieldInfo, all_fields, flatten_config, replace_fields
 from petatron.config.schema.run import RunConfig
 
@@ -35,9 +35,25 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def absolute_value(info: FieldInfo, value: Any) -> Any:
     """Returns the absolute value of a path field; weights in a list stay."""
+    if info.path == "data.valid_data_path":
+        return tuple(_absolute_sets(value))
     if info.is_list:
         return tuple(_absolute_blend(value))
     return os.path.abspath(value) if value else value
+
+
+def _absolute_sets(words: Sequence[str]) -> list[str]:
+    """Returns the words of several sets with names, or of one without."""
+    try:
+        sets = named_sets(words)
+    except BlendError:  # reported by `check`
+        return list(words)
+    absolute = {name: _absolute_blend(of_set) for name, of_set in sets.items()}
+    return [
+        word if name is None or place else f"{name}={word}"
+        for name, of_set in absolute.items()
+        for place, word in enumerate(of_set)
+    ]
 
 
 def _absolute_blend(words: Sequence[str]) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
 
+NOT_A_SETTING = {"setting": False}
+"""Metadata of a field that no setting fills."""
 _TRUE_AND_FALSE = {"true": True, "false": False}
 
 
@@ -23,7 +25,7 @@ def parse_named_settings(kind: type, settings: Sequence[str], settings_flag: str
     {'momentum': 0.5}
     """
     hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
+    fields = {field.name: field for field in _settings_of(kind)}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for word in settings:
@@ -45,6 +47,11 @@ def parse_named_settings(kind: type, settings: Sequence[str], settings_flag: str
     if problems:
         raise ConfigError(problems)
     return values
+
+
+def _settings_of(kind: type) -> Iterator[dataclasses.Field[Any]]:
+    fields = dataclasses.fields(typing.cast(Any, kind)) if dataclasses.is_dataclass(kind) else ()
+    return (field for field in fields if field.metadata != NOT_A_SETTING)
 
 
 def _parse_value(hint: Any, text: str) -> Any:

@@ -1,20 +1,24 @@
-"""Builds the three datasets of a run from its configuration, and reports every problem of the data before training starts."""
+"""Builds the datasets of a run from its configuration, and reports every problem of the data before training starts.
+
+It knows no kind of dataset: what a source is and how its samples are made is the kind's (`dataset_kinds.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from petatron.base.errors import DataError
+from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.config.schema.data_blend import read_blend_file
+from petatron.config.schema.data_blend import BlendError, named_sets, read_blend_file
+from petatron.config.schema.default_names import GPT_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig
+from petatron.data import gpt_kind  # noqa: F401  registers the kind of a run that names none
 from petatron.data.blended_dataset import (
     BlendedDataset,
     WeightedPrefixes,
@@ -24,43 +28,70 @@ from petatron.data.blended_dataset import (
     samples_to_build,
 )
 from petatron.data.data_file_error import data_file_error
-from petatron.data.dataset_kinds import DatasetRequest, dataset_kind
-from petatron.data.document_sample_shuffle_index import plan_epochs
-from petatron.data.gpt_dataset import GPTDataset, split_sequences
-from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.mock_dataset import MockDataset
+from petatron.data.dataset_kinds import (
+    DatasetKind,
+    DatasetRequest,
+    DataSource,
+    SourceShare,
+    Split,
+    dataset_kind,
+)
 from petatron.data.sample_dataset import SampleDataset
-from petatron.data.size_warnings import SourceUse, size_warnings
+from petatron.data.split_units import split_units
 from petatron.data.tokenizer import Tokenizer
+from petatron.models.objective import build_objective
 
-SPLITS: tuple[Literal["train", "valid", "test"], ...] = ("train", "valid", "test")
-# Token ids are checked on this many ranges of this many tokens, spread over each file.
-CHECKED_SEQUENCES = 64
-CHECKED_TOKENS = 4096
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 
 @dataclass(frozen=True, slots=True)
 class SplitDatasets:
-    """One dataset per split; None where no samples are required."""
+    """One dataset per split, and per validation set by its name (None: it has none); none where no samples are required."""
 
     train: SampleDataset | None
-    valid: SampleDataset | None
     test: SampleDataset | None
+    valid_sets: Mapping[str | None, SampleDataset] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     """What makes the data too small for the run, a line each; they have been logged."""
+
+    @property
+    def valid(self) -> SampleDataset | None:
+        """The first validation set."""
+        return next(iter(self.valid_sets.values()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _WantedSet:
+    """A training, validation or test set: what is requested of it, and its blend; None for made-up data."""
+
+    request: DatasetRequest
+    blend: WeightedPrefixes | None
+    name: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The split in messages, with the name of a validation set."""
+        return self.request.split if self.name is None else f"{self.request.split} ({self.name})"
 
 
 @dataclass(frozen=True, slots=True)
 class _SplitSource:
-    """Sequences of one file that belong to one split, and their share of the blend."""
+    """Units of one source that belong to one split, and their share of the blend."""
 
-    indexed: IndexedDataset
-    sequences: range
+    source: DataSource
+    units: range
     weight: float | None
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.indexed.lengths[self.sequences.start : self.sequences.stop].sum(dtype=np.int64))
+    def size(self) -> int:
+        return self.source.size(self.units)
+
+
+def chosen_kind(config: RunConfig) -> DatasetKind:
+    """Returns the kind of a run's datasets: that of `--dataset-type`, else of its objective, else text."""
+    data = config.data
+    name = data.dataset_type or build_objective(config).dataset_type or GPT_DATASET
+    return dataset_kind(name, data.dataset_settings)
 
 
 def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]) -> SplitDatasets:
@@ -68,57 +99,42 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
 
     Every rank may call this; on a shared file system let one rank call it first, so that the others find its cache.
     """
-    vocab_size = (
-        tokenizer.vocab_size if config.model.vocab_size is None and tokenizer is not None else config.model.vocab_size
-    )
-    if config.data.mock_data:
-        eod = tokenizer.eod if tokenizer is not None else None
-        mock = [_mock_dataset(config, split, count, vocab_size, eod) for split, count in enumerate(num_samples)]
-        return SplitDatasets(train=mock[0], valid=mock[1], test=mock[2])
-    if config.data.dataset_kind is not None:
-        train, valid, test = _own_datasets(config, config.data.dataset_kind, tokenizer, num_samples)
-        return SplitDatasets(train=train, valid=valid, test=test)
-    blends = _blends(config.data, num_samples)
-    files = _open_all(blends, vocab_size)
-    sources = _split_sources(config, blends, files, num_samples)
-    warnings: list[str] = []
-    built = [
-        _build_split(config, split, found, count, warnings) for split, found, count in zip(SPLITS, sources, num_samples)
-    ]
-    return SplitDatasets(train=built[0], valid=built[1], test=built[2], warnings=tuple(warnings))
-
-
-def _own_datasets(
-    config: RunConfig, kind: str, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]
-) -> Iterator[SampleDataset | None]:
-    """Yields the datasets of a registered kind."""
-    data = config.data
-    sources = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    for split, paths, count in zip(SPLITS, sources, num_samples, strict=True):
-        request = DatasetRequest(
-            sources=paths or data.data_path,
+    kind = chosen_kind(config)
+    requests = [
+        DatasetRequest(
             split=split,
             num_samples=count,
             seq_length=config.model.seq_length,
             seed=config.train.seed,
             tokenizer=tokenizer,
+            vocab_size=_vocab_size(config, tokenizer),
         )
-        yield dataset_kind(kind)(request) if count else None
+        for split, count in zip(SPLITS, num_samples, strict=True)
+    ]
+    warnings: list[str] = []
+    built: dict[tuple[Split, str | None], SampleDataset | None]
+    if config.data.mock_data:
+        built = {(request.split, None): kind.mock(request) for request in requests if request.num_samples}
+    else:
+        wanted = _wanted_sets(config.data, requests)
+        sources = _open_all(kind, wanted)
+        split_sources = _split_sources(config, wanted, sources)
+        built = {
+            (one.request.split, one.name): _build_set(config, kind, one, of_set, warnings)
+            for one, of_set in zip(wanted, split_sources, strict=True)
+        }
+    valid = {name: dataset for (split, name), dataset in built.items() if split == "valid" and dataset is not None}
+    return SplitDatasets(built.get(("train", None)), built.get(("test", None)), valid, tuple(warnings))
 
 
-def _mock_dataset(
-    config: RunConfig, split: int, count: int, vocab_size: int | None, eod: int | None
-) -> MockDataset | None:
-    if count == 0:
-        return None
-    if vocab_size is None:
-        raise DataError("--mock-data needs --vocab-size or a tokenizer, to know which token ids to make up.")
-    # Splits of mock data differ by their seed.
-    return MockDataset(config.model.seq_length, vocab_size, count, seed=config.train.seed + split, eod=eod)
+def _vocab_size(config: RunConfig, tokenizer: Tokenizer | None) -> int | None:
+    if config.model.vocab_size is None and tokenizer is not None:
+        return tokenizer.vocab_size
+    return config.model.vocab_size
 
 
-def _blends(data: DataConfig, num_samples: tuple[int, int, int]) -> list[WeightedPrefixes | None]:
-    """Returns the blend of each split; None for a split that is not needed."""
+def _wanted_sets(data: DataConfig, requests: Sequence[DatasetRequest]) -> list[_WantedSet]:
+    """Returns the sets that are needed, with their blends."""
     shared = data.data_path
     if data.data_args_path is not None:
         with reading_untrusted(
@@ -132,7 +148,7 @@ def _blends(data: DataConfig, num_samples: tuple[int, int, int]) -> list[Weighte
             "--valid-data-path, --test-data-path). Use one of the two."
         )
     chosen = per_split if any(per_split) else (shared,) * 3
-    missing = [split for split, paths, count in zip(SPLITS, chosen, num_samples) if count and not paths]
+    missing = [request.split for request, paths in zip(requests, chosen) if request.num_samples and not paths]
     if missing:
         raise DataError(
             f"No data is given for {', '.join(missing)}. Use --data-path (cut by --split), "
@@ -141,48 +157,45 @@ def _blends(data: DataConfig, num_samples: tuple[int, int, int]) -> list[Weighte
     flags = [f"--{split}-data-path" for split in SPLITS] if any(per_split) else ["--data-path"] * 3
     if data.data_args_path is not None:
         flags = [f"--data-args-path {data.data_args_path}"] * 3
-    wanted = zip(flags, chosen, num_samples)
-    return [parse_weighted_prefixes(paths, flag=flag) if count else None for flag, paths, count in wanted]
+    return [
+        _WantedSet(request, parse_weighted_prefixes(words, flag=flag), name)
+        for flag, paths, request in zip(flags, chosen, requests)
+        if request.num_samples
+        for name, words in _named_sets(paths, flag).items()
+    ]
 
 
-def _open_all(blends: Sequence[WeightedPrefixes | None], vocab_size: int | None) -> dict[str, IndexedDataset]:
-    """Opens each file once, and reports all that are missing, damaged or made for another vocabulary together."""
-    files: dict[str, IndexedDataset] = {}
+def _named_sets(words: Sequence[str], flag: str) -> Mapping[str | None, Sequence[str]]:
+    """Returns the words of each validation set by its name; other flags have one set, without a name."""
+    if flag != "--valid-data-path":
+        return {None: words}
+    try:
+        return named_sets(words)
+    except BlendError as error:
+        fix = "Write NAME=prefix, and the other words of a set after its first."
+        raise ConfigError([Problem(flag, " ".join(words), str(error), fix)]) from error
+
+
+def _open_all(kind: DatasetKind, wanted: Sequence[_WantedSet]) -> dict[str, DataSource]:
+    """Opens each source once, and reports all that are missing, damaged or made for another vocabulary together."""
+    sources: dict[str, DataSource] = {}
     problems: dict[str, str] = {}
-    for blend in blends:
-        for prefix in blend[1] if blend else ():
-            if prefix in files or prefix in problems:
+    for one in wanted:
+        for prefix in one.blend[1] if one.blend else ():
+            if prefix in sources or prefix in problems:
                 continue
             try:
-                files[prefix] = IndexedDataset(prefix)
-                files[prefix].check_token_ids()
-                if vocab_size is not None:
-                    _check_token_ids(files[prefix], vocab_size)
+                sources[prefix] = kind.open(prefix, one.request)
             except DataError as error:
                 problems[prefix] = str(error)
     _raise_all(list(problems.values()))
-    return files
-
-
-def _check_token_ids(indexed: IndexedDataset, vocab_size: int) -> None:
-    """Checks a sample of ids: a model fails far from the cause, or not at all, on an id it has no embedding for."""
-    chosen = np.unique(np.linspace(0, indexed.num_sequences - 1, CHECKED_SEQUENCES).astype(np.int64))
-    for sequence in chosen:
-        tokens = indexed.get(int(sequence), 0, min(CHECKED_TOKENS, int(indexed.lengths[sequence])))
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-            raise DataError(
-                f"{indexed.prefix}: sequence {sequence} has token ids {tokens.min()}..{tokens.max()}, but the vocabulary has "
-                f"{vocab_size} ids. Use the tokenizer the data was preprocessed with, or set --vocab-size."
-            )
+    return sources
 
 
 def _split_sources(
-    config: RunConfig,
-    blends: Sequence[WeightedPrefixes | None],
-    files: dict[str, IndexedDataset],
-    num_samples: tuple[int, int, int],
+    config: RunConfig, wanted: Sequence[_WantedSet], sources: Mapping[str, DataSource]
 ) -> list[list[_SplitSource]]:
-    """Returns the sequences of each file for each split; a split with its own blend uses all of them.
+    """Returns the units of each source for each set; a split with its own blend uses all of them.
 
     Training needs every source it names, and so does validation when --eval-interval requests it. The default split of a small
     dataset may leave nothing for the others; then there is a warning and no such evaluation.
@@ -192,29 +205,30 @@ def _split_sources(
     needed = {"train", "valid"} if config.train.eval_interval else {"train"}
     problems: list[str] = []
     result: list[list[_SplitSource]] = []
-    for number, (split, blend) in enumerate(zip(SPLITS, blends)):
-        weights, prefixes = blend or (None, ())
-        sources: list[_SplitSource] = []
+    for one in wanted:
+        weights, prefixes = one.blend or (None, ())
+        of_set: list[_SplitSource] = []
         for place, prefix in enumerate(prefixes):
-            indexed = files[prefix]
-            every = range(indexed.num_sequences)
-            sequences = every if whole else split_sequences(data.split, indexed.num_sequences)[number]
-            source = _SplitSource(indexed, sequences, weights[place] if weights else None)
-            if source.num_tokens:
-                sources.append(source)
+            source = sources[prefix]
+            units = range(source.num_units)
+            if not whole:
+                units = split_units(data.split, source.num_units)[SPLITS.index(one.request.split)]
+            part = _SplitSource(source, units, weights[place] if weights else None)
+            if part.size:
+                of_set.append(part)
                 continue
             text = (
-                f"{prefix}: the {split} split is empty: --split {data.split} gives it {len(sequences)} of "
-                f"{indexed.num_sequences:,} {indexed.unit}"
+                f"{prefix}: the {one.title} split is empty: --split {data.split} gives it {len(units)} of "
+                f"{source.num_units:,} {source.unit}"
             )
-            if split in needed:
+            if one.request.split in needed:
                 problems.append(
-                    f"{text}, but {num_samples[number]:,} samples are needed. Give it a larger share, or turn its "
+                    f"{text}, but {one.request.num_samples:,} samples are needed. Give it a larger share, or turn its "
                     "evaluation off (--eval-iters 0)."
                 )
             else:
                 get_logger(__name__).warning("%s; it will not be evaluated", text)
-        result.append(sources)
+        result.append(of_set)
     _raise_all(problems)
     return result
 
@@ -223,22 +237,22 @@ def _has_blend_per_split(data: DataConfig) -> bool:
     return bool(data.train_data_path or data.valid_data_path or data.test_data_path)
 
 
-def _build_split(
-    config: RunConfig, split: str, sources: list[_SplitSource], count: int, warnings: list[str]
+def _build_set(
+    config: RunConfig, kind: DatasetKind, wanted: _WantedSet, sources: list[_SplitSource], warnings: list[str]
 ) -> SampleDataset | None:
-    """Builds one split from its sources, and appends what makes them too small for the run."""
+    """Builds one set from its sources, and appends what makes them too small for the run."""
     if not sources:
         return None
-    seq_length = config.model.seq_length
-    tokens = [source.num_tokens for source in sources]
-    per_epoch = [plan_epochs(total, seq_length, None).num_samples for total in tokens]
-    weights = [source.weight for source in sources if source.weight is not None]
+    cache = _cache_folder(config.data, sources[0].source.name)
+    request, count = replace(wanted.request, cache_dir=cache), wanted.request.num_samples
+    sizes = [part.size for part in sources]
+    per_epoch = [part.source.samples_per_epoch(part.units, request) for part in sources]
+    weights = [part.weight for part in sources if part.weight is not None]
     # Without weights, one epoch of everything if that is enough; if not, further epochs in proportion to size. Enough for validation is one
     # evaluation: Megatron has no second epoch here, and starts over.
-    fewest = config.train.eval_iters * config.train.global_batch_size if split == "valid" else count
+    fewest = config.train.eval_iters * config.train.global_batch_size if request.split == "valid" else count
     once = not weights and min(fewest, count) <= sum(per_epoch)
-    shares = normalize_once(weights) if weights else [float(total) for total in tokens]
-    cache = _cache_folder(config.data, sources[0].indexed.prefix)
+    shares = normalize_once(weights) if weights else [float(size) for size in sizes]
     if len(sources) == 1:
         taken: list[int] = [count]
     elif once:
@@ -248,40 +262,31 @@ def _build_split(
     # Megatron adds nothing for the only dataset of a split, unless it has a weight in a blend for all splits.
     surplus = weights and not (len(sources) == 1 and _has_blend_per_split(config.data))
     needed = samples_to_build(weights, count, taken) if surplus else taken
-    distinct: dict[tuple[str, range, int], GPTDataset] = {}  # a list may name one dataset a thousand times
-    for source, num_samples in zip(sources, needed):
-        key = (source.indexed.prefix, source.sequences, num_samples)
+    distinct: dict[tuple[str, range, int], SampleDataset] = {}  # a list may name one dataset a thousand times
+    for part, num_samples in zip(sources, needed):
+        key = (part.source.name, part.units, num_samples)
         if key not in distinct:
-            distinct[key] = GPTDataset(
-                source.indexed,
-                source.sequences,
-                num_samples=max(1, num_samples),
-                seq_length=seq_length,
-                seed=config.train.seed,
-                cache_dir=cache,
-            )
-    built = [distinct[s.indexed.prefix, s.sequences, num_samples] for s, num_samples in zip(sources, needed)]
-    _log_summary(split, sources, built, taken)
-    warnings += _size_warnings(config, split, sources, taken)
+            distinct[key] = part.source.dataset(part.units, replace(request, num_samples=num_samples))
+    built = [distinct[part.source.name, part.units, num_samples] for part, num_samples in zip(sources, needed)]
+    _log_summary(wanted, request, sources, taken)
+    warnings += _size_warnings(config, kind, request, sources, taken)
     if len(built) == 1:
         return built[0]
     return BlendedDataset(built, None if once else shares, None if once else count, cache_dir=cache)
 
 
-def _size_warnings(config: RunConfig, split: str, sources: list[_SplitSource], taken: list[int]) -> list[str]:
+def _size_warnings(
+    config: RunConfig, kind: DatasetKind, request: DatasetRequest, sources: list[_SplitSource], taken: list[int]
+) -> list[str]:
     train = config.train
     # Every evaluation reads the first samples of its split, however many are built.
-    used = sum(taken) if split == "train" else min(sum(taken), train.eval_iters * train.global_batch_size)
+    used = sum(taken) if request.split == "train" else min(sum(taken), train.eval_iters * train.global_batch_size)
     samples: dict[str, float] = {}
-    for source, count in zip(sources, taken):  # a list may name one dataset a thousand times
-        samples[source.indexed.prefix] = samples.get(source.indexed.prefix, 0.0) + count * used / sum(taken)
-    by_prefix = {source.indexed.prefix: source for source in sources}
-    uses = [
-        SourceUse(prefix, source.indexed.unit, len(source.sequences), source.num_tokens, samples[prefix])
-        for prefix, source in by_prefix.items()
-        if samples[prefix]
-    ]
-    return size_warnings(split, uses, seq_length=config.model.seq_length, eval_iters=train.eval_iters)
+    for part, count in zip(sources, taken):  # a list may name one dataset a thousand times
+        samples[part.source.name] = samples.get(part.source.name, 0.0) + count * used / sum(taken)
+    by_name = {part.source.name: part for part in sources}
+    shares = [SourceShare(part.source, part.units, samples[name]) for name, part in by_name.items() if samples[name]]
+    return kind.size_warnings(shares, request, eval_iters=train.eval_iters)
 
 
 def _cache_folder(data: DataConfig, prefix: str) -> Path | None:
@@ -301,14 +306,14 @@ def _cache_folder(data: DataConfig, prefix: str) -> Path | None:
     return None
 
 
-def _log_summary(split: str, sources: list[_SplitSource], built: list[GPTDataset], taken: list[int]) -> None:
-    log = get_logger(__name__)
-    unit = "documents" if all(source.indexed.unit == "documents" for source in sources) else "sequences"
-    log.info("%-6s %12s %16s %12s %8s  %s", split, unit, "tokens", "samples", "epochs", "dataset")
-    for source, dataset, take in zip(sources, built, taken):
-        epochs = take * dataset.seq_length / dataset.num_tokens
-        row = (len(source.sequences), dataset.num_tokens, take, epochs, source.indexed.prefix)
-        log.info("%-6s %12d %16d %12d %8.2f  %s", "", *row)
+def _log_summary(wanted: _WantedSet, request: DatasetRequest, sources: list[_SplitSource], taken: list[int]) -> None:
+    log, units = get_logger(__name__), {part.source.unit for part in sources}
+    unit = units.pop() if len(units) == 1 else "sequences"
+    size_unit = sources[0].source.size_unit
+    log.info("%-6s %12s %16s %12s %8s  %s", wanted.title, unit, size_unit, "samples", "epochs", "dataset")
+    for part, count in zip(sources, taken):
+        epochs = part.source.epochs(part.units, replace(request, num_samples=count))
+        log.info("%-6s %12d %16d %12d %8.2f  %s", "", len(part.units), part.size, count, epochs, part.source.name)
 
 
 def _raise_all(problems: list[str]) -> None:

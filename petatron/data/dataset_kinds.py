@@ -1,71 +1,196 @@
-"""Datasets of one's own: `--dataset-kind NAME` opens `--data-path` with the function that was registered under the name."""
+"""Kinds of datasets: how the files of `--data-path` become samples, and samples a batch; `--dataset-type` or the objective chooses one.
+
+A kind opens one source at a time (a word of `--data-path`). What it returns has units that `--split` divides (documents, records) and
+builds the samples of some of them. Splits, blends, caches, several validation sets and the position of a run are then the same for
+every kind (`build_datasets.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from petatron.base.errors import ConfigError, Problem
-from petatron.config.imports import IMPORT_FLAG, import_installed_plugins
-from petatron.config.schema.fields import closest_matches
-from petatron.data.sample_dataset import SampleDataset
+import numpy as np
+from numpy.typing import NDArray
+
+from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.config.plugin_settings import build_plugin, find_plugin
+from petatron.data.batch_loader import LoaderOptions, epoch_permutation, make_batch
+from petatron.data.index_cache import fingerprint
+from petatron.data.sample_dataset import Sample, SampleDataset
 from petatron.data.tokenizer import Tokenizer
+from petatron.models.batch import Batch
 
-_FLAG = "--dataset-kind"
+_FLAG, _SETTINGS_FLAG = "--dataset-type", "--dataset-settings"
+Split = Literal["train", "valid", "test"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetRequest:
     """What a run wants of a dataset: so many samples of a split, of so many tokens (and one to predict), in an order of a seed.
 
-    sources: the words of `--data-path`, or of `--train-data-path` and so on where those are given. The data position of a run is one
-    number, so sample i is a pure function of the sources, the seed and i.
+    vocab_size is None where nothing says it; cache_dir, a folder for what is expensive to compute, where there is none.
 
-    >>> DatasetRequest(sources=(), split="train", num_samples=9, seq_length=4, seed=1, tokenizer=None).num_samples
+    >>> DatasetRequest(split="train", num_samples=9, seq_length=4, seed=1).num_samples
     9
     """
 
-    sources: tuple[str, ...]
-    split: Literal["train", "valid", "test"]
+    split: Split
     num_samples: int
     seq_length: int
     seed: int
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None = None
+    vocab_size: int | None = None
+    cache_dir: Path | None = None
 
 
-OpenDataset = Callable[[DatasetRequest], SampleDataset]
-_KINDS: dict[str, OpenDataset] = {}
+@dataclass(frozen=True, slots=True)
+class SourceShare:
+    """What one split takes from one source: some of its units, and so many samples in the whole run or in one evaluation."""
+
+    source: DataSource
+    units: range
+    samples: float
 
 
-def register_dataset(name: str, open_dataset: OpenDataset) -> None:
-    """Makes `--dataset-kind name` open datasets with a function; the name must be new, or have the same function.
+class DataSource(ABC):
+    """One opened source: units that `--split` divides, in the order of the file.
 
-    >>> import hashlib, numpy
-    >>> class Letters:
-    ...     def __init__(self, request):
-    ...         self._request, self.fingerprint = request, f"letters {request.seed} {request.split}"
-    ...     def __len__(self):
-    ...         return self._request.num_samples
-    ...     def __getitem__(self, index):
-    ...         return (numpy.arange(self._request.seq_length + 1) + index) % 26
-    >>> register_dataset("letters", Letters)
-    >>> request = DatasetRequest(sources=(), split="train", num_samples=9, seq_length=4, seed=1, tokenizer=None)
-    >>> dataset_kind("letters")(request)[1]
-    array([1, 2, 3, 4, 5])
+    >>> class Nothing(DataSource):
+    ...     def dataset(self, units, request):
+    ...         raise NotImplementedError
+    >>> Nothing("file", num_units=9).size(range(2, 5))
+    3
     """
-    if _KINDS.setdefault(name, open_dataset) is not open_dataset:
+
+    unit: str = "records"
+    """What the units are called in messages, in the plural."""
+    size_unit: str = "records"
+    """What `size` counts."""
+
+    def __init__(self, name: str, *, num_units: int) -> None:
+        """`name` is the word of `--data-path` that it was opened by."""
+        self.name, self.num_units = name, num_units
+
+    @abstractmethod
+    def dataset(self, units: range, request: DatasetRequest) -> SampleDataset:
+        """Returns at least `request.num_samples` samples of some units; sample i is a pure function of the files, the seed and i."""
+
+    def size(self, units: range) -> int:
+        """Returns the size of units: sources without weights are blended in proportion to it."""
+        return len(units)
+
+    def samples_per_epoch(self, units: range, request: DatasetRequest) -> int:
+        """Returns the samples of one pass over units."""
+        return len(units)
+
+    def epochs(self, units: range, request: DatasetRequest) -> float:
+        """Returns how often the requested samples pass over units."""
+        return request.num_samples / max(1, self.samples_per_epoch(units, request))
+
+
+class RecordSource(DataSource):
+    """A source whose units are a sample each, in another order in every epoch.
+
+    >>> class Numbers(RecordSource):
+    ...     def record(self, index, request):
+    ...         return np.full(request.seq_length + 1, index)
+    >>> request = DatasetRequest(split="train", num_samples=6, seq_length=1, seed=1)
+    >>> dataset = Numbers("numbers", num_units=3, fingerprint="3").dataset(range(3), request)
+    >>> sorted(int(dataset[index][0]) for index in range(3)), sorted(int(dataset[index][0]) for index in range(3, 6))
+    ([0, 1, 2], [0, 1, 2])
+    """
+
+    def __init__(self, name: str, *, num_units: int, fingerprint: str) -> None:
+        """`fingerprint` is equal for equal records."""
+        super().__init__(name, num_units=num_units)
+        self.fingerprint = fingerprint
+
+    @abstractmethod
+    def record(self, index: int, request: DatasetRequest) -> Sample:
+        """Returns the sample that a record is: token ids, or arrays by name."""
+
+    def dataset(self, units: range, request: DatasetRequest) -> SampleDataset:
+        return _ShuffledRecords(self, units, request)
+
+
+class _ShuffledRecords:
+    def __init__(self, source: RecordSource, units: range, request: DatasetRequest) -> None:
+        self._source, self._units, self._request = source, units, request
+        key = {"kind": type(source).__qualname__, "source": source.fingerprint, "units": [units.start, units.stop]}
+        self.fingerprint = fingerprint({**key, "seed": request.seed, "seq_length": request.seq_length})
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+
+    def __len__(self) -> int:
+        return self._request.num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        epoch, place = divmod(index, len(self._units))
+        return self._source.record(self._units[int(self._order(epoch)[place])], self._request)
+
+    def _epoch_order(self, epoch: int) -> NDArray[np.integer]:
+        return epoch_permutation(self._request.seed, epoch, len(self._units))
+
+
+class DatasetKind(ABC):
+    """A kind of dataset. Subclasses are frozen dataclasses whose fields are settings (`--dataset-settings NAME=VALUE`).
+
+    >>> @dataclass(frozen=True)
+    ... class Empty(DatasetKind):
+    ...     def open(self, source, request):
+    ...         raise DataError(f"{source} is empty. Give {self.reads} with something in them.")
+    >>> Empty().reads
+    'files'
+    """
+
+    reads: ClassVar[str] = "files"
+    """What a word of `--data-path` is, for messages."""
+
+    @abstractmethod
+    def open(self, source: str, request: DatasetRequest) -> DataSource:
+        """Opens a source; raises `DataError` for one that is missing, damaged, or does not suit the vocabulary."""
+
+    def collate(self, samples: Sequence[Any], options: LoaderOptions) -> Batch:
+        """Makes the batch of a micro-batch's samples, on the host; by default samples are seq_length + 1 token ids of text."""
+        return make_batch(samples, options)
+
+    def mock(self, request: DatasetRequest) -> SampleDataset:
+        """Returns samples without files, for `--mock-data`."""
+        raise DataError(
+            f"{type(self).__name__} makes no data up. Give --data-path {self.reads} instead of --mock-data."
+        )
+
+    def size_warnings(self, shares: Sequence[SourceShare], request: DatasetRequest, *, eval_iters: int) -> list[str]:
+        """Returns what makes sources too small for what a split takes of them, a line each."""
+        return []
+
+
+_KINDS: dict[str, type[DatasetKind]] = {}
+
+
+def register_dataset(name: str, kind: type[DatasetKind]) -> None:
+    """Makes `--dataset-type name` open datasets of a kind, a frozen dataclass; the name must be new, or have the same class.
+
+    >>> @dataclass(frozen=True)
+    ... class Letters(DatasetKind):
+    ...     first: int = 0
+    ...     def open(self, source, request):
+    ...         raise NotImplementedError
+    >>> register_dataset("letters", Letters)
+    >>> dataset_kind("letters", ["first=3"])
+    Letters(first=3)
+    """
+    if _KINDS.setdefault(name, kind) is not kind:
         raise ConfigError([Problem(_FLAG, name, "is registered already", "Register it under another name.")])
 
 
-def dataset_kind(name: str) -> OpenDataset:
-    """Returns what opens datasets of a kind."""
-    if name not in _KINDS:
-        import_installed_plugins()
-    if name not in _KINDS:
-        close = closest_matches(name, _KINDS, count=1)
-        hint = f"Did you mean {close[0]}? " if close else ""
-        known = ", ".join(sorted(_KINDS)) or "none"
-        fix = f"{hint}Known: {known}; add {IMPORT_FLAG} MODULE, the file or package that registers it."
-        raise ConfigError([Problem(_FLAG, name, "is not a registered kind of dataset", fix)])
-    return _KINDS[name]
+def dataset_kind(name: str, settings: Sequence[str] = ()) -> DatasetKind:
+    """Returns a registered kind with its settings; raises `ConfigError` with every problem."""
+    kind = find_plugin(name, _KINDS, flag=_FLAG, what="kind of dataset")
+    return build_plugin(kind, settings, flag=_FLAG, settings_flag=_SETTINGS_FLAG, name=name)

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.device import host_memory_bytes
-from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.errors import DataError
 from petatron.base.log import get_logger
 from petatron.base.text import format_bytes
-from petatron.config.schema.data_blend import BlendError, parse_split
 from petatron.data.document_sample_shuffle_index import build_sample_indices, index_bytes, plan_epochs
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
@@ -109,17 +108,3 @@ class GPTDataset:
         parts += [read(sequence) for sequence in self._document_index[first + 1 : last].tolist()]
         parts.append(read(int(self._document_index[last]), 0, end + 1))
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
-
-
-def split_sequences(split: str, num_sequences: int) -> tuple[range, range, range]:
-    """Contiguous ranges of sequences for training, validation and test, in proportion to "969,30,1".
-
-    >>> split_sequences("8,1,1", 10)
-    (range(0, 8), range(8, 9), range(9, 10))
-    """
-    try:
-        shares = parse_split(split)
-    except BlendError as error:
-        raise ConfigError([Problem("--split", split, str(error), "Write three numbers such as 969,30,1.")]) from error
-    first, second = round(shares[0] * num_sequences), round((shares[0] + shares[1]) * num_sequences)
-    return range(first), range(first, second), range(second, num_sequences)

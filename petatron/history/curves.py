@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.terminal_escape import printable
 from petatron.config.schema.fields import closest_matches
 from petatron.history.metrics_file import RunMetrics
 from petatron.history.run_folder import RecordedRun
@@ -106,10 +107,30 @@ def build_panels(
         ]
         if any(curve.x.size or curve.lost_x for curve in curves):
             drawn.append((METRICS[name], curves))
+        if name == "loss":
+            drawn += _objective_curves(runs, axes, smooth=smooth, num_columns=num_columns)
     x_limits = _x_limits([curve for _, curves in drawn for curve in curves])
     return [
         Panel(metric.title, metric.unit, x_axis, tuple(curves), (*x_limits, *_y_limits(metric, curves)))
         for metric, curves in drawn
+    ]
+
+
+def _objective_curves(
+    runs: Sequence[RecordedRun], axes: Sequence[np.ndarray], *, smooth: float, num_columns: int
+) -> list[tuple[Metric, list[Curve]]]:
+    """Returns what the objectives of the runs measured besides losses, each metric in a panel of its own."""
+    names = dict.fromkeys(name for run in runs for name in run.metrics.objective_metrics)
+    return [
+        (
+            Metric(printable(name), name),
+            [
+                _curve(run.label, color, x, run.metrics.columns[name], smooth=smooth, num_columns=num_columns)
+                for color, (run, x) in enumerate(zip(runs, axes))
+                if name in run.metrics.columns
+            ],
+        )
+        for name in names
     ]
 
 
@@ -123,9 +144,10 @@ def _run_curves(
     smooth = smooth if metric.is_noisy else 0.0
     curves = [_curve(run.label, color, x, y, smooth=smooth, num_columns=num_columns)]
     if name == "loss":
+        losses = run.metrics.named_losses if len(run.metrics.named_losses) > 1 else ()  # a single one is the loss
         curves += [
             _curve(f"{run.label}: {loss}", color, x, run.metrics.column(loss), smooth=smooth, num_columns=num_columns)
-            for loss in run.metrics.named_losses
+            for loss in losses
         ]
         curves += _evaluation_curves(run, x, color, as_marks=True)
     return curves
@@ -142,11 +164,16 @@ def _curve(label: str, color: int, x: np.ndarray, y: np.ndarray, *, smooth: floa
 
 
 def _evaluation_curves(run: RecordedRun, x: np.ndarray, color: int, *, as_marks: bool) -> list[Curve]:
+    """Returns a curve for each validation set."""
+    sets = dict.fromkeys(evaluation.dataset for evaluation in run.metrics.evaluations if evaluation.split == "valid")
+    return [_evaluation_curve(run, x, color, name, as_marks=as_marks) for name in sets]
+
+
+def _evaluation_curve(run: RecordedRun, x: np.ndarray, color: int, dataset: str | None, *, as_marks: bool) -> Curve:
     """Evaluations have an iteration only; tokens and time between two log points are taken from a straight line."""
     steps = run.metrics.column("iteration")
-    found = [evaluation for evaluation in run.metrics.evaluations if evaluation.split == "valid"]
-    if not found:
-        return []
+    every = (evaluation for evaluation in run.metrics.evaluations if evaluation.split == "valid")
+    found = [evaluation for evaluation in every if evaluation.dataset == dataset]
     at = np.array([evaluation.iteration for evaluation in found], dtype=np.float64)
     if steps.size:
         known = np.isfinite(x)
@@ -155,7 +182,8 @@ def _evaluation_curves(run: RecordedRun, x: np.ndarray, color: int, *, as_marks:
     finite = np.isfinite(at) & np.isfinite(y)
     lost = tuple(at[np.isfinite(at) & ~np.isfinite(y)].tolist())
     label = f"{run.label}: validation" if as_marks else run.label
-    return [Curve(label, color, at[finite], y[finite], lost_x=() if as_marks else lost, is_marks=as_marks)]
+    label += "" if dataset is None else f" ({dataset})" if as_marks else f": {dataset}"
+    return Curve(label, color, at[finite], y[finite], lost_x=() if as_marks else lost, is_marks=as_marks)
 
 
 def x_values(metrics: RunMetrics, x_axis: str) -> np.ndarray:

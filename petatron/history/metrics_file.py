@@ -37,6 +37,7 @@ MAX_EVENTS = 5000
 MAX_SAMPLES = 200
 MAX_NAMES = 16
 _MAX_TEXT_CHARS = 20_000
+_MAX_NAME_CHARS = 200
 _NOT_FINITE = {"nan": math.inf, "inf": math.inf, "-inf": -math.inf}
 _TRAIN_MARK = b'"kind": "train"'
 _LAST_LINES = 8
@@ -45,13 +46,20 @@ _MAX_SKIPPED_READS = 16
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of a split; `loss` is infinite where it was not finite."""
+    """One evaluation of a split, or of a validation set with a name (`dataset`); `loss` is infinite where it was not finite."""
 
     split: str
     iteration: int
     time: float
     loss: float
     named_losses: Mapping[str, float] = field(default_factory=dict)
+    objective_metrics: Mapping[str, float] = field(default_factory=dict)
+    dataset: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The split, and the name of its dataset if there is one: `valid: code`."""
+        return self.split if self.dataset is None else f"{self.split}: {self.dataset}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +83,11 @@ class Event:
 
 @dataclass(slots=True)
 class RunMetrics:
-    """What a run has recorded. `columns` have one number per log point that stands, by `COLUMNS` and the name of a loss."""
+    """What a run has recorded. `columns` have one number per log point that stands, by `COLUMNS` and the name of a loss or metric."""
 
     columns: dict[str, np.ndarray]
     named_losses: tuple[str, ...] = ()
+    objective_metrics: tuple[str, ...] = ()
     evaluations: list[Evaluation] = field(default_factory=list)
     tasks: list[TaskMetrics] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -111,9 +120,14 @@ class RunMetrics:
         known = [int(last[-1])] if last.size else []
         return max([*known, *(found.iteration for found in self.evaluations)], default=0)
 
+    def split_evaluations(self, split: str = "valid") -> list[Evaluation]:
+        """Returns the evaluations of a split; of several validation sets those of the first, which stands for the run."""
+        of_split = [evaluation for evaluation in self.evaluations if evaluation.split == split]
+        return [evaluation for evaluation in of_split if evaluation.dataset == of_split[0].dataset]
+
     def best_evaluation(self, split: str = "valid") -> Evaluation | None:
-        finite = [found for found in self.evaluations if found.split == split and math.isfinite(found.loss)]
-        return min(finite, key=lambda found: found.loss, default=None)
+        finite = [evaluation for evaluation in self.split_evaluations(split) if math.isfinite(evaluation.loss)]
+        return min(finite, key=lambda evaluation: evaluation.loss, default=None)
 
     def start_facts(self, name: str) -> Mapping[str, Any]:
         """Returns what the last start of the run has recorded under a name; empty in records of earlier versions."""
@@ -159,6 +173,7 @@ class _Reader:
         self._columns = {name: array("d") for name in (*COLUMNS, "start")}
         self._recorded = [(name, self._columns[name]) for name in COLUMNS]
         self._named: dict[str, array[float]] = {}
+        self._metric_names: list[str] = []
         self._undecoded: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._rewind_to: int | None = None
         self._supersedes = True
@@ -232,16 +247,19 @@ class _Reader:
             value = record.get(name)
             column.append(value if type(value) is float and value == value else _number(value))
         self._columns["start"].append(self._starts)
-        named = record.get("named_losses")
-        if named is not None or self._named:
-            self._add_named(named)
+        losses, metrics = record.get("named_losses"), record.get("objective_metrics")
+        if losses is not None or metrics is not None or self._named:
+            self._add_named(losses, metrics)
 
-    def _add_named(self, losses: Any) -> None:
-        named = losses if isinstance(losses, Mapping) else {}
+    def _add_named(self, losses: Any, metrics: Any) -> None:
+        losses, metrics = (values if isinstance(values, Mapping) else {} for values in (losses, metrics))
+        named = {**metrics, **losses}
         before = len(self._columns["iteration"]) - 1
-        for name in named:
+        for name in (*losses, *metrics):
             if name not in self._named and name not in self._columns and len(self._named) < MAX_NAMES:
                 self._named[name] = array("d", [math.nan]) * before
+                if name not in losses:
+                    self._metric_names.append(name)
         for name, column in self._named.items():
             column.append(_number(named.get(name)))
 
@@ -249,12 +267,14 @@ class _Reader:
         loss, split = _number(record.get("lm_loss")), record.get("split", "valid")
         if math.isnan(loss) or not isinstance(split, str):
             raise ValueError("no evaluation")
-        named = record.get("named_losses")
-        losses = {name: _number(value) for name, value in named.items()} if isinstance(named, Mapping) else {}
-        for found in self._found.evaluations[-MAX_NAMES:]:  # a finished run that is started again evaluates once more
-            if (found.split, found.iteration) == (split, iteration):
-                self._found.evaluations.remove(found)
-        self._found.evaluations.append(Evaluation(split, iteration, time, loss, losses))
+        dataset = record.get("dataset")
+        dataset = dataset[:_MAX_NAME_CHARS] if isinstance(dataset, str) else None
+        losses, metrics = (_numbers(record.get(name)) for name in ("named_losses", "objective_metrics"))
+        evaluation = Evaluation(split, iteration, time, loss, losses, metrics, dataset)
+        for earlier in self._found.evaluations[-MAX_NAMES:]:  # a finished run that is started again evaluates once more
+            if (earlier.label, earlier.iteration) == (evaluation.label, iteration):
+                self._found.evaluations.remove(earlier)
+        self._found.evaluations.append(evaluation)
 
     def _add_task(self, record: Mapping[str, Any], iteration: int) -> None:
         task, metrics = record["task"], record["metrics"]
@@ -291,10 +311,15 @@ class _Reader:
         found.columns = {
             name: np.array(column, dtype=np.float64) for name, column in (*self._columns.items(), *self._named.items())
         }
-        found.named_losses = tuple(self._named)
+        found.named_losses = tuple(name for name in self._named if name not in self._metric_names)
+        found.objective_metrics = tuple(self._metric_names)
         found.events, found.samples = list(self._events), list(self._samples)
         found.tasks = list(self._tasks.values())
         return found
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    return {name: _number(value) for name, value in values.items()} if isinstance(values, Mapping) else {}
 
 
 def _number(value: Any) -> float:

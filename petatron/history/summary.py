@@ -63,8 +63,8 @@ def summarize_run(run: RecordedRun) -> RunSummary:
 
 
 def _last_evaluation(run: RecordedRun, split: str) -> float | None:
-    found = [evaluation.loss for evaluation in run.metrics.evaluations if evaluation.split == split]
-    return found[-1] if found and math.isfinite(found[-1]) else None
+    losses = [evaluation.loss for evaluation in run.metrics.split_evaluations(split)]
+    return losses[-1] if losses and math.isfinite(losses[-1]) else None
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

@@ -343,6 +343,11 @@ def reduce_from_region(x: Tensor, axis: Axis) -> Tensor:
     return _CollectivePair.apply(x, axis, _all_reduced_copy, _identity) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
 
 
+def all_reduce_in_region(x: Tensor, axis: Axis) -> Tensor:
+    """Sums over ranks of which each uses the sum for something of its own, so that the gradients of all its uses are summed too."""
+    return _CollectivePair.apply(x, axis, _all_reduced_copy, _all_reduced_copy) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+
+
 def gather_from_region(x: Tensor, axis: Axis) -> Tensor:
     return _CollectivePair.apply(x, axis, all_gather, reduce_scatter) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from petatron.base.errors import DataError
 from petatron.kernels.attention.documents import Documents
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePart:
+    """The part of every sequence that a rank has under context parallelism: its index, and the sum over the ranks of all parts."""
+
+    index: int
+    all_reduce: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)
@@ -22,7 +30,8 @@ class Batch:
     parallelism shards the others.
 
     Other models have arrays of other names in `arrays`. `sequence_dims` has the dimension along the sequence of those where it is
-    not 1, and None for those without one.
+    not 1, and None for those without one. A sample may have several rows (`rows_per_sample`: a pair has two, one after the other).
+    sequence_part is None where a rank has whole sequences.
 
     >>> text = torch.tensor([[5, 6, 7, 8]])
     >>> Batch(text[:, :-1], text[:, 1:], torch.ones(1, 3)).labels
@@ -35,6 +44,8 @@ class Batch:
     arrays: Mapping[str, Tensor]
     documents: Documents | None
     sequence_dims: Mapping[str, int | None]
+    rows_per_sample: int
+    sequence_part: SequencePart | None
 
     def __init__(
         self,
@@ -46,6 +57,8 @@ class Batch:
         *,
         arrays: Mapping[str, Tensor] | None = None,
         sequence_dims: Mapping[str, int | None] | None = None,
+        rows_per_sample: int = 1,
+        sequence_part: SequencePart | None = None,
     ) -> None:
         """Arrays of text that are given by name replace those of `arrays`: so `dataclasses.replace` works with either."""
         text = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
@@ -53,6 +66,8 @@ class Batch:
         object.__setattr__(self, "arrays", {**given, **arrays, **given} if arrays else given)
         object.__setattr__(self, "documents", documents)
         object.__setattr__(self, "sequence_dims", sequence_dims or {})
+        object.__setattr__(self, "rows_per_sample", rows_per_sample)
+        object.__setattr__(self, "sequence_part", sequence_part)
 
     def __getitem__(self, name: str) -> Tensor:
         try:
@@ -82,7 +97,29 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        return next(iter(self.arrays.values())).shape[0]
+        return next(iter(self.arrays.values())).shape[0] // self.rows_per_sample
+
+    @property
+    def has_first_part(self) -> bool:
+        """Whether this rank has the first part of its sequences: it alone counts what is computed of whole ones."""
+        return self.sequence_part is None or self.sequence_part.index == 0
+
+    def sequence_sum(self, x_BS: Tensor) -> Tensor:
+        """Sums over each whole sequence, whatever part of it this rank has: [B, S, ...] to [B, ...]; gradients flow to all parts.
+
+        >>> Batch(torch.zeros(2, 3)).sequence_sum(torch.ones(2, 3))
+        tensor([3., 3.])
+        """
+        total = x_BS.sum(dim=1)
+        return total if self.sequence_part is None else self.sequence_part.all_reduce(total)
+
+    def with_arrays(self, **arrays: Tensor) -> Batch:
+        """Returns the batch with further arrays, or others in place of its own.
+
+        >>> sorted(Batch(torch.zeros(2, 3)).with_arrays(loss_weights=torch.ones(2, 3)).arrays)
+        ['loss_weights', 'tokens']
+        """
+        return replace(self, arrays={**self.arrays, **arrays})
 
     def sequence_dim(self, name: str) -> int | None:
         """Returns the dimension of an array along the sequence."""
@@ -103,4 +140,4 @@ class Batch:
 
     def _with(self, function: Callable[[Tensor], Tensor], documents: Documents | None) -> Batch:
         arrays = {name: function(x) for name, x in self.arrays.items()}
-        return Batch(documents=documents, arrays=arrays, sequence_dims=self.sequence_dims)
+        return replace(self, documents=documents, arrays=arrays)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.schema.default_names import LM_LOSS
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.mtp import embedding_name
@@ -20,7 +21,6 @@ from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
 from petatron.models.long_rows import are_rows_long
 from petatron.models.mtp_batch import labels_name, tokens_name
-from petatron.models.objective import Objective
 from petatron.models.stage_inputs_outputs import StageOutput
 from petatron.models.stage_module import StageModule, run_layers_sequentially
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 HIDDEN = "hidden"
 """The tensor between two stages."""
-LM_LOSS = "lm loss"
 
 TOKEN_LOSSES, GREEDY_TARGETS = "token_losses", "greedy_targets"
 """Outputs for evaluation, of a batch with labels."""
@@ -42,8 +41,6 @@ def mtp_loss(depth: int) -> str:
 
 class Decoder(StageModule):
     """Embedding, layers, final norm, output head; or one pipeline stage of that: some layers, and the ends it has."""
-
-    takes_objective = True
 
     def __init__(self, spec: DecoderSpec, stage: PipelineStage) -> None:
         super().__init__()
@@ -91,9 +88,9 @@ class Decoder(StageModule):
     ) -> StageOutput:
         """Runs the stage as `StageModule` says. Knowing the loss weights beforehand saves a GEMM.
 
-        The last stage computes the loss if the batch has labels. It can collect "logits" [B, S, vocabulary] and "hidden_states"
-        [B, S, hidden], the input of the output head: of this rank's part of the sequence, and else whole on every rank; with
-        labels also "token_losses" [B, S] and "greedy_targets" [B, S], whether a label is the most likely id.
+        The last stage computes the loss if the batch has labels and nothing is collected. It can collect "logits" [B, S, vocabulary] and
+        "hidden_states" [B, S, hidden], the input of the output head: of this rank's part of the sequence, and else whole on every rank;
+        with labels also "token_losses" [B, S] and "greedy_targets" [B, S], whether a label is the most likely id.
         """
         statistics = {} if router_statistics is None else router_statistics
         x_SBD, ahead = self._stage_input(batch, inputs)
@@ -107,18 +104,11 @@ class Decoder(StageModule):
         if GREEDY_TARGETS in collect:
             losses[LM_LOSS], greedy = self.head.losses_and_greedy(x_SBD, self._embedding_weight(), batch.labels.t())
             collected[GREEDY_TARGETS] = greedy.t()
-        elif TOKEN_LOSSES in collect or ("labels" in batch and self.objective is None):
+        elif TOKEN_LOSSES in collect or ("labels" in batch and not collect):
             losses = self._losses(batch, x_SBD, context, loss_weights, depths=0 if collect else self.num_depths)
         if TOKEN_LOSSES in collect:
             collected[TOKEN_LOSSES] = losses[LM_LOSS].t()
-        if self.objective is not None:
-            losses = self._objective_losses(self.objective, batch, x_SBD) if "labels" in batch and not collect else {}
         return StageOutput({}, losses, collected)
-
-    def _objective_losses(self, objective: Objective, batch: Batch, x_SBD: Tensor) -> dict[str, Tensor]:
-        logits = self._logits(x_SBD)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return {name: losses.transpose(0, 1) for name, losses in objective.token_losses(wide, batch).items()}
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns logits [B, S, vocabulary], whole on every rank; needs embedding and head on one stage."""

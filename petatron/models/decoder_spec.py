@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.schema.default_names import LM_LOSS
 from petatron.config.schema.hybrid_pattern import ATTENTION, DELTA, EXPERTS, MAMBA, MLP, PARALLEL, branch_letters
 from petatron.config.schema.layer_patterns import linear_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
@@ -24,10 +25,10 @@ from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.batch import Batch
 from petatron.models.branch_specs import attention_specs, delta_spec, mamba2_spec, mlp_spec, moe_spec, norm_spec
-from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, LM_LOSS, TOKEN_LOSSES, Decoder, mtp_loss
+from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, TOKEN_LOSSES, Decoder, mtp_loss
 from petatron.models.long_rows import mark_long_rows
 from petatron.models.model_spec import ModelSpec
-from petatron.models.mtp_batch import add_shifted_arrays, mask_name
+from petatron.models.mtp_batch import LOSS_WEIGHTS, add_shifted_arrays, mask_name, weights_name
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard, padded_rows
@@ -99,7 +100,13 @@ class DecoderSpec(ModelSpec):
         ahead = [BoundaryTensor(embedding_name(depth), self.config.hidden_size) for depth in depths]
         return ModelIO(
             boundaries=((), *((*hidden, *ahead),) * (len(stages) - 1)),
-            losses=(LossSpec(LM_LOSS), *(LossSpec(mtp_loss(k), mask_name(k), weight / len(depths)) for k in depths)),
+            losses=(
+                LossSpec(LM_LOSS, token_weights=LOSS_WEIGHTS),
+                *(
+                    LossSpec(mtp_loss(k), mask_name(k), weight / len(depths), token_weights=weights_name(k))
+                    for k in depths
+                ),
+            ),
             outputs=("logits", "hidden_states", TOKEN_LOSSES, GREEDY_TARGETS),
             sequence_order="contiguous" if self.sequence_sharding == "contiguous" else "zigzag",
             extend_batch=self._extend_batch if depths or self.original_context is not None else None,

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from petatron.models.batch import Batch
 
+LOSS_WEIGHTS = "loss_weights"
+"""The array of factors on token losses that a batch may have."""
+
 
 def tokens_name(depth: int) -> str:
     return f"mtp_{depth}_tokens"
@@ -22,11 +25,16 @@ def mask_name(depth: int) -> str:
     return f"mtp_{depth}_loss_mask"
 
 
+def weights_name(depth: int) -> str:
+    return f"mtp_{depth}_{LOSS_WEIGHTS}"
+
+
 def add_shifted_arrays(batch: Batch, *, depths: int) -> Batch:
     """Adds what every depth predicts from and predicts, of whole sequences.
 
     Depth k has at position i the token i + k, the label of position i + k, and its mask; 0 beyond the end of the sequence, and a
-    mask of 0 where that token is of another document. Without labels only tokens are added.
+    mask of 0 where that token is of another document; and the weight of its loss, where the batch has weights. Without labels only
+    tokens are added.
 
     >>> batch = Batch(torch.tensor([[5, 6, 7]]), torch.tensor([[6, 7, 8]]), torch.ones(1, 3))
     >>> shifted = add_shifted_arrays(batch, depths=1)
@@ -42,6 +50,8 @@ def add_shifted_arrays(batch: Batch, *, depths: int) -> Batch:
         arrays[labels_name(depth)] = _shifted(batch.labels, depth)
         if "loss_mask" in batch:
             arrays[mask_name(depth)] = _shifted(batch.loss_mask, depth) * _same_document(batch, depth)
+        if LOSS_WEIGHTS in batch:
+            arrays[weights_name(depth)] = _shifted(batch[LOSS_WEIGHTS], depth)
     return replace(batch, arrays=arrays)
 
 

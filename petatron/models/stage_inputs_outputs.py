@@ -22,6 +22,10 @@ SequenceOrder = Literal["zigzag", "contiguous"]
 """How context parallelism distributes a sequence: zigzag balances causal attention, a scan needs contiguous parts."""
 
 
+PerWhat = Literal["token", "sample"]
+LOSS_MASK = "loss_mask"
+
+
 @dataclass(frozen=True, slots=True)
 class BoundaryTensor:
     """One tensor [S, B, width] that a stage takes from the stage before it.
@@ -52,24 +56,48 @@ class BoundaryTensor:
 class LossSpec:
     """A named loss: the mean of its token losses over the positions where the batch's array `mask` [B, S] is 1.
 
-    The objective of a step is the sum over losses of weight x (sum of masked token losses / number of valid tokens), both over
-    the global batch.
+    A step minimises the sum over losses of weight x (sum of masked token losses / number of valid tokens), both over the global batch.
+    `token_weights` names an array of factors on token losses; they do not change the number of tokens, and are 1 in a batch without it.
+    A loss per sample is the mean over samples, or over those where the array `mask` [samples] is 1.
 
-    >>> LossSpec("z loss", weight=1e-4).mask
-    'loss_mask'
+    >>> LossSpec("z loss", weight=1e-4).mask, LossSpec("preference loss", per="sample").mask
+    ('loss_mask', None)
     """
 
     name: str
-    mask: str = "loss_mask"
+    mask: str | None = None
     weight: float = 1.0
+    per: PerWhat = "token"
+    token_weights: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask is None and self.per == "token":
+            object.__setattr__(self, "mask", LOSS_MASK)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """A named metric: the mean over the samples of the global batch, or over its tokens; `mask` as that of a loss.
+
+    >>> MetricSpec("accuracy").mask, MetricSpec("entropy", per="token").mask
+    (None, 'loss_mask')
+    """
+
+    name: str
+    mask: str | None = None
+    per: PerWhat = "sample"
+
+    def __post_init__(self) -> None:
+        if self.mask is None and self.per == "token":
+            object.__setattr__(self, "mask", LOSS_MASK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIO:
     """What a model takes and gives: `boundaries[k]` are the tensors into stage k, none into the first one.
 
-    `outputs` names what a forward pass can collect. `extend_batch` adds arrays that the model computes of whole sequences, before
-    context parallelism splits them.
+    `losses` are those that the model computes itself; `outputs` names what a forward pass can collect, and an objective can ask
+    for. `extend_batch` adds arrays that the model computes of whole sequences, before context parallelism splits them.
     """
 
     boundaries: tuple[tuple[BoundaryTensor, ...], ...]

@@ -15,7 +15,6 @@ from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.token_layout import TokenRows
 from petatron.layers.transformer_layer import TransformerLayer
 from petatron.models.batch import Batch
-from petatron.models.objective import Objective
 from petatron.models.stage_inputs_outputs import StageOutput
 
 LayerRunner = Callable[[Sequence[nn.Module], Tensor, ForwardContext], Tensor]
@@ -44,10 +43,6 @@ class StageModule(nn.Module, ABC):
     stage: PipelineStage
     layers: nn.ModuleDict
     run_layers: LayerRunner
-    takes_objective = False
-    """Whether `objective` may replace its losses."""
-    objective: Objective | None = None
-    """The objective of the run, if it is not the model's own."""
 
     @abstractmethod
     def forward(
@@ -63,7 +58,8 @@ class StageModule(nn.Module, ABC):
         """Runs the stage on a micro-batch and the tensors that it takes.
 
         `aux_loss_scale` and `router_statistics` are those of `ForwardContext`. `loss_weights` [S, B], by the name of the loss, are
-        the gradients of the token losses, known before backward; None without gradients. `collect` names wanted outputs.
+        the gradients of the token losses, known before backward; None without gradients. `collect` names wanted outputs, instead of the
+        model's losses.
         """
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:

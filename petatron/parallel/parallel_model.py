@@ -16,6 +16,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
 from petatron.models.model_spec import ModelSpec
+from petatron.models.objective import NextToken, Objective
 from petatron.models.stage_inputs_outputs import ModelIO
 from petatron.models.stage_module import StageModule
 from petatron.parallel.context import split_batch
@@ -24,6 +25,7 @@ from petatron.parallel.parallelize import ParallelizeResult
 from petatron.parallel.pipeline.auto_cuda_graphs import AutoGraphedSteps, CaptureInputs
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture, GraphedSteps
 from petatron.parallel.pipeline.executor import LossScales, PipelineExecutor, StepResult
+from petatron.parallel.pipeline.objective_terms import valid_count
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.schedule import RankSchedule
 from petatron.schedule.actions import TimedAction
@@ -56,8 +58,12 @@ class ParallelModel:
         spec: ModelSpec,
         dtype: torch.dtype,
         sequence_parallel: bool,
+        objective: Objective | None = None,
     ) -> None:
+        """`objective`: what training minimises; by default the losses that the model computes itself."""
         self.io = io
+        self.objective = NextToken(losses=io.losses) if objective is None else objective
+        self.role_models: dict[str, ParallelModel] = {}
         self.spec = spec
         self.stages = stages
         self.mesh = mesh
@@ -75,6 +81,7 @@ class ParallelModel:
             stages,
             mesh.pp,
             io,
+            objective=self.objective,
             dtype=dtype,
             device=mesh.device,
             sequence_shards=mesh.tp.size if sequence_parallel else 1,
@@ -83,11 +90,11 @@ class ParallelModel:
         )
         self._run_step: Callable[..., StepResult] = self._run_and_reduce
         self._run_evaluation: Callable[..., StepResult] = self._pipeline.run
-        weights = [loss.weight for loss in io.losses]
+        weights = [loss.weight for loss in self.objective.losses]
         self._loss_weights = (
             None if weights == [1.0] else torch.tensor(weights, dtype=torch.float64, device=mesh.device)
         )
-        self._mean_losses: Tensor | None = None
+        self._means: Tensor | None = None
 
     def use_cuda_graphs(self, graph_capture: CudaGraphCapture, facts: CaptureInputs | None = None) -> None:
         """Captures and replays training steps as CUDA graphs from now on (`parallel/pipeline/cuda_graph.py`).
@@ -127,9 +134,22 @@ class ParallelModel:
     @property
     def named_losses(self) -> dict[str, Tensor]:
         """The mean of each loss in the last training step, before its weight, on the device."""
-        if self._mean_losses is None:
+        if self._means is None:
             return {}
-        return {loss.name: mean for loss, mean in zip(self.io.losses, self._mean_losses)}
+        return {loss.name: mean for loss, mean in zip(self.objective.losses, self._means)}
+
+    @property
+    def named_metrics(self) -> dict[str, Tensor]:
+        """The mean of each metric of the objective in the last training step, on the device."""
+        if self._means is None:
+            return {}
+        means = self._means[len(self.objective.losses) :]
+        return {metric.name: mean for metric, mean in zip(self.objective.metric_specs, means)}
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the last stage of the model is on this rank."""
+        return self.plan.ranks * self.plan.virtual - 1 in self.stages
 
     def train_step(
         self,
@@ -142,13 +162,14 @@ class ParallelModel:
 
         Returns the mean loss per valid token of the *global* batch, on the device. One formula for every layout: the sum of
         token losses over all ranks and micro-batches, divided by their number of valid tokens. Of several losses it is the
-        weighted sum, and `named_losses` has each. `timeline` receives when each action ran; timing synchronises the device
-        after each.
+        weighted sum, and `named_losses` has each; `named_metrics` has the metrics of the objective. `timeline`
+        receives when each action ran; timing synchronises the device after each.
         """
+        batches = self._prepare(batches)
         self._set_mode(training=True)
-        batches = self._split(batches)
         self._start_step(len(batches))
-        tokens = self._count_tokens(batches)
+        counts = self._count_valid(batches)
+        tokens = self._of_losses(counts)
         aux_loss_scale = torch.full_like(tokens[0], loss_scale / (len(batches) * self.mesh.dp.size))
         token_loss_scale = (loss_scale if self._loss_weights is None else loss_scale * self._loss_weights) / tokens
         scales = LossScales(token_loss=token_loss_scale, aux_loss=aux_loss_scale)
@@ -160,8 +181,8 @@ class ParallelModel:
         self.router_statistics.update(result.router_statistics)
         if timeline is not None:
             timeline(result.timed_actions)
-        self._mean_losses = self._total_losses(result) / tokens
-        return self.objective(self._mean_losses)
+        self._means = self._total(result) / counts
+        return self.total_loss(self._of_losses(self._means))
 
     def _run_passes(
         self, schedule: RankSchedule, batches: Sequence[Batch], *arguments: Any, **options: Any
@@ -209,8 +230,8 @@ class ParallelModel:
     def _flat_groups(self) -> Iterator[FlatParamGroup]:
         return (group for group in self.param_groups if isinstance(group, FlatParamGroup))
 
-    def objective(self, mean_losses: Tensor) -> Tensor:
-        """Returns the weighted sum of the means of all losses [losses]."""
+    def total_loss(self, mean_losses: Tensor) -> Tensor:
+        """Returns what training minimises: the weighted sum of the means of all losses [losses]."""
         return mean_losses[0] if self._loss_weights is None else (mean_losses * self._loss_weights).sum()
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
@@ -221,13 +242,18 @@ class ParallelModel:
         sums, tokens = self.evaluate_losses(batches)
         if self._loss_weights is None:
             return sums[0], tokens[0]
-        return self.objective(sums / tokens) * tokens[0], tokens[0]
+        return self.total_loss(sums / tokens) * tokens[0], tokens[0]
 
     def evaluate_losses(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Returns the sum of the token losses of the global batch and the number of valid tokens, of each loss [losses]."""
-        batches = self._split(batches)
-        tokens = self._count_tokens(batches)
-        return self._total_losses(self._run_forward(batches)), tokens
+        sums, counts = self.evaluate_objective(batches)
+        return self._of_losses(sums), self._of_losses(counts)
+
+    def evaluate_objective(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """Returns the sums over the global batch and the number of valid tokens or samples, of each loss, then of each metric."""
+        batches = self._prepare(batches)
+        counts = self._count_valid(batches)
+        return self._total(self._run_forward(batches)), counts
 
     def forward(self, batches: Sequence[Batch], *, collect: Collection[str]) -> list[dict[str, Tensor]]:
         """Runs a forward pass in evaluation mode and returns outputs of each micro-batch by name, on the ranks that compute them.
@@ -263,21 +289,39 @@ class ParallelModel:
         whole = batches if self.io.extend_batch is None else map(self.io.extend_batch, batches)
         return [split_batch(batch, self.mesh.cp, order=self.io.sequence_order) for batch in whole]
 
+    def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Splits whole batches, and adds what the objective reads: outputs of its models, and what it prepares of them."""
+        local, objective = self._split(batches), self.objective
+        for role, wanted in objective.models.items():
+            model = self if wanted.folder is None else self.role_models[role]
+            for index, outputs in enumerate(model.forward(batches, collect=wanted.outputs)):
+                named = {wanted.array(role, name): x for name, x in outputs.items()}
+                local[index] = local[index].with_arrays(**named)
+        if self.computes_loss and type(objective).prepare is not Objective.prepare:
+            with torch.no_grad():
+                local = [objective.prepare(batch) for batch in local]
+        return local
+
     def all_gather_params(self) -> None:
         """All-gathers weights that were changed from outside, and drops their FP8 caches."""
         self.fp8_gemms.end_step()
         all_gather_params(self.param_groups)
 
-    def _count_tokens(self, batches: Sequence[Batch]) -> Tensor:
-        """Returns the number of valid tokens of each loss in the global batch [losses]."""
-        counts = [batch[loss.mask].sum(dtype=torch.float64) for loss in self.io.losses for batch in batches]
-        count = torch.stack(counts).view(len(self.io.losses), len(batches)).sum(dim=1)
+    def _count_valid(self, batches: Sequence[Batch]) -> Tensor:
+        """Returns the number of valid tokens, or samples, of each loss and metric in the global batch [losses + metrics]."""
+        specs = (*self.objective.losses, *self.objective.metric_specs)
+        counts = [valid_count(spec, batch) for spec in specs for batch in batches]
+        count = torch.stack(counts).view(len(specs), len(batches)).sum(dim=1)
         first = self.mesh.tp.rank == 0 and self.mesh.pp.rank == 0  # the others count the same tokens
         return self._sum(count, over="dp_cp", here=first).clamp(min=1.0)
 
-    def _total_losses(self, result: StepResult) -> Tensor:
+    def _of_losses(self, values: Tensor) -> Tensor:
+        """Returns the values of losses, which come before those of metrics."""
+        return values[: len(self.objective.losses)] if self.objective.metric_specs else values
+
+    def _total(self, result: StepResult) -> Tensor:
         """Sums over the global batch; ranks of one tensor-parallel group have the same share of it."""
-        return self._sum(result.loss_sums, over="losses", here=self.mesh.tp.rank == 0)
+        return self._sum(result.sums, over="losses", here=self.mesh.tp.rank == 0)
 
     def _sum(self, x: Tensor, *, over: str, here: bool) -> Tensor:
         """Sums a few numbers over an axis, on all ranks; `here` is true on one of the ranks with the same value.

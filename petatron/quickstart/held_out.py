@@ -86,8 +86,7 @@ def evaluate_held_out(
     state = TrainState.build_for_load(run, mesh)
     if not state.load(folder):
         raise DataError(f"{folder} holds no checkpoint to evaluate. Run the quickstart with --fresh.")
-    loader = build_loaders(run, mesh, tokenizer).valid
-    assert loader is not None
+    [loader] = build_loaders(run, mesh, tokenizer).valid.values()
     unigram = UnigramModel.from_dataset(train, tokenizer.vocab_size)
     total, known, tokens = 0.0, 0.0, 0
     for index in range(batches):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -11,7 +11,7 @@ from petatron.base.log import get_logger
 from petatron.config import LoadedConfig, RunConfig, parse_split, with_vocab_size
 from petatron.config.required_settings import known_vocab_size, required
 from petatron.data.batch_loader import BatchLoader, Collate, LoaderOptions
-from petatron.data.build_datasets import SplitDatasets, build_datasets
+from petatron.data.build_datasets import SplitDatasets, build_datasets, chosen_kind
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.mesh.mesh import ParallelMesh
@@ -112,10 +112,10 @@ def build_optimizer(run: RunConfig | HasConfig, model: ParallelModel) -> MixedPr
 
 @dataclass(frozen=True, slots=True)
 class DataLoaders:
-    """A loader per split; None where the run needs none."""
+    """A loader per split, and per validation set by its name (None: it has none); empty or None where the run needs none."""
 
     train: BatchLoader
-    valid: BatchLoader | None
+    valid: Mapping[str | None, BatchLoader]
     test: BatchLoader | None
     warnings: tuple[str, ...] = ()
     """What makes the data too small for the run; it has been logged."""
@@ -173,17 +173,19 @@ def build_loaders(
         reset_attention_mask=run.data.reset_attention_mask,
         pin_memory=mesh.device.type == "cuda",
     )
-    return _build_batch_loaders(datasets, options, model_spec(run).collate, mesh)
+    # What a model takes that is not text it makes of samples itself; else the kind of dataset knows what they are.
+    collate = model_spec(run).collate or chosen_kind(run).collate
+    return _build_batch_loaders(datasets, options, collate, mesh)
 
 
 def _build_batch_loaders(
-    datasets: SplitDatasets, options: LoaderOptions, collate: Collate | None, mesh: ParallelMesh
+    datasets: SplitDatasets, options: LoaderOptions, collate: Collate, mesh: ParallelMesh
 ) -> DataLoaders:
     make = partial(BatchLoader, options=options, collate=collate, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size)
     assert datasets.train is not None
     return DataLoaders(
         train=make(datasets.train),
-        valid=make(datasets.valid) if datasets.valid is not None else None,
+        valid={name: make(dataset) for name, dataset in datasets.valid_sets.items()},
         test=make(datasets.test) if datasets.test is not None else None,
         warnings=datasets.warnings,
     )

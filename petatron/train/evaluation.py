@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
 from petatron.data.batch_loader import BatchLoader
+from petatron.models.objective import names_losses
+from petatron.train.report.metrics import validation_record
 from petatron.train.signals import EvaluationStopCheck
 from petatron.train.state.train_state import TrainState
 
@@ -22,10 +25,13 @@ class InterruptedEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedLosses:
-    """The means of an evaluation: the objective, each loss by name, and the objective with other weights of the run, by their title."""
+    """The means of an evaluation: what training minimises, each loss and each metric of the objective by name, and the first with other
+    weights of the run, by their title.
+    """
 
     loss: float
     named_losses: dict[str, float]
+    metrics: dict[str, float]
     loss_by_weights: dict[str, float] = field(default_factory=dict)
 
 
@@ -58,15 +64,37 @@ def _evaluate_weights(
     """Evaluates the weights that the model has now; `first_batch` counts the batches of other weights before."""
     size = state.run.train.global_batch_size
     model = state.model
-    total = torch.zeros(len(model.io.losses), dtype=torch.float64, device=state.mesh.device)
-    tokens = torch.zeros_like(total)
+    objective = model.objective
+    num_means = len(objective.losses) + len(objective.metric_specs)
+    total = torch.zeros(num_means, dtype=torch.float64, device=state.mesh.device)
+    counts = torch.zeros_like(total)
     for index in range(state.run.train.eval_iters):
         why = stop_check.stop_reason(first_batch + index) if stop_check is not None else None
         if why is not None:
             return InterruptedEvaluation(why, first_batch + index)
         batches = loader.next_step(size, index * size)
-        losses, counts = model.evaluate_losses([batch.to(state.mesh.device) for batch in batches])
-        total, tokens = total + losses, tokens + counts
-    means = total / tokens
-    objective, *by_name = torch.cat([model.objective(means).reshape(1), means]).tolist()
-    return EvaluatedLosses(objective, {loss.name: mean for loss, mean in zip(model.io.losses, by_name, strict=True)})
+        sums, valid = model.evaluate_objective([batch.to(state.mesh.device) for batch in batches])
+        total, counts = total + sums, counts + valid
+    means = total / counts
+    loss = model.total_loss(means[: len(objective.losses)])
+    minimised, *by_name = torch.cat([loss.reshape(1), means]).tolist()
+    names = [spec.name for spec in (*objective.losses, *objective.metric_specs)]
+    named = list(zip(names, by_name, strict=True))
+    split = len(objective.losses)
+    return EvaluatedLosses(minimised, dict(named[:split]), dict(named[split:]))
+
+
+def evaluation_record(
+    state: TrainState, result: EvaluatedLosses, *, split: Literal["valid", "test"], dataset: str | None = None
+) -> dict[str, Any]:
+    """Returns the record of an evaluation; each loss is named where training names it."""
+    return validation_record(
+        iteration=state.progress.iteration,
+        lm_loss=result.loss,
+        named_losses=result.named_losses if names_losses(state.model.objective) else None,
+        objective_metrics=result.metrics,
+        loss_by_weights=result.loss_by_weights,
+        consumed_samples=state.progress.consumed_samples,
+        split=split,
+        dataset=dataset,
+    )

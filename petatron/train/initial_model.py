@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -24,11 +22,9 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.model_spec import ModelSpec
-from petatron.models.objective import Objective, build_objective
+from petatron.models.objective import model_objective
 from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
 from petatron.models.registry import model_spec
-from petatron.models.stage_inputs_outputs import ModelIO
-from petatron.models.stage_module import StageModule
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.parallel.needed_process_groups import used_axes
 from petatron.parallel.parallelize import parallelize
@@ -96,13 +92,11 @@ def build_initial_model(
     dtype = compute_dtype(run.precision)
     spec, stages = model_spec(run), pipeline_stages(run)
     check_supported(run, spec)
-    objective = build_objective(run)
     local_stages = [number for number in range(len(stages)) if plan.rank_of(number) == mesh.pp.rank]
     with torch.device("meta"):
         modules = {number: spec.build_stage(stages[number]) for number in local_stages}
     io = spec.io(stages)
-    if objective is not None:
-        io = _with_objective(run, io, modules, objective)
+    objective = model_objective(run, io)
     in_flight = plan.in_flight(num_micro_batches(run))
     shape = ActivationShape.from_config(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
     plan_stage = partial(plan_recompute, run.memory, spec, shape, num_local_stages=len(local_stages))
@@ -132,26 +126,10 @@ def build_initial_model(
         spec=spec,
         dtype=dtype,
         sequence_parallel=run.parallel.sequence_parallel,
+        objective=objective,
     )
-    model.objective_roles = {} if objective is None else objective.models
     enable_requested_cuda_graphs(run, model)
     return model
-
-
-def _with_objective(run: RunConfig, io: ModelIO, modules: Mapping[int, StageModule], objective: Objective) -> ModelIO:
-    """Gives the stages the objective, and returns what the model takes and gives with its losses."""
-    problems: list[Problem] = []
-    if any(not module.takes_objective for module in modules.values()):
-        rule = f"replaces the losses of a decoder, and --model-type {run.model.model_type} computes its own"
-        problems.append(Problem("--objective", str(run.train.objective), rule, "Leave it out."))
-    if run.model.mtp_num_layers:
-        rule = "replaces the loss of the next token, and those of --mtp-num-layers are others"
-        problems.append(Problem("--objective", str(run.train.objective), rule, "Leave one of them out."))
-    if problems:
-        raise ConfigError(problems)
-    for module in modules.values():
-        module.objective = objective
-    return replace(io, losses=objective.losses)
 
 
 def check_supported(run: RunConfig, spec: ModelSpec) -> None:

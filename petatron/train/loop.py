@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -19,7 +20,7 @@ from petatron.estimate.memory.forecast import memory_log_line
 from petatron.models.batch import Batch
 from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
 from petatron.train.build_run import DataLoaders
-from petatron.train.evaluation import InterruptedEvaluation, evaluate
+from petatron.train.evaluation import InterruptedEvaluation, evaluate, evaluation_record
 from petatron.train.report.closing_summary import Activity, RunTotals
 from petatron.train.report.metrics import (
     IntervalMeter,
@@ -29,7 +30,6 @@ from petatron.train.report.metrics import (
     event_record,
     sample_record,
     task_record,
-    validation_record,
 )
 from petatron.train.report.profiler import StepProfiler
 from petatron.train.report.task_evaluation import TaskEvaluator
@@ -179,7 +179,7 @@ class TrainLoop:
             self._log_metrics()
         saves = state.checkpoint_manager is not None
         if config.train.eval_interval and iteration % config.train.eval_interval == 0:
-            stopped = self._evaluate(self._loaders.valid, "valid", stopping, will_save=saves)
+            stopped = self._validate(stopping, will_save=saves)
         stopped = stopped or self._evaluate_tasks(stopping, will_save=saves)
         if self._sampler is not None and self._sampler.is_due(iteration):
             self._write_samples(self._sampler)
@@ -207,10 +207,14 @@ class TrainLoop:
                     self._save(last=True)
                 if stopped is not None:
                     stopping.lift_deadline()
-            for split, loader in (("valid", self._loaders.valid), ("test", self._loaders.test)):
-                if stopped is None:
-                    stopped = self._evaluate(loader, split, stopping, will_save=False)
-                    self._log_stop(stopped)
+            if stopped is None:
+                stopped = self._validate(stopping, will_save=False)
+                self._log_stop(stopped)
+            if stopped is None and self._loaders.test is not None:
+                result = self._evaluate(self._loaders.test, "test", stopping, will_save=False)
+                stopped = result if isinstance(result, str) else None
+                self.totals.test_loss = self.totals.test_loss if isinstance(result, str) else result
+                self._log_stop(stopped)
             if stopped is None:
                 stopped = self._evaluate_tasks(stopping, will_save=False, last=True)
                 self._log_stop(stopped)
@@ -265,38 +269,41 @@ class TrainLoop:
         if reason is not None:
             self._log_event(f"stopping at iteration {self._state.progress.iteration}: {reason}")
 
-    def _evaluate(
-        self, loader: BatchLoader | None, split: str, stopping: StopMonitor, *, will_save: bool
-    ) -> str | None:
-        """Reports the loss of a split; returns why to stop, if a stop came first, and then reports nothing."""
+    def _validate(self, stopping: StopMonitor, *, will_save: bool) -> str | None:
+        """Reports the loss of every validation set, the first of which stands for the run; returns why to stop, if a stop came first."""
         iteration = self._state.progress.iteration
-        if loader is None or (
-            split == "valid" and self._last_validation is not None and self._last_validation[0] == iteration
-        ):
+        if self._last_validation is not None and self._last_validation[0] == iteration:
             return None
-        with self._not_training("evaluation"), stopping.evaluation_stop_check(will_save=will_save) as watch:
-            found = evaluate(self._state, loader, watch)
-        if isinstance(found, InterruptedEvaluation):
-            total = self._run.train.eval_iters * (1 + len(self._state.alternative_weights()))
-            batches = f"{found.completed_batches:,} of {total:,} batches"
-            self._log_event(f"the evaluation ({split}) was interrupted after {batches} and reports no loss")
-            return found.reason
-        if split == "valid":
-            self._last_validation = (iteration, found.loss)
+        losses: list[float] = []
+        for dataset, loader in self._loaders.valid.items():
+            result = self._evaluate(loader, "valid", stopping, will_save=will_save, dataset=dataset)
+            if isinstance(result, str):
+                return result
+            losses.append(result)
+        if losses:
+            self._last_validation = (iteration, losses[0])
             self.totals.validations.append(self._last_validation)
-        else:
-            self.totals.test_loss = found.loss
-        self._write_record(
-            validation_record(
-                iteration=iteration,
-                lm_loss=found.loss,
-                named_losses=found.named_losses if len(found.named_losses) > 1 else None,
-                consumed_samples=self._state.progress.consumed_samples,
-                split="test" if split == "test" else "valid",
-                loss_by_weights=found.loss_by_weights or None,
-            )
-        )
         return None
+
+    def _evaluate(
+        self,
+        loader: BatchLoader,
+        split: Literal["valid", "test"],
+        stopping: StopMonitor,
+        *,
+        will_save: bool,
+        dataset: str | None = None,
+    ) -> float | str:
+        """Reports and returns the loss of a split; returns why to stop, if a stop came first, and then reports nothing."""
+        with self._not_training("evaluation"), stopping.evaluation_stop_check(will_save=will_save) as watch:
+            result = evaluate(self._state, loader, watch)
+        if isinstance(result, InterruptedEvaluation):
+            total = self._run.train.eval_iters * (1 + len(self._state.alternative_weights()))
+            batches = f"{result.completed_batches:,} of {total:,} batches"
+            self._log_event(f"the evaluation ({dataset or split}) was interrupted after {batches} and reports no loss")
+            return result.reason
+        self._write_record(evaluation_record(self._state, result, split=split, dataset=dataset))
+        return result.loss
 
     def _evaluate_tasks(self, stopping: StopMonitor, *, will_save: bool, last: bool = False) -> str | None:
         """Reports the tasks that are due; returns why to stop, if a stop came first."""

@@ -12,13 +12,13 @@ from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.base.log import get_logger
 from petatron.config import LoadedConfig, RunConfig
 from petatron.config.checks.preflight import preflight
+from petatron.data.build_datasets import chosen_kind
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
 from petatron.evaluate.task_list import TaskSettings
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.object_collectives import all_gather_objects
-from petatron.models.objective import build_objective
 from petatron.train.build_run import DataLoaders, build_loaders, open_tokenizer
 from petatron.train.loop import TrainLoop
 from petatron.train.report.memory_capacity import check_memory_capacity
@@ -80,7 +80,7 @@ def check_start(loaded: LoadedConfig) -> RunStart:
     check_run_dirs(loaded.config.checkpoint)
     loaded, tokenizer = open_tokenizer(loaded)
     run = loaded.config
-    build_objective(run)  # what is wrong with it is told before anything is built
+    chosen_kind(run)  # what is wrong with the objective or the dataset's settings is told before anything is built
     check_components(run)
     prompts, eval_tasks = read_prompts(run, tokenizer), read_eval_tasks(run)
     device = detect_device(run.train.device)

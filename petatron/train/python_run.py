@@ -129,13 +129,14 @@ class Run:
                 if stopped:
                     return
 
-    def evaluate(self, split: Literal["valid", "test"] = "valid") -> EvaluatedLosses:
-        """Returns the mean losses over `--eval-iters` batches of a split."""
-        loader = getattr(self._opened.loaders, split)
+    def evaluate(self, split: Literal["valid", "test"] = "valid", *, dataset: str | None = None) -> EvaluatedLosses:
+        """Returns the mean losses over `--eval-iters` batches of a split; of the validation set `dataset`, or of the first."""
+        loaders = self._opened.loaders
+        first = next(iter(loaders.valid.values()), None)
+        loader = loaders.test if split == "test" else first if dataset is None else loaders.valid.get(dataset)
         if loader is None:
-            raise DataError(
-                f"This run has no {split} data. Give --eval-iters, and data that has such a split (--split)."
-            )
+            named = f"{split} data" if dataset is None else f"validation set {dataset!r}"
+            raise DataError(f"This run has no {named}. Give --eval-iters, and data that has such a split (--split).")
         found = evaluate(self.state, loader)
         assert not isinstance(found, InterruptedEvaluation), "nothing can stop it here"
         return found

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from petatron.models.batch import Batch
+from petatron.models.objective import names_losses
 from petatron.optim.loss_scaler import DynamicLossScaler
 from petatron.schedule.actions import TimedAction
 from petatron.train.report.metrics import StepMetrics
@@ -28,9 +29,10 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
     return StepMetrics(
         iteration=progress.iteration,
         consumed_samples=progress.consumed_samples,
-        tokens=size * run.model.seq_length,
+        tokens=size * batches[0].rows_per_sample * run.model.seq_length,
         loss=loss,
-        named_losses=state.model.named_losses if len(state.model.io.losses) > 1 else None,
+        named_losses=state.model.named_losses if names_losses(state.model.objective) else None,
+        objective_metrics=state.model.named_metrics or None,
         lr=settings["lr"],
         decoupled_lr=settings["decoupled_lr"],
         global_batch_size=size,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import petatron
 from examples import losses
-from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.errors import CheckpointError, ConfigError, TrainError
 from petatron.config import RunConfig
-from petatron.data.build_datasets import build_datasets
 from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.objective import parse_objective
@@ -21,7 +21,7 @@ from petatron.verify.compare_traces import Tolerances
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import later
-from tests.parity.harness import TINY, check_traces, tiny_run, train, train_recorded
+from tests.parity.harness import check_traces, tiny_run, train, train_recorded
 
 BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
 Z_LOSS = "--objective z-loss --objective-settings weight=0.01"
@@ -86,7 +86,7 @@ def test_each_loss_is_reported_and_the_teacher_stays_as_it_was(distillation: str
     state = TrainState.build(run, mesh)
     model = state.model
     assert isinstance(model, petatron.Model)
-    teacher = model.frozen_models["teacher"]
+    teacher = model.role_models["teacher"]
     before = [weight.clone() for group in teacher.param_groups for weight in group.weights()]
     [batches] = [next(petatron.build_loader(run, mesh))]
     total = model.train_step(batches)
@@ -136,30 +136,145 @@ def test_every_wrong_setting_is_told():
         petatron.build_model(run_of(f"{Z_LOSS} --mtp-num-layers 1"), ParallelMesh.single())
 
 
-class Squares:
-    """Sample i counts on from i squared."""
+@dataclass(frozen=True)
+class LateTokens(petatron.NextToken):
+    """Next-token prediction that weights tokens by their labels, and measures the share of likely ones."""
 
-    def __init__(self, request: petatron.DatasetRequest) -> None:
-        self._request, self.fingerprint = request, f"squares {request.split}"
+    modulus: int = 3
 
-    def __len__(self) -> int:
-        return self._request.num_samples
+    @property
+    def metric_specs(self) -> tuple[petatron.MetricSpec, ...]:
+        return (petatron.MetricSpec("likely", per="token"),)
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        return (np.arange(self._request.seq_length + 1) + index * index) % 131
+    def prepare(self, batch: petatron.Batch) -> petatron.Batch:
+        return batch.with_arrays(loss_weights=(batch.labels % self.modulus).double())
+
+    def metrics(self, outputs: Mapping[str, torch.Tensor], batch: petatron.Batch) -> Mapping[str, torch.Tensor]:
+        return {"likely": (outputs["lm loss"] < 5.0).double()}
 
 
-petatron.register_dataset("squares", Squares)
+@dataclass(frozen=True)
+class ProbabilityRatio(petatron.Objective):
+    """The ratio of each label's probability to that before the step, without gradients, on tokens of one kind."""
+
+    @property
+    def losses(self) -> tuple[petatron.LossSpec, ...]:
+        return (petatron.LossSpec("ratio loss", token_weights="advantages"),)
+
+    @property
+    def models(self) -> Mapping[str, petatron.ModelRole]:
+        return {"old": petatron.ModelRole(None, outputs=("token_losses",))}
+
+    def prepare(self, batch: petatron.Batch) -> petatron.Batch:
+        return batch.with_arrays(advantages=1.0 - batch.labels % 2 * 2.0)
+
+    def loss(self, outputs: Mapping[str, torch.Tensor], batch: petatron.Batch) -> Mapping[str, torch.Tensor]:
+        return {"ratio loss": -(batch["old.token_losses"] - outputs["token_losses"]).exp()}
 
 
-def test_a_dataset_of_ones_own_trains():
-    run = run_of("--dataset-kind squares --no-mock-data --data-path anything")
-    found = build_datasets(run, None, (4, 0, 0))
-    assert found.valid is None and found.train is not None and found.train.fingerprint == "squares train"
-    batches = next(petatron.build_loader(run, ParallelMesh.single()))
-    assert torch.cat([batch.tokens for batch in batches])[:, 0].tolist() == [i * i % 131 for i in range(8)]
-    assert isinstance(petatron.load(None, f"{TINY} --no-mock-data --dataset-kind squares".split()).state, TrainState)
-    with pytest.raises(ConfigError, match="--mock-data makes data up"):
-        run_of("--dataset-kind squares")
-    with pytest.raises(ConfigError, match="--dataset-kind cubes is not a registered kind"):
-        build_datasets(run_of("--dataset-kind cubes --no-mock-data --data-path anything"), None, (4, 0, 0))
+@dataclass(frozen=True)
+class Wrong(petatron.Objective):
+    """Returns what it did not declare."""
+
+    name: str = "other"
+
+    @property
+    def losses(self) -> tuple[petatron.LossSpec, ...]:
+        return (petatron.LossSpec("declared"),)
+
+    def loss(self, outputs: Mapping[str, torch.Tensor], batch: petatron.Batch) -> Mapping[str, torch.Tensor]:
+        return {self.name: outputs["token_losses"].sum(1)}
+
+
+petatron.register_objective("late-tokens", LateTokens)
+petatron.register_objective("ratio", ProbabilityRatio)
+petatron.register_objective("wrong", Wrong)
+
+
+def test_token_weights_change_the_loss_and_not_the_number_of_tokens():
+    run, mesh = run_of("--objective late-tokens --objective-settings modulus=4"), ParallelMesh.single()
+    model, batches = petatron.build_model(run, mesh), next(petatron.build_loader(run, mesh))
+    outputs = [model.forward([batch], collect=["token_losses"])[0]["token_losses"] for batch in batches]
+    weighted = [(losses * (batch.labels % 4)).sum() for losses, batch in zip(outputs, batches)]
+    total = model.train_step(batches)
+    assert float(total) == pytest.approx(float(sum(weighted)) / (8 * 16), rel=1e-12)
+    assert float(model.named_metrics["likely"]) == float((torch.cat(outputs) < 5.0).double().mean())
+
+
+def test_weights_of_one_change_no_bit():
+    """An objective that weights tokens keeps the fused head, whose gradients are computed in forward."""
+
+    class Ones(LateTokens):
+        def prepare(self, batch: petatron.Batch) -> petatron.Batch:
+            return batch.with_arrays(loss_weights=torch.ones_like(batch.loss_mask))
+
+    petatron.register_objective("ones", Ones)
+    ones, plain = train(run_of("--objective ones")), train(run_of(""))
+    for of_ones, of_plain in zip(ones, plain, strict=True):
+        assert (of_ones.loss, of_ones.grad_norm) == (of_plain.loss, of_plain.grad_norm)
+
+
+def test_a_pass_of_the_model_itself_gives_probabilities_before_the_step():
+    run, mesh = run_of("--objective ratio"), ParallelMesh.single()
+    model, batches = petatron.build_model(run, mesh), next(petatron.build_loader(run, mesh))
+    total = model.train_step(batches)
+    signs = torch.cat([1.0 - batch.labels % 2 * 2.0 for batch in batches])
+    assert float(total) == pytest.approx(-float(signs.mean()), rel=1e-12), "nothing has changed, so every ratio is 1"
+    assert any(bool(grad.any()) for group in model.param_groups for grad in group.grads())
+
+
+@pytest.mark.parametrize("objective", ["late-tokens", "ratio"])
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ("--cp 2", 2),
+        ("--pp 2", 2),
+        later("--tp 2 --sequence-parallel", 2),
+        later("--dp 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
+        later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2),
+    ],
+)
+def test_weights_and_passes_of_the_model_itself_in_layouts(
+    ranks: RankPool, weighted_alone: dict[str, list[StepTrace]], objective: str, layout: str, world_size: int
+):
+    run = run_of(f"--objective {objective} {layout}", world_size=world_size)
+    check_traces(ranks, run, weighted_alone[objective], BOUNDS, train_rank=train_objective)
+
+
+@pytest.fixture(scope="module")
+def weighted_alone() -> dict[str, list[StepTrace]]:
+    return {name: train(run_of(f"--objective {name}")) for name in ("late-tokens", "ratio")}
+
+
+def test_further_predictions_have_the_weights_of_their_tokens():
+    """Where the loader brings weights; the loss of depth 1 weights the token after the next."""
+    run, mesh = run_of("--mtp-num-layers 1"), ParallelMesh.single()
+    model, batches = petatron.build_model(run, mesh), next(petatron.build_loader(run, mesh))
+    weighted = [batch.with_arrays(loss_weights=torch.zeros_like(batch.loss_mask)) for batch in batches]
+    assert float(model.train_step(weighted)) == 0.0
+    last = [batch.with_arrays(loss_weights=(torch.arange(16) == 15).double().expand(2, 16)) for batch in batches]
+    model.train_step(last)
+    assert all(float(loss) > 0 for loss in model.named_losses.values())
+
+
+def test_losses_that_were_not_declared_are_told():
+    mesh = ParallelMesh.single()
+    for name, text in (
+        ("other", "Wrong.loss returns other, and it declares declared"),
+        ("declared", r"as \[2\], and one"),
+    ):
+        run = run_of(f"--objective wrong --objective-settings name={name}")
+        with pytest.raises(TrainError, match=text):
+            petatron.build_model(run, mesh).train_step(next(petatron.build_loader(run, mesh)))
+
+
+def test_an_output_that_the_model_lacks_is_told():
+    @dataclass(frozen=True)
+    class Attention(Wrong):
+        @property
+        def outputs(self) -> tuple[str, ...]:
+            return ("attention_maps",)
+
+    petatron.register_objective("attention", Attention)
+    with pytest.raises(ConfigError, match="needs attention_maps of the model"):
+        petatron.build_model(run_of("--objective attention"), ParallelMesh.single())

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from petatron.base.errors import Problem
 from petatron.config.checks.moe_overlap import MOE_OVERLAP_FLAG
 from petatron.config.checks.parallel_sizes import MODEL_PARALLEL_SIZES
+from petatron.config.schema.default_names import NEXT_TOKEN
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RawRunConfig
@@ -53,7 +54,7 @@ def uses_random_numbers(config: RawRunConfig) -> bool:
 
 
 def _objective(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    if config.train.objective is not None:
+    if config.train.objective not in (None, NEXT_TOKEN):
         why = "its code may look at values on the host, and other models run before each step"
         yield f"--objective {config.train.objective}", why, "Leave one of them out."
 

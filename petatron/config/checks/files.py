@@ -8,7 +8,7 @@ from petatron.base.errors import Problem
 from petatron.config.absolute_paths import path_fields
 from petatron.config.checkpoint_settings import CHECKPOINT_ARGS_FLAG, MP_ARGS_FLAG
 from petatron.config.checks.rule_helpers import or_default
-from petatron.config.schema.data_blend import BlendError, parse_blend, parse_split
+from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, parse_split
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import TokenizerConfig
@@ -114,10 +114,7 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
     if len(given) > 1:
         rule = f"cannot be combined with {' or '.join(given[1:])}"
         yield Problem(given[0], "", rule, "Keep one source of data.")
-    elif data.mock_data and data.dataset_kind is not None:
-        rule = f"makes data up, and --dataset-kind {data.dataset_kind} opens some"
-        yield Problem("--mock-data", "", rule, "Keep one source of data.")
-    elif not given and require_training and data.dataset_kind is None:
+    elif not given and require_training:
         fix = "Give dataset prefixes, --train-data-path, or --mock-data to try the run without data."
         yield Problem("--data-path", "", "is not set", fix)
     if per_split and not data.train_data_path and require_training:
@@ -127,11 +124,11 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
 
 def _blends(config: RawRunConfig) -> Iterator[Problem]:
     data = config.data
-    own = data.dataset_kind is not None  # whose words mean what it says
-    for name in () if own else ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = getattr(data, name)
         try:
-            parse_blend(words)
+            for part in named_sets(words).values() if name == "valid_data_path" else (words,):
+                parse_blend(part)
         except BlendError as error:
             where = flag_name(name)
             yield Problem(where, " ".join(words), str(error), "Write `prefix prefix` or `weight prefix weight prefix`.")

@@ -15,7 +15,8 @@ from petatron.base.errors import Problem
 from petatron.base.untrusted_files import not_a_file_reason
 from petatron.config.checks.raw_text import raw_text_problem
 from petatron.config.nccl_communicators import communicator_problems
-from petatron.config.schema.data_blend import BlendError, parse_blend
+from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend
+from petatron.config.schema.default_names import GPT_DATASET, NEXT_TOKEN
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
 
@@ -113,10 +114,19 @@ def _missing_files(config: RawRunConfig) -> Iterator[Problem]:
                 yield Problem(flag_name(name), path, reason, "Give the path of a file.")
 
 
+def reads_packed_text(config: RawRunConfig) -> bool:
+    """Whether data are Megatron's files; an objective may read a kind of its own, whose files that kind checks."""
+    if config.data.dataset_type is not None:
+        return config.data.dataset_type == GPT_DATASET
+    return config.train.objective in (None, NEXT_TOKEN)
+
+
 def _missing_data(config: RawRunConfig) -> Iterator[Problem]:
-    for name in () if config.data.dataset_kind is not None else _BLENDS:
+    for name in _BLENDS if reads_packed_text(config) else ():
+        words = getattr(config.data, name)
         try:
-            parts = parse_blend(getattr(config.data, name))
+            sets = named_sets(words).values() if name == "valid_data_path" else (words,)
+            parts = [part for of_set in sets for part in parse_blend(of_set)]
         except BlendError:  # a problem of its own
             continue
         for prefix in dict.fromkeys(part.prefix for part in parts):

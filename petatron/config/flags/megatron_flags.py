@@ -41,6 +41,7 @@ ALIASES: Mapping[str, str] = {
     "--dp": "data_parallel_size",
     "--sp": "sequence_parallel",
     "--import": "imports",
+    "--dataset-kind": "dataset_type",
     "--cpu-optimizer": "optimizer_cpu_offload",
     "--optimizer-nvme-path": "optimizer_nvme_offload",
     "--dataloader-inter-document-masking": "reset_attention_mask",

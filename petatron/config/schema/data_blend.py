@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from petatron.base.untrusted_files import read_limited_bytes
 
 _MAX_BLEND_FILE_BYTES = 1 << 26
+_NAMED_WORD = re.compile(r"([A-Za-z][A-Za-z0-9_-]*)=(.+)", re.DOTALL)
 
 
 class BlendError(ValueError):
@@ -44,6 +46,28 @@ def parse_blend(words: Sequence[str]) -> tuple[BlendPart, ...]:
     if min(weights) < 0 or sum(weights) <= 0:
         raise BlendError("has weights that are negative or all zero")
     return tuple(BlendPart(dataset_prefix(prefix), weight) for weight, prefix in zip(weights, words[1::2]))
+
+
+def named_sets(words: Sequence[str]) -> dict[str | None, list[str]]:
+    """Returns the words of each of several sets by its name, `web=a code=0.3 b 0.7 c`; of one without a name by None.
+
+    A word `NAME=...` begins a set. A relative path that begins like that is written with `./` in front of it.
+
+    >>> named_sets(["web=a", "code=0.3", "b", "0.7", "c"]), named_sets(["a", "b"])
+    ({'web': ['a'], 'code': ['0.3', 'b', '0.7', 'c']}, {None: ['a', 'b']})
+    """
+    sets: dict[str | None, list[str]] = {}
+    name: str | None = None
+    for word in words:
+        named = _NAMED_WORD.fullmatch(word)
+        if named is not None:
+            name, word = named.groups()
+            if name in sets:
+                raise BlendError(f"names {name} twice")
+        sets.setdefault(name, []).append(word)
+    if len(sets) > 1 and None in sets:
+        raise BlendError("has datasets before the first with a name")
+    return sets
 
 
 def dataset_prefix(word: str) -> str:

@@ -151,7 +151,8 @@ class RawTrainConfig:
     a few steps, if the device was idle for more than a tenth of them, the layout allows it and memory suffices. With on, what
     cannot be recorded is an error, unless `--device` is cpu: a CPU records nothing, and a note says so."""
     objective: str | None = None
-    """What to minimise instead of the model's own loss, by the name under which an imported module registered it."""
+    """What to minimise: `next-token` (also if unset: the losses of the model), or a name under which an imported module registered an
+    objective."""
     objective_settings: tuple[str, ...] = ()
     """Settings of `--objective`: NAME=VALUE, several."""
     micro_batch_size: Annotated[BatchSize, "at least 1", "runtime"] = 1
@@ -206,14 +207,18 @@ class DataConfig:
     """What to train on."""
 
     feature: ClassVar = Feature("data", role="training")
-    dataset_kind: str | None = None
-    """How to open the data, by the name under which an imported module registered it. Unset: Megatron's .bin and .idx files."""
+    dataset_type: str | None = None
+    """How files become samples: `gpt` (Megatron's .bin and .idx files), or a name under which an imported module registered a kind of
+    dataset. Unset: the kind that `--objective` reads, else gpt."""
+    dataset_settings: tuple[str, ...] = ()
+    """Settings of `--dataset-type`: NAME=VALUE, several."""
     data_path: tuple[FilePath, ...] = ()
     """Dataset prefixes, or weight/prefix pairs; one set of files for all splits, cut by `--split`."""
     train_data_path: tuple[FilePath, ...] = ()
     """Prefixes (or weight/prefix pairs) for training only."""
     valid_data_path: tuple[FilePath, ...] = ()
-    """Prefixes (or weight/prefix pairs) for validation only."""
+    """Prefixes (or weight/prefix pairs) for validation only. Several sets have names, `web=PREFIX code=PREFIX`, and are evaluated one by
+    one; the first stands for the run."""
     test_data_path: tuple[FilePath, ...] = ()
     """Prefixes (or weight/prefix pairs) for testing only."""
     data_args_path: FilePath | None = None

@@ -15,6 +15,7 @@ from typing import Any
 
 from petatron.base.terminal_escape import printable, printable_lines
 from petatron.base.version import __version__
+from petatron.config.schema.default_names import LM_LOSS
 from petatron.history.curves import METRICS, Panel, build_panels
 from petatron.history.draw.axes import compact, x_text
 from petatron.history.draw.svg import panel_svg
@@ -117,7 +118,7 @@ def _plots(run: RecordedRun) -> str:
 def _plot(panel: Panel, clip_id: str) -> str:
     low, high = panel.limits[:2]
     curves = [
-        {"label": "validation" if c.is_marks else c.label.partition(": ")[2] or panel.title.lower(),
+        {"label": c.label.partition(": ")[2] or panel.title.lower(),
          "x": [round(x, 3) for x in c.x.tolist()], "y": [float(f"{y:.6g}") for y in c.y.tolist()], "marks": c.is_marks}
         for c in panel.curves
     ]  # fmt: skip
@@ -137,10 +138,16 @@ def _script_json(value: Any) -> str:
 
 def _evaluations(found: Sequence[Evaluation]) -> str:
     rows = [
-        (_text(one.split), f"{one.iteration:,}", f"{one.loss:.4f}", _perplexity(one.loss), _named(one.named_losses))
-        for one in reversed(found[-_MAX_ROWS:])
+        (
+            _text(evaluation.label, 60),
+            f"{evaluation.iteration:,}",
+            f"{evaluation.loss:.4f}",
+            _evaluation_perplexity(evaluation),
+            _named({**evaluation.named_losses, **evaluation.objective_metrics}),
+        )
+        for evaluation in reversed(found[-_MAX_ROWS:])
     ]
-    head = ("split", "step", "loss", "perplexity", "losses")
+    head = ("split", "step", "loss", "perplexity", "losses and metrics")
     if not any(row[4] for row in rows):
         rows, head = [row[:4] for row in rows], head[:4]
     return _folded(_table(head, rows, numbers=(1, 2, 3)), "all evaluations", len(rows))
@@ -149,6 +156,12 @@ def _evaluations(found: Sequence[Evaluation]) -> str:
 def _tasks(found: Sequence[TaskMetrics]) -> str:
     rows = [(_text(one.task, 60), f"{one.iteration:,}", _named(one.values)) for one in reversed(found[-_MAX_ROWS:])]
     return _folded(_table(("task", "step", "metrics"), rows, numbers=(1,)), "all results", len(rows))
+
+
+def _evaluation_perplexity(evaluation: Evaluation) -> str:
+    """Returns the perplexity of a loss that contains the next token's; of another it would mean nothing."""
+    has_perplexity = not evaluation.named_losses or LM_LOSS in evaluation.named_losses
+    return _perplexity(evaluation.loss) if has_perplexity else ""
 
 
 def _perplexity(loss: float) -> str:

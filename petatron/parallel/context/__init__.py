@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +39,9 @@ from petatron.kernels.attention.padded import PackingKernels
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.visibility import Visibility
 from petatron.layers.comm_slot import ContextSlot
+from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.models.batch import Batch
+from petatron.models.batch import Batch, SequencePart
 from petatron.models.stage_inputs_outputs import SequenceOrder
 from petatron.parallel.context.ring_attention import KvExchange, context_parallel_attention
 from petatron.parallel.context.sequence_parts import AxisParts
@@ -69,7 +71,8 @@ def split_batch(batch: Batch, axis: Axis, *, order: SequenceOrder = "zigzag") ->
         arrays[name] = x.index_select(dim, local)
     if local_by_length:
         arrays.setdefault("positions", next(iter(local_by_length.values())))
-    return replace(batch, arrays=arrays)
+    part = SequencePart(axis.rank, partial(collectives.all_reduce_in_region, axis=axis))
+    return replace(batch, arrays=arrays, sequence_part=part)
 
 
 @dataclass(frozen=True, slots=True)

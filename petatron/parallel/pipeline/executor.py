@@ -25,9 +25,11 @@ from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
 from petatron.models.batch import Batch
+from petatron.models.objective import Objective
 from petatron.models.stage_inputs_outputs import BoundaryTensor, ModelIO, StageOutput
 from petatron.models.stage_module import StageModule
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
+from petatron.parallel.pipeline.objective_terms import ObjectiveTerms
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.schedule import RankSchedule
 from petatron.schedule.actions import COMPUTE_KINDS, SEND_KINDS, Action, ActionKind, TimedAction
@@ -41,7 +43,7 @@ Bundle = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScales:
-    """The factors on losses before backward: on the sum of token losses of each loss [losses], and on auxiliary losses."""
+    """The factors on losses before backward: on the sum of each loss of the objective [losses], and on auxiliary losses."""
 
     token_loss: Tensor
     aux_loss: Tensor
@@ -49,10 +51,10 @@ class LossScales:
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of one step on this rank: the sums of token losses of each loss [losses], router statistics, when actions ran
-    if timed, and what each micro-batch's forward collected."""
+    """The result of one step on this rank: the sums of each loss and metric of the objective [losses + metrics], router statistics,
+    when actions ran if timed, and what each micro-batch's forward collected."""
 
-    loss_sums: Tensor
+    sums: Tensor
     router_statistics: dict[int, Tensor] = field(default_factory=dict)
     timed_actions: list[TimedAction] = field(default_factory=list)
     collected: list[dict[str, Tensor]] = field(default_factory=list)
@@ -83,6 +85,7 @@ class PipelineExecutor:
         axis: Axis,
         io: ModelIO,
         *,
+        objective: Objective,
         dtype: torch.dtype,
         device: torch.device,
         sequence_shards: int = 1,
@@ -92,7 +95,7 @@ class PipelineExecutor:
         """`dtype` is that of activations; `sequence_shards` is the number of shards of sequence parallelism."""
         self._stages = stages
         self._axis = axis
-        self._io = io
+        self._objective = objective
         self._dtype = dtype
         self._device = device
         self._sequence_shards = sequence_shards
@@ -173,12 +176,11 @@ class _ScheduleExecution:
         self._input_grads: dict[StageMicroBatch, Bundle] = {}  # to be sent
         self._receiving: dict[tuple[ActionKind, StageMicroBatch], list[Handle]] = {}
         self._sending: deque[Handle] = deque()
-        losses = pipeline._io.losses
-        sums = torch.zeros(len(losses), dtype=torch.float64, device=pipeline._device)
-        self._loss_sums = {loss.name: (loss.mask, sums[index]) for index, loss in enumerate(losses)}
-        self._token_loss_scales = () if scales is None else tuple(zip(losses, scales.token_loss))
+        self._terms = ObjectiveTerms(
+            pipeline._objective, None if scales is None else scales.token_loss, device=pipeline._device
+        )
         self._collect = collect
-        self.result = StepResult(sums, collected=[{} for _ in batches] if collect else [])
+        self.result = StepResult(self._terms.sums, collected=[{} for _ in batches] if collect else [])
 
     def wait_for_input(self, action: Action) -> None:
         """Waits until the action's input from another rank has been received."""
@@ -256,27 +258,18 @@ class _ScheduleExecution:
         statistics: dict[int, Tensor] = {}
         edges: list[GradientEdge] = []
         with torch.set_grad_enabled(scales is not None):
-            weights = None
-            if scales is not None:
-                weights = {loss.name: batch[loss.mask].t().double() * scale for loss, scale in self._token_loss_scales}
+            weights = self._terms.known_gradients(batch)
             # `fully_shard` must see the inputs as a positional argument (`parallel/data/fsdp.py`).
             output = self._pipeline._stages[stage](
                 batch,
                 inputs,
                 aux_loss_scale=None if scales is None else scales.aux_loss,
                 router_statistics=statistics,
-                loss_weights=weights,
-                collect=self._collect,
+                loss_weights=weights if self._pipeline._objective.uses_model_losses else None,
+                collect=self._collect or self._terms.outputs,
             )
-            for name, token_losses in output.losses.items():
-                if name not in self._loss_sums:
-                    raise TrainError(
-                        f"Stage {stage} returns the loss {name!r}, and the model declares: {', '.join(self._loss_sums)}."
-                    )
-                mask, loss_sum = self._loss_sums[name]
-                loss_sum += (token_losses.detach() * batch[mask].t()).sum()
-                if weights is not None and token_losses.requires_grad:
-                    edges.append(get_gradient_edge((token_losses * weights[name]).sum()))
+            if not self._collect:
+                edges = self._terms.add(output, batch, weights, stage=stage)
         self._pass_output(key, output, inputs, _BackwardInput(edges, [None] * len(edges), []))
         for layer, layer_statistics in statistics.items():
             total = self.result.router_statistics.get(layer)

@@ -102,6 +102,7 @@ class LiveSink:
         while len(self._train) > _MAX_POINTS:
             self._train = downsample(self._train, _MAX_POINTS)
         self._valid: list[Point] = list(history.valid)
+        self._main_dataset: str | None = None
         self._messages: deque[str] = deque(maxlen=4)
         self._summary: str | None = None
         self._live = Live(
@@ -127,9 +128,12 @@ class LiveSink:
             if self._last.lm_loss is not None and math.isfinite(self._last.lm_loss):
                 self._train = downsample([*self._train, (self._last.iteration, self._last.lm_loss)], _MAX_POINTS)
         elif record["kind"] == "valid":
-            if record["split"] == "valid":
+            split, dataset = record["split"], record.get("dataset")
+            self._main_dataset = dataset if self._main_dataset is None else self._main_dataset
+            if split == "valid" and dataset == self._main_dataset:
                 self._valid = [*self._valid, (record["iteration"], record["lm_loss"])]
-            self._messages.append(f"iteration {record['iteration']}: {record['split']} loss {record['lm_loss']:.4f}")
+            where = split if dataset is None else f"{split} ({printable(dataset)})"
+            self._messages.append(f"iteration {record['iteration']}: {where} loss {record['lm_loss']:.4f}")
         elif record["kind"] == "eval":
             self._messages.append(printable(format_record(record).strip()))
         elif record["kind"] == "summary":
@@ -256,9 +260,10 @@ def _metric_cells(last: LogRecord, valid: Sequence[Point], *, short: bool) -> li
         return "n/a" if value is None else f"{value:.{digits}f}"
 
     memory = last.memory_bytes / 1e9
+    named = (last.named_losses or {}) if len(last.named_losses or {}) > 1 else {}  # a single one is "loss"
     cells = [
         ("loss", loss_text(last.lm_loss)),
-        *((name, loss_text(mean)) for name, mean in (last.named_losses or {}).items()),
+        *((name, loss_text(mean)) for name, mean in {**named, **(last.objective_metrics or {})}.items()),
         ("valid", loss_text(valid[-1][1] if valid else None)),
         ("lr", f"{last.lr:.1e}" if short else f"{last.lr:.2e}"),
         ("grad norm", "n/a" if last.grad_norm is None else f"{last.grad_norm:.{2 if short else 3}f}"),

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from petatron.config.schema.default_names import LM_LOSS
 from petatron.evaluate.estimate import perplexity
 from petatron.evaluate.task import TaskResult
 from petatron.layers.moe.load_balancing import router_health
@@ -44,13 +45,15 @@ class StepMetrics:
     tokens: int
     """Tokens of this step over all ranks."""
     loss: Tensor | float
-    """The objective: the weighted sum where a model has several losses."""
+    """What the run minimises: the weighted sum where the objective has several losses."""
     lr: float
     global_batch_size: int
     decoupled_lr: float | None = None
     """Learning rate of embedding and output head, where they have one of their own."""
     named_losses: Mapping[str, Tensor | float] | None = None
-    """The mean of each loss, where a model has several."""
+    """The mean of each loss, where there are several or the only one is not the next token's."""
+    objective_metrics: Mapping[str, Tensor | float] | None = None
+    """The mean of each metric of the objective, if it has any."""
     grad_norm: Tensor | float | None = None
     loss_scale: Tensor | float = 1.0
     skipped: Tensor | bool = False
@@ -80,7 +83,8 @@ class LogRecord:
     lr: float
     global_batch_size: int
     lm_loss: float | None
-    """Mean over the steps that were not skipped, of the weighted sum where a model has several losses; None when all were."""
+    """What the run minimises, whatever the objective: mean over the steps that were not skipped, of the weighted sum of several losses;
+    None when all were."""
     loss_scale: float
     grad_norm: float | None
     params_norm: float | None
@@ -94,13 +98,15 @@ class LogRecord:
     router_health: Mapping[str, Mapping[str, float]] | None = None
     """By layer index: load, entropy, dropped share, z and balance loss of its router, over the interval."""
     named_losses: Mapping[str, float | None] | None = None
-    """Like `lm_loss`, of each loss, where a model has several; a record of one loss does not have the key."""
+    """Like `lm_loss`, of each loss by its name; a record of the next token's loss alone does not have the key."""
+    objective_metrics: Mapping[str, float | None] | None = None
+    """Like `lm_loss`, of each metric of the objective; a record of an objective without metrics does not have the key."""
     eta_is_time_limit: bool = False
     """Whether `--exit-duration-in-mins` ends before the run is complete; other records do not have the key."""
 
     def as_record(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("decoupled_lr", "named_losses", "eta_is_time_limit"):
+        for name in ("decoupled_lr", "named_losses", "objective_metrics", "eta_is_time_limit"):
             if values[name] is None or values[name] is False:
                 del values[name]
         return {"kind": "train", **values}
@@ -169,7 +175,13 @@ class IntervalMeter:
         device = torch.device("cpu") if isinstance(step.loss, int | float) else step.loss.device
         loss, skipped, nan, *named = (
             _on_device(value, device)
-            for value in (step.loss, step.skipped, step.nan, *(step.named_losses or {}).values())
+            for value in (
+                step.loss,
+                step.skipped,
+                step.nan,
+                *(step.named_losses or {}).values(),
+                *(step.objective_metrics or {}).values(),
+            )
         )
         counted = 1.0 - skipped
         # where, not a multiplication: the loss of a skipped step may be inf or nan, and 0 x nan is nan.
@@ -196,7 +208,11 @@ class IntervalMeter:
         on_device = [_on_device(math.nan if value is None else value, sums.device) for value in last]
         values = torch.cat([torch.stack(on_device), sums]).tolist()  # the one synchronisation
         grad_norm, loss_scale, params_norm, num_zeros, loss_sum, counted, skipped, nan, *named_sums = values
-        named_means = [total / counted if counted else None for total in named_sums]
+        means = iter([total / counted if counted else None for total in named_sums])
+        named_losses, objective_metrics = (
+            {name: next(means) for name in named} if named else None
+            for named in (step.named_losses, step.objective_metrics)
+        )
         self.pause()
         elapsed_s = max(self._elapsed_s, 1e-9)
         tokens_per_second = self._tokens / elapsed_s
@@ -228,7 +244,8 @@ class IntervalMeter:
             eta_is_time_limit=is_time_limit,
             decoupled_lr=step.decoupled_lr,
             router_health=self._router_health(),
-            named_losses=dict(zip(step.named_losses, named_means, strict=True)) if step.named_losses else None,
+            named_losses=named_losses,
+            objective_metrics=objective_metrics,
         )
         self._reset()
         return record
@@ -268,12 +285,23 @@ def validation_record(
     lm_loss: float,
     consumed_samples: int,
     split: Literal["valid", "test"] = "valid",
+    dataset: str | None = None,
     named_losses: Mapping[str, float] | None = None,
+    objective_metrics: Mapping[str, float] | None = None,
     loss_by_weights: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Returns the record of an evaluation; `named_losses` has each loss, where a model has several, `loss_by_weights` the loss with
-    other weights of the run, by their title.
+    """Returns the record of an evaluation: `dataset` is the name of a validation set that has one.
+
+    `named_losses` and `objective_metrics` as in a `LogRecord`; `loss_by_weights` has the loss with other weights of the run, by their
+    title. `lm_loss` is what the run minimises; its perplexity means something only if the loss of the next token is part of it.
     """
+    further = {
+        "dataset": dataset,
+        "named_losses": named_losses,
+        "objective_metrics": objective_metrics,
+        "loss_by_weights": loss_by_weights,
+    }
+    has_perplexity = named_losses is None or LM_LOSS in named_losses
     return {
         "kind": "valid",
         "time": time.time(),
@@ -281,9 +309,8 @@ def validation_record(
         "iteration": iteration,
         "consumed_samples": consumed_samples,
         "lm_loss": lm_loss,
-        "lm_loss_ppl": perplexity(lm_loss),
-        **({} if named_losses is None else {"named_losses": dict(named_losses)}),
-        **({} if loss_by_weights is None else {"loss_by_weights": dict(loss_by_weights)}),
+        **({"lm_loss_ppl": perplexity(lm_loss)} if has_perplexity else {}),
+        **{name: value for name, value in further.items() if value},
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from petatron.config.schema.default_names import LM_LOSS
 from petatron.evaluate.comparison_table import format_estimate
 from petatron.evaluate.estimate import Estimate, perplexity
 from petatron.train.report.closing_summary import summary_lines
@@ -30,9 +31,8 @@ def megatron_log_line(record: LogRecord, *, throughput: bool = True) -> str:
     if record.decoupled_lr is not None:
         parts.append(f" decoupled learning rate: {record.decoupled_lr:.6E}")
     parts.append(f" global batch size: {record.global_batch_size:5d}")
-    if record.lm_loss is not None:
-        parts.append(f" {'total loss' if record.named_losses else 'lm loss'}: {record.lm_loss:.6E}")
-    parts += [f" {name}: {mean:.6E}" for name, mean in (record.named_losses or {}).items() if mean is not None]
+    named = {**loss_values(record.lm_loss, record.named_losses), **(record.objective_metrics or {})}
+    parts += [f" {name}: {mean:.6E}" for name, mean in named.items() if mean is not None]
     parts.append(f" loss scale: {record.loss_scale:.1f}")
     if record.grad_norm is not None:
         parts.append(f" grad norm: {record.grad_norm:.3f}")
@@ -51,6 +51,17 @@ def megatron_log_line(record: LogRecord, *, throughput: bool = True) -> str:
         f" ETA: {format_duration(record.eta_s)}" + (f" ({TIME_LIMIT})" if record.eta_is_time_limit else ""),
     ]
     return " |".join(parts) + " |"
+
+
+def loss_values(total: float | None, named: Mapping[str, float | None] | None) -> dict[str, float | None]:
+    """Returns the losses of a record by the names that logs have for them: the total too, where there are several.
+
+    >>> loss_values(3.0, None), loss_values(0.7, {"preference loss": 0.7}), loss_values(3.0, {"lm loss": 2.0, "mtp 1 loss": 10.0})
+    ({'lm loss': 3.0}, {'preference loss': 0.7}, {'total loss': 3.0, 'lm loss': 2.0, 'mtp 1 loss': 10.0})
+    """
+    if not named:
+        return {LM_LOSS: total}
+    return dict(named) if len(named) == 1 else {"total loss": total, **named}
 
 
 def _router_log_fields(layers: Sequence[Mapping[str, float]]) -> list[str]:
@@ -73,14 +84,17 @@ def validation_line(
     iteration: int,
     lm_loss: float,
     split: str = "valid",
+    dataset: str | None = None,
     named_losses: Mapping[str, float] | None = None,
+    objective_metrics: Mapping[str, float] | None = None,
     loss_by_weights: Mapping[str, float] | None = None,
 ) -> str:
-    """Three lines: the result framed by dashes, as Megatron prints it; of several losses, and of other weights, each one's value."""
-    where = f"iteration {iteration}" + (" on test set" if split == "test" else "")
-    values = {"lm loss value": lm_loss, "lm loss PPL": perplexity(lm_loss)}
-    if named_losses is not None:
-        values = {"total loss value": lm_loss, **{f"{name} value": value for name, value in named_losses.items()}}
+    """Three lines: the result framed by dashes, as Megatron prints it; each one of several losses, of metrics, and of other weights."""
+    where = f"iteration {iteration}" + (f" on {dataset}" if dataset else " on test set" if split == "test" else "")
+    values = {f"{name} value": value for name, value in loss_values(lm_loss, named_losses).items()}
+    if not named_losses:
+        values[f"{LM_LOSS} PPL"] = perplexity(lm_loss)
+    values |= objective_metrics or {}
     values |= {f"loss with {title} value": value for title, value in (loss_by_weights or {}).items()}
     line = f" validation loss at {where} | " + "".join(f"{name}: {value:.6E} | " for name, value in values.items())
     frame = "-" * (len(line) + 1)
@@ -118,8 +132,10 @@ def format_record(record: MetricRecord, *, throughput: bool = True) -> str:
             iteration=record["iteration"],
             lm_loss=record["lm_loss"],
             split=record["split"],
+            dataset=record.get("dataset"),
             named_losses=record.get("named_losses"),
             loss_by_weights=record.get("loss_by_weights"),
+            objective_metrics=record.get("objective_metrics"),
         )
     if record["kind"] == "sample":
         return sample_lines(record)

@@ -30,7 +30,7 @@ def read_history(path: Path, *, up_to_iteration: int, every_point: bool = True) 
     except OSError:
         return RunHistory()
     train = zip(metrics.column("iteration").tolist(), metrics.column("lm_loss").tolist())
-    valid = ((found.iteration, found.loss) for found in metrics.evaluations if found.split == "valid")
+    valid = ((evaluation.iteration, evaluation.loss) for evaluation in metrics.split_evaluations("valid"))
     return RunHistory(
         *(
             [(int(at), loss) for at, loss in points if at <= up_to_iteration and math.isfinite(loss)]

@@ -21,17 +21,17 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.safe_files import reopen_file
 from petatron.base.terminal_escape import raw_output
+from petatron.config.schema.default_names import LM_LOSS
 from petatron.config.schema.training import LogConfig
 from petatron.history.metrics_file import METRICS_FILE
 from petatron.train.report.console import build_console_sink
 from petatron.train.report.metrics import MetricRecord, MetricSink
-from petatron.train.report.record_text import format_record
+from petatron.train.report.record_text import format_record, loss_values
 from petatron.train.report.run_history import read_history
 
 SCHEMA_VERSION = 1
 
 _TRAIN_TAGS = {
-    "lm_loss": "lm loss",
     "lr": "learning-rate",
     "decoupled_lr": "decoupled-learning-rate",
     "global_batch_size": "batch-size",
@@ -48,7 +48,7 @@ _TRAIN_TAGS = {
     "consumed_samples": "consumed-samples",
     "consumed_tokens": "consumed-tokens",
 }
-_RESULT_TAGS = ("lm loss", "lm loss validation")
+_RESULT_TAGS = (LM_LOSS, f"{LM_LOSS} validation")
 
 
 def build_sinks(
@@ -141,18 +141,17 @@ def tagged_scalars(record: MetricRecord) -> dict[str, float]:
         found["iteration-time"] = record["elapsed_ms_per_iteration"] / 1000  # seconds, as in Megatron
         for layer, health in (record.get("router_health") or {}).items():
             found |= {f"moe/layer_{layer}/{name}": value for name, value in health.items()}
-        if record.get("named_losses"):
-            found["total loss"] = found.pop("lm loss")
-            found |= record["named_losses"]
+        found |= loss_values(record.get("lm_loss"), record.get("named_losses")) | (
+            record.get("objective_metrics") or {}
+        )
         return {tag: float(value) for tag, value in found.items() if value is not None}
     if record["kind"] == "valid":
         split, named = "test" if record["split"] == "test" else "validation", record.get("named_losses")
-        others = {f"loss with {name} {split}": float(loss) for name, loss in record.get("loss_by_weights", {}).items()}
-        if named:
-            losses = {"total loss": record["lm_loss"], **named}
-            return {f"{name} {split}": float(loss) for name, loss in losses.items()} | others
-        losses = {f"lm loss {split}": float(record["lm_loss"]), f"lm loss {split} ppl": float(record["lm_loss_ppl"])}
-        return losses | others
+        split += f"/{record['dataset']}" if record.get("dataset") else ""
+        values = loss_values(record["lm_loss"], named) | (record.get("objective_metrics") or {})
+        values |= {f"loss with {title}": loss for title, loss in record.get("loss_by_weights", {}).items()}
+        tagged = {f"{name} {split}": float(value) for name, value in values.items() if value is not None}
+        return tagged if named else tagged | {f"{LM_LOSS} {split} ppl": float(record["lm_loss_ppl"])}
     if record["kind"] == "eval":
         return {f"eval/{record['task']}/{name}": float(each["value"]) for name, each in record["metrics"].items()}
     return {}

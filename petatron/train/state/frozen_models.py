@@ -9,7 +9,9 @@ from petatron.train.state.run_model import Model
 
 def open_frozen_models(model: Model) -> None:
     """Opens every model that the objective of a model reads, in its layout and precision; every rank calls it."""
-    for role, wanted in model.objective_roles.items():
+    for role, wanted in model.objective.models.items():
+        if wanted.folder is None:  # the model itself
+            continue
         frozen = from_pretrained(wanted.folder, model.mesh, dtype=model.dtype, gradients=False)
         ids, own = frozen.spec.vocab_size, model.spec.vocab_size
         if ids != own:
@@ -22,4 +24,9 @@ def open_frozen_models(model: Model) -> None:
                 f"The {role} in {wanted.folder} splits sequences for context parallelism in another way than the model that is "
                 "trained. Use --context-parallel-size 1."
             )
-        model.frozen_models[role] = frozen
+        if frozen.computes_loss != model.computes_loss:
+            raise CheckpointError(
+                f"The {role} in {wanted.folder} has its last pipeline stage on another rank than the model that is trained, so its outputs "
+                "are not where the loss is computed. Use another --pipeline-schedule than zb-v."
+            )
+        model.role_models[role] = frozen

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -23,7 +20,6 @@ from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_token
 from petatron.mesh.mesh import Axis
 from petatron.mesh.object_collectives import all_gather_objects
 from petatron.models.batch import Batch
-from petatron.models.objective import ModelRole
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.actions import TimedAction
 from petatron.train.state.components import model_components
@@ -52,8 +48,6 @@ class Model(ParallelModel):
     """The tokenizer of that run, if it is open already."""
     start_folder: StartFolder | None = None
     """Where `build_model` loaded its weights from."""
-    objective_roles: Mapping[str, ModelRole] = MappingProxyType({})
-    """The frozen models that the run's objective reads."""
     unrestored_notice: str | None = None
     """What to tell a loop that trains without the other state of the checkpoint; None once it is restored or told."""
 
@@ -69,24 +63,6 @@ class Model(ParallelModel):
             _log.warning("%s", self.unrestored_notice)
             self.unrestored_notice = None
         return super().train_step(batches, loss_scale=loss_scale, timeline=timeline)
-
-    @cached_property
-    def frozen_models(self) -> dict[str, ParallelModel]:
-        """The models of `objective_roles`, once they are open."""
-        return {}
-
-    def _split(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Splits whole batches as every model does, and adds the outputs of frozen models that the objective reads."""
-        found = super()._split(batches)
-        if not self.frozen_models or any("labels" not in batch for batch in batches):
-            return found
-        inputs = [_without_labels(batch) for batch in batches]
-        for role, frozen in self.frozen_models.items():
-            wanted = self.objective_roles[role]
-            for index, outputs in enumerate(frozen.forward(inputs, collect=wanted.outputs)):
-                named = {wanted.array(role, name): x for name, x in outputs.items()}
-                found[index] = replace(found[index], arrays={**found[index].arrays, **named})
-        return found
 
     def saved_companions(self) -> Tokenizer | CompanionFiles | None:
         """Returns the tokenizer, or the files, that a checkpoint keeps beside the weights so that the model generates."""
@@ -132,12 +108,6 @@ class Model(ParallelModel):
             if control.rank == 0:
                 with contextlib.suppress(OSError):
                     remove_tree(draft)
-
-
-def _without_labels(batch: Batch) -> Batch:
-    """Without labels no loss is computed."""
-    arrays = {name: x for name, x in batch.arrays.items() if name not in ("labels", "loss_mask")}
-    return Batch(documents=batch.documents, arrays=arrays, sequence_dims=batch.sequence_dims)
 
 
 def _publish_draft(draft: Path, target: Path, disk: Disk) -> None:

@@ -229,7 +229,7 @@ class TrainState:
         progress = self.progress
         progress.iteration += 1
         progress.consumed_samples += size
-        progress.consumed_tokens += size * self.run.model.seq_length
+        progress.consumed_tokens += size * batches[0].rows_per_sample * self.run.model.seq_length
         if not overflow:
             progress.updates += 1
             progress.update_samples += size

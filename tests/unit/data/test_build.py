@@ -13,7 +13,7 @@ from petatron.base.errors import DataError
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig, TrainConfig
-from petatron.data import build_datasets as build_datasets_module
+from petatron.data import gpt_kind
 from petatron.data.build_datasets import build_datasets
 from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.sample_dataset import SampleDataset
@@ -73,13 +73,13 @@ def test_a_dataset_named_often_is_built_once(
 ) -> None:
     """A list of 33 KB may name one dataset four thousand times; equal shares of it are equal samples."""
     built: list[int | None] = []
-    plain = build_datasets_module.GPTDataset
+    plain = gpt_kind.GPTDataset
 
     def counted(*args: Any, num_samples: int | None, **options: Any) -> GPTDataset:
         built.append(num_samples)
         return plain(*args, num_samples=num_samples, **options)
 
-    monkeypatch.setattr(build_datasets_module, "GPTDataset", counted)
+    monkeypatch.setattr(gpt_kind, "GPTDataset", counted)
     prefix = make_dataset(hundreds(0, 20))
     config = run_config(tmp_path, data_path=("0.25", prefix) * 4, split="100,0,0")
     assert len(tokens(build_datasets(config, None, (8, 0, 0)).train)) > 0

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.data import gpt_dataset
-from petatron.data.gpt_dataset import GPTDataset, split_sequences
+from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
+from petatron.data.split_units import split_units
 
 from .conftest import MakeDataset
 
@@ -132,7 +133,7 @@ def test_concurrent_builders_agree(make_dataset: MakeDataset, tmp_path: Path) ->
 @settings(max_examples=100, deadline=None)
 @given(shares=st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any), documents=st.integers(0, 10**6))
 def test_split_covers_all_documents(shares: list[int], documents: int) -> None:
-    ranges = split_sequences(",".join(map(str, shares)), documents)
+    ranges = split_units(",".join(map(str, shares)), documents)
     assert ranges[0].start == 0 and ranges[2].stop == documents
     assert ranges[0].stop == ranges[1].start and ranges[1].stop == ranges[2].start
     for share, part in zip([*shares, 0, 0], ranges):
@@ -140,11 +141,11 @@ def test_split_covers_all_documents(shares: list[int], documents: int) -> None:
 
 
 def test_split_values() -> None:
-    assert split_sequences("969,30,1", 1000) == (range(969), range(969, 999), range(999, 1000))
-    assert split_sequences("0.9, 0.1", 10) == (range(9), range(9, 10), range(10, 10))
+    assert split_units("969,30,1", 1000) == (range(969), range(969, 999), range(999, 1000))
+    assert split_units("0.9, 0.1", 10) == (range(9), range(9, 10), range(10, 10))
     for bad in ("", "a,b", "1,-1", "0,0,0", "1,2,3,4", "nan,1", "inf,1"):
         with pytest.raises(ConfigError, match="--split"):
-            split_sequences(bad, 10)
+            split_units(bad, 10)
 
 
 def test_a_large_index_is_announced_and_one_beyond_memory_refused(

@@ -197,8 +197,8 @@ def test_validation_samples_are_built_for_all_evaluations(flags: str, valid: int
     """As Megatron builds them: (train_iters // eval_interval + 1) evaluations of 2 batches of 4; the test split has one."""
     run = tiny_run(f"{SMALL} --train-iters 20 --eval-iters 2 --global-batch-size 4 {flags}")
     loaders = build_loaders(run, ParallelMesh.single())
-    assert loaders.valid is not None and loaders.test is not None
-    assert (len(loaders.valid.dataset), len(loaders.test.dataset)) == (valid, 8)
+    assert loaders.test is not None
+    assert (len(loaders.valid[None].dataset), len(loaders.test.dataset)) == (valid, 8)
 
 
 def test_other_data_after_a_resume_is_noticed():
@@ -265,7 +265,7 @@ def _evaluated(run: RunConfig) -> tuple[float, list[float], torch.Tensor]:
     state, loop, sink = start(run)
     loop.run()
     return (
-        _mean_loss(state, loop._loaders.valid) if loop._loaders.valid else 0.0,
+        _mean_loss(state, loop._loaders.valid[None]) if loop._loaders.valid else 0.0,
         sink.column("lm_loss", "valid"),
         weights(state),
     )
@@ -289,8 +289,7 @@ def test_evaluation_is_the_mean_over_the_same_tokens_every_time():
 
 def test_evaluation_covers_the_first_batches_once_each():
     state, loop, _ = start(tiny_run(f"{SMALL} --train-iters 4 --eval-iters 3"))
-    valid = loop._loaders.valid
-    assert valid is not None
+    valid = loop._loaders.valid[None]
     parts = [state.model.evaluate(valid.next_step(8, first)) for first in (0, 8, 16)]
     assert len({float(total) for total, _ in parts}) == 3
     expected = float(sum(total for total, _ in parts) / sum(tokens for _, tokens in parts))

@@ -1,0 +1,10 @@
+"""Names of what a run has by default, which configuration, models, data, logs and reports share."""
+
+from __future__ import annotations
+
+NEXT_TOKEN = "next-token"
+"""The objective of a run that names none."""
+LM_LOSS = "lm loss"
+"""The loss of the next token; in logs it is the only one that needs no other name beside it."""
+GPT_DATASET = "gpt"
+"""The kind of dataset of a run whose objective reads text."""
