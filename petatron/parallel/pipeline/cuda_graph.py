@@ -307,7 +307,7 @@ class GraphedSteps:
         captured.replay()
         if scales is not None:
             self._gradient_reducer.mark_written(captured.params_with_grad)
-        return StepResult(captured.result.loss_sums.clone(), dict(captured.result.router_statistics))
+        return StepResult(captured.result.sums.clone(), dict(captured.result.router_statistics))
 
 
 def _is_planned_by_host(batch: Batch) -> bool:
