@@ -54,7 +54,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def check_end(folder: Path) -> None:
     events = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [event["message"] for event in events if event["kind"] == "event"][-1] in (f"{END} {LOST}", f"{END_AFTER_ANOTHER} {LOST}")
+    assert [event["message"] for event in events if event["kind"] == "event"][-1] in (
+        f"{END} {LOST}",
+        f"{END_AFTER_ANOTHER} {LOST}",
+    )
     steps = sorted(path.name for path in (folder / "out").iterdir() if path.name.startswith("step-"))
     assert steps == ["step-00000002"] and (folder / "out" / "latest").read_text().strip() == steps[0]
 
