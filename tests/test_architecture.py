@@ -116,6 +116,8 @@ def test_imports_inside_functions_have_a_reason():
         "mesh/launch/rank_exit.py",
         "mesh/launch/local_launcher.py",
         "__init__.py",
+        "train/report/text_samples.py",
+        "train/report/task_evaluation.py",
     )
     found = []
     for path in SOURCES:
@@ -227,6 +229,14 @@ for context in (here, KernelContext("cuda", (9, 0), torch.bfloat16, True, here.m
 def test_help_imports_no_torch():
     verbs = "main(['--help']); main(['train', '--help'])"
     program = f"import sys; from petatron.cli.main import main; {verbs}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_without_samples_and_tasks_starts_without_generation():
+    """Every rank of every start would import it."""
+    rooms = ("petatron.infer", "petatron.evaluate.task_list")
+    program = f"import sys, petatron.train.run_training; sys.exit(any(name in sys.modules for name in {rooms}))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -308,7 +308,9 @@ class Attention(BranchModule):
         if context.generation is not None:
             return self._cached_attention(qkv, context, context.generation)
         q, k, v = self._queries_keys_values(qkv, context)
-        visibility = self.spec.visibility.of_batch(context.documents)
+        visibility = self.spec.visibility
+        if context.documents is not None:
+            visibility = visibility.of_batch(context.documents)
         if self.spec.sinks is None:
             return self.core(q, k, v, visibility)
         return self.core(q, k, v, visibility, self._sinks_H(q))

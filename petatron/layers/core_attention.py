@@ -59,6 +59,7 @@ class CoreAttention(nn.Module):
         bias_HD: Tensor | None = None,
     ) -> Tensor:
         """Attends to what a token sees of a batch; sinks and biases are those of `ScoreRules`."""
+        ruled = self.softcap is not None or sinks_H is not None or bias_HD is not None
         return self.attend(
             q_SBHE,
             k_SBKE,
@@ -66,7 +67,7 @@ class CoreAttention(nn.Module):
             visibility,
             dropout=self.dropout if self.training else 0.0,
             packing_kernels=self.packing_kernels,
-            rules=ScoreRules.of(self.softcap, sinks_H, bias_HD),
+            rules=ScoreRules(self.softcap, sinks_H, bias_HD) if ruled else None,
         )
 
 

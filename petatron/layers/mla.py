@@ -238,7 +238,9 @@ class MultiLatentAttention(BranchModule):
             return self.out(self._cached_attention(x_SBD, cos_sin, context.generation).flatten(-2))
         q_SBHE = self._queries(x_SBD, cos_sin)
         k_SBHE, v_SBHV = self._keys_and_values(x_SBD, cos_sin)
-        visibility = self.spec.visibility.of_batch(context.documents)
+        visibility = self.spec.visibility
+        if context.documents is not None:
+            visibility = visibility.of_batch(context.documents)
         return self.out(self.core(q_SBHE, k_SBHE, v_SBHV, visibility).flatten(-2))
 
     def _queries(self, x_SBD: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None) -> Tensor:

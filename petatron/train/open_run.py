@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from petatron.base.device import DeviceInfo, detect_device
 from petatron.base.errors import ConfigError, DataError, PetatronError
@@ -15,7 +15,6 @@ from petatron.config.checks.preflight import preflight
 from petatron.data.build_datasets import chosen_kind
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
-from petatron.evaluate.task_list import TaskSettings
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.object_collectives import all_gather_objects
@@ -30,6 +29,9 @@ from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_p
 from petatron.train.state.run_components import check_components
 from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
+
+if TYPE_CHECKING:
+    from petatron.evaluate.task_list import TaskSettings
 
 _log = get_logger(__name__)
 Result = TypeVar("Result")

@@ -26,6 +26,7 @@ from petatron.checkpoint.megatron.layer_kind_arguments import (
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject
 from petatron.config.checks.layers.hybrid import check_hybrid
 from petatron.config.checks.model import check_model
+from petatron.config.checks.rule_helpers import conflict_problems, number_problems
 from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.model_identity import variant_defaults
@@ -140,7 +141,8 @@ def config_from_arguments(
     model, moe = _parse_values(model, problems), _parse_values(_moe_values(arguments, model, problems), problems)
     if not problems:
         run = RawRunConfig(model=RawModelConfig(**model), moe=MoEConfig(**moe))
-        problems += [*check_model(RawRunConfig(model=run.model)), *check_hybrid(run)]
+        alone = RawRunConfig(model=run.model)
+        problems += [*number_problems(alone), *conflict_problems(alone), *check_model(alone), *check_hybrid(run)]
     return model, moe, problems
 
 

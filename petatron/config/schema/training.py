@@ -9,6 +9,7 @@ from petatron.config.schema.hybrid_pattern import MAMBA, branch_letters
 from petatron.config.schema.metadata import Feature, UsedWhen, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
+    DecayRate,
     Factor,
     Fraction,
     IterationCount,
@@ -173,11 +174,11 @@ class RawTrainConfig:
     """YAML list of tasks (see evaluation.md) that measure the model every `--eval-tasks-interval` iterations, and at the end."""
     eval_tasks_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations between runs of `--eval-tasks`; unset means `--eval-interval`."""
-    ema_decay: Annotated[Fraction, WeightsCopy] | None = None
+    ema_decay: Annotated[DecayRate, WeightsCopy] | None = None
     """Keep an exponential moving average of the weights with this decay (0.999, ...): saved with them, and evaluated beside them."""
     ema_start: Annotated[IterationCount, _AVERAGES] = 0
     """Updates before the average of `--ema-decay` begins, with a copy of the weights."""
-    ema_interval: Annotated[IterationCount, _AVERAGES] = 1
+    ema_interval: Annotated[IterationCount, "at least 1", _AVERAGES] = 1
     """Updates between two that the average of `--ema-decay` takes."""
     exit_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Save and exit when the iteration is a multiple of this."""

@@ -146,7 +146,7 @@ def _run_varlen(call: AttentionCall) -> Tensor:
 
 
 def _run_dense(call: AttentionCall) -> Tensor:
-    causal = call.visibility.is_causal
+    causal = call.visibility.kind == "causal"
     return dense.dense_attention(call.q_SBHE, call.k_SBKE, call.v_SBKE, dropout=call.dropout, causal=causal)
 
 

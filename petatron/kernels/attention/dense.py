@@ -17,6 +17,8 @@ from petatron.kernels.visibility import VisibilitySupport
 
 VISIBILITY = VisibilitySupport.of("causal", "full", "cross")
 """What all the kernels here compute."""
+_HEADS_FIRST = (1, 2, 0, 3)
+"""Permutes to the view [B, H, S, E] that PyTorch's kernels take."""
 
 
 def dense_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, *, dropout: float, causal: bool) -> Tensor:
@@ -24,7 +26,7 @@ def dense_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, *, dropout: 
     kernel = _kernel_of_ours(q_SBHE, v_SBKE) if dropout == 0.0 else None
     if kernel is not None:
         return _KernelAttention.apply(q_SBHE, k_SBKE, v_SBKE, causal, kernel)
-    q, k, v = _heads_before_tokens(q_SBHE), _heads_before_tokens(k_SBKE), _heads_before_tokens(v_SBKE)
+    q, k, v = q_SBHE.permute(_HEADS_FIRST), k_SBKE.permute(_HEADS_FIRST), v_SBKE.permute(_HEADS_FIRST)
     # Dropout on a CPU is PyTorch's composite of GEMMs, which widens half precision by itself.
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
@@ -43,11 +45,6 @@ def equal_length_attention(q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, lengt
     )
 
 
-def _heads_before_tokens(x_SBHE: Tensor) -> Tensor:
-    """Returns the view [B, H, S, E] that PyTorch's kernels take."""
-    return x_SBHE.permute(1, 2, 0, 3)
-
-
 def _kernel_of_ours(q_SBHE: Tensor, v_SBKE: Tensor) -> ModuleType | None:
     """Returns the module that calls the kernel instead of PyTorch's `scaled_dot_product_attention`, where that is faster."""
     if q_SBHE.shape[0] >= cudnn.MIN_SEQUENCE_LENGTH and cudnn.unsupported_tensors_reason(q_SBHE, v_SBKE) is None:
@@ -64,7 +61,7 @@ class _KernelAttention(AutogradOp):
 
     @staticmethod
     def forward(ctx: Any, q_SBHE: Tensor, k_SBKE: Tensor, v_SBKE: Tensor, causal: bool, kernel: ModuleType) -> Tensor:
-        q, k, v = _heads_before_tokens(q_SBHE), _heads_before_tokens(k_SBKE), _heads_before_tokens(v_SBKE)
+        q, k, v = q_SBHE.permute(_HEADS_FIRST), k_SBKE.permute(_HEADS_FIRST), v_SBKE.permute(_HEADS_FIRST)
         out, lse = kernel.forward(q, k, v, causal=causal)
         out = out if out.dtype == q.dtype else out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -75,7 +72,7 @@ class _KernelAttention(AutogradOp):
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        qkv_grads = ctx.kernel.backward(_heads_before_tokens(grads[0]), q, k, v, out=out, lse=lse, causal=ctx.causal)
+        qkv_grads = ctx.kernel.backward(grads[0].permute(_HEADS_FIRST), q, k, v, out=out, lse=lse, causal=ctx.causal)
         if qkv_grads[0].dtype != q.dtype:
             qkv_grads = [grad.to(q.dtype) for grad in qkv_grads]
         dq, dk, dv = qkv_grads

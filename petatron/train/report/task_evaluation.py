@@ -1,4 +1,7 @@
-"""Tasks during training (`--eval-tasks`): the model as it is now is measured on files every so often."""
+"""Tasks during training (`--eval-tasks`): the model as it is now is measured on files every so often.
+
+The tasks are imported where they are used: most runs have none and start without them.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from petatron.config import RunConfig
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.task import TaskResult
-from petatron.evaluate.task_list import TaskSettings, build_tasks, context_limits, read_task_list
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.signals import EvaluationStopCheck
+
+if TYPE_CHECKING:
+    from petatron.evaluate.task_list import TaskSettings
 
 
 class _Stopped(Exception):
@@ -30,7 +36,11 @@ class TaskEvaluation:
 
 def read_eval_tasks(run: RunConfig) -> list[TaskSettings]:
     """Reads `--eval-tasks`; raises with every problem of the list, before anything is built."""
-    return [] if run.train.eval_tasks is None else read_task_list(Path(run.train.eval_tasks))
+    if run.train.eval_tasks is None:
+        return []
+    from petatron.evaluate.task_list import read_task_list
+
+    return read_task_list(Path(run.train.eval_tasks))
 
 
 class TaskEvaluator:
@@ -42,6 +52,8 @@ class TaskEvaluator:
     def __init__(
         self, model: ParallelModel, tokenizer: Tokenizer, settings: Sequence[TaskSettings], *, interval: int
     ) -> None:
+        from petatron.evaluate.task_list import build_tasks, context_limits
+
         self._model, self._settings, self._interval = model, settings, interval
         self._tasks = build_tasks(settings, tokenizer, context_limits(model))
         self._done: set[tuple[int, str]] = set()

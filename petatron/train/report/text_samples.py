@@ -1,4 +1,7 @@
-"""Text samples during training: the model continues the same prompts every so often, so that a reader sees it learn."""
+"""Text samples during training: the model continues the same prompts every so often, so that a reader sees it learn.
+
+Generation is imported where it is used: most runs have no samples and start without it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.training import LogConfig
 from petatron.data.data_file_error import data_file_error
 from petatron.data.tokenizer import Tokenizer
-from petatron.infer.check_request import check_prompt
-from petatron.infer.generate import generate
 from petatron.models.stage_module import StageModule
 from petatron.parallel.parallel_model import ParallelModel
 
@@ -35,6 +36,8 @@ def read_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> list[SampleProm
     """Reads `--sample-prompts`, one prompt per line, and checks that each can be continued; raises `DataError` with every problem."""
     if run.log.sample_prompts is None or tokenizer is None:
         return []
+    from petatron.infer.check_request import check_prompt
+
     path = Path(run.log.sample_prompts)
     with reading_untrusted(path, data_file_error):
         lines = read_limited_bytes(path, _MAX_FILE_BYTES).decode().splitlines()
@@ -92,6 +95,8 @@ class TextSampler:
         return [{"prompt": prompt.text, "text": self._continue(prompt)} for prompt in self._prompts]
 
     def _continue(self, prompt: SamplePrompt) -> str:
+        from petatron.infer.generate import generate
+
         eod = self._tokenizer.eod
         ids = generate(
             self._model,

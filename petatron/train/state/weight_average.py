@@ -129,27 +129,10 @@ def build_weight_average(
 
 def weight_average_problems(run: RunConfig) -> Sequence[Problem]:
     """Returns the settings that no average can be kept with."""
-    train, memory, problems = run.train, run.memory, []
-    if train.ema_decay is None:
-        unused = (("--ema-start", train.ema_start, 0), ("--ema-interval", train.ema_interval, 1))
-        return [
-            Problem(
-                flag,
-                str(value),
-                "is of an average that is not kept",
-                "Give --ema-decay, such as 0.999, or leave it out.",
-            )
-            for flag, value, default in unused
-            if value != default
-        ]
-    flag, value = "--ema-decay", str(train.ema_decay)
-    if train.ema_decay >= 1.0:
-        problems.append(Problem(flag, value, "never moves the average", "Use a number below 1, such as 0.999."))
-    if memory.optimizer_cpu_offload or memory.optimizer_nvme_offload is not None:
-        offload = "--optimizer-cpu-offload" if memory.optimizer_cpu_offload else "--optimizer-nvme-offload"
-        rule = f"averages master weights on the device, and {offload} keeps them elsewhere"
-        fix = "Leave one of them out; petatron checkpoint convert --average-last averages saved steps instead."
-        problems.append(Problem(flag, value, rule, fix))
-    if train.ema_interval < 1:
-        problems.append(Problem("--ema-interval", str(train.ema_interval), "is below 1", "Use 1 or more."))
-    return problems
+    train, memory = run.train, run.memory
+    if train.ema_decay is None or not (memory.optimizer_cpu_offload or memory.optimizer_nvme_offload is not None):
+        return ()
+    offload = "--optimizer-cpu-offload" if memory.optimizer_cpu_offload else "--optimizer-nvme-offload"
+    rule = f"averages master weights on the device, and {offload} keeps them elsewhere"
+    fix = "Leave one of them out; petatron checkpoint convert --average-last averages saved steps instead."
+    return (Problem("--ema-decay", str(train.ema_decay), rule, fix),)

@@ -205,8 +205,8 @@ def test_flags_that_do_nothing_are_said(tmp_path: Path, scripted: list[str], cap
     """As `petatron train` says them; not those that the bench itself gives."""
     run(tmp_path, "--cuda-graphs --optimizer sgd --moe-router-topk 3 --peer-path /nope --peer-keeps-gathered")
     assert notes(capsys) == [
-        "note: --cuda-graphs has no effect: the CPU computes",
         "note: --moe-router-topk has no effect: the model has no experts",
+        "note: --cuda-graphs has no effect: the CPU computes",
         "note: --peer-path has no effect: it is for --against torchtitan",
         "note: --peer-keeps-gathered has no effect: it is for --against torchtitan",
     ]
