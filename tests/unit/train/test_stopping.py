@@ -126,7 +126,7 @@ def test_several_ranks_agree_one_step_later(ranks: RankPool):
 
 def test_one_rank_stops_an_evaluation_at_the_next_batch_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     state, loop, sink = start(tiny_run(f"{SMALL} --train-iters 9 --eval-interval 2 --eval-iters 50 --save {tmp_path}"))
-    look, seen = state.model.evaluate_losses, []
+    look, seen = state.model.evaluate_objective, []
 
     def interrupted(batches):
         seen.append(1)
@@ -134,7 +134,7 @@ def test_one_rank_stops_an_evaluation_at_the_next_batch_and_saves(tmp_path: Path
             os.kill(os.getpid(), signal.SIGINT)
         return look(batches)
 
-    monkeypatch.setattr(state.model, "evaluate_losses", interrupted)
+    monkeypatch.setattr(state.model, "evaluate_objective", interrupted)
     outcome = loop.run()
     assert (outcome.iteration, outcome.stop_reason, outcome.valid_loss, len(seen)) == (2, "received SIGINT", None, 3)
     assert not sink.column("lm_loss", "valid")
@@ -150,7 +150,7 @@ def test_the_evaluations_after_the_last_step_are_interrupted_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str], split: str
 ):
     state, loop, sink = start(tiny_run(f"{SMALL} --train-iters 3 --eval-iters 4 --save {tmp_path}"))
-    look, seen = state.model.evaluate_losses, []
+    look, seen = state.model.evaluate_objective, []
 
     def interrupted(batches):
         seen.append(1)
@@ -159,7 +159,7 @@ def test_the_evaluations_after_the_last_step_are_interrupted_too(
             until(lambda: bool(told))
         return look(batches)
 
-    monkeypatch.setattr(state.model, "evaluate_losses", interrupted)
+    monkeypatch.setattr(state.model, "evaluate_objective", interrupted)
     assert loop.run().stop_reason == "received SIGTERM"
     assert told == ["SIGTERM: stopping the evaluation"], "what is saved was saved before it"
     assert len(sink.column("split", "valid")) == (split == "test")
