@@ -74,7 +74,7 @@ class StandIn:
         for x, before in zip(memory, kept, strict=True):
             x.copy_(before)
         noted_fp8 = self.model.fp8_gemms.undo_point()
-        for made in (outcome.loss_sums, *outcome.router_statistics.values()):
+        for made in (outcome.sums, *outcome.router_statistics.values()):
             made.fill_(float("nan"))
 
         def replay() -> None:
@@ -85,7 +85,7 @@ class StandIn:
             made = step()
             self._restore(now)
             noted_fp8()
-            outcome.loss_sums.copy_(made.loss_sums)
+            outcome.sums.copy_(made.sums)
             for layer, report in outcome.router_statistics.items():
                 report.copy_(made.router_statistics[layer])
 
@@ -330,9 +330,9 @@ class Repeats:
         result = step()
 
         def replay() -> None:
-            result.loss_sums.copy_(step().loss_sums)
+            result.sums.copy_(step().sums)
 
-        result.loss_sums.fill_(float("nan"))
+        result.sums.fill_(float("nan"))
         return result, replay
 
     def reset_pool(self) -> None:
@@ -365,7 +365,7 @@ def test_a_replay_gets_every_array_and_every_scale():
         scales = LossScales(token_loss=torch.tensor([1.0 + step, 100.0 - step]), aux_loss=torch.tensor(0.5 * step))
         found = steps.run(schedule, [batch_of(1.0 + step)], scales)
         total = 6 * (1.0 + step) + 160 * (1.0 + step)
-        assert found.loss_sums.tolist() == [total * (1.0 + step), total * (100.0 - step), 0.5 * step]
+        assert found.sums.tolist() == [total * (1.0 + step), total * (100.0 - step), 0.5 * step]
     captured = seen[-1]
     assert seen[-2] is captured and captured[0].sequence_dim("image") is None, "the static batch is replayed"
     steps.run(schedule, [batch_of(1.0, text="other")], scales)
