@@ -74,23 +74,31 @@ class MixedPrecisionOptimizer:
     ) -> None:
         """`memory` says where state is stored; None means on the device. Float64 uses torch's kernels, whatever is given."""
         self._config = config
-        self._param_groups = param_groups
+        self._param_groups = [group for group in param_groups if group.spec.trainable]
+        self._frozen_groups = [group for group in param_groups if not group.spec.trainable]
         weights = self._weights()
         self._device = weights[0].device if weights else mesh.device
         if any(weight.dtype == torch.float64 for weight in weights):
             kernels = TORCH_KERNELS
         self._rules = {
             name: build_update_rule(name, config, kernels, self._device)
-            for name in dict.fromkeys(group.spec.rule for group in param_groups)
+            for name in dict.fromkeys((*(group.spec.rule for group in self._param_groups), *_rules_of_run(config)))
         }
         self._segments = self._allocate_state(memory or MemoryConfig(), weights)
         self._state_swapper = self._build_state_swapper(memory or MemoryConfig())
         self._log_offloaded(None if memory is None else memory.optimizer_nvme_offload)
         self._matrix_updates = list(self._build_matrix_updates(mesh))
-        flat_shards = [flat_shard for group in param_groups for flat_shard in group.flat_shards]
-        self._grad_norm = GlobalNorm(flat_shards, mesh.world, self._device, kernels.sum_of_squares)
+        flat_shards = [flat_shard for group in self._param_groups for flat_shard in group.flat_shards]
+        self._grad_norm = self._global_norm(flat_shards, mesh, kernels)
         own = [segment.flat_shard for segment in self._segments]
-        self._master_weight_norm = GlobalNorm(own, mesh.world, self._device, kernels.sum_of_squares)
+        frozen = [flat_shard for group in self._frozen_groups for flat_shard in group.flat_shards]
+        self._weight_norm = self._global_norm([*own, *frozen], mesh, kernels)
+
+    def _global_norm(self, flat_shards: list[FlatShard], mesh: ParallelMesh, kernels: OptimizerKernels) -> GlobalNorm:
+        # A rank whose parameters are all frozen has no tensors to tell the precision that all ranks sum in.
+        weights = (weight for group in (*self._param_groups, *self._frozen_groups) for weight in group.weights())
+        dtype = next((weight.dtype for weight in weights), torch.float32)
+        return GlobalNorm(flat_shards, mesh.world, self._device, kernels.sum_of_squares, dtype=dtype)
 
     def _weights(self) -> list[Tensor]:
         return [weight for group in self._param_groups for weight in group.weights()]
@@ -254,16 +262,17 @@ class MixedPrecisionOptimizer:
         for segment in self._segments:
             if segment.has_master_weights:
                 segment.slice_of(weights).copy_(segment.master)
-        all_gather_params(self._param_groups)
+        all_gather_params([*self._param_groups, *self._frozen_groups])
 
     def count_zero_grads(self) -> Tensor:
         """Counts gradient elements that are exactly zero, over the whole model."""
         return self._grad_norm.count_zeros(self._grads())
 
     def weight_norm(self) -> Tensor:
-        """Returns the L2 norm of the master weights of the whole model."""
+        """Returns the L2 norm of the weights of the whole model: of master weights, and of those that are frozen."""
         self._wait_for_state()
-        return self._master_weight_norm.norm([segment.master for segment in self._segments])
+        frozen = [weight for group in self._frozen_groups for weight in group.weights()]
+        return self._weight_norm.norm([*(segment.master for segment in self._segments), *frozen])
 
     @property
     def has_master_weights(self) -> bool:
@@ -296,6 +305,11 @@ class MixedPrecisionOptimizer:
 
 MasterOptimizer = MixedPrecisionOptimizer
 """The name under which `petatron` exports it."""
+
+
+def _rules_of_run(config: OptimizerConfig) -> tuple[str, ...]:
+    """Returns the rules of the config: a rank on which they update nothing counts updates too, as every rank saves the same."""
+    return (config.optimizer, config.muon_scalar_optimizer) if config.optimizer == "muon" else (config.optimizer,)
 
 
 def _update_segment(

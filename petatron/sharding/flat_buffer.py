@@ -273,7 +273,8 @@ def flatten_parameters(
     A buffer holds one dtype, one of the `group_specs`, one stage, and dense or expert
     parameters. The order inside is that of the backward pass, last layer first. A parameter whose gradient is summed
     with another stage's (a tied embedding) has a separate buffer, so that both stages shard it alike. With sharding, so have weights of
-    FP8 GEMMs, whether they are gathered in FP8 or not: sums are then the same, in the same order.
+    FP8 GEMMs, whether they are gathered in FP8 or not: sums are then the same, in the same order. Frozen parameters have buffers of
+    weights alone.
     """
     members: dict[tuple, list[tuple[str, nn.Parameter, int, int]]] = {}
     grads_per_micro_batch = grads_per_micro_batch or Counter(
@@ -288,13 +289,15 @@ def flatten_parameters(
             seen.add(parameter)
             placement = placements[name]
             tied = any(piece.grad_reduce_axis == "ends" for piece in placement.tensor_shards)
-            eight = eight_bits is not None and name in eight_bits.scalings
+            eight = eight_bits is not None and name in eight_bits.scalings and group_specs[name].trainable
             key = (number, parameter.dtype, group_specs[name], placement.expert, tied, eight)
             members.setdefault(key, []).append((name, parameter, grad_order, grads_per_micro_batch[parameter]))
     groups = []
     for (number, _, spec, expert, _, eight), entries in members.items():
-        axes = DataParallelAxes.from_mesh(mesh, expert=expert, sharded=options.sharded)
-        num_shards = axes.shard.size if options.sharded else 1
+        # Frozen weights have no state to shard: every rank has them, and they are never gathered.
+        sharded = options.sharded and spec.trainable
+        axes = DataParallelAxes.from_mesh(mesh, expert=expert, sharded=sharded)
+        num_shards = axes.shard.size if sharded else 1
         if spec.unit != "element" and num_shards > 1:
             buckets = _build_matrix_buckets(entries, placements, options.bucket_size, num_shards)
         else:
@@ -308,7 +311,7 @@ def flatten_parameters(
                 overlap_param_gather=options.overlap_param_gather,
                 grad_dtype=options.grad_dtype,
                 fp8_weights=eight_bits if eight else None,
-                gradients=options.gradients,
+                gradients=options.gradients and spec.trainable,
             )
         )
     return groups

@@ -14,7 +14,8 @@ class GroupSpec:
 
     rule: the name of an update rule. weight_decay and lr_scale: multipliers of the run's weight decay and learning rate.
     decoupled_lr: its learning rate follows the schedule of `--decoupled-lr`. unit: what the rule updates by itself: every element, or
-    every logical matrix, which it must have whole. Of a `fused_matrix`, all logical matrices of a parameter are one.
+    every logical matrix, which it must have whole. Of a `fused_matrix`, all logical matrices of a parameter are one. trainable: whether
+    its parameters are updated at all; else they have neither gradients nor optimizer state, and no rank reduces or gathers them.
 
     >>> GroupSpec(rule="adam", weight_decay=0.0) == GroupSpec(rule="adam", weight_decay=1.0)
     False
@@ -25,3 +26,8 @@ class GroupSpec:
     lr_scale: float = 1.0
     decoupled_lr: bool = False
     unit: Unit = "element"
+    trainable: bool = True
+
+
+FROZEN_GROUP = GroupSpec(rule="none", weight_decay=0.0, trainable=False)
+"""The group of all frozen parameters."""

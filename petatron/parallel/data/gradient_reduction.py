@@ -72,13 +72,13 @@ class GradientReducer:
 
         With `overlap` buckets are reduced during the backward pass.
         """
-        self._param_groups = param_groups
+        self._param_groups = [group for group in param_groups if group.spec.trainable]
         self._mesh = mesh
         self.overlap = overlap
         self._reduce_dtype = reduce_dtype
         self._keeps_allocated = False
         self._queues: list[list[_BucketReduction]] = []
-        self._partial_groups = groups_with_partial_grads(param_groups)
+        self._partial_groups = groups_with_partial_grads(self._param_groups)
         self._main_grads: dict[int, _MainGrad] = {}
         """By the identity of the parameter: a tensor's hash is a call of Python."""
         self._build_queues()
