@@ -54,6 +54,12 @@ CASES = {
     "1b-optimizer-offload": MemoryCase(
         _1B, _1B_SHAPE, None, "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"
     ),
+    "1b-last-two-layers": MemoryCase(
+        _1B, _1B_SHAPE, f"{_TINY_1B} --num-layers 16", "--train-only layers.14.* layers.15.* --overlap-grad-reduce"
+    ),
+    "1b-frozen-below": MemoryCase(
+        _1B, _1B_SHAPE, f"{_TINY_1B} --num-layers 16", "--freeze embedding.* layers.[0-9].* layers.1[0-3].*"
+    ),
     "1b-mtp": MemoryCase(_1B, "--seq-length 4096 --micro-batch-size 4", _TINY_1B, "--mtp-num-layers 1"),
     "8b": MemoryCase(_8B, _8B_SHAPE, _TINY_8B),
     "8b-two-micro-batches": MemoryCase(_8B, _8B_SHAPE, None, "--global-batch-size 4"),

@@ -297,7 +297,8 @@ class CheckpointManager:
         *,
         same_layout_key: str | None = None,
         strict: bool = True,
-        may_ignore_kind: Callable[[str], bool] | None = None,
+        may_ignore_key: Callable[[str], bool] | None = None,
+        may_miss_key: Callable[[str], bool] | None = None,
         check_facts: Callable[[Mapping[str, Any]], None] | None = None,
         check_all_files: bool = True,
         fallback: bool = False,
@@ -305,10 +306,11 @@ class CheckpointManager:
         """Fills every chunk from a step (None: the newest), whatever layout saved it (reshards).
 
         strict: every key must be in the checkpoint, and no key of the same kind may be left over; otherwise missing keys keep their
-        values and are named in the result. may_ignore_kind: which kinds of keys may be left unread; by default, all kinds that no rank
-        requests. check_facts: sees the facts before anything is filled, and may raise. check_all_files: whether files that are not read
-        must be there too. fallback: if the step is damaged, warn and load the newest sound one before it. Nothing is changed unless the
-        whole checkpoint fits; after an error about a damaged file, the content of the chunks is undefined.
+        values and are named in the result. may_ignore_key: which keys may be left unread; by default, those of all kinds that no rank
+        requests. may_miss_key: which keys a strict load may miss, asked after `check_facts`. check_facts: sees the facts before anything
+        is filled, and may raise. check_all_files: whether files that are not read must be there too. fallback: if the step is damaged,
+        warn and load the newest sound one before it. Nothing is changed unless the whole checkpoint fits; after an error about a damaged
+        file, the content of the chunks is undefined.
         """
         self.drain()
         while True:
@@ -321,7 +323,8 @@ class CheckpointManager:
                     chunks,
                     same_layout_key=same_layout_key,
                     strict=strict,
-                    may_ignore_kind=may_ignore_kind,
+                    may_ignore_key=may_ignore_key,
+                    may_miss_key=may_miss_key,
                     check_facts=check_facts,
                     check_all_files=check_all_files,
                 )
@@ -350,7 +353,8 @@ class CheckpointManager:
         *,
         same_layout_key: str | None = None,
         strict: bool = True,
-        may_ignore_kind: Callable[[str], bool] | None = None,
+        may_ignore_key: Callable[[str], bool] | None = None,
+        may_miss_key: Callable[[str], bool] | None = None,
         check_facts: Callable[[Mapping[str, Any]], None] | None = None,
         check_all_files: bool = True,
     ) -> LoadedCheckpoint:
@@ -363,7 +367,11 @@ class CheckpointManager:
         if check_facts is not None:
             self._ranks.run(lambda: check_facts(head.facts))
         plan = reader.plan_reads(
-            chunks, strict=strict, may_ignore_kind=may_ignore_kind, check_all_files=check_all_files
+            chunks,
+            strict=strict,
+            may_ignore_key=may_ignore_key,
+            may_miss_key=may_miss_key,
+            check_all_files=check_all_files,
         )
         self._ranks.run(lambda: box_reads.execute_reads(source, plan, reader.files))
         same_layout = head.layout == same_layout_key

@@ -18,6 +18,8 @@ g, m and v follow `--main-grads-dtype`, `--exp-avg-dtype` and `--exp-avg-sq-dtyp
 of w bytes for each element of the layers' matrices, and adam's for all others. Experts are sharded over other ranks than dense
 parameters, so both are counted separately. Of offloaded optimizer state, a fraction of master weights and moments is not on the
 device. Padding of buckets to equal shards is left out.
+
+Frozen parameters have weights alone, a bytes for each of n; fully sharded ones a / s in addition to those gathered.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from petatron.config.schema.run import RunConfig
 from petatron.layers.ops.fp8_weight import is_cast_for_each_use
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.rank_layout import Layout
+from petatron.models.frozen_params import NOTHING_FROZEN, FrozenParams, frozen_params, without_names
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
 from petatron.schedule.pipeline_plan import num_micro_batches
@@ -78,15 +81,17 @@ class ElementCounts:
 def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> StateBytes:
     """Returns the bytes of a rank with these stages of a resolved config; without any, the whole model's."""
     elements = local_element_counts(run, local_stages)
+    trained = local_element_counts(run, local_stages, trained=True)
     layout = Layout.from_config(run.parallel)
     strategy = run.parallel.data_parallel_sharding_strategy
     sharded = strategy in ("optim", "optim_grads", "optim_grads_params")
     ranks = (layout.dp_shard * layout.cp, layout.edp_shard) if sharded else (1, 1)
     local = elements.dense + elements.experts
-    owned = -(-elements.dense // ranks[0]) + -(-elements.experts // ranks[1])
+    owned = -(-trained.dense // ranks[0]) + -(-trained.experts // ranks[1])
+    num_trained = trained.dense + trained.experts
     weight = element_bytes(run)
     main = max(weight, 4)
-    matrices = -(-elements.dense_matrices // ranks[0]) + -(-elements.expert_matrices // ranks[1])
+    matrices = -(-trained.dense_matrices // ranks[0]) + -(-trained.expert_matrices // ranks[1])
     moments = moment_bytes(run, elements=owned, in_matrices=matrices)
     offloads = run.memory.optimizer_cpu_offload or run.memory.optimizer_nvme_offload is not None
     on_device = 1.0 - run.memory.optimizer_offload_fraction if offloads else 1.0
@@ -95,22 +100,23 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
         if strategy == "optim_grads_params":
             gathered = min(local, _GATHERED_LAYERS * elements.largest_layer + elements.embedding_and_head)
         reduce = 2 if run.parallel.grad_reduce_in_bf16 else main
-        unsharded = weight * elements.head + (weight + reduce) * elements.largest_layer
+        unsharded = weight * trained.head + (weight + reduce) * trained.largest_layer
+        frozen = -(-(elements.dense - trained.dense) // ranks[0]) + -(-(elements.experts - trained.experts) // ranks[1])
         return StateBytes(
-            weights=weight * gathered,
+            weights=weight * (gathered + frozen),
             gradients=main * owned + unsharded,
             master_weights=main * owned,
             moments=int(moments * on_device),
         )
     return StateBytes(
-        weights=weight * local + _fp8_copy_bytes(run, elements, num_shards=ranks[0]),
-        gradients=_DTYPE_BYTES[run.optim.main_grads_dtype] * local if main == 4 else main * local,
+        weights=weight * local + _fp8_copy_bytes(run, elements, trained, num_shards=ranks[0]),
+        gradients=_DTYPE_BYTES[run.optim.main_grads_dtype] * num_trained if main == 4 else main * num_trained,
         master_weights=int(4 * owned * on_device) if weight < 4 else 0,
         moments=int(moments * on_device),
     )
 
 
-def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, *, num_shards: int) -> int:
+def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, trained: ElementCounts, *, num_shards: int) -> int:
     """Returns the bytes of FP8 weights of layers, in both orientations, a byte each; embedding and head are not quantised.
 
     One large micro-batch casts dense weights for each use, and keeps none (`layers/ops/fp8_weight.py`). Where weights are all-gathered
@@ -123,7 +129,7 @@ def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, *, num_shards: int)
     dense = 0 if cast_for_each_use else elements.dense - elements.embedding_and_head
     copies = 2 * (dense + elements.experts)
     if run.precision.fp8_param_gather and num_shards > 1:
-        copies += element_bytes(run) * -(-(elements.dense - elements.embedding_and_head) // num_shards)
+        copies += element_bytes(run) * -(-(trained.dense - trained.embedding_and_head) // num_shards)
     return copies
 
 
@@ -144,9 +150,11 @@ def moment_bytes(run: RunConfig, *, elements: int, in_matrices: int) -> int:
     return by_adam * (elements - by_muon) + wide * by_muon
 
 
-def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> ElementCounts:
-    """Returns the element counts of a rank with these stages; without any, the whole model's."""
-    spec = model_spec(run)
+def local_element_counts(
+    run: RunConfig, local_stages: Sequence[PipelineStage] | None = None, *, trained: bool = False
+) -> ElementCounts:
+    """Returns the element counts of a rank with these stages; without any, the whole model's. `trained`: without frozen parameters."""
+    spec, frozen = model_spec(run), frozen_params(run)
     local_stages = local_stages or [spec.whole]
     # Merged, so that a tied head is the embedding where one rank has both.
     layers = tuple(layer for stage in local_stages for layer in stage.layer_indices)
@@ -155,19 +163,21 @@ def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] |
     )
     layout = Layout.from_config(run.parallel)
     coordinate = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
-    return _stage_element_counts(spec, merged, coordinate)
+    return _stage_element_counts(spec, merged, coordinate, frozen if trained else NOTHING_FROZEN)
 
 
 @lru_cache(maxsize=256)
-def _stage_element_counts(spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate) -> ElementCounts:
-    outer = _count_elements(spec.outer_params(stage), coordinate)
+def _stage_element_counts(
+    spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate, frozen: FrozenParams
+) -> ElementCounts:
+    outer = _count_elements(frozen.trained(spec.outer_params(stage)), coordinate)
     counts, largest = list(outer), 0
-    for layer, number in spec.count_layers(stage).items():
-        one = _count_elements(layer.params(), coordinate)
+    for (layer, names, _), number in frozen.count_layers(spec, stage).items():
+        one = _count_elements(without_names(layer.params(), names), coordinate)
         counts = [count + number * more for count, more in zip(counts, one)]
         largest = max(largest, one[0] + one[1])
     last = PipelineStage((), has_embedding=False, has_loss=True)
-    head = _count_elements(spec.outer_params(last), coordinate) if stage.has_loss else (0, 0)
+    head = _count_elements(frozen.trained(spec.outer_params(last)), coordinate) if stage.has_loss else (0, 0)
     return ElementCounts(counts[0], counts[1], counts[2], counts[3], largest, outer[0] + outer[1], head[0] + head[1])
 
 

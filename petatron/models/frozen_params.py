@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -60,14 +60,9 @@ class FrozenParams:
             name: replace(param, trainable=False) if name in self.names else param for name, param in params.items()
         }
 
-    def layer_params(self, layer: LayerSpec, frozen_names: frozenset[str]) -> Mapping[str, ParamSpec]:
-        """Returns the parameters of a layer by their names in it, of which `frozen_names` are frozen."""
-        params = layer.params()
-        if not frozen_names:
-            return params
-        return {
-            name: replace(param, trainable=False) if name in frozen_names else param for name, param in params.items()
-        }
+    def trained(self, params: Mapping[str, ParamSpec]) -> Mapping[str, ParamSpec]:
+        """Returns those of the parameters that are trained."""
+        return without_names(params, self.names)
 
     def count_layers(
         self, spec: ModelSpec, stage: PipelineStage | None = None
@@ -96,6 +91,11 @@ class FrozenParams:
 
 
 NOTHING_FROZEN = FrozenParams()
+
+
+def without_names(params: Mapping[str, ParamSpec], names: Collection[str]) -> Mapping[str, ParamSpec]:
+    """Returns the parameters that have other names."""
+    return {name: param for name, param in params.items() if name not in names} if names else params
 
 
 def frozen_params(run: RunConfig) -> FrozenParams:

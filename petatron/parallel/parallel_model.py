@@ -88,6 +88,8 @@ class ParallelModel:
             None if weights == [1.0] else torch.tensor(weights, dtype=torch.float64, device=mesh.device)
         )
         self._mean_losses: Tensor | None = None
+        self.frozen_tensors: Collection[str] = frozenset()
+        """The logical tensors of the whole model that are not trained."""
 
     def use_cuda_graphs(self, graph_capture: CudaGraphCapture, facts: CaptureInputs | None = None) -> None:
         """Captures and replays training steps as CUDA graphs from now on (`parallel/pipeline/cuda_graph.py`).

@@ -23,7 +23,7 @@ from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
-from petatron.models.frozen_params import frozen_params
+from petatron.models.frozen_params import frozen_logical_names, frozen_params
 from petatron.models.model_spec import ModelSpec
 from petatron.models.objective import Objective, build_objective
 from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
@@ -136,6 +136,7 @@ def build_initial_model(
         dtype=dtype,
         sequence_parallel=run.parallel.sequence_parallel,
     )
+    model.frozen_tensors = frozenset(frozen_logical_names(spec, frozen))
     model.objective_roles = {} if objective is None else objective.models
     enable_requested_cuda_graphs(run, model)
     return model

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -69,18 +69,21 @@ def plan_reads(
     lookups: Sequence[LookupResult],
     *,
     strict: bool,
+    may_miss_key: Callable[[str], bool] | None = None,
     unexpected_keys: Sequence[str] = (),
 ) -> ReadPlan:
     """Plans every read of this rank from what the checkpoint has for each chunk.
 
-    A strict load requires the same keys on both sides; `unexpected_keys` are those of the checkpoint that no rank requests.
+    A strict load requires the same keys on both sides, except that `may_miss_key` says which may be missing; `unexpected_keys` are
+    those of the checkpoint that no rank requests.
     """
     reads: list[BoxRead] = []
     problems: list[str] = []
     asked = [(chunk, *answer) for chunk, answer in zip(chunks, lookups, strict=True) if chunk.tensor.numel()]
     missing = sorted({key for _, key, stored in asked if stored is None})
     if strict:
-        problems += [f"{key} is not in the checkpoint" for key in missing]
+        needed = missing if may_miss_key is None else [key for key in missing if not may_miss_key(key)]
+        problems += [f"{key} is not in the checkpoint" for key in needed]
         problems += [f"{key} is in the checkpoint, but not in this run" for key in unexpected_keys]
     for chunk, _, stored in asked:
         if stored is None:

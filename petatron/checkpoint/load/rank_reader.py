@@ -43,7 +43,8 @@ class RankReader:
         chunks: Sequence[Chunk],
         *,
         strict: bool,
-        may_ignore_kind: Callable[[str], bool] | None,
+        may_ignore_key: Callable[[str], bool] | None,
+        may_miss_key: Callable[[str], bool] | None = None,
         check_all_files: bool,
     ) -> box_reads.ReadPlan:
         """Plans every read of this rank; everything that does not fit is one error. All ranks call it."""
@@ -58,15 +59,19 @@ class RankReader:
 
         told = exchange_messages(self._ranks.run(answer), self._axis)
         surplus = (
-            directory.unexpected_keys(may_ignore_kind or self._ignore_unrequested_kinds(directory)) if strict else []
+            directory.unexpected_keys(may_ignore_key or self._ignore_unrequested_kinds(directory)) if strict else []
         )
-        return self._ranks.run(lambda: self._plan_from_answers(chunks, told, strict=strict, unexpected_keys=surplus))
+        return self._ranks.run(
+            lambda: self._plan_from_answers(
+                chunks, told, strict=strict, may_miss_key=may_miss_key, unexpected_keys=surplus
+            )
+        )
 
     def _ignore_unrequested_kinds(self, directory: BoxDirectory) -> Callable[[str], bool]:
         """By default a load ignores the kinds of state that no rank requests."""
         asked = all_gather_objects(directory.requested_kinds(), self._axis)
         kinds = {kind for found in asked for kind in found}
-        return lambda kind: kind not in kinds
+        return lambda key: key.partition("/")[0] not in kinds
 
     def _rows_and_requests(
         self, chunks: Sequence[Chunk], *, check_all_files: bool
@@ -100,6 +105,7 @@ class RankReader:
         answers: Mapping[int, list[MessageRow]],
         *,
         strict: bool,
+        may_miss_key: Callable[[str], bool] | None,
         unexpected_keys: Sequence[str],
     ) -> box_reads.ReadPlan:
         found: list[tuple[str, StoredTensor | None]] = [("", None)] * len(chunks)
@@ -109,7 +115,9 @@ class RankReader:
             for table in tables:
                 if table >= 0:
                     self._table(table)  # for the digests of its files
-        plan = box_reads.plan_reads(self._source, chunks, found, strict=strict, unexpected_keys=unexpected_keys)
+        plan = box_reads.plan_reads(
+            self._source, chunks, found, strict=strict, may_miss_key=may_miss_key, unexpected_keys=unexpected_keys
+        )
         read = {one.stored.file for one in plan.reads}
         step_folder.check_sizes(self._source, {name: file for name, file in self.files.items() if name in read})
         return plan

@@ -28,6 +28,10 @@ _LAYOUT_CHANGES = "weights, optimizer state and data order continue; random stat
 _PRECISION_CHANGES = "weights continue from the widest precision that was saved"
 _FP8_CHANGES = "matrix products are done so from iteration {iteration:,} on; weights and optimizer state are not in FP8 and continue"
 _FP8_GATHER_CHANGES = "weights travel so from iteration {iteration:,} on; no product in FP8 depends on it"
+_FREEZE_CHANGES = (
+    "parameters that were frozen and are trained from iteration {iteration:,} on begin with zero moments; the moments of those that are "
+    "frozen now are dropped"
+)
 _INITIAL_LOSS_SCALE_UNUSED = "a dynamic loss scale goes on where the checkpoint's stood"
 _TAKES_EFFECT_NOW = "takes effect from iteration {iteration:,} on"
 _EFFECTS: Mapping[str, str] = {
@@ -38,6 +42,8 @@ _EFFECTS: Mapping[str, str] = {
     "train.train_samples": _RUN_LENGTH_CHANGES,
     "train.global_batch_size": _BATCH_SIZE_CHANGES,
     "train.micro_batch_size": _BATCH_SIZE_CHANGES,
+    "train.freeze": _FREEZE_CHANGES,
+    "train.train_only": _FREEZE_CHANGES,
     "train.rampup_batch_size": _BATCH_SIZE_CHANGES,
     "parallel": _LAYOUT_CHANGES,
     "precision.fp16": _PRECISION_CHANGES,

@@ -35,6 +35,8 @@ from petatron.train.state.check_model_folder import warn_of_damaged_model_folder
 from petatron.train.state.export_hf_folder import CompanionFiles, build_hf_folder
 
 _OPTIMIZER_KEY = "optimizer"
+_FROZEN_KEY = "frozen"
+"""The logical tensors without optimizer state, since the run did not train them."""
 _FP8_HISTORY_PREFIX = "fp8/"
 LOOP_FACTS = "loop"
 """Among the facts of a run: those that a loop of one's own gave to `save_checkpoint`."""
@@ -57,10 +59,11 @@ def save_with_manager(
     local = model.rng_streams.state() if random_states else {}
     if updates is not None:
         local |= {f"{_FP8_HISTORY_PREFIX}{name}": histories for name, histories in model.fp8_gemms.state().items()}
+    frozen = {_FROZEN_KEY: sorted(model.frozen_tensors)} if updates is not None and model.frozen_tensors else {}
     manager.save(
         step,
         list(checkpoint_chunks(model, optimizer, moments=moments)),
-        facts={_OPTIMIZER_KEY: updates, "facts": dict(facts or {})},
+        facts={_OPTIMIZER_KEY: updates, "facts": dict(facts or {}), **frozen},
         same_layout_key=model.layout_key,
         local=local,
         model=build_hf_folder(model.spec, _weight_dtype(model), tokenizer),
@@ -131,8 +134,10 @@ def load_state(
     manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
     whole = optimizer is not None and moments
     chunks = [*_weights_to_load(model, optimizer), *(_moment_chunks(optimizer) if moments else ())]
+    frozen_then: set[str] = set()
 
     def check(facts: Mapping[str, Any]) -> None:
+        frozen_then.update(facts.get(_FROZEN_KEY, ()))
         if whole and facts[_OPTIMIZER_KEY] is None:
             raise CheckpointError(
                 f"The checkpoint in {folder} was saved without optimizer state. Use --finetune to start a new run from its "
@@ -156,7 +161,9 @@ def load_state(
             step,
             [*chunks, *_router_chunks(model)],
             same_layout_key=model.layout_key if whole or random_states else None,
-            may_ignore_kind=_ignore_nothing if whole else _ignore_non_weights,
+            # Moments of what is frozen now are left unread; what was frozen then has none, and starts with zeros.
+            may_ignore_key=lambda key: not _is_weight(key) and (not whole or _tensor_name(key) in model.frozen_tensors),
+            may_miss_key=lambda key: not _is_weight(key) and _tensor_name(key) in frozen_then,
             check_facts=check,
             check_all_files=whole,
             fallback=fallback,
@@ -230,19 +237,19 @@ def _fp8_history_reset_reason(histories: Mapping[str, Tensor], *, same_layout: b
     return "those in the checkpoint are of other products, another format or another --fp8-amax-history-len"
 
 
-def _ignore_nothing(kind: str) -> bool:
-    """A resumed run loads every kind of state."""
-    return False
+def _is_weight(key: str) -> bool:
+    """Whether a key is of what the model needs, and not of the optimizer's state alone."""
+    return key.startswith((WEIGHT_PREFIX, MASTER_PREFIX, ROUTER_PREFIX))
 
 
-def _ignore_non_weights(kind: str) -> bool:
-    """A run that starts from weights ignores the optimizer's state, but nothing that the model needs."""
-    return f"{kind}/" not in (WEIGHT_PREFIX, MASTER_PREFIX, ROUTER_PREFIX)
+def _tensor_name(key: str) -> str:
+    return key.partition("/")[2]
 
 
 def _weight_dtype(model: ParallelModel) -> torch.dtype:
-    """Returns the storage dtype of the weights; fully sharded ones are fp32, since they are the master weights."""
-    return next((weight.dtype for group in model.param_groups for weight in group.weights()), model.dtype)
+    """Returns the storage dtype of the weights; fully sharded ones are fp32, since they are the master weights, unless frozen."""
+    groups = sorted(model.param_groups, key=lambda group: not group.spec.trainable)
+    return next((weight.dtype for group in groups for weight in group.weights()), model.dtype)
 
 
 def checkpoint_chunks(
@@ -254,9 +261,11 @@ def checkpoint_chunks(
     yield from _router_chunks(model)
 
 
-def _weight_chunks(model: ParallelModel) -> Iterator[Chunk]:
-    """Yields every box of the weights that this rank owns, in the model's precision."""
+def _weight_chunks(model: ParallelModel, *, trainable: bool = True) -> Iterator[Chunk]:
+    """Yields every box of the weights that this rank owns, in the model's precision; without `trainable` of frozen ones alone."""
     for group in model.param_groups:
+        if group.spec.trainable and not trainable:
+            continue
         for shard, view in group_tensor_shards(group, group.weights()):
             yield _chunk(WEIGHT_PREFIX, group, shard, view)
 
@@ -278,12 +287,13 @@ def _moment_chunks(optimizer: MixedPrecisionOptimizer | None) -> Iterator[Chunk]
 
 
 def _weights_to_load(model: ParallelModel, optimizer: MixedPrecisionOptimizer | None) -> Iterator[Chunk]:
-    """Yields the weights to load: the master weights, from which the model's are cast, or the model's own."""
+    """Yields the weights to load: the master weights, from which the model's are cast, or the model's own; and frozen ones."""
     if optimizer is None:
         yield from _weight_chunks(model)
         return
     for group, shard, view in optimizer.master_weights():
         yield _chunk(MASTER_PREFIX if optimizer.has_master_weights else WEIGHT_PREFIX, group, shard, view)
+    yield from _weight_chunks(model, trainable=False)
 
 
 def _router_chunks(model: ParallelModel) -> Iterator[Chunk]:

@@ -53,6 +53,8 @@ TIED_END = "--freeze head.*"
 ALL_EXPERTS = "--freeze *.experts.*"
 ROUTERS = "--freeze *.router.*"
 
+REDUCTIONS, TRANSFERS, REPLICAS = ("all_reduce", "reduce_scatter"), ("send", "receive"), ("dp_cp", "shard")
+
 Tensors = dict[str, Tensor]
 
 
@@ -202,6 +204,30 @@ def check(ranks: list[RankResult], wanted: Trained) -> None:
             torch.testing.assert_close(found["parameter", name], weight, rtol=0, atol=0)
 
 
+def check_pipeline_costs(results: list[RankResult], trained: int) -> None:
+    """Assert that a frozen first stage holds no gradients and no state, and gets nothing back."""
+    first, last = results
+    assert (first.gradient_elements, first.state_elements) == (0, 0)
+    assert {event.op for event in first.events if event.op in TRANSFERS} == {"send"}
+    assert {event.op for event in last.events if event.op in TRANSFERS} == {"receive"}
+    assert (last.gradient_elements, last.state_elements) == pytest.approx((trained, 2 * trained), rel=0.01)
+
+
+def check_data_parallel_costs(run: RunConfig, results: list[RankResult], trained: int) -> None:
+    """Assert that ranks hold, reduce and gather what is trained, but for the padding of shards, and nothing more."""
+    strategy, close = run.parallel.data_parallel_sharding_strategy, {"rel": 0.05}
+    fully, sharded = strategy.startswith("optim_grads"), strategy != "no_shard"
+    for rank in results:
+        assert rank.gradient_elements * (2 if sharded else 1) == pytest.approx(trained, **close)
+        assert rank.state_elements * (2 if sharded else 1) == pytest.approx(2 * trained, **close)
+        reduced = [event.elements for event in rank.events if event.op in REDUCTIONS and event.axis in REPLICAS]
+        times = 2 if fully else 1  # `fully_shard` reduces each of two micro-batches
+        assert sum(reduced) == pytest.approx(STEPS * times * trained, **close)
+        gathered = sum(event.elements for event in rank.events if event.op == "all_gather")
+        if not fully:
+            assert gathered == (pytest.approx(STEPS * trained, **close) if sharded else 0)
+
+
 @pytest.mark.parametrize(
     ("model", "freeze"),
     [
@@ -255,3 +281,8 @@ def test_layout_equals_plain_torch(ranks: RankPool, layout: str, model: str, fre
     results = ranks.run(train_rank, 2, run)
     check_order([rank.events for rank in results])
     check(results, plain_torch(model, freeze))
+    trained = sum(gradient.numel() for gradient in plain_torch(model, freeze).gradients.values())
+    if freeze == LAST_TWO and layout.startswith("--pp"):
+        check_pipeline_costs(results, trained)
+    elif freeze == LAST_TWO and layout.startswith(("--dp", "--cp")):
+        check_data_parallel_costs(run, results, trained)
