@@ -36,6 +36,8 @@ def test_llama_1b_trains_in_the_predicted_memory(name: str):
         "--freeze layers.* --cuda-graphs on",
         f"{BELOW} --fp8-format hybrid --fp8-recipe tensorwise",
         f"{BELOW} --optimizer muon",
+        f"{BELOW} --optimizer soap",
+        f"{BELOW} --optimizer adafactor",
     ],
 )
 def test_frozen_weights_stay_to_the_bit(flags: str):
