@@ -15,7 +15,6 @@ from petatron.base.errors import CheckpointError, ConfigError, TrainError
 from petatron.config import RunConfig
 from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.rank_layout import Layout
 from petatron.models.objective import parse_objective
 from petatron.train.state.train_state import TrainState
 from petatron.verify.compare_traces import Tolerances
@@ -107,19 +106,6 @@ def test_a_part_of_the_student_is_frozen_too(ranks: RankPool, distillation: str)
     frozen = f"{distillation} --freeze embedding.* layers.0.*"
     run = run_of(f"{frozen} --pp 2", world_size=2)
     check_traces(ranks, run, train(run_of(frozen)), BOUNDS, train_rank=train_objective)
-
-
-def teacher_memory(run: RunConfig) -> tuple[set[torch.dtype], int]:
-    """On a rank: the dtypes of the teacher's weights, and the elements of its gradients."""
-    model = petatron.build_model(run, ParallelMesh(Layout.from_config(run.parallel), torch.distributed.get_rank()))
-    groups = model.role_models["teacher"].param_groups
-    grads = [grad for group in groups for grad in group.grads() if grad.device.type != "meta"]
-    return {weight.dtype for group in groups for weight in group.weights()}, sum(grad.numel() for grad in grads)
-
-
-def test_a_sharded_teacher_costs_its_weights_alone(ranks: RankPool, distillation: str):
-    flags = f"{distillation} --bf16 --dp 2 --data-parallel-sharding-strategy optim_grads_params"
-    assert ranks.run(teacher_memory, 2, tiny_run(flags, world_size=2)) == [({torch.bfloat16}, 0)] * 2
 
 
 def test_validation_reports_the_objective(distillation: str):

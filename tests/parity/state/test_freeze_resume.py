@@ -127,3 +127,22 @@ def test_moments_of_what_was_frozen_begin_anew_in_an_optimizer_that_was_used(tmp
         if shard.name.startswith("layers.0.") and view.dim() == 2:
             basis = torch.eye(view.shape[-1], dtype=view.dtype) if kind.endswith("_basis") else torch.zeros_like(view)
             assert torch.equal(view, basis), (kind, shard.name)
+
+
+def read_only(run: RunConfig, folder: str) -> tuple[list[torch.Tensor], int]:
+    """On a rank: its weights of a model that is opened without gradients, and the elements of gradients."""
+    mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
+    flags = f"{ZERO3} --make-vocab-size-divisible-by 8".split()
+    groups = petatron.from_pretrained(folder, mesh, flags=flags, dtype="bf16", gradients=False).param_groups
+    grads = [grad for group in groups for grad in group.grads() if grad.device.type != "meta"]
+    return [weight for group in groups for weight in group.weights()], sum(grad.numel() for grad in grads)
+
+
+def test_sharded_model_that_is_only_read_has_shards_of_its_weights_alone(ranks: RankPool, tmp_path: Path):
+    run = tiny_run("--bf16")
+    model = petatron.build_model(run, ParallelMesh.single())
+    model.save_pretrained(tmp_path / "model")
+    count = sum(parameter.numel() for parameter in model.module.parameters())
+    for weights, num_grads in ranks.run(read_only, 2, tiny_run(ZERO3, world_size=2), str(tmp_path / "model")):
+        assert {weight.dtype for weight in weights} == {torch.bfloat16} and num_grads == 0
+        assert sum(weight.numel() for weight in weights) == pytest.approx(count / 2, rel=0.02)
