@@ -300,7 +300,7 @@ class CheckpointManager:
         read_manifest: Callable[[], Manifest] | None = None,
         same_layout_key: str | None = None,
         strict: bool = True,
-        may_ignore_kind: Callable[[str], bool] | None = None,
+        may_ignore_key: Callable[[str], bool] | None = None,
         check_all_files: bool = True,
         fallback: bool = False,
     ) -> LoadedCheckpoint:
@@ -308,9 +308,9 @@ class CheckpointManager:
 
         chunks: or what selects them, given the checkpoint's facts; it may raise. read_manifest: describes the folder itself, which has
         no steps: another program's model. strict: every key must be in the checkpoint, and no key of the same kind may be left over;
-        otherwise missing keys keep their values and are named in the result. may_ignore_kind: which kinds of keys may be left unread; by
-        default, all kinds that no rank requests. check_all_files: whether files that are not read must be there too. fallback: if the step
-        is damaged, warn and load the newest sound one before it. Nothing is changed unless the whole checkpoint fits; after an error
+        otherwise missing keys keep their values and are named in the result. may_ignore_key: which keys may be left unread; by
+        default, those of kinds that no rank requests. check_all_files: whether files that are not read must be there too. fallback: if the
+        step is damaged, warn and load the newest sound one before it. Nothing is changed unless the whole checkpoint fits; after an error
         about a damaged file, the content of the chunks is undefined.
         """
         self.drain()
@@ -319,7 +319,7 @@ class CheckpointManager:
             chunks,
             same_layout_key=same_layout_key,
             strict=strict,
-            may_ignore_kind=may_ignore_kind,
+            may_ignore_key=may_ignore_key,
             check_all_files=check_all_files,
         )
         if read_manifest is not None:
@@ -354,7 +354,7 @@ class CheckpointManager:
         *,
         same_layout_key: str | None,
         strict: bool,
-        may_ignore_kind: Callable[[str], bool] | None,
+        may_ignore_key: Callable[[str], bool] | None,
         check_all_files: bool,
     ) -> LoadedCheckpoint:
         """Fills chunks from one folder: rank 0 reads the manifest, and the ranks share its tables (`load/box_directory.py`)."""
@@ -362,7 +362,7 @@ class CheckpointManager:
         head = reader.read_manifest(read_manifest)
         selected = self._ranks.run(lambda: chunks(head.facts) if callable(chunks) else chunks)
         plan = reader.plan_reads(
-            selected, strict=strict, may_ignore_kind=may_ignore_kind, check_all_files=check_all_files
+            selected, strict=strict, may_ignore_key=may_ignore_key, check_all_files=check_all_files
         )
         self._ranks.run(lambda: box_reads.execute_reads(source, plan, reader.files))
         same_layout = head.layout == same_layout_key

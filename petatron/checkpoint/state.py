@@ -79,6 +79,11 @@ class Chunk:
         return cls(f"{kind}/{shard.name}", shard.logical_shape, shard.start, view, primary)
 
     @property
+    def name(self) -> str:
+        """Returns the name of the logical tensor."""
+        return self.key.partition("/")[2]
+
+    @property
     def metadata(self) -> ChunkMetadata:
         """Returns what other ranks need to know of the chunk."""
         return self.key, self.logical_shape, self.tensor.dtype, self.box

@@ -9,11 +9,14 @@ A component has any of three forms of state:
 The manifest records the name, kinds and values of each component, so that a run that does not use one can say what it leaves. Those that
 are older than this list (weights, optimizer state, random states, progress, ...) keep their place in the format: `FixedPlace`.
 What is missing, extra or changed between a checkpoint and a run is decided and said here, in `ComponentLoad`.
+
+Components of trained parameters alone (moments, averages) have no tensors of frozen ones; the manifest names these once, so that a run may
+freeze more or fewer when it continues.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +25,10 @@ from typing import Any
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
+from petatron.base.text import abbreviate_names
 from petatron.checkpoint.state import Chunk
 
-_COMPONENTS_KEY = "components"
+_COMPONENTS_KEY, _FROZEN_KEY = "components", "frozen"
 _ABSENT = object()
 EMPTY_DOCUMENT: Mapping[str, Any] = {"optimizer": None, "facts": {}}
 """What the manifest of every checkpoint has, also where no component fills it: readers look for both."""
@@ -35,7 +39,8 @@ class SavedState:
     """What a checkpoint has of a component besides its chunks, which are filled already.
 
     values: as `Stateful.values` returned them. local: this rank's tensors; None if another layout saved the checkpoint. step_folder:
-    the folder of the checkpoint; None for a model of another program.
+    the folder of the checkpoint; None for a model of another program. unfrozen: the logical tensors that the run trains and the one that
+    saved the checkpoint froze; a component of trained parameters has nothing of them there.
 
     >>> SavedState({"count": 3}, None).values["count"]
     3
@@ -44,6 +49,7 @@ class SavedState:
     values: Any
     local: Mapping[str, Tensor] | None
     step_folder: Path | None = None
+    unfrozen: frozenset[str] = frozenset()
 
 
 class Stateful:
@@ -68,6 +74,8 @@ class Stateful:
     """What messages call it, in the plural; by default its name."""
     required: bool = False
     """Whether a run cannot continue without it: then a checkpoint that lacks it is refused, and a run that does not use it too."""
+    trained_only: bool = False
+    """Whether its tensors are those of trained parameters alone, under their names."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -186,9 +194,13 @@ def check_names(components: Sequence[Stateful]) -> None:
                 )
 
 
-def build_document(components: Sequence[Stateful], facts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the JSON document of a manifest: the components' values, and facts that no load restores."""
+def build_document(
+    components: Sequence[Stateful], facts: Mapping[str, Any] | None, frozen: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Returns the JSON document of a manifest: the components' values, facts that no load restores, and the frozen logical tensors."""
     document: dict[str, Any] = {**EMPTY_DOCUMENT, "facts": dict(facts or {})}
+    if any(component.trained_only for component in components) and (names := sorted(frozen)):
+        document[_FROZEN_KEY] = names
     for component in components:
         component.record(document)
     return document
@@ -229,12 +241,14 @@ class ComponentLoad:
     """One load: which components a checkpoint fills, which start anew, and which of its own are left.
 
     skipped: components that a flag excludes, by name, with that flag. strict: whether the checkpoint may have nothing more than what the
-    components use, except optional components, which are named.
+    components use, except optional components, which are named, and those of what is frozen now. frozen: the run's frozen tensors.
     """
 
     components: Sequence[Stateful]
     skipped: Mapping[str, str]
     strict: bool
+    frozen: Collection[str] = ()
+    frozen_then: frozenset[str] = frozenset()
     restored: list[Stateful] = field(default_factory=list)
     _unused: list[_RecordedComponent] = field(default_factory=list)
 
@@ -244,6 +258,7 @@ class ComponentLoad:
         self.restored = [component for component in wanted if component.is_in(document)]
         missing = [component for component in wanted if component.required and component not in self.restored]
         names = {component.name for component in self.components}
+        self.frozen_then = _recorded_frozen(document)
         recorded = _recorded_components(document)
         self._unused = [_RecordedComponent.from_json(entry) for name, entry in recorded.items() if name not in names]
         problems = [component.refusal(folder) for component in missing]
@@ -255,10 +270,18 @@ class ComponentLoad:
         ]
         if problems:
             raise CheckpointError("\n".join(problems))
-        return [chunk for component in self.restored for chunk in component.chunks_to_load()]
+        return [
+            chunk
+            for component in self.restored
+            for chunk in component.chunks_to_load()
+            if not (component.trained_only and chunk.name in self.frozen_then)
+        ]
 
-    def may_ignore_kind(self, kind: str) -> bool:
-        """Whether the tensors of a kind may be left unread."""
+    def may_ignore_key(self, key: str) -> bool:
+        """Whether a tensor may be left unread."""
+        kind, _, name = key.partition("/")
+        if name in self.frozen and not any(kind in one.kinds for one in self.restored if not one.trained_only):
+            return True
         if not self.strict:
             return all(kind not in component.kinds for component in self.restored)
         skipped = [component.kinds for component in self.components if component.name in self.skipped]
@@ -283,14 +306,16 @@ class ComponentLoad:
         `parsing` surrounds what reads values and local tensors: they may be anything.
         """
         notes: list[str | None] = []
+        unfrozen = self.frozen_then.difference(self.frozen)
         with parsing():
             values = [component.recorded_values(document) for component in self.restored]
         for component, recorded in zip(self.restored, values, strict=True):
             own = None if local is None else _with_prefix(component.local_prefix, local)
-            saved = SavedState(recorded, own, step_folder)
+            saved = SavedState(recorded, own, step_folder, unfrozen)
             parses = saved.values is not None or component.local_prefix is not None
             with parsing() if parses else nullcontext():
                 notes.append(component.restore(saved))
+            notes += self._freeze_notes(component) if component.trained_only else ()
         for component in self.components:
             if component not in self.restored:
                 notes.append(component.start_anew(self.skipped.get(component.name, "the checkpoint has none")))
@@ -299,6 +324,21 @@ class ComponentLoad:
             for unused in self._unused
         ]
         return [note for note in notes if note is not None]
+
+    def _freeze_notes(self, component: Stateful) -> Iterator[str]:
+        """Yields what a component of trained parameters starts without, and what it leaves, as other ones are frozen than then."""
+        title, now = component.title or component.name, frozenset(self.frozen)
+        if names := sorted(self.frozen_then - now):
+            yield f"not in the checkpoint: {title} of {abbreviate_names(names)}, which its run froze; these start anew"
+        if names := sorted(now - self.frozen_then):
+            yield f"left in the checkpoint: {title} of {abbreviate_names(names)}, which this run freezes"
+
+
+def _recorded_frozen(document: Mapping[str, Any]) -> frozenset[str]:
+    names = document.get(_FROZEN_KEY, [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("it does not list the names of what was frozen")
+    return frozenset(names)
 
 
 def _with_prefix(prefix: str | None, local: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from petatron.base.output_file import writable_problems
 from petatron.base.text import count_with_noun
 from petatron.cli.train import read_settings_alone
 from petatron.config.flags.reference_page import reference_page
-from petatron.config.load import RawLoadedConfig, resolve_config
+from petatron.config.load import RawLoadedConfig, resolve_config, without_problems
 from petatron.config.presets import preset_names, preset_summary
 from petatron.config.schema.fields import closest_matches, join_with_or
 from petatron.config.show import format_config, format_config_diff
@@ -68,6 +69,12 @@ def _show(argv: list[str]) -> int:
         require_training=False,
         read_checkpoint=read_settings_alone,
     )
+    notices, problems = loaded.notices, list(problems)
+    if not problems:
+        try:
+            notices = [*notices, *_frozen_notices(loaded)]
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         # In a terminal the table scrolls the beginning away: a count first, and what is wrong last.
         print(f"{count_with_noun(len(problems), 'problem')}, after the table\n", file=sys.stderr, flush=True)
@@ -76,11 +83,23 @@ def _show(argv: list[str]) -> int:
     else:
         print(format_config(loaded, changed_only="--changed" in argv))
     sys.stdout.flush()
-    for notice in loaded.notices:
+    for notice in notices:
         print(f"note: {notice}", file=sys.stderr)
     if problems:
         print(f"\n{ConfigError(problems)}", file=sys.stderr)
     return 2 if problems else 0
+
+
+def _frozen_notices(loaded: RawLoadedConfig) -> Iterator[str]:
+    """Yields what `--freeze` and `--train-only` leave to train; `ConfigError` if that is wrong. Models are looked at only for these."""
+    train = loaded.config.train
+    if not (train.freeze or train.train_only) or loaded.config.model.vocab_size is None:
+        return
+    from petatron.models.frozen_params import describe_frozen, frozen_params
+    from petatron.models.registry import model_spec
+
+    run = without_problems(loaded, []).config
+    yield describe_frozen(model_spec(run), frozen_params(run))
 
 
 def _diff(argv: list[str]) -> int:

@@ -35,13 +35,19 @@ The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s
 `full` counts s^2, as papers that quote higher utilisation do. A sliding window of w tokens leaves w s - w^2 / 2 of the
 causal pairs. Norms, activations, softmax, the embedding lookup and recompute are not counted: these are model FLOPs, the work
 the model needs, not the work of a particular run.
+
+What is frozen costs less, and is counted so: a frozen weight has no gradient, 2 of the 6 per token; a layer below every trainable
+parameter has no backward, and costs its forward pass, a third.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.layers.spec.param_spec import ParamSpec
+from petatron.models.frozen_params import NOTHING_FROZEN, FrozenParams
 from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import padded_rows
 
@@ -80,24 +86,36 @@ def flops_formula(
     return f"6 T ({layers} + h V) + {width} (T/s) {pairs}{rule}"
 
 
-def model_flops_per_token(spec: ModelSpec, *, tp_size: int = 1, causal: bool = True) -> float:
-    """Returns forward and backward FLOPs per token of a full training sequence."""
+def model_flops_per_token(
+    spec: ModelSpec, *, tp_size: int = 1, causal: bool = True, frozen: FrozenParams = NOTHING_FROZEN
+) -> float:
+    """Returns forward and backward FLOPs per token of a full training sequence, of which `frozen` parameters need less."""
     length = spec.config.seq_length
-    gemm_flops = 6 * (_layer_gemm_elements(spec) + spec.num_predictions * head_gemm_elements(spec, tp_size=tp_size))
-    mixing_flops = sum(
-        count * branch.mixing_flops(length, causal=causal)
-        for layer, count in spec.count_layers().items()
-        for branch in layer.branches
-    )
+    gemm_flops = _head_flops(spec, frozen, tp_size=tp_size)
+    mixing_flops = 0.0
+    for (layer, names, has_backward), count in frozen.count_layers(spec).items():
+        gemm_flops += count * _gemm_flops(layer.params(), names, has_input_grad=has_backward)
+        for branch in layer.branches:
+            mixing_flops += count * branch.mixing_flops(length, causal=causal) / (1 if has_backward else 3)
     return gemm_flops + mixing_flops / length
 
 
-def _layer_gemm_elements(spec: ModelSpec) -> int:
-    """Returns the elements of the layers' GEMM weights that one token uses."""
-    return sum(
-        count * sum(param.num_active_elements for param in layer.params().values() if param.is_gemm)
-        for layer, count in spec.count_layers().items()
-    )
+def _gemm_flops(params: Mapping[str, ParamSpec], frozen_names: Collection[str], *, has_input_grad: bool) -> int:
+    """Returns the FLOPs per token of a layer's GEMMs: forward, gradients of their inputs, and of weights that are not frozen."""
+    gemms = {name: param.num_active_elements for name, param in params.items() if param.is_gemm}
+    trained = sum(elements for name, elements in gemms.items() if name not in frozen_names)
+    return (4 if has_input_grad else 2) * sum(gemms.values()) + 2 * trained
+
+
+def _head_flops(spec: ModelSpec, frozen: FrozenParams, *, tp_size: int) -> int:
+    """Returns the FLOPs per token of the output head; its input needs a gradient if something before it is trained."""
+    last = PipelineStage((), has_embedding=False, has_loss=True)
+    after_layers = spec.outer_params(last)
+    trains_head = any(param.is_gemm for param in frozen.trained(after_layers).values())
+    trains_before = frozen.first_backward_layer < len(spec.layers) or not frozen
+    trains_before = trains_before or any(not param.is_gemm for param in frozen.trained(after_layers).values())
+    passes = 1 + trains_before + trains_head
+    return 2 * passes * spec.num_predictions * head_gemm_elements(spec, tp_size=tp_size)
 
 
 def head_gemm_elements(spec: ModelSpec, *, tp_size: int = 1) -> int:
@@ -112,7 +130,7 @@ def head_gemm_elements(spec: ModelSpec, *, tp_size: int = 1) -> int:
 
 
 def parameter_count(spec: ModelSpec, *, active: bool = False) -> int:
-    """Returns the trainable parameters, without vocabulary padding; with `active` only those one token uses."""
+    """Returns the parameters, without vocabulary padding; with `active` only those one token uses."""
     layers = sum(
         count * sum(param.num_active_elements if active else param.num_elements for param in layer.params().values())
         for layer, count in spec.count_layers().items()

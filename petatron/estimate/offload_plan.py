@@ -18,14 +18,17 @@ LAYERS_IN_TRANSIT = 2
 """Offloaded layers with activations on the device: the one that runs and one in transfer."""
 
 
-def offloaded_layers(num_layers: int, num_offloaded: int) -> tuple[int, ...]:
+def offloaded_layers(num_layers: int, num_offloaded: int, *, num_without_backward: int = 0) -> tuple[int, ...]:
     """Returns the positions of the offloaded layers in a stage; a stage of fewer than `num_offloaded` layers offloads all.
 
-    >>> offloaded_layers(8, 3), offloaded_layers(2, 3), offloaded_layers(8, 0)
-    ((0, 2, 5), (0, 1), ())
+    Its first `num_without_backward` layers save nothing that could be offloaded.
+
+    >>> offloaded_layers(8, 3), offloaded_layers(2, 3), offloaded_layers(8, 0), offloaded_layers(8, 2, num_without_backward=4)
+    ((0, 2, 5), (0, 1), (), (4, 6))
     """
-    num_offloaded = min(num_offloaded, num_layers)
-    return tuple(index * num_layers // num_offloaded for index in range(num_offloaded))
+    num_saving = num_layers - num_without_backward
+    num_offloaded = min(num_offloaded, num_saving)
+    return tuple(num_without_backward + index * num_saving // num_offloaded for index in range(num_offloaded))
 
 
 def offloaded_bytes(
@@ -45,5 +48,6 @@ def _saved_bytes_by_kind(
     plan: RecomputePlan, shape: ActivationShape, layers: Sequence[LayerSpec], num_offloaded: int
 ) -> list[tuple[int, int]]:
     """Returns the bytes that offloaded layers of each kind save, and the number of such layers."""
-    kinds = Counter((layers[index], plan.modules[index]) for index in offloaded_layers(len(layers), num_offloaded))
+    chosen = offloaded_layers(len(layers), num_offloaded, num_without_backward=plan.num_without_backward)
+    kinds = Counter((layers[index], plan.modules[index]) for index in chosen)
     return [(layer_bytes(layer, shape, modules), count) for (layer, modules), count in kinds.items()]

@@ -31,6 +31,7 @@ from petatron.estimate.activation_bytes import (
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL
 from petatron.layers.transformer_layer import LayerSpec
+from petatron.models.frozen_params import NOTHING_FROZEN, FrozenParams
 from petatron.models.model_spec import ModelSpec
 
 ModuleSet = frozenset[str]
@@ -44,6 +45,7 @@ class RecomputePlan:
     modules: the recomputed modules of every layer, {full} for the whole of it.
     group_size: with full, how many adjacent layers are recomputed as one region.
     saved_bytes: of one micro-batch. peak_bytes: of all micro-batches in flight and of the largest recomputed group.
+    num_without_backward: how many of its first layers are below every trainable parameter; they save nothing.
     """
 
     modules: tuple[ModuleSet, ...]
@@ -51,6 +53,7 @@ class RecomputePlan:
     saved_bytes: int
     peak_bytes: int
     in_flight: int
+    num_without_backward: int = 0
 
     @property
     def groups(self) -> tuple[tuple[int, bool], ...]:
@@ -126,34 +129,50 @@ def plan_recompute(
     *,
     in_flight: int = 1,
     num_local_stages: int = 1,
+    frozen: FrozenParams = NOTHING_FROZEN,
 ) -> RecomputePlan:
     """Returns the plan of one stage that holds `in_flight` micro-batches at a time.
 
     `num_local_stages` is the number of stages of this rank, which share its budget evenly. Raises ConfigError if it cannot be met.
+    Layers without a backward, below all that is not `frozen`, are not recomputed.
     """
-    layers = [spec.layers[index] for index in stage.layer_indices]
-    costs = _StageCosts(shape, layers, spec.outer_saved_bytes(shape, stage), in_flight)
+    layers, without_backward = spec.stage_layers(stage), frozen.num_without_backward(stage)
+    saves_nothing = without_backward == len(layers) and not stage.has_loss and bool(frozen)
+    outer_bytes = 0 if saves_nothing else spec.outer_saved_bytes(shape, stage)
+    costs = _StageCosts(shape, layers, outer_bytes, in_flight, without_backward)
     if memory.recompute_memory_budget_gb is not None:
         return _fit_budget(costs, memory.recompute_memory_budget_gb, num_local_stages)
     number = memory.recompute_num_layers or 1
     if memory.recompute_granularity == "full":
         uniform = memory.recompute_method == "uniform"
-        chosen = [frozenset((FULL,)) if uniform or index < number else NO_MODULES for index in range(len(layers))]
-        return costs.plan(chosen, group_size=number if uniform else 1)
+        full = len(layers) - without_backward if uniform else number
+        saving = [frozenset((FULL,)) if index < full else NO_MODULES for index in range(len(layers) - without_backward)]
+        return costs.plan([NO_MODULES] * without_backward + saving, group_size=number if uniform else 1)
     modules = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-    return costs.plan([effective_modules(layer, shape, modules) for layer in layers])
+    saving = [effective_modules(layer, shape, modules) for layer in layers[without_backward:]]
+    return costs.plan([NO_MODULES] * without_backward + saving)
 
 
 class _StageCosts:
     """Bytes and FLOPs of a stage's layers for any choice of modules."""
 
-    def __init__(self, shape: ActivationShape, layers: Sequence[LayerSpec], outer_bytes: int, in_flight: int) -> None:
+    def __init__(
+        self,
+        shape: ActivationShape,
+        layers: Sequence[LayerSpec],
+        outer_bytes: int,
+        in_flight: int,
+        num_without_backward: int = 0,
+    ) -> None:
         self.shape, self.layers, self.outer_bytes, self.in_flight = shape, layers, outer_bytes, in_flight
+        self.num_without_backward = num_without_backward
         kinds = {layer: number for number, layer in enumerate(dict.fromkeys(layers))}
         self._kinds = [kinds[layer] for layer in layers]  # equal layers cost the same, and numbers are quick to compare
         self._bytes: dict[tuple[ModuleSet, int], int] = {}
 
     def layer_bytes(self, at: int, modules: ModuleSet) -> int:
+        if at < self.num_without_backward:
+            return 0
         key = (modules, self._kinds[at])
         if key not in self._bytes:
             self._bytes[key] = layer_bytes(self.layers[at], self.shape, modules)
@@ -164,14 +183,14 @@ class _StageCosts:
 
     def plan(self, chosen: Sequence[ModuleSet], *, group_size: int = 1) -> RecomputePlan:
         saved = self.outer_bytes + sum(self.layer_bytes(at, modules) for at, modules in enumerate(chosen))
-        plan = RecomputePlan(tuple(chosen), group_size, saved, 0, self.in_flight)
+        plan = RecomputePlan(tuple(chosen), group_size, saved, 0, self.in_flight, self.num_without_backward)
         extra, start = 0, 0
         for count, whole in plan.groups:
             layer_input = layer_input_bytes(self.layers[start], self.shape)
             saved -= (count - 1) * layer_input  # of a group of whole layers only the first one's input is saved
             unsaved = sum(
                 self.layer_bytes(at, NO_MODULES) + regathered_bytes(self.layers[at], self.shape, chosen[at])
-                for at in range(start, start + count)
+                for at in range(max(start, self.num_without_backward), start + count)
             )
             extra = max(extra, unsaved - (layer_input if whole else self.layer_bytes(start, chosen[start])))
             start += count

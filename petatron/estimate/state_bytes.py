@@ -20,6 +20,8 @@ tensor-parallel rank has all of it; sums over rows and columns are on every rank
 than dense parameters, so both are counted separately. Of offloaded optimizer state, a fraction of master weights and moments is not on
 the device. A copy of the weights that a rank updates (their average) is w n / s, on the device. Padding of buckets to equal shards is left
 out.
+
+Frozen parameters have weights alone, a bytes for each of n; fully sharded ones a / s in addition to those gathered.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from petatron.config.schema.training import OptimizerConfig, WeightsCopy
 from petatron.layers.ops.fp8_weight import is_cast_for_each_use
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.rank_layout import Layout
+from petatron.models.frozen_params import NOTHING_FROZEN, FrozenParams, frozen_params, without_names
 from petatron.models.model_spec import ModelSpec
 from petatron.models.optimizer_groups import matrix_or_vector_shape, optimizer_group
 from petatron.models.registry import model_spec
@@ -101,13 +104,15 @@ class RuleStateBytes:
 def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> StateBytes:
     """Returns the bytes of a rank with these stages of a resolved config; without any, the whole model's."""
     elements = local_element_counts(run, local_stages)
+    trained = local_element_counts(run, local_stages, trained=True)
     rule_state = local_rule_state(run, local_stages)
     layout = Layout.from_config(run.parallel)
     strategy = run.parallel.data_parallel_sharding_strategy
     sharded = strategy in ("optim", "optim_grads", "optim_grads_params")
     ranks = (layout.dp_shard * layout.cp, layout.edp_shard) if sharded else (1, 1)
     local = elements.dense + elements.experts
-    owned = -(-elements.dense // ranks[0]) + -(-elements.experts // ranks[1])
+    owned = -(-trained.dense // ranks[0]) + -(-trained.experts // ranks[1])
+    num_trained = trained.dense + trained.experts
     weight = element_bytes(run)
     main = max(weight, 4)
     moments = -(-rule_state.dense // ranks[0]) + -(-rule_state.experts // ranks[1]) + rule_state.replicated
@@ -118,17 +123,18 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
         if strategy == "optim_grads_params":
             gathered = min(local, _GATHERED_LAYERS * elements.largest_layer + elements.embedding_and_head)
         reduce = 2 if run.parallel.grad_reduce_in_bf16 else main
-        unsharded = weight * elements.head + (weight + reduce) * elements.largest_layer
+        unsharded = weight * trained.head + (weight + reduce) * trained.largest_layer
+        frozen = -(-(elements.dense - trained.dense) // ranks[0]) + -(-(elements.experts - trained.experts) // ranks[1])
         return StateBytes(
-            weights=weight * gathered,
+            weights=weight * (gathered + frozen),
             gradients=main * owned + unsharded,
             master_weights=main * owned,
             moments=int(moments * on_device),
             copies=_num_copies(run) * main * owned,
         )
     return StateBytes(
-        weights=weight * local + _fp8_copy_bytes(run, elements, num_shards=ranks[0]),
-        gradients=_DTYPE_BYTES[run.optim.main_grads_dtype] * local if main == 4 else main * local,
+        weights=weight * local + _fp8_copy_bytes(run, elements, trained, num_shards=ranks[0]),
+        gradients=_DTYPE_BYTES[run.optim.main_grads_dtype] * num_trained if main == 4 else main * num_trained,
         master_weights=int(4 * owned * on_device) if weight < 4 else 0,
         moments=int(moments * on_device),
         copies=_num_copies(run) * main * owned,
@@ -141,7 +147,7 @@ def _num_copies(run: RunConfig) -> int:
     return sum(getattr(getattr(run, info.section), info.name) not in (None, False) for info in copying)
 
 
-def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, *, num_shards: int) -> int:
+def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, trained: ElementCounts, *, num_shards: int) -> int:
     """Returns the bytes of FP8 weights of layers, in both orientations, a byte each; embedding and head are not quantised.
 
     One large micro-batch casts dense weights for each use, and keeps none (`layers/ops/fp8_weight.py`). Where weights are all-gathered
@@ -154,7 +160,7 @@ def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, *, num_shards: int)
     dense = 0 if cast_for_each_use else elements.dense - elements.embedding_and_head
     copies = 2 * (dense + elements.experts)
     if run.precision.fp8_param_gather and num_shards > 1:
-        copies += element_bytes(run) * -(-(elements.dense - elements.embedding_and_head) // num_shards)
+        copies += element_bytes(run) * -(-(trained.dense - trained.embedding_and_head) // num_shards)
     return copies
 
 
@@ -164,14 +170,17 @@ def element_bytes(run: RunConfig) -> int:
     return 8 if precision.fp64 else 2 if precision.bf16 or precision.fp16 else 4
 
 
-def local_element_counts(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> ElementCounts:
-    """Returns the element counts of a rank with these stages; without any, the whole model's."""
-    return _stage_element_counts(*_merged_stage(run, local_stages))
+def local_element_counts(
+    run: RunConfig, local_stages: Sequence[PipelineStage] | None = None, *, trained: bool = False
+) -> ElementCounts:
+    """Returns the element counts of a rank with these stages; without any, the whole model's. `trained`: without frozen parameters."""
+    return _stage_element_counts(*_merged_stage(run, local_stages), frozen_params(run) if trained else NOTHING_FROZEN)
 
 
 def local_rule_state(run: RunConfig, local_stages: Sequence[PipelineStage] | None = None) -> RuleStateBytes:
     """Returns the state of the update rules on a rank with these stages; without any, the whole model's."""
-    return _stage_rule_state(*_merged_stage(run, local_stages), run.optim, max(element_bytes(run), 4))
+    stage = _merged_stage(run, local_stages)
+    return _stage_rule_state(*stage, frozen_params(run), run.optim, max(element_bytes(run), 4))
 
 
 def _merged_stage(
@@ -189,25 +198,33 @@ def _merged_stage(
 
 
 @lru_cache(maxsize=256)
-def _stage_element_counts(spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate) -> ElementCounts:
-    outer = _count_elements(spec.outer_params(stage), coordinate)
+def _stage_element_counts(
+    spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate, frozen: FrozenParams
+) -> ElementCounts:
+    outer = _count_elements(frozen.trained(spec.outer_params(stage)), coordinate)
     (dense, experts), largest = outer, 0
-    for layer, number in spec.count_layers(stage).items():
-        in_layer = _count_elements(layer.params(), coordinate)
+    for (layer, names, _), number in frozen.count_layers(spec, stage).items():
+        in_layer = _count_elements(without_names(layer.params(), names), coordinate)
         dense, experts = dense + number * in_layer[0], experts + number * in_layer[1]
         largest = max(largest, sum(in_layer))
     last = PipelineStage((), has_embedding=False, has_loss=True)
-    head = _count_elements(spec.outer_params(last), coordinate) if stage.has_loss else (0, 0)
+    head = _count_elements(frozen.trained(spec.outer_params(last)), coordinate) if stage.has_loss else (0, 0)
     return ElementCounts(dense, experts, largest, sum(outer), sum(head))
 
 
 @lru_cache(maxsize=256)
 def _stage_rule_state(
-    spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate, optim: OptimizerConfig, main_bytes: int
+    spec: ModelSpec,
+    stage: PipelineStage,
+    coordinate: ModelParallelCoordinate,
+    frozen: FrozenParams,
+    optim: OptimizerConfig,
+    main_bytes: int,
 ) -> RuleStateBytes:
-    total = _params_rule_state(spec.outer_params(stage), coordinate, optim, main_bytes)
-    for layer, number in spec.count_layers(stage).items():
-        total = total.plus(_params_rule_state(layer.params(), coordinate, optim, main_bytes), number)
+    total = _params_rule_state(frozen.trained(spec.outer_params(stage)), coordinate, optim, main_bytes)
+    for (layer, names, _), number in frozen.count_layers(spec, stage).items():
+        trained = without_names(layer.params(), names)
+        total = total.plus(_params_rule_state(trained, coordinate, optim, main_bytes), number)
     return total
 
 

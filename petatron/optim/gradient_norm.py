@@ -22,10 +22,14 @@ class GlobalNorm:
         world: Axis,
         device: torch.device,
         kernel: SquaresKernel = sum_of_squares,
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """`dtype` is the precision of the model, which a rank without any of the tensors sums in too."""
         self._world = world
         self._device = device
         self._kernel = kernel
+        self._dtype = torch.promote_types(dtype, torch.float32)
         self._primary_ranges = [flat_shard.primary_ranges() for flat_shard in flat_shards]
 
     def _primary_views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -41,12 +45,12 @@ class GlobalNorm:
         Tensors in host memory (offloaded weights) are summed there.
         """
         views = self._primary_views(tensors)
-        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else self._dtype
         square = torch.zeros((), dtype=wide, device=self._device)
         here = [view for view in views if view.device.type == self._device.type]
         elsewhere = [view for view in views if view.device.type != self._device.type]
-        if here:
-            square = square + self._kernel(here)
+        for dtype in dict.fromkeys(view.dtype for view in here):
+            square = square + self._kernel([view for view in here if view.dtype == dtype])
         if elsewhere:
             square = square + sum_of_squares(elsewhere).to(self._device)
         return collectives.all_reduce(square, self._world).sqrt()
@@ -55,6 +59,6 @@ class GlobalNorm:
         """Counts elements that are exactly zero."""
         count = sum(
             (view.numel() - view.count_nonzero() for view in self._primary_views(tensors)),
-            tensors[0].new_zeros((), dtype=torch.int64),
+            torch.zeros((), dtype=torch.int64, device=self._device),
         )
         return collectives.all_reduce(count, self._world)

@@ -21,7 +21,7 @@ from torch import Tensor
 from petatron.base.errors import TrainError
 from petatron.base.log import get_logger
 from petatron.base.text import gigabytes
-from petatron.config.optimizers import rule_spec
+from petatron.config.optimizers import rule_spec, used_rules
 from petatron.config.required_settings import required
 from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor
 from petatron.config.schema.parallel import MemoryConfig
@@ -88,12 +88,16 @@ class MixedPrecisionOptimizer:
     ) -> None:
         """`memory` says where state is stored; None means on the device. Float64 uses torch's kernels, whatever is given."""
         self._config = config
-        self._param_groups = param_groups
-        weights = self._weights()
+        self._param_groups = [group for group in param_groups if group.spec.trainable]
+        self._frozen_groups = [group for group in param_groups if not group.spec.trainable]
+        weights = self.trained_weights()
         self._device = weights[0].device if weights else mesh.device
         if any(weight.dtype == torch.float64 for weight in weights):
             kernels = TORCH_KERNELS
-        names = dict.fromkeys(group.spec.rule for group in param_groups)
+        # A rank on which a rule of the run updates nothing counts its updates too: every rank saves the same.
+        names = dict.fromkeys(
+            (*(group.spec.rule for group in self._param_groups), *(rule.name for rule in used_rules(config)))
+        )
         context = RuleContext(self._device, kernels)
         self._rules = {name: build_update_rule(name, config, context) for name in names}
         self._rule_specs = {name: rule_spec(config, name) for name in names}
@@ -101,12 +105,20 @@ class MixedPrecisionOptimizer:
         self._state_swapper = self._build_state_swapper(memory or MemoryConfig())
         self._log_offloaded(None if memory is None else memory.optimizer_nvme_offload)
         self._unit_updates = list(self._build_unit_updates(mesh))
-        flat_shards = [flat_shard for group in param_groups for flat_shard in group.flat_shards]
-        self._grad_norm = GlobalNorm(flat_shards, mesh.world, self._device, kernels.sum_of_squares)
+        flat_shards = [flat_shard for group in self._param_groups for flat_shard in group.flat_shards]
+        self._grad_norm = self._global_norm(flat_shards, mesh, kernels)
         own = [segment.flat_shard for segment in self._segments]
-        self._master_weight_norm = GlobalNorm(own, mesh.world, self._device, kernels.sum_of_squares)
+        frozen = [flat_shard for group in self._frozen_groups for flat_shard in group.flat_shards]
+        self._weight_norm = self._global_norm([*own, *frozen], mesh, kernels)
 
-    def _weights(self) -> list[Tensor]:
+    def _global_norm(self, flat_shards: list[FlatShard], mesh: ParallelMesh, kernels: OptimizerKernels) -> GlobalNorm:
+        # A rank whose parameters are all frozen has no tensors to tell the precision that all ranks sum in.
+        weights = (weight for group in (*self._param_groups, *self._frozen_groups) for weight in group.weights())
+        dtype = next((weight.dtype for weight in weights), torch.float32)
+        return GlobalNorm(flat_shards, mesh.world, self._device, kernels.sum_of_squares, dtype=dtype)
+
+    def trained_weights(self) -> list[Tensor]:
+        """Returns the model's weights that this rank updates, one tensor per flat shard."""
         return [weight for group in self._param_groups for weight in group.weights()]
 
     def _grads(self) -> list[Tensor]:
@@ -250,7 +262,7 @@ class MixedPrecisionOptimizer:
         return UpdateResult(norm, skipped)
 
     def _update(self, step: StepScalars, grads: Sequence[Tensor]) -> None:
-        weights = self._weights()
+        weights = self.trained_weights()
         frozen = {id(placement) for group in self._param_groups for placement in group.frozen()}
         updates = self._start_step(step)
         visits: list[SwapTask] = []
@@ -286,21 +298,22 @@ class MixedPrecisionOptimizer:
     @torch.no_grad()
     def copy_master_to_model_weights(self) -> None:
         """Copies the master weights into the model where it has its own precision, and all-gathers them."""
-        weights = self._weights()
+        weights = self.trained_weights()
         self._wait_for_state()
         for segment in self._segments:
             if segment.has_master_weights:
                 segment.slice_of(weights).copy_(segment.master)
-        all_gather_params(self._param_groups)
+        all_gather_params([*self._param_groups, *self._frozen_groups])
 
     def count_zero_grads(self) -> Tensor:
         """Counts gradient elements that are exactly zero, over the whole model."""
         return self._grad_norm.count_zeros(self._grads())
 
     def weight_norm(self) -> Tensor:
-        """Returns the L2 norm of the master weights of the whole model."""
+        """Returns the L2 norm of the weights of the whole model: of master weights, and of those that are frozen."""
         self._wait_for_state()
-        return self._master_weight_norm.norm([segment.master for segment in self._segments])
+        frozen = [weight for group in self._frozen_groups for weight in group.weights()]
+        return self._weight_norm.norm([*(segment.master for segment in self._segments), *frozen])
 
     @property
     def has_master_weights(self) -> bool:
@@ -329,6 +342,17 @@ class MixedPrecisionOptimizer:
         for group, units in self._unit_updates:
             for kind, piece, view in units.matrix_state():
                 yield kind, group, piece, view
+
+    @torch.no_grad()
+    def reset_moments(self, names: Collection[str]) -> None:
+        """Gives the state of these logical tensors the values it has before the first update."""
+        states = (state for rule in self._rule_specs.values() for state in rule.state((1, 1)))
+        identities = {state.kind for state in states if state.initial == "identity"}
+        for kind, _, piece, view in self.moments() if names else ():
+            if piece.name in names:
+                view.zero_()
+                if kind in identities:
+                    view.diagonal(dim1=-2, dim2=-1).fill_(1.0)
 
     def scalar_state(self) -> dict[str, float]:
         """Returns state that is not a tensor of the model's shape: how many updates have been applied."""

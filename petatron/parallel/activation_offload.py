@@ -312,14 +312,19 @@ class _OffloadLayerRunner:
 
 
 def apply_activation_offload(
-    stage: StageModule, memory: MemoryConfig, link: HostLink, *, min_bytes: int = MIN_OFFLOAD_BYTES
+    stage: StageModule,
+    memory: MemoryConfig,
+    link: HostLink,
+    *,
+    min_bytes: int = MIN_OFFLOAD_BYTES,
+    num_without_backward: int = 0,
 ) -> str | None:
     """Offloads the activations of `cpu_offloading_num_layers` of a stage's layers; returns a line for the log, if there are any.
 
-    Called once, after recompute, whose regions must be inside the hooks.
+    `num_without_backward`: how many of its first layers save nothing. Called once, after recompute, whose regions must be inside the hooks.
     """
     layers = list(stage.layers.values())
-    chosen = offloaded_layers(len(layers), memory.cpu_offloading_num_layers)
+    chosen = offloaded_layers(len(layers), memory.cpu_offloading_num_layers, num_without_backward=num_without_backward)
     if not chosen:
         return None
     offload = _OffloadLayerRunner(stage.run_layers, {layers[index] for index in chosen}, link, min_bytes)

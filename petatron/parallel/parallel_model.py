@@ -95,6 +95,10 @@ class ParallelModel:
             None if weights == [1.0] else torch.tensor(weights, dtype=torch.float64, device=mesh.device)
         )
         self._means: Tensor | None = None
+        self.frozen_tensors: Collection[str] = frozenset()
+        """The logical tensors of the whole model that are not trained."""
+        self.has_gradients = True
+        """Whether it can be trained: whether anything of it is."""
 
     def use_cuda_graphs(self, graph_capture: CudaGraphCapture, facts: CaptureInputs | None = None) -> None:
         """Captures and replays training steps as CUDA graphs from now on (`parallel/pipeline/cuda_graph.py`).
@@ -165,6 +169,10 @@ class ParallelModel:
         weighted sum, and `named_losses` has each; `named_metrics` has the metrics of the objective. `timeline`
         receives when each action ran; timing synchronises the device after each.
         """
+        if not self.has_gradients:
+            raise TrainError(
+                "The model was opened with gradients=False: it is frozen as a whole. Open it without that."
+            )
         batches = self._prepare(batches)
         self._set_mode(training=True)
         self._start_step(len(batches))

@@ -23,6 +23,7 @@ from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
+from petatron.models.frozen_params import NOTHING_FROZEN, FrozenParams
 from petatron.models.model_spec import ModelSpec
 from petatron.models.optimizer_groups import OptimizerGroupRule
 from petatron.models.stage_module import StageModule
@@ -33,6 +34,7 @@ from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.data.param_gather_wait import wait_for_params_before_use
 from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_parallel
 from petatron.parallel.fp8 import Fp8GemmSet, apply_fp8
+from petatron.parallel.layers_without_backward import run_without_backward
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.select_kernels import select_kernels
@@ -45,7 +47,7 @@ from petatron.parallel.tensor_parallel import (
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.fp8_gather import Fp8Weights
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.group_spec import FROZEN_GROUP, GroupSpec
 from petatron.sharding.initial_values import InitialValues
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, TensorShard
 
@@ -86,14 +88,14 @@ def parallelize(
     rng_streams: RandomStreams,
     recompute_plans: Mapping[int, RecomputePlan],
     optimizer_group: OptimizerGroupRule,
+    frozen: FrozenParams = NOTHING_FROZEN,
     tied_across_ranks: bool = False,
     init_weights: bool = True,
-    gradients: bool = True,
 ) -> ParallelizeResult:
     """Applies every kind of parallelism of the mesh to this rank's stages of a model.
 
-    `tied_across_ranks`: first and last stage are on different ranks. Without `init_weights` all weights are zero; without
-    `gradients` there is no memory for any, and the model cannot be trained.
+    `frozen` parameters have no gradients and no optimizer group. `tied_across_ranks`: first and last stage are on different ranks.
+    Without `init_weights` all weights are zero.
     """
     parallel = run.parallel
     # A single process has no ranks to shard over, and no process group.
@@ -102,11 +104,12 @@ def parallelize(
     placements: dict[str, Placement] = {}
     params: dict[str, ParamSpec] = {}
     for stage in stages.values():
-        stage_params = spec.params(stage.stage, tied_across_ranks=tied_across_ranks)
+        stage_params = frozen.apply(spec.params(stage.stage, tied_across_ranks=tied_across_ranks))
         params |= stage_params
         # Fully sharded parameters are the master weights; the precision of the run is that of their gathered copies.
         stage.to(torch.promote_types(dtype, torch.float32) if fully_sharded else dtype)
         placements |= _shard_stage(stage, stage_params, mesh, run, rng_streams)
+        _freeze(stage, stage_params, dtype)
         if not fully_sharded:  # fully_shard gets gradients from autograd
             set_weight_grad_sink(stage, weight_grad_queue)
     _tie_params(stages, spec)
@@ -133,22 +136,28 @@ def parallelize(
         apply_expert_parallel(
             stage, mesh, run.moe, before_wait=None if combined is None else combined.switch_to_other_pass
         )
-        apply_recompute(stage, recompute_plans[stage_index], rng_streams)
-        offloaded = apply_activation_offload(stage, run.memory, link)
+        plan = recompute_plans[stage_index]
+        apply_recompute(stage, plan, rng_streams)
+        offloaded = apply_activation_offload(stage, run.memory, link, num_without_backward=plan.num_without_backward)
         if offloaded is not None:
             _log.info("%s", offloaded)
+        run_without_backward(stage, plan.num_without_backward)
     weights = _fp8_weights(fp8_gemms, run, mesh, kernel_context)
     param_facts = _ParamFacts(
         placements,
-        groups={name: optimizer_group(name, param) for name, param in params.items()},
+        groups={
+            name: optimizer_group(name, param) if param.trainable else FROZEN_GROUP for name, param in params.items()
+        },
         initial_values=_logical_initial_values(params, placements) if init_weights else None,
     )
     if fully_sharded:
-        groups, gradient_reducer = _build_fsdp_groups(stages, param_facts, mesh, run, dtype, weights)
+        without_backward = [recompute_plans[stage_index].num_without_backward for stage_index in stages]
+        groups, gradient_reducer = _build_fsdp_groups(stages, param_facts, mesh, run, dtype, weights, without_backward)
     else:
-        groups, gradient_reducer = _build_flat_groups(stages, param_facts, mesh, run, weights, gradients=gradients)
+        groups, gradient_reducer = _build_flat_groups(stages, param_facts, mesh, run, weights)
         weight_grad_queue.accumulate = gradient_reducer.write_grad
-    length = sum(flat_shard.length for group in groups for flat_shard in group.flat_shards)
+    updated = (group for group in groups if group.spec.trainable)
+    length = sum(flat_shard.length for group in updated for flat_shard in group.flat_shards)
     _log.debug(
         "rank %d updates %s elements of parameters, padding included, %s",
         mesh.rank,
@@ -156,6 +165,14 @@ def parallelize(
         str(dtype)[6:],
     )
     return ParallelizeResult(placements, groups, gradient_reducer, weight_grad_queue, fp8_gemms, combined)
+
+
+def _freeze(stage: StageModule, params: Mapping[str, ParamSpec], dtype: torch.dtype) -> None:
+    """Makes frozen parameters require no gradient; they have the precision of the run, also where others are master weights."""
+    for name, parameter in list(stage.named_parameters()):
+        if not params[name].trainable:
+            module, _, leaf = name.rpartition(".")
+            setattr(stage.get_submodule(module), leaf, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
 
 
 def _shard_stage(
@@ -199,8 +216,6 @@ def _build_flat_groups(
     mesh: ParallelMesh,
     run: RunConfig,
     fp8_weights: Fp8Weights,
-    *,
-    gradients: bool,
 ) -> tuple[Sequence[FlatParamGroup], GradientReducer]:
     """Builds flat buffers with whole weights on every rank; optimizer state may be sharded (ZeRO-1)."""
     parallel = run.parallel
@@ -212,7 +227,6 @@ def _build_flat_groups(
         overlap_param_gather=parallel.overlap_param_gather,
         grad_dtype=torch.bfloat16 if run.optim.main_grads_dtype == "bf16" else None,
         fp8_weights=fp8_weights,
-        gradients=gradients,
     )
     groups = flatten_parameters(
         list(stages.values()),
@@ -243,6 +257,7 @@ def _build_fsdp_groups(
     run: RunConfig,
     dtype: torch.dtype,
     fp8_weights: Fp8Weights,
+    num_without_backward: Sequence[int],
 ) -> tuple[Sequence[FsdpParamGroup], FsdpGradientReducer]:
     """Shards weights and gradients too (ZeRO-2 and 3), from the start: a rank never holds more than its shard."""
     # Importing torch's fully_shard takes longer than this whole package, for every process.
@@ -258,6 +273,7 @@ def _build_fsdp_groups(
         compute_dtype=dtype,
         reduce_dtype=_grad_reduce_dtype(run),
         fp8_weights=fp8_weights,
+        num_without_backward=num_without_backward,
     )
     _materialise(stages, mesh)
     if param_facts.initial_values is not None:
@@ -295,7 +311,8 @@ def _materialise(stages: Mapping[int, StageModule], mesh: ParallelMesh, *, alloc
                     if parameter not in materialised:
                         shape = parameter.shape if allocate else ()
                         zeros = torch.zeros(shape, dtype=parameter.dtype, device=mesh.device)
-                        materialised[parameter] = nn.Parameter(zeros.expand(parameter.shape))
+                        zeros = zeros.expand(parameter.shape)
+                        materialised[parameter] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
                     module._parameters[name] = materialised[parameter]
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:

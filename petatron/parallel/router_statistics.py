@@ -34,7 +34,7 @@ class RouterStatistics:
 
     @torch.no_grad()
     def update(self, statistics: Mapping[int, Tensor]) -> None:
-        """All-reduces a step's statistics; updates the expert biases of routers that have one."""
+        """All-reduces a step's statistics; updates the expert biases of routers that have one and are not frozen."""
         if not self.layers:
             return
         totals = torch.zeros(len(self.layers), self._statistics_length, dtype=torch.float64, device=self._mesh.device)
@@ -44,7 +44,7 @@ class RouterStatistics:
         self.totals = totals = collectives.all_reduce(totals, self._mesh.world)
         for row, layer in enumerate(self.layers):
             router = self._routers.get(layer)
-            if router is not None and router.expert_bias is not None:
+            if router is not None and router.expert_bias is not None and router.weight.requires_grad:
                 counts = expert_counts(totals[row])
                 rate = router.moe.moe_router_bias_update_rate
                 router.expert_bias.copy_(expert_bias_update(router.expert_bias, counts, rate))

@@ -77,11 +77,10 @@ class FlatParamGroup:
         overlap_param_gather: bool = False,
         grad_dtype: torch.dtype | None = None,
         fp8_weights: Fp8Weights | None = None,
-        gradients: bool = True,
     ) -> None:
         """`virtual_stage` counts the stages of this rank; `grad_dtype` None means at least float32.
 
-        `fp8_weights`: all parameters of the group are weights of FP8 GEMMs. Without `gradients` their buffer is on the meta device.
+        `fp8_weights`: all parameters of the group are weights of FP8 GEMMs. The gradients of frozen ones are on the meta device.
         """
         first, size = buckets[0].params[0].parameter, buckets[-1].end
         self.buckets = buckets
@@ -95,7 +94,7 @@ class FlatParamGroup:
         }
         self.flat_weights = torch.zeros(size, dtype=first.dtype, device=first.device)
         grad_dtype = grad_dtype or torch.promote_types(first.dtype, torch.float32)
-        device = first.device if gradients else "meta"
+        device = first.device if spec.trainable else "meta"
         self.bucket_grads = [BucketGrads(bucket, grad_dtype, device) for bucket in buckets]
         self.flat_shards = [self._flat_shard(begin, end) for begin, end in self._owned_ranges()]
         self._overlap_param_gather = overlap_param_gather
@@ -246,7 +245,6 @@ class FlatBufferOptions:
 
     grad_dtype: the dtype in which gradients accumulate; None means at least float32.
     fp8_weights: the weights of FP8 GEMMs, and whether they are all-gathered in FP8.
-    gradients: whether there is memory for them.
     """
 
     bucket_size: int
@@ -254,7 +252,6 @@ class FlatBufferOptions:
     overlap_param_gather: bool = False
     grad_dtype: torch.dtype | None = None
     fp8_weights: Fp8Weights | None = None
-    gradients: bool = True
 
 
 def flatten_parameters(
@@ -273,7 +270,8 @@ def flatten_parameters(
     A buffer holds one dtype, one of the `group_specs`, one stage, and dense or expert
     parameters. The order inside is that of the backward pass, last layer first. A parameter whose gradient is summed
     with another stage's (a tied embedding) has a separate buffer, so that both stages shard it alike. With sharding, so have weights of
-    FP8 GEMMs, whether they are gathered in FP8 or not: sums are then the same, in the same order.
+    FP8 GEMMs, whether they are gathered in FP8 or not: sums are then the same, in the same order. Frozen parameters have buffers of
+    weights alone.
     """
     members: dict[tuple, list[tuple[str, nn.Parameter, int, int]]] = {}
     grads_per_micro_batch = grads_per_micro_batch or Counter(
@@ -288,13 +286,15 @@ def flatten_parameters(
             seen.add(parameter)
             placement = placements[name]
             tied = any(piece.grad_reduce_axis == "ends" for piece in placement.tensor_shards)
-            eight = eight_bits is not None and name in eight_bits.scalings
+            eight = eight_bits is not None and name in eight_bits.scalings and group_specs[name].trainable
             key = (number, parameter.dtype, group_specs[name], placement.expert, tied, eight)
             members.setdefault(key, []).append((name, parameter, grad_order, grads_per_micro_batch[parameter]))
     groups = []
     for (number, _, spec, expert, _, eight), entries in members.items():
-        axes = DataParallelAxes.from_mesh(mesh, expert=expert, sharded=options.sharded)
-        num_shards = axes.shard.size if options.sharded else 1
+        # Frozen weights have no state to shard: every rank has them, and they are never gathered.
+        sharded = options.sharded and spec.trainable
+        axes = DataParallelAxes.from_mesh(mesh, expert=expert, sharded=sharded)
+        num_shards = axes.shard.size if sharded else 1
         if spec.needs_whole_matrices and num_shards > 1:
             buckets = _build_matrix_buckets(entries, placements, options.bucket_size, num_shards)
         else:
@@ -308,7 +308,6 @@ def flatten_parameters(
                 overlap_param_gather=options.overlap_param_gather,
                 grad_dtype=options.grad_dtype,
                 fp8_weights=eight_bits if eight else None,
-                gradients=options.gradients,
             )
         )
     return groups

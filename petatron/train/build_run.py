@@ -16,6 +16,7 @@ from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
+from petatron.models.frozen_params import describe_frozen, frozen_params
 from petatron.models.optimizer_groups import OptimizerGroupRule
 from petatron.models.registry import model_spec
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
@@ -85,6 +86,8 @@ def build_model(
     model.run, model.start_folder = config, start
     model.run_tokenizer = None if isinstance(run, RunConfig) else run.tokenizer
     open_frozen_models(model)
+    if (frozen := frozen_params(config)) and mesh.rank == 0 and gradients:
+        _log.info("%s", describe_frozen(model.spec, frozen))
     if start is not None:
         loaded = load_start_weights(config, model, start)
         model.unrestored_notice = unrestored_notice(config, loaded, start)

@@ -21,6 +21,7 @@ from petatron.mesh.launch.process_group import start_process_group
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
+from petatron.models.frozen_params import everything_frozen, frozen_logical_names, frozen_params
 from petatron.models.model_spec import ModelSpec
 from petatron.models.objective import model_objective
 from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
@@ -95,11 +96,12 @@ def build_initial_model(
     local_stages = [number for number in range(len(stages)) if plan.rank_of(number) == mesh.pp.rank]
     with torch.device("meta"):
         modules = {number: spec.build_stage(stages[number]) for number in local_stages}
-    io = spec.io(stages)
+    frozen = frozen_params(run) if gradients else everything_frozen(spec)
+    io = frozen.with_boundaries(spec.io(stages), spec, stages)
     objective = model_objective(run, io)
     in_flight = plan.in_flight(num_micro_batches(run))
     shape = ActivationShape.from_config(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
-    plan_stage = partial(plan_recompute, run.memory, spec, shape, num_local_stages=len(local_stages))
+    plan_stage = partial(plan_recompute, run.memory, spec, shape, num_local_stages=len(local_stages), frozen=frozen)
     parts = parallelize(
         modules,
         spec,
@@ -109,9 +111,9 @@ def build_initial_model(
         rng_streams=streams,
         recompute_plans={n: plan_stage(stages[n], in_flight=in_flight[n]) for n in local_stages},
         optimizer_group=group_rule or partial(optimizer_group, run.optim),
+        frozen=frozen,
         tied_across_ranks=plan.rank_of(0) != plan.rank_of(len(stages) - 1),
         init_weights=init_weights,
-        gradients=gradients,
     )
     mesh.create_groups(used_axes(run, parts.placements))
     routers = RouterStatistics(modules, spec.moe_layers, run.moe.num_experts or 0, mesh)
@@ -128,6 +130,7 @@ def build_initial_model(
         sequence_parallel=run.parallel.sequence_parallel,
         objective=objective,
     )
+    model.frozen_tensors, model.has_gradients = frozenset(frozen_logical_names(spec, frozen)), gradients
     enable_requested_cuda_graphs(run, model)
     return model
 

@@ -18,6 +18,7 @@ from petatron.data.batch_loader import BatchLoader
 from petatron.estimate.flops import model_flops_per_token
 from petatron.estimate.memory.forecast import memory_log_line
 from petatron.models.batch import Batch
+from petatron.models.frozen_params import frozen_params
 from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
 from petatron.train.build_run import DataLoaders
 from petatron.train.evaluation import InterruptedEvaluation, evaluate, evaluation_record
@@ -92,7 +93,9 @@ class TrainLoop:
             train_samples=self._run.train.train_samples,
             num_devices=state.mesh.world.size,
             flops_per_token=model_flops_per_token(
-                state.model.spec, tp_size=self._run.parallel.tensor_model_parallel_size
+                state.model.spec,
+                tp_size=self._run.parallel.tensor_model_parallel_size,
+                frozen=frozen_params(self._run),
             ),
             peak_flops=device.peak(str(compute_dtype(self._run.precision))[6:]),
             consumed_tokens=state.progress.consumed_tokens,

@@ -20,7 +20,7 @@ from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.sharding.flat_shard import group_tensor_shards
+from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.shard_spec import TensorShard
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 
@@ -57,7 +57,7 @@ class Injection:
 
     def apply(self, model: ParallelModel) -> None:
         """Corrupts the gradient on every rank that holds the tensor."""
-        for group in model.param_groups:
+        for group in _traced_groups(model, "gradient"):
             for shard, view in group_tensor_shards(group, group.grads()):
                 if shard.name == self.name:
                     view.mul_(1.01).add_(1e-3)
@@ -92,9 +92,14 @@ def record_steps(
         yield StepTrace(float(loss), float(result.grad_norm), parts)
 
 
+def _traced_groups(model: ParallelModel, kind: str) -> Iterator[ParameterGroup]:
+    """Yields the groups that have tensors of a kind: frozen parameters have no gradients."""
+    return (group for group in model.param_groups if kind != "gradient" or group.spec.trainable)
+
+
 def _traced_shards(model: ParallelModel, kind: str) -> Iterator[TracedShard]:
     """Yields every shard this rank updates, replicas too: ranks that should hold the same may have diverged."""
-    for group in model.param_groups:
+    for group in _traced_groups(model, kind):
         for shard, view in group_tensor_shards(group, group.grads() if kind == "gradient" else group.weights()):
             yield _traced_shard(kind, shard, view)
 

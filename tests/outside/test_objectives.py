@@ -102,6 +102,12 @@ def test_each_loss_is_reported_and_the_teacher_stays_as_it_was(distillation: str
     assert all(map(torch.equal, before, after))
 
 
+def test_a_part_of_the_student_is_frozen_too(ranks: RankPool, distillation: str):
+    frozen = f"{distillation} --freeze embedding.* layers.0.*"
+    run = run_of(f"{frozen} --pp 2", world_size=2)
+    check_traces(ranks, run, train(run_of(frozen)), BOUNDS, train_rank=train_objective)
+
+
 def test_validation_reports_the_objective(distillation: str):
     run, mesh = run_of(distillation), ParallelMesh.single()
     model = petatron.build_model(run, mesh)

@@ -88,7 +88,8 @@ def snapshot_step(contender: PetatronContender, batch: Batch, device: torch.devi
 def _state_tensors(state: TrainState, *, gradients: bool = True) -> Iterator[tuple[str, str, Tensor]]:
     """Yields (purpose, logical name, view) of all state on this rank."""
     for group in state.model.param_groups:
-        kinds = {"weights": group.weights()} | ({"gradients": group.grads()} if gradients else {})
+        has_gradients = gradients and group.spec.trainable
+        kinds = {"weights": group.weights()} | ({"gradients": group.grads()} if has_gradients else {})
         for purpose, tensors in kinds.items():
             for shard, view in group_tensor_shards(group, tensors):
                 yield purpose, shard.name, view

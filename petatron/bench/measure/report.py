@@ -19,6 +19,7 @@ from petatron.bench.result import BenchResult
 from petatron.config.optimizers import rule_spec
 from petatron.config.schema.sections.linear_attention import has_delta_layers
 from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
+from petatron.models.frozen_params import frozen_params
 from petatron.models.registry import model_spec
 from petatron.optim.loss_scaler import compute_dtype
 
@@ -240,7 +241,7 @@ def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _flops_per_token(spec: BenchSpec, *, causal: bool) -> float:
-    return model_flops_per_token(model_spec(spec.run), causal=causal)
+    return model_flops_per_token(model_spec(spec.run), causal=causal, frozen=frozen_params(spec.run))
 
 
 def _parameters(spec: BenchSpec) -> int:

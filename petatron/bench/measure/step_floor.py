@@ -18,6 +18,7 @@ from petatron.bench.measure.units import format_si
 from petatron.bench.peers import BenchSpec
 from petatron.estimate.flops import model_flops_per_token
 from petatron.estimate.state_bytes import state_bytes
+from petatron.models.frozen_params import frozen_params
 from petatron.models.registry import model_spec
 
 
@@ -65,7 +66,10 @@ def step_floor(spec: BenchSpec, device: DeviceInfo, *, bandwidth: float | None) 
     clipping = state.gradients if optim.clip_grad > 0 else 0
     masters = 2 * state.master_weights + state.weights if state.master_weights else 2 * state.weights
     return StepFloor(
-        arithmetic_ms=spec.tokens * model_flops_per_token(model_spec(spec.run)) / peak * 1e3,
+        arithmetic_ms=spec.tokens
+        * model_flops_per_token(model_spec(spec.run), frozen=frozen_params(spec.run))
+        / peak
+        * 1e3,
         weight_bytes=spec.micro_batches * (2 * state.weights + state.gradients),
         optimizer_bytes=clipping + state.gradients + masters + 2 * state.moments,
         bandwidth=bandwidth,

@@ -139,14 +139,14 @@ class BoxDirectory:
         """Returns the kinds of state that were requested from this directory."""
         return sorted({key.partition("/")[0] for key in self._requested})
 
-    def unexpected_keys(self, may_ignore_kind: Callable[[str], bool]) -> list[str]:
-        """Returns tensors that no rank requested, of kinds that must not be ignored."""
+    def unexpected_keys(self, may_ignore_key: Callable[[str], bool]) -> list[str]:
+        """Returns tensors that no rank requested, and that must not be ignored."""
         return [
             key
             for key in self._tensors
             if key not in self._requested
             and other_precision_key(key) not in self._requested
-            and not may_ignore_kind(key.partition("/")[0])
+            and not may_ignore_key(key)
         ]
 
 

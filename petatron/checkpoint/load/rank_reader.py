@@ -43,7 +43,7 @@ class RankReader:
         chunks: Sequence[Chunk],
         *,
         strict: bool,
-        may_ignore_kind: Callable[[str], bool] | None,
+        may_ignore_key: Callable[[str], bool] | None,
         check_all_files: bool,
     ) -> box_reads.ReadPlan:
         """Plans every read of this rank; everything that does not fit is one error. All ranks call it."""
@@ -58,7 +58,7 @@ class RankReader:
 
         told = exchange_messages(self._ranks.run(answer), self._axis)
         surplus = (
-            directory.unexpected_keys(may_ignore_kind or self._ignore_unrequested_kinds(directory)) if strict else []
+            directory.unexpected_keys(may_ignore_key or self._ignore_unrequested_kinds(directory)) if strict else []
         )
         return self._ranks.run(lambda: self._plan_from_answers(chunks, told, strict=strict, unexpected_keys=surplus))
 
@@ -66,7 +66,7 @@ class RankReader:
         """By default a load ignores the kinds of state that no rank requests."""
         asked = all_gather_objects(directory.requested_kinds(), self._axis)
         kinds = {kind for found in asked for kind in found}
-        return lambda kind: kind not in kinds
+        return lambda key: key.partition("/")[0] not in kinds
 
     def _rows_and_requests(
         self, chunks: Sequence[Chunk], *, check_all_files: bool

@@ -19,10 +19,8 @@ _QUANTISED = "training with quantised weights"
 SAVED_FORMAT = "saving in another format while training"
 ZARR_FORMAT = "Megatron's zarr checkpoints"
 
-_FULL_FINE_TUNING = "`--from FOLDER` fine-tunes all weights of a model"
-_OWN_LOOP = (
-    "a loop of your own with `petatron.build_model` may have any loss, and frozen parameters (docs/optimizers.md)"
-)
+_FULL_FINE_TUNING = "`--from FOLDER` fine-tunes all weights of a model, or with --freeze some of them"
+_OWN_LOOP = "a loop of your own with `petatron.build_model` may have any loss (docs/finetuning.md)"
 
 ALTERNATIVES: Mapping[str, str] = {
     _ADAPTERS: f"Leave it out: {_FULL_FINE_TUNING}; {_OWN_LOOP}",

@@ -156,6 +156,10 @@ class RawTrainConfig:
     objective."""
     objective_settings: tuple[str, ...] = ()
     """Settings of `--objective`: NAME=VALUE, several."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that are not trained, by patterns of their names (embedding.*, layers.[0-9].*): no gradient, no optimizer state."""
+    train_only: tuple[str, ...] = ()
+    """The only parameters that are trained, by patterns of their names (layers.15.*, *norm*); all others are frozen."""
     micro_batch_size: Annotated[BatchSize, "at least 1", "runtime"] = 1
     """Samples per forward pass on one rank."""
     global_batch_size: Annotated[BatchSize, "at least 1"] | None = None

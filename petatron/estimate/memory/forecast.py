@@ -22,6 +22,7 @@ from petatron.estimate.memory.peak import PeakMoment, peak_moments
 from petatron.estimate.recompute_plan import BudgetError, RecomputePlan, plan_recompute
 from petatron.estimate.state_bytes import StateBytes, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.models.frozen_params import frozen_params
 from petatron.models.registry import model_spec
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 
@@ -82,7 +83,7 @@ def format_gigabytes(size: float) -> str:
 
 def recompute_plans(run: RunConfig, *, device: DeviceKind) -> list[RecomputePlan]:
     """Returns the plan of every stage in model order; raises the `BudgetError` of the stage that needs most if a budget is too small."""
-    spec, shape = model_spec(run), ActivationShape.from_config(run, device=device)
+    spec, shape, frozen = model_spec(run), ActivationShape.from_config(run, device=device), frozen_params(run)
     pipeline = pipeline_plan(run)
     in_flight = pipeline.in_flight(num_micro_batches(run))
     plans: list[RecomputePlan] = []
@@ -90,7 +91,9 @@ def recompute_plans(run: RunConfig, *, device: DeviceKind) -> list[RecomputePlan
     for stage, count in zip(pipeline_stages(run), in_flight, strict=True):
         try:
             plans.append(
-                plan_recompute(run.memory, spec, shape, stage, in_flight=count, num_local_stages=pipeline.virtual)
+                plan_recompute(
+                    run.memory, spec, shape, stage, in_flight=count, num_local_stages=pipeline.virtual, frozen=frozen
+                )
             )
         except BudgetError as error:
             errors.append(error)

@@ -5,6 +5,7 @@ Weights and optimizer state are there throughout. Beside them are activations, g
     the loss                activations of all layers, and a chunk of logits
     a branch in backward    activations of the layers before it and its own, which may be recomputed, and its workspace
     the update              gradients alone
+    a layer that saves nothing, being below every trainable parameter: its input and what a branch of it computes
 
 A step of one micro-batch has the gradients of those layers alone that backward has been through (`parallel/data/gradient_reduction.py`),
 and of the output head, which are computed with the loss. Other steps have all gradients at any time, and so has one that is
@@ -27,7 +28,9 @@ from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.estimate.state_bytes import count_parameters
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL
+from petatron.layers.transformer_layer import LayerSpec
 from petatron.mesh.rank_layout import Layout
+from petatron.models.frozen_params import frozen_params, without_names
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
 from petatron.schedule.pipeline_plan import num_micro_batches
@@ -72,20 +75,36 @@ def _moments_with_all_gradients(
 ) -> Iterator[PeakMoment]:
     """Yields the loss and the most that backward needs."""
     offloaded = run.memory.cpu_offloading_num_layers
-    logits = sum(plan.in_flight * spec.outer_saved_bytes(shape, stage) for stage, plan in stages)
+    logits = sum(plan.in_flight * min(plan.saved_bytes, spec.outer_saved_bytes(shape, stage)) for stage, plan in stages)
     saved = sum(
         plan.in_flight * plan.saved_bytes - freed_bytes(plan, shape, spec.stage_layers(stage), offloaded)
         for stage, plan in stages
     )
     recomputed = sum(plan.peak_bytes - plan.in_flight * plan.saved_bytes for _, plan in stages)
-    kinds = {layer for stage, _ in stages for layer in spec.stage_layers(stage)}
+    kinds = {layer for stage, plan in stages for layer in spec.stage_layers(stage)[plan.num_without_backward :]}
     workspace = max(
         (one.workspace for layer in kinds for branch in layer.branches for one in branch.backward_moments(shape)),
         default=0,
     )
     yield PeakMoment(saved - logits + recomputed, logits, workspace, 1.0)
+    forward = max((_forward_workspace(spec.stage_layers(stage), plan, shape) for stage, plan in stages), default=0)
+    if forward:  # of the last micro-batch in flight
+        earlier = max(1.0 - 1.0 / plan.in_flight for _, plan in stages)
+        yield PeakMoment(int(earlier * (saved - logits)), int(earlier * logits), forward, 1.0)
     if any(stage.has_loss for stage, _ in stages):
         yield PeakMoment(saved - logits, logits, spec.loss_workspace_bytes(shape), 1.0)
+
+
+def _forward_workspace(layers: Sequence[LayerSpec], plan: RecomputePlan, shape: ActivationShape) -> int:
+    """Returns what the forward of a layer that saves nothing needs: its input, and what its largest branch would save."""
+    first = dict.fromkeys(layers[: plan.num_without_backward])
+    return max(
+        (
+            layer_input_bytes(layer, shape) + max(branch_bytes(layer, branch, shape) for branch in layer.branches)
+            for layer in first
+        ),
+        default=0,
+    )
 
 
 class _OneMicroBatch:
@@ -95,8 +114,9 @@ class _OneMicroBatch:
         self, run: RunConfig, spec: ModelSpec, shape: ActivationShape, stage: PipelineStage, plan: RecomputePlan
     ) -> None:
         self._spec, self._shape, self._stage, self._plan = spec, shape, stage, plan
-        self._layers = spec.stage_layers(stage)
-        self._offloaded = {*offloaded_layers(len(self._layers), run.memory.cpu_offloading_num_layers)}
+        self._layers, self._frozen = spec.stage_layers(stage), frozen_params(run)
+        number, self._first = run.memory.cpu_offloading_num_layers, plan.num_without_backward
+        self._offloaded = {*offloaded_layers(len(self._layers), number, num_without_backward=self._first)}
         layout = Layout.from_config(run.parallel)
         self._coordinate = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
         starts = accumulate((count for count, _ in plan.groups), initial=0)
@@ -104,7 +124,9 @@ class _OneMicroBatch:
         self._saved = [self._saved_bytes(index) for index in range(len(self._layers))]
 
     def _saved_bytes(self, index: int) -> int:
-        """Returns what a layer saves; of a recomputed group that is the first one's input."""
+        """Returns what a layer saves; of a recomputed group that is the first one's input, and without a backward nothing."""
+        if index < self._first:
+            return 0
         layer, modules = self._layers[index], self._plan.modules[index]
         if FULL in modules:
             return layer_input_bytes(layer, self._shape) if self._group_start[index] == index else 0
@@ -117,32 +139,54 @@ class _OneMicroBatch:
         return stay + sum(sorted(away)[-LAYERS_IN_TRANSIT:])
 
     def _elements(self, stage: PipelineStage) -> int:
-        return count_parameters(self._spec.outer_params(stage), self._coordinate)
+        """Returns the trained elements of a stage outside its layers."""
+        return count_parameters(self._frozen.trained(self._spec.outer_params(stage)), self._coordinate)
+
+    def _trained(self, index: int, prefix: str = "") -> int:
+        """Returns the trained elements of a layer, or of those of its parameters whose names begin so."""
+        layer, number = self._layers[index], self._stage.layer_indices[index]
+        frozen = self._frozen.layer_names[number] if self._frozen else frozenset()
+        params = {name: param for name, param in layer.params().items() if name.startswith(prefix)}
+        return count_parameters(without_names(params, frozen), self._coordinate)
 
     def moments(self) -> Iterator[PeakMoment]:
         stage, spec, shape, count = self._stage, self._spec, self._shape, len(self._layers)
         head = self._elements(PipelineStage((), has_embedding=False, has_loss=True)) if stage.has_loss else 0
-        layers = [count_parameters(layer.params(), self._coordinate) for layer in self._layers]
+        layers = self._trained_by_layer()
         total = max(1, self._elements(stage) + sum(layers))
         if stage.has_loss:
             logits = spec.outer_saved_bytes(shape, stage)
             yield PeakMoment(self._on_device(count), logits, spec.loss_workspace_bytes(shape), head / total)
         before_loss = spec.outer_saved_bytes(shape, replace(stage, has_loss=False))
         written = head
-        for index in reversed(range(count)):
+        for index in reversed(range(self._first, count)):
             if not self._is_between_equals(index):
                 yield from self._layer_moments(index, before_loss, written, total)
             written += layers[index]
+        if self._first:
+            yield PeakMoment(0, 0, _forward_workspace(self._layers, self._plan, shape), 0.0)
         yield PeakMoment(0, 0, 0, 1.0)
+
+    def _trained_by_layer(self) -> list[int]:
+        """Returns the trained elements of every layer; equal ones are counted once."""
+        counts: dict[tuple[LayerSpec, frozenset[str]], int] = {}
+        keys = [
+            (layer, self._frozen.layer_names[number] if self._frozen else frozenset[str]())
+            for layer, number in zip(self._layers, self._stage.layer_indices, strict=True)
+        ]
+        for index, key in enumerate(keys):
+            if key not in counts:
+                counts[key] = self._trained(index)
+        return [counts[key] for key in keys]
 
     def _is_between_equals(self, index: int) -> bool:
         """Whether a layer's neighbours on both sides are such layers too: the peak is at an end of the row."""
         kinds = {
             (self._layers[at], self._plan.modules[at], self._saved[at], at in self._offloaded)
             for at in range(index - 1, index + 2)
-            if 0 <= at < len(self._layers)
+            if self._first <= at < len(self._layers)
         }
-        return 0 < index < len(self._layers) - 1 and len(kinds) == 1
+        return self._first < index < len(self._layers) - 1 and len(kinds) == 1 and not self._frozen
 
     def _layer_moments(self, index: int, logits: int, written: int, total: int) -> Iterator[PeakMoment]:
         """Yields the moments of one layer's backward; `written` elements have their gradients."""
@@ -157,7 +201,7 @@ class _OneMicroBatch:
                 branch_bytes(layer, one, shape, () if FULL in modules else modules) for one in layer.branches[:at]
             )
             activations = before + earlier + branch_bytes(layer, branch, shape)
-            elements = count_parameters(branch.params(), self._coordinate)
+            elements = self._trained(index, f"{branch.name}.")
             for one in branch.backward_moments(shape):
                 share = (written + one.grad_share * elements) / total
                 yield PeakMoment(activations, logits, one.workspace, share)

@@ -46,6 +46,7 @@ from petatron.estimate.recompute_plan import RecomputePlan, recompute_flops
 from petatron.estimate.state_bytes import ElementCounts, element_bytes, local_element_counts, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.mesh.rank_layout import Layout
+from petatron.models.frozen_params import frozen_params
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
 from petatron.schedule.pipeline_plan import num_micro_batches
@@ -78,7 +79,7 @@ def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, dev
     parallel, micro_batches = run.parallel, num_micro_batches(run)
     speed = _FLOPS_FP32 if computes_in_fp32(run) else _FLOPS
     spec, tp = model_spec(run), parallel.tensor_model_parallel_size
-    per_token = model_flops_per_token(spec, tp_size=tp)
+    per_token = model_flops_per_token(spec, tp_size=tp, frozen=frozen_params(run))
     tokens = run.train.global_batch_size * run.model.seq_length
     ideal = per_token * tokens / parallel.world_size / speed
     shape, stages = ActivationShape.from_config(run, device=device), pipeline_stages(run)
@@ -87,9 +88,11 @@ def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, dev
     seconds = ideal * (1.0 + 256.0 / shape.gathered_tokens) + micro_batches * 12.0 * local / _MEMORY_BANDWIDTH
     seconds += _largest_recompute_flops(spec, stages, shape, plans) * micro_batches / speed
     head = 6 * head_gemm_elements(spec, tp_size=tp)
-    forward = (1.0 - head / per_token) * ideal / micro_batches / 3.0
+    whole = model_flops_per_token(spec, tp_size=tp)  # forward costs the same, whatever is frozen
+    forward = (1.0 - head / whole) * (ideal * whole / per_token) / micro_batches / 3.0
     seconds += _activation_offload_wait(run, shape, plans[0], stages[0], forward_s=forward) * micro_batches
-    seconds += _data_parallel_wait(run, elements, micro_batches, forward_s=forward)
+    trained = local_element_counts(run, stages[:1], trained=True)
+    seconds += _data_parallel_wait(run, elements, trained, micro_batches, forward_s=forward)
     others = parallel.context_parallel_size - 1
     sent = sum(
         count * branch.context_parallel_bytes(shape)
@@ -151,23 +154,29 @@ def _activation_offload_wait(
     return max(0.0, seconds - forward_s) + max(0.0, seconds - 2.0 * forward_s)
 
 
-def _data_parallel_wait(run: RunConfig, elements: ElementCounts, micro_batches: int, *, forward_s: float) -> float:
+def _data_parallel_wait(
+    run: RunConfig, elements: ElementCounts, trained: ElementCounts, micro_batches: int, *, forward_s: float
+) -> float:
     """Returns the seconds that a step waits for gradient reduction and weight all-gather, and the time of their copies and casts."""
     parallel, layout = run.parallel, Layout.from_config(run.parallel)
     sharded = parallel.data_parallel_sharding_strategy != "no_shard"
     replicas = (layout.dp_shard * layout.cp, layout.edp_shard) if sharded else (layout.dp * layout.cp, layout.edp)
     local = elements.dense + elements.experts
-    received = elements.dense * (1.0 - 1.0 / replicas[0]) + elements.experts * (1.0 - 1.0 / replicas[1])
+    fully_sharded = parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES and layout.world_size > 1
+    received, gathered = (
+        counts.dense * (1.0 - 1.0 / replicas[0]) + counts.experts * (1.0 - 1.0 / replicas[1])
+        for counts in (trained, elements if fully_sharded else trained)
+    )
     link = _INTRA_NODE_BANDWIDTH if replicas[0] * layout.tp <= _DEVICES_PER_NODE else _INTER_NODE_BANDWIDTH
     weight = 1 if run.precision.fp8_param_gather else element_bytes(run)
     reduce = received * (2 if parallel.grad_reduce_in_bf16 else max(element_bytes(run), 4)) / link
-    gather = received * weight / link
+    gather = gathered * weight / link
 
     def exposed(seconds: float, hidden: float) -> float:
         return max(0.0, seconds - hidden)
 
     backward = 2.0 * forward_s
-    if parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES and layout.world_size > 1:
+    if fully_sharded:
         copy = 2.0 * weight * local / _MEMORY_BANDWIDTH
         casts = (
             12.0 * (local - elements.embedding_and_head) / _MEMORY_BANDWIDTH

@@ -25,6 +25,7 @@ class ParamSpec:
     weight_decay: whether weight decay applies to it.
     is_gemm: whether it is the weight of a GEMM over tokens, so that it costs FLOPs and may run in FP8.
     active: the share of it that one token uses: less than 1 for experts.
+    trainable: whether training changes it; a frozen one has no gradient and no optimizer state (`models/frozen_params.py`).
     """
 
     shape: Shape
@@ -34,6 +35,7 @@ class ParamSpec:
     weight_decay: bool = False
     is_gemm: bool = False
     active: Fraction = Fraction(1)
+    trainable: bool = True
 
     @property
     def num_elements(self) -> int:

@@ -97,11 +97,13 @@ def fully_shard_stages(
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype | None,
     fp8_weights: Fp8Weights | None = None,
+    num_without_backward: Sequence[int] | None = None,
 ) -> list[FsdpParamGroup]:
     """Shards the parameters of a rank's stages, and allocates this rank's shards, all zero.
 
     The stages are still on the meta device, in at least fp32, with all other kinds of parallelism applied. `reduce_dtype` is
     the precision gradients are reduced in; None means at least fp32. `fp8_weights` says which weights may be all-gathered in FP8.
+    `num_without_backward`: of each stage, how many of its first layers have no backward, so that nothing is gathered for it.
     """
     wide = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(
@@ -114,7 +116,7 @@ def fully_shard_stages(
     groups: list[FsdpParamGroup] = []
     every = [parameter for stage in stages for parameter in stage.parameters()]
     assert len(every) == len(set(every)), "a parameter of two stages cannot be fully sharded"
-    for stage in stages:
+    for stage, without_backward in zip(stages, num_without_backward or [0] * len(stages), strict=True):
         for module in _expert_modules(stage, placements):
             expert.wrap(module)
         for block in stage.layers.values():
@@ -125,7 +127,7 @@ def fully_shard_stages(
             assert isinstance(embedding, FSDPModule)
             embedding.set_unshard_in_backward(False)
         dense.wrap(stage, reshard_after_forward=False)
-        _set_backward_prefetch(stage)
+        _set_backward_prefetch(stage, without_backward)
         register_fsdp_forward_method(stage, "logits")
         register_fsdp_forward_method(stage, "generation_step")
         _CallerDicts().register_hooks(stage)
@@ -230,17 +232,22 @@ def _expert_modules(module: nn.Module, placements: Mapping[str, Placement], pref
         yield from _expert_modules(child, placements, f"{prefix}.{name}" if prefix else name)
 
 
-def _set_backward_prefetch(stage: StageModule) -> None:
+def _set_backward_prefetch(stage: StageModule, num_without_backward: int) -> None:
     """Makes every unit prefetch the next one of the backward pass.
 
     By default fully_shard prefetches the unit whose forward ran before this one's, which is of another micro-batch when this one is a
-    stage's first; that one would be gathered for nothing. The first unit names itself, which is gathered already.
+    stage's first; that one would be gathered for nothing. The first unit names itself, which is gathered already. Units whose layers
+    have no backward are not named.
     """
     # In the reversed list of modules, a module comes after its own children, as it does in the forward pass.
     forward: list[Iterable[FSDPModule]] = [
-        fsdp_units(module) for modules in stage.outer_modules() for module in modules
+        fsdp_units(module)
+        for modules in stage.outer_modules()
+        for module in modules
+        if num_without_backward == 0 or any(parameter.requires_grad for parameter in module.parameters())
     ]
-    forward += [reversed(list(fsdp_units(block))) for block in stage.layers.values()]
+    blocks = list(stage.layers.values())[num_without_backward:]
+    forward += [reversed(list(fsdp_units(block))) for block in blocks]
     forward.append([stage] if isinstance(stage, FSDPModule) else [])
     order = [unit for units in forward for unit in units]
     for unit, following in zip(order, [order[0], *order]):

@@ -58,8 +58,8 @@ def _rank_ranges(shape: Shape, num_ranks: int, rank: int) -> Iterator[tuple[int,
 class FsdpParamGroup:
     """This rank's shards of one stage's parameters in one optimizer group; one flat shard per parameter.
 
-    Gradients are in one buffer that fully_shard accumulates into: its views are the parameters' `grad`. `shard_axes` are the ranks that
-    shard dense parameters, and those that shard experts.
+    Gradients are in one buffer that fully_shard accumulates into: its views are the parameters' `grad`. Frozen parameters have none: their
+    buffer is on the meta device. `shard_axes` are the ranks that shard dense parameters, and those that shard experts.
     """
 
     def __init__(
@@ -86,8 +86,11 @@ class FsdpParamGroup:
         self._parameters = parameters
         first = parameters[0].to_local()
         wide = torch.promote_types(first.dtype, torch.float32)
-        self.flat_grads = torch.zeros(sum(s.length for s in flat_shards), dtype=wide, device=first.device)
-        self._grads = [self._as_dtensor(parameter, grad) for parameter, grad in zip(parameters, self.grads())]
+        length, device = sum(shard.length for shard in flat_shards), first.device if spec.trainable else "meta"
+        self.flat_grads = torch.zeros(length, dtype=wide, device=device)
+        trained = zip(parameters, self.grads()) if spec.trainable else ()
+        self._grads = [self._as_dtensor(parameter, grad) for parameter, grad in trained]
+        self._units = _units_of(parameters, stage)
 
     @staticmethod
     def _as_dtensor(parameter: DTensor, grad: Tensor) -> DTensor:
@@ -124,7 +127,7 @@ class FsdpParamGroup:
 
     def all_gather_params(self) -> None:
         """Frees gathered parameters, so that the next forward all-gathers the updated ones."""
-        for unit in fsdp_units(self.stage):
+        for unit in self._units:
             unit.reshard()
         for gather in self._fp8_gathers:
             gather.weights_changed()
@@ -140,9 +143,9 @@ class FsdpGradientReducer:
     """Starts and ends a step's gradient reduction by fully_shard, and all-reduces over the replicas of shards."""
 
     def __init__(self, param_groups: Sequence[FsdpParamGroup], mesh: ParallelMesh) -> None:
-        self._param_groups = param_groups
+        self._param_groups = [group for group in param_groups if group.spec.trainable]
         self._mesh = mesh
-        self._partial_groups = groups_with_partial_grads(param_groups)
+        self._partial_groups = groups_with_partial_grads(self._param_groups)
         self._stages = list(dict.fromkeys(group.stage for group in param_groups))
 
     def start_step(self, micro_batches: int) -> None:
@@ -173,6 +176,17 @@ class FsdpGradientReducer:
             handle.wait()
             if reduced is not grads:
                 grads.copy_(reduced)
+
+
+def _units_of(parameters: Sequence[DTensor], stage: nn.Module) -> list[FSDPModule]:
+    """Returns the units that gather some of these parameters themselves, not through a unit inside of them."""
+    wanted, units, inner = set(parameters), [], set[nn.Parameter]()
+    for unit in reversed(list(fsdp_units(stage))):  # inner units first
+        gathered = set(unit.parameters()) - inner
+        inner |= gathered
+        if not wanted.isdisjoint(gathered):
+            units.append(unit)
+    return units[::-1]
 
 
 def fsdp_units(stage: nn.Module) -> Iterator[FSDPModule]:

@@ -2,11 +2,11 @@
 
 Gradients of all micro-batches accumulate in the fp32 (or wider) buffers of `sharding/flat_buffer.py`. GEMMs write there directly
 (`layers/ops/linear_op.py`), other gradients come from autograd; the first gradient of a step overwrites that of the last step, so
-only parameters without a gradient are set to zero. Every use of a parameter brings one gradient per micro-batch; when a bucket
-has got all of a step's, it is reduced over the ranks that had other tokens, overlapped with the backward pass: an all-reduce, or
-with sharded optimizer state a reduce-scatter to the owned ranges. A stage's buckets are sent in one fixed
-order on every rank, whatever order gradients arrive in, so ranks cannot deadlock. Losses are divided
-by the global token count before the backward pass, so the sum is the gradient: nothing is averaged here.
+only parameters without a gradient are set to zero. Every use of a parameter that requires a gradient brings one per micro-batch;
+when a bucket has got all of a step's, it is reduced over the ranks that had other tokens, overlapped with the backward pass: an
+all-reduce, or with sharded optimizer state a reduce-scatter to the owned ranges. A stage's buckets are sent in one fixed order on
+every rank, whatever order gradients arrive in, so ranks cannot deadlock. Losses are divided by the global token count before the
+backward pass, so the sum is the gradient: nothing is averaged here. Parameters that were frozen when the model was built are in no bucket.
 
 A step of one micro-batch needs activations and gradients at different times: when its activations are most, before the backward
 pass, it has no gradients but the output head's. So it frees the memory of gradients when it starts, and allocates that of a bucket when
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from petatron.base.errors import TrainError
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
@@ -40,10 +41,21 @@ class _BucketReduction:
     group: FlatParamGroup
     bucket: Bucket
     grads: BucketGrads
-    grads_per_micro_batch: int
     order: tuple[int, int]
     num_pending: int = 0
     handles: list[Handle] = field(default_factory=list)
+    main_grads: list[_MainGrad] = field(default_factory=list)
+
+    def grads_per_micro_batch(self) -> int:
+        """Returns how many gradients it gets; none of parameters that require none now."""
+        return sum(slot.grads_per_micro_batch for slot in self.bucket.params if slot.parameter.requires_grad)
+
+    def zero_missing_grads(self) -> None:
+        """Sets gradients to zero that nothing has written in this step."""
+        for main in self.main_grads:
+            if main.overwrite_next:
+                self.grads.allocate()
+                main.main_grad.zero_()
 
 
 @dataclass(slots=True)
@@ -72,13 +84,14 @@ class GradientReducer:
 
         With `overlap` buckets are reduced during the backward pass.
         """
-        self._param_groups = param_groups
+        self._param_groups = [group for group in param_groups if group.spec.trainable]
+        self._frozen_groups = [group for group in param_groups if not group.spec.trainable]
         self._mesh = mesh
         self.overlap = overlap
         self._reduce_dtype = reduce_dtype
         self._keeps_allocated = False
         self._queues: list[list[_BucketReduction]] = []
-        self._partial_groups = groups_with_partial_grads(param_groups)
+        self._partial_groups = groups_with_partial_grads(self._param_groups)
         self._main_grads: dict[int, _MainGrad] = {}
         """By the identity of the parameter: a tensor's hash is a call of Python."""
         self._build_queues()
@@ -89,9 +102,8 @@ class GradientReducer:
         for group in self._param_groups:
             for bucket, grads in zip(group.buckets, group.bucket_grads, strict=True):
                 order = max(slot.grad_order for slot in bucket.params)
-                gradients = sum(slot.grads_per_micro_batch for slot in bucket.params)
                 queue = queues.setdefault(group.virtual_stage, [])
-                queue.append(_BucketReduction(group, bucket, grads, gradients, (order, len(queue))))
+                queue.append(_BucketReduction(group, bucket, grads, (order, len(queue))))
         for queue in queues.values():
             queue.sort(key=lambda send: send.order)
             self._queues.append(queue)
@@ -102,9 +114,9 @@ class GradientReducer:
     def _register_grad_hook(
         self, param: BucketParam, reduction: _BucketReduction, queue: list[_BucketReduction]
     ) -> None:
-        self._main_grads[id(param.parameter)] = _MainGrad(
-            param.parameter, reduction.group.param_grad(param), reduction, queue
-        )
+        main = _MainGrad(param.parameter, reduction.group.param_grad(param), reduction, queue)
+        self._main_grads[id(param.parameter)] = main
+        reduction.main_grads.append(main)
 
         # The garbage collector cannot see a parameter's hook: a strong reference would keep all of this alive for ever,
         # process groups included.
@@ -120,15 +132,25 @@ class GradientReducer:
 
     def start_step(self, micro_batches: int) -> None:
         """Starts a step: gradients of the last are lost, and every use of a parameter will bring one per micro-batch."""
+        self._check_frozen()
         for main in self._main_grads.values():
             main.overwrite_next = True
         for queue in self._queues:
             for send in queue:
-                send.num_pending = send.grads_per_micro_batch * micro_batches
+                send.num_pending = send.grads_per_micro_batch() * micro_batches
                 if micro_batches == 1 and not self._keeps_allocated:
                     send.grads.free()
                 else:
                     send.grads.allocate()
+
+    def _check_frozen(self) -> None:
+        slots = (slot for group in self._frozen_groups for slot in group.params)
+        thawed = [slot.name for slot in slots if slot.parameter.requires_grad]
+        if thawed:
+            raise TrainError(
+                f"{thawed[0]} requires a gradient, and has no memory for one: it was frozen when the model was built. Build the model "
+                "without freezing it (--freeze, --train-only)."
+            )
 
     def keep_grads_allocated(self) -> None:
         """Keeps gradients at the same addresses from now on; between steps, or before the first gradient of one."""
@@ -185,6 +207,7 @@ class GradientReducer:
 
     def _start_reduction(self, reduction: _BucketReduction) -> None:
         reduction.num_pending = -1
+        reduction.zero_missing_grads()
         axes, bucket = reduction.group.axes, reduction.bucket
         grads = reduction.grads.flat
         sent = grads if self._reduce_dtype is None else grads.to(self._reduce_dtype)
@@ -208,12 +231,6 @@ class GradientReducer:
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
         """Starts the remaining reductions, waits for all, and all-reduces partial gradients inside a replica."""
-        for main in self._main_grads.values():
-            if (
-                main.overwrite_next
-            ):  # a parameter without a gradient has a zero one; its bucket cannot have been reduced yet
-                main.reduction.grads.allocate()
-                main.main_grad.zero_()
         for queue in self._queues:
             for send in queue:
                 if send.num_pending >= 0:

@@ -19,12 +19,14 @@ def wait_for_params_before_use(stages: Sequence[StageModule], param_groups: Sequ
     """Makes every layer, and the modules before and after them, wait for the buckets of its parameters."""
     where: dict[nn.Parameter, tuple[FlatParamGroup, int]] = {}
     for group in param_groups:
-        for index, bucket in enumerate(group.buckets):
+        for index, bucket in enumerate(group.buckets if group.spec.trainable else ()):
             where |= {slot.parameter: (group, index) for slot in bucket.params}
     for stage in stages:
         for module, parameters in _modules_with_params(stage):
             needed: dict[int, tuple[FlatParamGroup, set[int]]] = {}
             for parameter in parameters:
+                if parameter not in where:  # frozen: never gathered
+                    continue
                 group, index = where[parameter]
                 needed.setdefault(id(group), (group, set()))[1].add(index)
             for group, indices in needed.values():

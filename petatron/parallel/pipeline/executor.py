@@ -5,7 +5,8 @@ waited for where their result is used, so they overlap the computations between.
 its graph, not its values. A forward and a backward of one entry of the list run combined (`combined_forward_backward.py`).
 
 What moves between stages are bundles: the named tensors that a boundary declares (`models/stage_inputs_outputs.py`), in this order, and
-on the way back the gradients of those that have one. An empty bundle is not sent, and not waited for.
+on the way back the gradients of those that have one. An empty bundle is not sent, and not waited for. A stage below every trainable
+parameter has no backward: its forward saves nothing, and its backward actions do nothing.
 """
 
 from __future__ import annotations
@@ -62,18 +63,20 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _StageBoundaries:
-    """The tensors into and out of a stage, and those of them that have gradients."""
+    """The tensors into and out of a stage, and those of them that have gradients; whether the stage has a backward at all."""
 
     takes: tuple[BoundaryTensor, ...]
     takes_with_grad: tuple[BoundaryTensor, ...]
     gives: tuple[BoundaryTensor, ...]
     gives_with_grad: tuple[BoundaryTensor, ...]
+    has_backward: bool
 
     @classmethod
-    def of(cls, io: ModelIO, stage: int) -> _StageBoundaries:
+    def of(cls, io: ModelIO, stage: int, module: StageModule) -> _StageBoundaries:
         takes, gives = io.boundaries[stage], (*io.boundaries[stage + 1 : stage + 2], ())[0]
-        with_grad = (tuple(x for x in side if x.requires_grad) for side in (takes, gives))
-        return cls(takes, next(with_grad), gives, next(with_grad))
+        takes_grad, gives_grad = (tuple(x for x in side if x.requires_grad) for side in (takes, gives))
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        return cls(takes, takes_grad, gives, gives_grad, bool(takes_grad) or trains)
 
 
 class PipelineExecutor:
@@ -101,7 +104,7 @@ class PipelineExecutor:
         self._sequence_shards = sequence_shards
         self._weight_grad_queue = weight_grad_queue
         self._combined_passes = combined_passes
-        self._boundaries = {stage: _StageBoundaries.of(io, stage) for stage in stages}
+        self._boundaries = {stage: _StageBoundaries.of(io, stage, module) for stage, module in stages.items()}
         self._checked_stages: set[int] = set()
 
     def run(
@@ -251,13 +254,14 @@ class _ScheduleExecution:
     def _forward(self, key: StageMicroBatch) -> None:
         stage, micro_batch = key
         batch, scales = self._batches[micro_batch], self._scales
-        inputs = self._inputs.get(key, {})
+        has_backward = scales is not None and self._pipeline._boundaries[stage].has_backward
+        inputs = self._inputs.get(key, {}) if has_backward else self._inputs.pop(key, {})
         if scales is not None:
             for tensor in self._pipeline._boundaries[stage].takes_with_grad:
                 inputs[tensor.name].requires_grad_()
         statistics: dict[int, Tensor] = {}
         edges: list[GradientEdge] = []
-        with torch.set_grad_enabled(scales is not None):
+        with torch.set_grad_enabled(has_backward):
             weights = self._terms.known_gradients(batch)
             # `fully_shard` must see the inputs as a positional argument (`parallel/data/fsdp.py`).
             output = self._pipeline._stages[stage](
@@ -302,8 +306,6 @@ class _ScheduleExecution:
             self.result.collected[micro_batch].update(output.collected)
         if self._scales is not None:
             self._backward_inputs[key] = backward_input
-        else:
-            self._inputs.pop(key, None)
 
     def _backward(self, key: StageMicroBatch) -> None:
         stage, micro_batch = key

@@ -19,6 +19,7 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.flops import parameter_count
 from petatron.estimate.memory.forecast import forecast_memory, format_gigabytes
 from petatron.estimate.recompute_plan import RecomputePlan
+from petatron.models.frozen_params import describe_frozen, frozen_params
 from petatron.models.registry import model_spec
 from petatron.schedule.pipeline_plan import num_micro_batches
 from petatron.train.build_run import RunLength
@@ -43,6 +44,8 @@ class RunHeader:
             "precision": precision_text(self._run.precision),
             "memory": self._memory(),
         }
+        if frozen := frozen_params(self._run):
+            facts["trained"] = describe_frozen(model_spec(self._run), frozen)
         return [f"{name + ':':<11}{text}" for name, text in facts.items()]
 
     def details(self) -> list[str]:

@@ -48,7 +48,7 @@ def model_components(
 
 
 class WeightState(FixedPlace):
-    """The weights; an optimizer's master weights are loaded in their place, and the model's follow from them."""
+    """The weights; an optimizer's master weights are loaded in their place, and the model's follow from them. Frozen ones have none."""
 
     name, title, required = "weights", "weights", True
     fixed_kinds = (_WEIGHT, _MASTER)
@@ -57,18 +57,26 @@ class WeightState(FixedPlace):
         self._model, self._optimizer, self._save_master = model, optimizer, save_master
 
     def chunks(self) -> Iterator[Chunk]:
-        for group in self._model.param_groups:
-            for shard, view in group_tensor_shards(group, group.weights()):
-                yield Chunk.of_shard(_WEIGHT, group, shard, view)
+        yield from self._model_chunks()
         if self._optimizer is not None and self._save_master and self._optimizer.has_master_weights:
-            yield from self.chunks_to_load()
+            yield from self._trained_chunks(self._optimizer)
 
     def chunks_to_load(self) -> Iterator[Chunk]:
-        if self._optimizer is None:
-            yield from self.chunks()
-            return
-        kind = _MASTER if self._optimizer.has_master_weights else _WEIGHT
-        for group, shard, view in self._optimizer.master_weights():
+        yield from self._model_chunks(frozen_only=self._optimizer is not None)
+        if self._optimizer is not None:
+            yield from self._trained_chunks(self._optimizer)
+
+    def _model_chunks(self, *, frozen_only: bool = False) -> Iterator[Chunk]:
+        for group in self._model.param_groups:
+            if group.spec.trainable and frozen_only:
+                continue
+            for shard, view in group_tensor_shards(group, group.weights()):
+                yield Chunk.of_shard(_WEIGHT, group, shard, view)
+
+    @staticmethod
+    def _trained_chunks(optimizer: MixedPrecisionOptimizer) -> Iterator[Chunk]:
+        kind = _MASTER if optimizer.has_master_weights else _WEIGHT
+        for group, shard, view in optimizer.master_weights():
             yield Chunk.of_shard(kind, group, shard, view)
 
     def restore(self, saved: SavedState) -> None:
@@ -83,7 +91,7 @@ class WeightState(FixedPlace):
 class MomentState(FixedPlace):
     """The moments of the optimizer, and how many updates it has made."""
 
-    name, title, required = "optimizer", "optimizer state", True
+    name, title, required, trained_only = "optimizer", "optimizer state", True, True
     path = ("optimizer",)
 
     def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
@@ -102,6 +110,7 @@ class MomentState(FixedPlace):
 
     def restore(self, saved: SavedState) -> None:
         self._optimizer.load_scalar_state(saved.values)
+        self._optimizer.reset_moments(saved.unfrozen)
 
     def start_anew(self, reason: str) -> None:
         """The flag that leaves them says so."""

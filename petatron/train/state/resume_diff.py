@@ -94,7 +94,8 @@ def resume_changes(
     for section in sorted(saved_config.keys() & now.keys()):
         for name in sorted(saved_config[section].keys() | now[section].keys()):
             known = fields_by_path().get(f"{section}.{name}")
-            default = None if known is None else known.default  # a setting that came later had its default then
+            # A setting that came later had its default then, in the form that JSON gives it.
+            default = None if known is None else json.loads(json.dumps(known.default))
             before, after = saved_config[section].get(name, default), now[section].get(name)
             if known is not None and "path" in known.marks:
                 before = json.loads(

@@ -46,7 +46,7 @@ def save_with_manager(
     manager.save(
         step,
         [chunk for component in components for chunk in component.chunks()],
-        facts=build_document(components, facts),
+        facts=build_document(components, facts, model.frozen_tensors),
         same_layout_key=model.layout_key,
         local=local_tensors(components),
         model=build_hf_folder(model.spec, _weight_dtype(model), tokenizer),
@@ -121,7 +121,7 @@ def load_state(
     """
     path, mesh = Path(folder), model.mesh
     manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
-    load = ComponentLoad(components, skipped, strict)
+    load = ComponentLoad(components, skipped, strict, model.frozen_tensors)
     held = manager.broadcast_from_rank0(lambda: _loadable_kind(path))
     if held is None:
         if step is None:
@@ -146,7 +146,7 @@ def load_state(
         select,
         read_manifest=partial(folder_manifest, path, model.spec) if is_model else None,
         same_layout_key=model.layout_key if load.reads_local and not is_model else None,
-        may_ignore_kind=None if is_model else load.may_ignore_kind,
+        may_ignore_key=None if is_model else load.may_ignore_key,
         check_all_files=strict,
         fallback=fallback,
     )
@@ -181,8 +181,9 @@ def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
 
 
 def _weight_dtype(model: ParallelModel) -> torch.dtype:
-    """Returns the storage dtype of the weights; fully sharded ones are fp32, since they are the master weights."""
-    return next((weight.dtype for group in model.param_groups for weight in group.weights()), model.dtype)
+    """Returns the storage dtype of the weights; fully sharded ones are fp32, since they are the master weights, unless frozen."""
+    groups = sorted(model.param_groups, key=lambda group: not group.spec.trainable)
+    return next((weight.dtype for group in groups for weight in group.weights()), model.dtype)
 
 
 def checkpoint_chunks(

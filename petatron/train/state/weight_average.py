@@ -4,8 +4,8 @@
 
 It begins with a copy of the weights, as `torch.optim.swa_utils.AveragedModel` does. A rank averages the master weights that it updates, in
 their precision and sharding, so the average is sharded exactly as the optimizer's state is (ZeRO-1, FSDP, tensor-, pipeline- and
-expert-parallel ranks) and nothing is communicated. An update that was skipped on the device counts with weight zero there: the host
-does not wait for it.
+expert-parallel ranks) and nothing is communicated. Frozen weights are their own average, and none is kept. An update that was skipped
+on the device counts with weight zero there: the host does not wait for it.
 
 For an evaluation the model takes the average in place. Where master weights are separate they stay, and the model's weights are rounded
 from the average, afterwards from them again; where the model's weights are the master weights, both change places, a piece at a time.
@@ -34,7 +34,7 @@ _SWAP_ELEMENTS = 1 << 24
 class WeightAverage(AlternativeWeights):
     """The average of this rank's master weights, one tensor per segment of the optimizer's state."""
 
-    name, title = "ema", "averaged weights"
+    name, title, trained_only = "ema", "averaged weights", True
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class WeightAverage(AlternativeWeights):
 
     @torch.no_grad()
     def _exchange(self, *, into_model: bool) -> None:
-        weights = [weight for group in self._model.param_groups for weight in group.weights()]
+        weights = self._optimizer.trained_weights()
         for average, segment in zip(self._averages, self._optimizer.segments, strict=True):
             if segment.has_master_weights:
                 segment.slice_of(weights).copy_(average if into_model else segment.master)
@@ -110,6 +110,11 @@ class WeightAverage(AlternativeWeights):
         if not is_count(count):
             raise ValueError(f"its averaged weights are those of {count!r} updates")
         self._count = count
+        for average, segment in zip(self._averages, self._optimizer.segments, strict=True):
+            pairs = zip(*(segment.flat_shard.tensor_shards(x) for x in (average, segment.master)), strict=True)
+            for (shard, mine), (_, weight) in pairs:
+                if shard.name in saved.unfrozen:
+                    mine.copy_(weight)
 
     def start_anew(self, reason: str) -> str:
         self._count = 0

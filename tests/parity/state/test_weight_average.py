@@ -36,6 +36,7 @@ from tests.parity.harness import tiny_run
 DECAY, STEPS = 0.7, 4
 EMA = f"--ema-decay {DECAY} --train-iters {STEPS} --lr-decay-iters {STEPS} --eval-iters 1"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32 --global-batch-size 4"
+FROZEN = "--freeze *norm* layers.1.*"
 Shards = list[TracedShard]
 
 
@@ -85,8 +86,7 @@ def train(run: RunConfig, end: int = STEPS) -> Outcome:
             break
         train_step(state, batches)
     before = weights(state), averages(average), [w.clone() for g in state.model.param_groups for w in g.weights()]
-    loader = build_loaders(run, state.mesh).valid
-    assert loader is not None
+    [loader] = build_loaders(run, state.mesh).valid.values()
     result = evaluate(state, loader)
     assert isinstance(result, EvaluatedLosses)
     after = [w for g in state.model.param_groups for w in g.weights()]
@@ -131,8 +131,7 @@ def torch_average(model: str, start: int = 0, interval: int = 1) -> tuple[dict[s
         view.copy_(tensors[piece.name][piece.logical_slices()])
     state.model.all_gather_params()
     state.added_components.clear()
-    loader = build_loaders(run, state.mesh).valid
-    assert loader is not None
+    [loader] = build_loaders(run, state.mesh).valid.values()
     result = evaluate(state, loader)
     assert isinstance(result, EvaluatedLosses)
     return tensors, result.loss
@@ -158,6 +157,9 @@ def check(found: list[Outcome], model: str, start: int = 0, interval: int = 1) -
         ("--pp 2", "", 2),
         later("--dp 2 --ep 2 --micro-batch-size 2", f"{EXPERTS} --micro-batch-size 2", 2),
         later("--optimizer muon --dp 2 --use-distributed-optimizer", "--optimizer muon", 2),
+        ("--dp 2 --use-distributed-optimizer", FROZEN, 2),
+        later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", FROZEN, 2),
+        later("--pp 2", FROZEN, 2),
     ],
 )
 def test_every_layout_averages_as_torch_does(ranks: RankPool, layout: str, model: str, world_size: int):
@@ -281,6 +283,20 @@ def test_the_log_has_both_losses_and_inspect_and_convert_the_weights(tmp_path: P
     assert "has no weights eam/. Its kinds of state are ema, exp_avg, exp_avg_sq, model" in capsys.readouterr().err
     assert main(["checkpoint", "convert", f"{tmp_path}/run", f"{tmp_path}/no", *to, "--average-last", "9"]) == 1
     assert "has not 9 steps to average; it has: 1, 2, 3, 4" in capsys.readouterr().err
+
+
+def test_a_frozen_weight_is_its_own_average(tmp_path: Path):
+    """Neither kept nor saved, and counted so; a converted model has the weight."""
+    run = run_of(f"{FROZEN} --save {tmp_path}/run")
+    outcome = train(run)
+    averages = by_name(outcome.averages)
+    assert averages.keys() == by_name(outcome.weights).keys() and not any("norm" in name for name in averages)
+    elements = sum(tensor.numel() for tensor in averages.values())
+    assert state_bytes(run).copies == pytest.approx(8 * elements, rel=0.02), "but for the padding of the vocabulary"
+    convert = ["checkpoint", "convert", f"{tmp_path}/run", f"{tmp_path}/ema", "--to", "huggingface"]
+    assert main([*convert, "--weights", "ema"]) == 0
+    whole = _logical(petatron.from_pretrained(tmp_path / "run", dtype="fp64"))
+    _check_model(tmp_path / "ema", whole | averages)
 
 
 def _logical(model: petatron.Model) -> dict[str, Tensor]:

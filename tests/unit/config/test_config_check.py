@@ -371,7 +371,14 @@ def test_an_empty_path_is_said(name: str, attached: bool):
 def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
     words = {info.name for info in all_fields() if info.kind == "str"}
     others = {"model_type", "moe_layer_freq", "pipeline_model_parallel_layout", "split", "master_addr"}
-    others |= {"window_attn_skip_freq", "linear_attention_freq", "no_rope_freq", "hybrid_layer_pattern"}
+    others |= {
+        "freeze",
+        "train_only",
+        "window_attn_skip_freq",
+        "linear_attention_freq",
+        "no_rope_freq",
+        "hybrid_layer_pattern",
+    }
     others |= {
         "longrope_short_factor",
         "longrope_long_factor",

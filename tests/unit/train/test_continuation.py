@@ -84,7 +84,7 @@ def test_every_setting_of_the_config_has_a_word_or_is_left_out_on_purpose():
 def test_a_setting_that_came_later_than_the_checkpoint_had_its_default_then():
     run = load_config(BASE.split()).config
     then = config_for_checkpoint(run)
-    del then["model"]["qk_layernorm"], then["train"]["seed"]
+    del then["model"]["qk_layernorm"], then["train"]["seed"], then["train"]["freeze"]
     assert resume_changes(then, run, iteration=6, consumed_samples=24) == []
 
 
