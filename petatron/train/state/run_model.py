@@ -103,7 +103,7 @@ class Model(ParallelModel):
         model was built for, or the tokenizer's files, generation_config.json and token ids that `from_pretrained` found beside the
         weights; `tokenizer`, one of ours or the path of a tokenizer.json or its folder, replaces them. A model that no Hugging Face
         family can express is written with the `model_type` petatron, which `from_pretrained` opens, and transformers after `import
-        petatron.hf`.
+        petatron.integrations.transformers`.
 
         >>> import petatron, tempfile
         >>> from pathlib import Path
