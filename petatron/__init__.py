@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from petatron.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from petatron.checkpoint.state import Chunk
+    from petatron.checkpoint.stateful import SavedState, Stateful
     from petatron.config import RunConfig, load_config
     from petatron.data.dataset_kinds import DatasetRequest, register_dataset
     from petatron.infer.generate import generate
@@ -43,12 +45,15 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Batch": "petatron.models.batch",
+    "Chunk": "petatron.checkpoint.state",
     "MasterOptimizer": "petatron.optim.mixed_precision",
     "Model": "petatron.train.state.run_model",
     "ModelSpec": "petatron.models.model_spec",
     "ParallelMesh": "petatron.mesh.mesh",
     "Run": "petatron.train.python_run",
     "RunConfig": "petatron.config",
+    "SavedState": "petatron.checkpoint.stateful",
+    "Stateful": "petatron.checkpoint.stateful",
     "TrainState": "petatron.train.state.train_state",
     "build_loader": "petatron.train.build_run",
     "build_model": "petatron.train.build_run",
@@ -74,6 +79,7 @@ _HOMES = {
 
 __all__ = [
     "Batch",
+    "Chunk",
     "DatasetRequest",
     "LossSpec",
     "MasterOptimizer",
@@ -84,6 +90,8 @@ __all__ = [
     "ParallelMesh",
     "Run",
     "RunConfig",
+    "SavedState",
+    "Stateful",
     "TrainState",
     "build_loader",
     "build_model",

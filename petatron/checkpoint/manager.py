@@ -47,6 +47,8 @@ from petatron.mesh.object_collectives import broadcast_object
 _MIN_ROUND_BYTES = 1 << 20
 _log = get_logger(__name__)
 Result = TypeVar("Result")
+SelectChunks = Callable[[Mapping[str, Any]], Sequence[Chunk]]
+"""Returns the chunks to load, given the facts of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,38 +295,40 @@ class CheckpointManager:
     def load(
         self,
         step: int | None,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Chunk] | SelectChunks,
         *,
+        read_manifest: Callable[[], Manifest] | None = None,
         same_layout_key: str | None = None,
         strict: bool = True,
         may_ignore_kind: Callable[[str], bool] | None = None,
-        check_facts: Callable[[Mapping[str, Any]], None] | None = None,
         check_all_files: bool = True,
         fallback: bool = False,
     ) -> LoadedCheckpoint:
         """Fills every chunk from a step (None: the newest), whatever layout saved it (reshards).
 
-        strict: every key must be in the checkpoint, and no key of the same kind may be left over; otherwise missing keys keep their
-        values and are named in the result. may_ignore_kind: which kinds of keys may be left unread; by default, all kinds that no rank
-        requests. check_facts: sees the facts before anything is filled, and may raise. check_all_files: whether files that are not read
-        must be there too. fallback: if the step is damaged, warn and load the newest sound one before it. Nothing is changed unless the
-        whole checkpoint fits; after an error about a damaged file, the content of the chunks is undefined.
+        chunks: or what selects them, given the checkpoint's facts; it may raise. read_manifest: describes the folder itself, which has
+        no steps: another program's model. strict: every key must be in the checkpoint, and no key of the same kind may be left over;
+        otherwise missing keys keep their values and are named in the result. may_ignore_kind: which kinds of keys may be left unread; by
+        default, all kinds that no rank requests. check_all_files: whether files that are not read must be there too. fallback: if the step
+        is damaged, warn and load the newest sound one before it. Nothing is changed unless the whole checkpoint fits; after an error
+        about a damaged file, the content of the chunks is undefined.
         """
         self.drain()
+        fill = partial(
+            self._fill,
+            chunks,
+            same_layout_key=same_layout_key,
+            strict=strict,
+            may_ignore_kind=may_ignore_kind,
+            check_all_files=check_all_files,
+        )
+        if read_manifest is not None:
+            return fill(self._folder, read_manifest)
         while True:
             source = None
             try:
                 source = self._resolve_step(step)
-                return self.load_from(
-                    source,
-                    partial(step_folder.read_manifest_head_to_load, source),
-                    chunks,
-                    same_layout_key=same_layout_key,
-                    strict=strict,
-                    may_ignore_kind=may_ignore_kind,
-                    check_facts=check_facts,
-                    check_all_files=check_all_files,
-                )
+                return fill(source, partial(step_folder.read_manifest_head_to_load, source))
             except DamagedCheckpointError as error:
                 step = self.broadcast_from_rank0(partial(step_list.previous_step, self._folder, source))
                 if not fallback:
@@ -342,31 +346,26 @@ class CheckpointManager:
         found = self._ranks.run(lambda: read() if self._is_first_rank else None)
         return broadcast_object(found, self._control_axis)
 
-    def load_from(
+    def _fill(
         self,
+        chunks: Sequence[Chunk] | SelectChunks,
         source: Path,
         read_manifest: Callable[[], Manifest],
-        chunks: Sequence[Chunk],
         *,
-        same_layout_key: str | None = None,
-        strict: bool = True,
-        may_ignore_kind: Callable[[str], bool] | None = None,
-        check_facts: Callable[[Mapping[str, Any]], None] | None = None,
-        check_all_files: bool = True,
+        same_layout_key: str | None,
+        strict: bool,
+        may_ignore_kind: Callable[[str], bool] | None,
+        check_all_files: bool,
     ) -> LoadedCheckpoint:
-        """Fills chunks from a folder that a manifest describes, Petatron's or another program's.
-
-        Rank 0 reads the manifest, and the ranks share the tables that it names (`load/box_directory.py`).
-        """
+        """Fills chunks from one folder: rank 0 reads the manifest, and the ranks share its tables (`load/box_directory.py`)."""
         reader = RankReader(source, self._control_axis, self._ranks)
         head = reader.read_manifest(read_manifest)
-        if check_facts is not None:
-            self._ranks.run(lambda: check_facts(head.facts))
+        selected = self._ranks.run(lambda: chunks(head.facts) if callable(chunks) else chunks)
         plan = reader.plan_reads(
-            chunks, strict=strict, may_ignore_kind=may_ignore_kind, check_all_files=check_all_files
+            selected, strict=strict, may_ignore_kind=may_ignore_kind, check_all_files=check_all_files
         )
         self._ranks.run(lambda: box_reads.execute_reads(source, plan, reader.files))
         same_layout = head.layout == same_layout_key
         local = self._ranks.run(lambda: reader.read_local() if same_layout else None)
         is_signed = os.path.lexists(source / SIGNATURE_FILE)
-        return LoadedCheckpoint(head.step, dict(head.facts), local, plan.missing_keys, is_signed)
+        return LoadedCheckpoint(head.step, dict(head.facts), local, plan.missing_keys, is_signed, source)

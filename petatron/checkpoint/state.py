@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from petatron.mesh.rng import stable_seed
 from petatron.models.hf.folder_entries import FolderEntry
 from petatron.sharding.boxes import Box, Shape
+from petatron.sharding.flat_shard import ParameterGroup
+from petatron.sharding.shard_spec import TensorShard
 
 ChunkMetadata = tuple[str, Shape, torch.dtype, Box]
 """Key, logical shape, dtype and box of a chunk."""
@@ -60,6 +64,17 @@ class Chunk:
             f"{self.key}: a box at {self.start} of shape {tuple(self.tensor.shape)} is not inside {self.logical_shape}"
         )
 
+    @classmethod
+    def of_shard(cls, kind: str, group: ParameterGroup, shard: TensorShard, view: Tensor) -> Chunk:
+        """Returns the chunk of a tensor that is sharded like a parameter, under the key `KIND/NAME OF THE PARAMETER`.
+
+        `MixedPrecisionOptimizer.master_weights` and `group_tensor_shards` yield groups, shards and views. Replicas share the writing: which
+        of them is primary for a box follows from its name.
+        """
+        replicas = group.replica_axis
+        primary = shard.primary and replicas.rank == stable_seed(f"{kind}/", shard.name, shard.start) % replicas.size
+        return cls(f"{kind}/{shard.name}", shard.logical_shape, shard.start, view, primary)
+
     @property
     def metadata(self) -> ChunkMetadata:
         """Returns what other ranks need to know of the chunk."""
@@ -86,6 +101,7 @@ class LoadedCheckpoint:
     local: this rank's own tensors (random states), or None when they were saved under another layout.
     missing_keys: requested keys that the checkpoint does not contain; always empty for a strict load.
     is_signed: whether it has a signature; a load does not check it.
+    source: the folder that it was read from.
     """
 
     step: int
@@ -93,3 +109,4 @@ class LoadedCheckpoint:
     local: dict[str, Tensor] | None
     missing_keys: tuple[str, ...] = ()
     is_signed: bool = False
+    source: Path | None = None

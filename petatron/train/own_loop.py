@@ -14,32 +14,48 @@ state.save()
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.stateful import Stateful, check_names
 from petatron.config import RunConfig
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.tokenizer import Tokenizer
+from petatron.optim.loss_scaler import build_loss_scaler
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.initial_model import HasConfig, config_of
-from petatron.train.state.run_facts import TrainProgress, build_run_facts
+from petatron.train.state.components import (
+    DataOrder,
+    DataOrderState,
+    LossScaleState,
+    ProgressState,
+    model_components,
+)
+from petatron.train.state.run_facts import TrainProgress, run_settings
 from petatron.train.state.run_model import Model
 from petatron.train.state.save_and_load import LOOP_FACTS, has_weights, save_with_manager
 from petatron.train.state.train_state import TrainState
 
 
-def restore(run: RunConfig | HasConfig, model: ParallelModel, optimizer: MixedPrecisionOptimizer) -> TrainState:
+def restore(
+    run: RunConfig | HasConfig,
+    model: ParallelModel,
+    optimizer: MixedPrecisionOptimizer,
+    *,
+    components: Sequence[Stateful] = (),
+) -> TrainState:
     """Restores what the checkpoint in `--load` has besides weights, and returns the state of the run; every rank calls it.
 
     That is: master weights and moments of the optimizer, loss scale, random states and FP8 histories of the model, and in
     `state.progress` the iteration and the data position, for `build_loader(run, mesh, state=state)`. In any layout, and with the
     checks and flags of `petatron train` (`--ckpt-step`, `--finetune`, `--no-load-optim`, `--no-load-rng`, ...).
     `state.resume_changes` says what differs from the run that saved it. Without a checkpoint it is the state at iteration 0, so
-    that one script serves the first start and every restart.
+    that one script serves the first start and every restart. `components` are state of your own (`petatron.Stateful`), which is saved
+    and restored with the rest.
 
     >>> import petatron, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -58,6 +74,8 @@ def restore(run: RunConfig | HasConfig, model: ParallelModel, optimizer: MixedPr
     own = model if isinstance(model, Model) else None
     tokenizer = own.saved_companions() if own is not None else None
     state = TrainState.of(config, model, optimizer, tokenizer)
+    for component in components:
+        state.add(component)
     load = config.checkpoint.load
     if load is not None and not config.checkpoint.finetune and has_weights(load, model.mesh):
         state.load(load)
@@ -77,6 +95,7 @@ def save_checkpoint(
     random_states: bool = True,
     tokenizer: Tokenizer | None = None,
     state: TrainState | None = None,
+    components: Sequence[Stateful] = (),
 ) -> None:
     """Publishes a checkpoint; every rank calls it. Without an optimizer or `moments` it can only be finetuned from.
 
@@ -84,7 +103,7 @@ def save_checkpoint(
     `petatron generate folder` and transformers open it directly. The checkpoint also has the settings of the run that
     `build_model` built the model for, and its position: that of `state`, else `step` global batches from the first sample.
     `petatron.restore` and `petatron train --load folder` continue from there. `facts` are JSON values of your own, which
-    `load_checkpoint` returns.
+    `load_checkpoint` returns; `components` are state of your own that `state` does not have.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -96,26 +115,36 @@ def save_checkpoint(
     """
     mesh, own = model.mesh, model if isinstance(model, Model) else None
     recorded = dict(facts or {})
+    position: list[Stateful] = []
     if state is not None:
-        recorded = {**state.facts(), LOOP_FACTS: recorded}
+        recorded, position = {**run_settings(state.run), LOOP_FACTS: recorded}, state.own_components()
     elif own is not None and own.run is not None and _can_train(own.run):
-        recorded = {
-            **build_run_facts(own.run, TrainProgress.after_steps(own.run, step)),
-            LOOP_FACTS: recorded,
-        }
+        recorded, position = {**run_settings(own.run), LOOP_FACTS: recorded}, _position_after(own.run, step)
     if tokenizer is not None and "config" in recorded:  # the settings of the run say nothing about this one
         recorded["config"] = {**recorded["config"], "tokenizer": asdict(TokenizerConfig())}
-    companions = tokenizer if tokenizer is not None or own is None else own.saved_companions()
+    saved = [
+        *model_components(model, optimizer, moments=moments, random_states=random_states),
+        *position,
+        *components,
+    ]
+    check_names(saved)
     save_with_manager(
         CheckpointManager(folder, mesh.control, world_axis=mesh.world, device=mesh.device),
+        saved,
         step=step,
         model=model,
-        optimizer=optimizer,
-        moments=moments,
         facts=recorded,
-        random_states=random_states,
-        tokenizer=companions,
+        tokenizer=tokenizer if tokenizer is not None or own is None else own.saved_companions(),
     )
+
+
+def _position_after(run: RunConfig, step: int) -> list[Stateful]:
+    """Returns the state of a run that has trained on so many global batches and skipped none."""
+    return [
+        ProgressState(TrainProgress.after_steps(run, step)),
+        LossScaleState(build_loss_scaler(run.precision)),
+        DataOrderState(DataOrder()),
+    ]
 
 
 def _can_train(run: RunConfig) -> bool:

@@ -13,7 +13,6 @@ from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
 from petatron.config.schema.fields import fields_by_name
 from petatron.config.schema.model_identity import identity_differences, model_identity
-from petatron.optim.loss_scaler import LossScaler, build_loss_scaler
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.resume_diff import config_for_checkpoint
@@ -44,15 +43,10 @@ class TrainProgress:
         return cls(steps, samples, samples * run.model.seq_length, steps, samples)
 
 
-def build_run_facts(
-    run: RunConfig, progress: TrainProgress, *, scaler: LossScaler | None = None, data_fingerprint: str | None = None
-) -> dict[str, Any]:
-    """Returns the facts of a run as a checkpoint stores them; without a scaler the loss scale is the initial one."""
+def run_settings(run: RunConfig) -> dict[str, Any]:
+    """Returns the settings of a run among its facts, which a resumed run is compared with; components record the rest."""
     return {
-        "progress": asdict(progress),
-        "data": data_fingerprint,
         "model": model_identity(run.model, run.moe),
-        "scaler": (scaler or build_loss_scaler(run.precision)).state(),
         "schedule": schedule_settings(run),
         "config": config_for_checkpoint(run),
     }

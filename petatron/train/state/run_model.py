@@ -26,6 +26,7 @@ from petatron.models.batch import Batch
 from petatron.models.objective import ModelRole
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.actions import TimedAction
+from petatron.train.state.components import model_components
 from petatron.train.state.export_hf_folder import CompanionFiles
 from petatron.train.state.save_and_load import save_with_manager
 from petatron.train.state.start_weights import StartFolder
@@ -120,12 +121,10 @@ class Model(ParallelModel):
         try:
             save_with_manager(
                 CheckpointManager(draft, control, world_axis=self.mesh.world, device=self.mesh.device),
+                model_components(self, random_states=False),
                 step=0,
                 model=self,
-                optimizer=None,
-                moments=False,
                 facts=None,
-                random_states=False,
                 tokenizer=opened if opened is not None else self.saved_companions(),
             )
             _on_first_rank(control, target, lambda: _publish_draft(draft, target, Disk()))

@@ -1,20 +1,15 @@
-"""Saves and loads the state of a model and its optimizer, for the training loop and for custom loops.
-
-A checkpoint contains, by logical tensor, the weights in the model's precision (as a Hugging Face folder), the master weights where
-they are separate, and the moments: the same for every layout. RNG states and the amax histories of FP8 delayed scaling belong to a
-rank, so they are restored only in the layout that saved them.
-"""
+"""Saves and loads the components of a run's state (`components.py`), for the training loop and for custom loops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.model_companion_files import is_hf_folder
@@ -23,46 +18,37 @@ from petatron.checkpoint.convert.read_hf_folder import folder_manifest
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.step_list import check_steps_not_lost
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
+from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.stateful import EMPTY_DOCUMENT, ComponentLoad, Stateful, build_document, local_tensors
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.rng import stable_seed
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
-from petatron.sharding.shard_spec import TensorShard
-from petatron.train.state.check_model_folder import warn_of_damaged_model_folder
+from petatron.train.state.components import model_components
 from petatron.train.state.export_hf_folder import CompanionFiles, build_hf_folder
 
-_OPTIMIZER_KEY = "optimizer"
-_FP8_HISTORY_PREFIX = "fp8/"
 LOOP_FACTS = "loop"
 """Among the facts of a run: those that a loop of one's own gave to `save_checkpoint`."""
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def save_with_manager(
     manager: CheckpointManager,
+    components: Sequence[Stateful],
     *,
     step: int,
     model: ParallelModel,
-    optimizer: MixedPrecisionOptimizer | None,
-    moments: bool,
     facts: Mapping[str, Any] | None,
-    random_states: bool,
     tokenizer: Tokenizer | CompanionFiles | None,
     wait: bool = True,
 ) -> None:
-    """Publishes a checkpoint through a manager, which may save asynchronously; every rank calls it."""
-    updates = optimizer.scalar_state() if optimizer is not None and moments else None
-    local = model.rng_streams.state() if random_states else {}
-    if updates is not None:
-        local |= {f"{_FP8_HISTORY_PREFIX}{name}": histories for name, histories in model.fp8_gemms.state().items()}
+    """Publishes a checkpoint through a manager, which may save asynchronously; every rank calls it. No load restores the facts."""
     manager.save(
         step,
-        list(checkpoint_chunks(model, optimizer, moments=moments)),
-        facts={_OPTIMIZER_KEY: updates, "facts": dict(facts or {})},
+        [chunk for component in components for chunk in component.chunks()],
+        facts=build_document(components, facts),
         same_layout_key=model.layout_key,
-        local=local,
+        local=local_tensors(components),
         model=build_hf_folder(model.spec, _weight_dtype(model), tokenizer),
         wait=wait,
     )
@@ -77,70 +63,65 @@ def load_checkpoint(
     step: int | None = None,
     random_states: bool = True,
     fallback: bool = False,
+    components: Sequence[Stateful] = (),
 ) -> dict[str, Any] | None:
     """Fills the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and returns its facts.
 
     They are those that `save_checkpoint` was given, or everything that a training run recorded; None when the folder contains no
     checkpoint. `step` None means the newest. Without `moments` the optimizer loads the
     weights alone; then `folder` may also be a Hugging Face model folder. With `fallback` a damaged step is replaced by the
-    newest sound one before it.
+    newest sound one before it. `components` are state of your own to restore (`petatron.Stateful`).
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> petatron.load_checkpoint(tempfile.mkdtemp(), model=petatron.build_model(run, petatron.launch(run))) is None
     True
     """
-    loaded = load_state(
-        folder,
-        model=model,
-        optimizer=optimizer,
-        moments=moments,
-        step=step,
-        random_states=random_states,
-        fallback=fallback,
-    )
+    restored = [*model_components(model, optimizer, moments=moments, random_states=random_states), *components]
+    strict = optimizer is not None and moments
+    loaded = load_state(folder, restored, model=model, step=step, fallback=fallback, strict=strict)
     return None if loaded is None else loaded.facts.get(LOOP_FACTS, loaded.facts)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """The facts of a checkpoint, whether its RNG states were restored, why its FP8 histories were not if the run needs some,
-    whether it has optimizer state, and whether it has a signature.
+    """What a load tells: the document of the checkpoint's manifest, what a user should know of components that were not restored or
+    changed, and whether the checkpoint has a signature.
     """
 
-    facts: dict[str, Any]
-    random_states_restored: bool
-    fp8_history_reset_reason: str | None
-    has_optimizer_state: bool
+    document: Mapping[str, Any]
+    notes: tuple[str, ...]
     is_signed: bool
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts of the run, or of the program, that saved it."""
+        return dict(self.document["facts"])
+
+    @property
+    def has_optimizer_state(self) -> bool:
+        return self.document["optimizer"] is not None
 
 
 def load_state(
     folder: str,
+    components: Sequence[Stateful],
     *,
     model: ParallelModel,
-    optimizer: MixedPrecisionOptimizer | None,
-    moments: bool,
     step: int | None,
-    random_states: bool,
     fallback: bool,
+    strict: bool,
+    skipped: Mapping[str, str] = _NOTHING,
     check_facts: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> LoadedState | None:
-    """`load_checkpoint` with details of what was restored. `check_facts` sees the facts before anything is changed, and may raise."""
+    """Restores components from a folder's checkpoint; None when it contains none.
+
+    strict: the checkpoint may have nothing that no component uses, but optional components. skipped: components that a flag excludes, by
+    name, with that flag. check_facts: sees the facts before anything is changed, and may raise.
+    """
     path, mesh = Path(folder), model.mesh
     manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
-    whole = optimizer is not None and moments
-    chunks = [*_weights_to_load(model, optimizer), *(_moment_chunks(optimizer) if moments else ())]
-
-    def check(facts: Mapping[str, Any]) -> None:
-        if whole and facts[_OPTIMIZER_KEY] is None:
-            raise CheckpointError(
-                f"The checkpoint in {folder} was saved without optimizer state. Use --finetune to start a new run from its "
-                "weights, or --no-load-optim to go on without moments."
-            )
-        if check_facts is not None:
-            check_facts(facts["facts"])
-
+    load = ComponentLoad(components, skipped, strict)
     held = manager.broadcast_from_rank0(lambda: _loadable_kind(path))
     if held is None:
         if step is None:
@@ -148,53 +129,31 @@ def load_state(
         raise CheckpointError(
             f"{folder} holds no checkpoint, so none of step {step}. Give a folder that --save wrote to."
         )
-    if held == "model":
-        found = manager.load_from(path, partial(folder_manifest, path, model.spec), [*chunks, *_router_chunks(model)])
-        updates, facts = None, {}
-    else:
-        found = manager.load(
-            step,
-            [*chunks, *_router_chunks(model)],
-            same_layout_key=model.layout_key if whole or random_states else None,
-            may_ignore_kind=_ignore_nothing if whole else _ignore_non_weights,
-            check_facts=check,
-            check_all_files=whole,
-            fallback=fallback,
-        )
-        if optimizer is not None:
-            warn_of_damaged_model_folder(step_list.resolve_step(path, found.step), mesh.control)
+    is_model = held == "model"
+
+    def select(document: Mapping[str, Any]) -> list[Chunk]:
         with reading_untrusted(path, step_folder.damaged_error):
-            updates, facts = found.facts[_OPTIMIZER_KEY], dict(found.facts["facts"])
-    if optimizer is not None:
-        optimizer.copy_master_to_model_weights()
-    else:
-        model.all_gather_params()
-    local_tensors = found.local or {}
-    streams = {
-        name: state
-        for name, state in local_tensors.items()
-        if not name.startswith(_FP8_HISTORY_PREFIX) and random_states
-    }
-    histories = {
-        name.removeprefix(_FP8_HISTORY_PREFIX): state
-        for name, state in local_tensors.items()
-        if whole and name.startswith(_FP8_HISTORY_PREFIX)
-    }
-    assert not whole or updates is not None, "only weights can come from a model's folder"
-    with reading_untrusted(path, step_folder.damaged_error):
-        if optimizer is not None and updates is not None and moments:
-            optimizer.load_scalar_state(updates)
-        if streams:
-            model.rng_streams.restore(streams)
-        went_on = model.fp8_gemms.load_state(histories, model.mesh.device)
-    anew = None if went_on else _fp8_history_reset_reason(histories, same_layout=found.local is not None)
-    return LoadedState(
-        facts,
-        random_states_restored=bool(streams),
-        fp8_history_reset_reason=anew,
-        has_optimizer_state=updates is not None,
-        is_signed=found.is_signed,
+            document = EMPTY_DOCUMENT if is_model else document
+            chunks, facts = load.select(document, folder), document["facts"]
+            if not isinstance(facts, dict) or "optimizer" not in document:
+                raise ValueError("it does not say what saved it")
+            if check_facts is not None:
+                check_facts(facts)
+            return chunks
+
+    loaded = manager.load(
+        step,
+        select,
+        read_manifest=partial(folder_manifest, path, model.spec) if is_model else None,
+        same_layout_key=model.layout_key if load.reads_local and not is_model else None,
+        may_ignore_kind=None if is_model else load.may_ignore_kind,
+        check_all_files=strict,
+        fallback=fallback,
     )
+    document = EMPTY_DOCUMENT if is_model else loaded.facts
+    parsing = partial(reading_untrusted, path, step_folder.damaged_error)
+    notes = load.restore(document, loaded.local, None if is_model else loaded.source, parsing)
+    return LoadedState(document, tuple(notes), loaded.is_signed)
 
 
 def has_weights(folder: str, mesh: ParallelMesh) -> bool:
@@ -221,25 +180,6 @@ def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
     return None
 
 
-def _fp8_history_reset_reason(histories: Mapping[str, Tensor], *, same_layout: bool) -> str:
-    """Tells why a rank cannot continue a checkpoint's FP8 amax histories."""
-    if not same_layout:
-        return "the checkpoint has none for this layout, where a rank sees other parts of the tensors"
-    if not histories:
-        return "the checkpoint has none"
-    return "those in the checkpoint are of other products, another format or another --fp8-amax-history-len"
-
-
-def _ignore_nothing(kind: str) -> bool:
-    """A resumed run loads every kind of state."""
-    return False
-
-
-def _ignore_non_weights(kind: str) -> bool:
-    """A run that starts from weights ignores the optimizer's state, but nothing that the model needs."""
-    return f"{kind}/" not in (WEIGHT_PREFIX, MASTER_PREFIX, ROUTER_PREFIX)
-
-
 def _weight_dtype(model: ParallelModel) -> torch.dtype:
     """Returns the storage dtype of the weights; fully sharded ones are fp32, since they are the master weights."""
     return next((weight.dtype for group in model.param_groups for weight in group.weights()), model.dtype)
@@ -248,54 +188,6 @@ def _weight_dtype(model: ParallelModel) -> torch.dtype:
 def checkpoint_chunks(
     model: ParallelModel, optimizer: MixedPrecisionOptimizer | None, *, moments: bool = True
 ) -> Iterator[Chunk]:
-    """Yields everything this rank saves in a checkpoint, as boxes of logical tensors."""
-    yield from _weight_chunks(model)
-    yield from _optimizer_chunks(optimizer, moments=moments)
-    yield from _router_chunks(model)
-
-
-def _weight_chunks(model: ParallelModel) -> Iterator[Chunk]:
-    """Yields every box of the weights that this rank owns, in the model's precision."""
-    for group in model.param_groups:
-        for shard, view in group_tensor_shards(group, group.weights()):
-            yield _chunk(WEIGHT_PREFIX, group, shard, view)
-
-
-def _optimizer_chunks(optimizer: MixedPrecisionOptimizer | None, *, moments: bool) -> Iterator[Chunk]:
-    """Yields the optimizer's separate state: master weights and, with `moments`, the moments."""
-    if optimizer is None or not moments:
-        return
-    if optimizer.has_master_weights:
-        for group, shard, view in optimizer.master_weights():
-            yield _chunk(MASTER_PREFIX, group, shard, view)
-    yield from _moment_chunks(optimizer)
-
-
-def _moment_chunks(optimizer: MixedPrecisionOptimizer | None) -> Iterator[Chunk]:
-    if optimizer is not None:
-        for kind, group, shard, view in optimizer.moments():
-            yield _chunk(f"{kind}/", group, shard, view)
-
-
-def _weights_to_load(model: ParallelModel, optimizer: MixedPrecisionOptimizer | None) -> Iterator[Chunk]:
-    """Yields the weights to load: the master weights, from which the model's are cast, or the model's own."""
-    if optimizer is None:
-        yield from _weight_chunks(model)
-        return
-    for group, shard, view in optimizer.master_weights():
-        yield _chunk(MASTER_PREFIX if optimizer.has_master_weights else WEIGHT_PREFIX, group, shard, view)
-
-
-def _router_chunks(model: ParallelModel) -> Iterator[Chunk]:
-    """Yields router state that is not a parameter."""
-    for name, state in model.router_statistics.expert_biases():
-        yield Chunk(
-            f"{ROUTER_PREFIX}{name}", tuple(state.shape), (0,) * state.dim(), state, model.mesh["stage"].rank == 0
-        )
-
-
-def _chunk(kind: str, group: ParameterGroup, shard: TensorShard, view: Tensor) -> Chunk:
-    """Replicas share the writing: which of them is primary for a box follows from its name."""
-    replicas = group.replica_axis
-    primary = shard.primary and replicas.rank == stable_seed(kind, shard.name, shard.start) % replicas.size
-    return Chunk(f"{kind}{shard.name}", shard.logical_shape, shard.start, view, primary)
+    """Yields everything this rank saves of a model and its optimizer, as boxes of logical tensors."""
+    for component in model_components(model, optimizer, moments=moments):
+        yield from component.chunks()

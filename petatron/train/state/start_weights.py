@@ -24,6 +24,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.object_collectives import all_gather_objects
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.train.state.components import model_components
 from petatron.train.state.run_dirs import check_load_dir, refuse_unconverted, same_path
 from petatron.train.state.run_facts import check_same_model
 from petatron.train.state.save_and_load import LoadedState, has_weights, load_state
@@ -98,12 +99,11 @@ def _load(
     with naming_step_flag("--ckpt-step"):
         loaded = load_state(
             start.folder,
+            model_components(model, optimizer, moments=False, random_states=False),
             model=model,
-            optimizer=optimizer,
-            moments=False,
             step=config.ckpt_step if of_load else None,
-            random_states=False,
             fallback=of_load and config.load_fallback,
+            strict=False,
             check_facts=check,
         )
     if loaded is None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.base.untrusted_files import is_count, reading_untrusted
+from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files.signature import open_signer
 from petatron.checkpoint.files.step_folder import damaged_error
 from petatron.checkpoint.files.step_list import naming_step_flag
 from petatron.checkpoint.manager import CheckpointManager, Retention
+from petatron.checkpoint.stateful import Stateful, check_names
 from petatron.config import CheckpointConfig, RunConfig
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
@@ -26,11 +27,21 @@ from petatron.train.build_run import RunLength, build_optimizer
 from petatron.train.cuda_graphs import enable_auto_cuda_graphs
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.initial_model import HasConfig, build_initial_model, config_of
+from petatron.train.state.components import (
+    DataOrder,
+    DataOrderState,
+    Fp8HistoryState,
+    LossScaleState,
+    MomentState,
+    ProgressState,
+    RandomState,
+    model_components,
+)
 from petatron.train.state.export_hf_folder import CompanionFiles
 from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.resume_diff import resume_changes
-from petatron.train.state.run_facts import TrainProgress, build_run_facts, check_resumable, model_differences
-from petatron.train.state.save_and_load import LoadedState, has_weights, load_checkpoint, load_state, save_with_manager
+from petatron.train.state.run_facts import TrainProgress, check_resumable, model_differences, run_settings
+from petatron.train.state.save_and_load import LoadedState, has_weights, load_state, save_with_manager
 
 _log = get_logger(__name__)
 
@@ -57,8 +68,7 @@ class TrainState:
     weight_decay_schedule: WeightDecaySchedule
     batch_size_schedule: BatchSizeSchedule
     progress: TrainProgress = field(default_factory=TrainProgress)
-    data_fingerprint: str | None = None
-    """Fingerprint of the training data and its order, once it is known."""
+    data_order: DataOrder = field(default_factory=DataOrder)
     resume_changes: list[str] = field(default_factory=list)
     """Differences from the checkpoint that the run was resumed from, and their effects."""
     tokenizer: Tokenizer | CompanionFiles | None = None
@@ -67,6 +77,10 @@ class TrainState:
     """The manager of this run's checkpoints, if it saves any."""
     weights_initialized: bool = True
     """Whether the model has initial weights, so that training may begin without a load."""
+    added_components: list[Stateful] = field(default_factory=list)
+    """State besides that of every run: what settings ask for, and your own (`add`)."""
+    is_loaded: bool = False
+    """Whether a checkpoint was loaded."""
 
     @classmethod
     def build(
@@ -128,8 +142,8 @@ class TrainState:
 
     def record_data_fingerprint(self, fingerprint: str) -> list[str]:
         """Records which data, in which order, this run trains on; warns if it is not what the run began with."""
-        changed = self.data_fingerprint is not None and self.data_fingerprint != fingerprint
-        self.data_fingerprint = fingerprint
+        changed = self.data_order.fingerprint not in (None, fingerprint)
+        self.data_order.fingerprint = fingerprint
         if not changed:
             return []
         return [
@@ -138,9 +152,45 @@ class TrainState:
             f"{self.progress.consumed_samples:,} of the new order, so some samples may be seen again and others not at all."
         ]
 
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint of this moment records besides tensors."""
-        return build_run_facts(self.run, self.progress, scaler=self.scaler, data_fingerprint=self.data_fingerprint)
+    def components(self, *, moments: bool = True, random_states: bool = True) -> list[Stateful]:
+        """Returns everything that a checkpoint of this run saves and restores; without some, what flags leave out."""
+        return [
+            *model_components(self.model, self.optimizer, moments=moments, random_states=random_states),
+            *self.own_components(),
+        ]
+
+    def own_components(self) -> list[Stateful]:
+        """Returns the components that are neither the model's nor the optimizer's."""
+        return [
+            ProgressState(self.progress),
+            LossScaleState(self.scaler),
+            DataOrderState(self.data_order),
+            *self.added_components,
+        ]
+
+    def add(self, component: Stateful) -> None:
+        """Adds state of your own, which checkpoints save and restore from then on; before `load`.
+
+        >>> import petatron
+        >>> class Seen(petatron.Stateful):
+        ...     name, tokens = "seen", 0
+        ...     def values(self):
+        ...         return self.tokens
+        ...     def restore(self, saved):
+        ...         self.tokens = saved.values
+        >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+        >>> state = TrainState.build(run, petatron.launch(run))
+        >>> state.add(Seen())
+        >>> state.components()[-1].name
+        'seen'
+        """
+        if self.is_loaded:
+            raise CheckpointError(
+                f"{component.title or component.name} came after the checkpoint was loaded, which restores them. Add the component "
+                "before state.load, or give it to petatron.restore(..., components=[...])."
+            )
+        check_names([*self.components(), component])
+        self.added_components.append(component)
 
     def update_settings(self) -> dict[str, Any]:
         """Returns what `optimizer.step` takes at this point of the schedules: learning rates, weight decay, loss scale.
@@ -173,6 +223,8 @@ class TrainState:
         if not overflow:
             progress.updates += 1
             progress.update_samples += size
+            for component in self.added_components:
+                component.after_update(updates=progress.updates, skipped=None if update is None else update.skipped)
         return size
 
     def save(self, *, wait: bool = True) -> None:
@@ -181,12 +233,10 @@ class TrainState:
         assert self.checkpoint_manager is not None, "this run saves nothing"
         save_with_manager(
             self.checkpoint_manager,
+            self.components(moments=not config.no_save_optim, random_states=not config.no_save_rng),
             step=self.progress.iteration,
             model=self.model,
-            optimizer=self.optimizer,
-            moments=not config.no_save_optim,
-            facts=self.facts(),
-            random_states=not config.no_save_rng,
+            facts=run_settings(self.run),
             tokenizer=self.tokenizer,
             wait=wait,
         )
@@ -198,7 +248,7 @@ class TrainState:
 
         def approve(facts: Mapping[str, Any]) -> None:
             if config.finetune:
-                differing.extend(model_differences(self.run, facts["model"]) if "model" in facts else ())
+                differing[:] = model_differences(self.run, facts["model"]) if "model" in facts else ()
             else:
                 check_resumable(self.run, facts, folder)
 
@@ -206,12 +256,12 @@ class TrainState:
             with naming_step_flag("--ckpt-step"):
                 loaded = load_state(
                     folder,
+                    self._weights_alone() if config.finetune else self.components(),
                     model=self.model,
-                    optimizer=self.optimizer,
-                    moments=not (config.finetune or config.no_load_optim),
                     step=config.ckpt_step,
-                    random_states=not (config.finetune or config.no_load_rng),
                     fallback=config.load_fallback,
+                    strict=not (config.finetune or config.no_load_optim),
+                    skipped=_skipped_components(config),
                     check_facts=approve,
                 )
         except CheckpointError as error:
@@ -219,55 +269,69 @@ class TrainState:
                 raise
             raise type(error)(f"{error}\nSettings of the model that differ: {'; '.join(differing)}.") from error
         if loaded is None:
-            if not self.weights_initialized and config.pretrained_checkpoint is None:
-                raise CheckpointError(
-                    f"The checkpoint in {folder} disappeared while the run started. Start it again: it takes what is there then."
-                )
-            source = config.pretrained_checkpoint
-            begins = "at the beginning" if source is None else f"with the weights of {source}"
-            _log.warning("--load %s holds no checkpoint yet; training starts %s", folder, begins)
+            self._check_start_without(folder)
             return False
+        self.is_loaded = True
         self.resume_changes = [f"{setting}: the weights are used in another model" for setting in differing]
-        if not config.finetune:
+        if config.finetune:
+            self._start_components("--finetune")
+        else:
             with reading_untrusted(Path(folder), damaged_error):
-                self._restore_progress(loaded)
+                self.resume_changes = self._changes_since(loaded)
         return True
 
     def load_pretrained_weights(self, folder: str) -> None:
         """Starts from the weights of a folder's newest checkpoint, or of a Hugging Face model, and nothing else of it."""
-        found = load_checkpoint(folder, model=self.model, optimizer=self.optimizer, moments=False, random_states=False)
-        if found is None:
+        loaded = load_state(folder, self._weights_alone(), model=self.model, step=None, fallback=False, strict=False)
+        if loaded is None:
             raise CheckpointError(
                 f"--pretrained-checkpoint {folder} holds no checkpoint. Give a folder that --save wrote to, or the folder of a "
                 "Hugging Face model."
             )
+        self._start_components("--pretrained-checkpoint")
 
-    def _restore_progress(self, loaded: LoadedState) -> None:
-        facts = loaded.facts
-        known = {field.name for field in fields(TrainProgress)}
-        saved = {name: value for name, value in facts["progress"].items() if name in known}
-        if not all(map(is_count, saved.values())):
-            raise ValueError(f"its progress is {saved}")
-        self.progress = progress = TrainProgress(**saved)
-        self.resume_changes = resume_changes(
-            facts["config"], self.run, iteration=progress.iteration, consumed_samples=progress.consumed_samples
+    def _weights_alone(self) -> list[Stateful]:
+        return model_components(self.model, self.optimizer, moments=False, random_states=False)
+
+    def _start_components(self, reason: str) -> None:
+        """Starts the added components with the weights that were loaded alone."""
+        for component in self.added_components:
+            component.start_anew(reason)
+
+    def _check_start_without(self, folder: str) -> None:
+        """Says how a run starts whose `--load` has no checkpoint yet; raises if it has no weights."""
+        source = self.run.checkpoint.pretrained_checkpoint
+        if not self.weights_initialized and source is None:
+            raise CheckpointError(
+                f"The checkpoint in {folder} disappeared while the run started. Start it again: it takes what is there then."
+            )
+        begins = "at the beginning" if source is None else f"with the weights of {source}"
+        _log.warning("--load %s holds no checkpoint yet; training starts %s", folder, begins)
+
+    def _changes_since(self, loaded: LoadedState) -> list[str]:
+        """Returns what differs from the checkpoint: settings, components, signature."""
+        progress, checkpoint = self.progress, self.run.checkpoint
+        changes = resume_changes(
+            loaded.facts["config"],
+            self.run,
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
         )
-        self.data_fingerprint = facts["data"]
-        self.scaler.restore(facts["scaler"])
-        self._report_random_states(loaded)
-        if loaded.fp8_history_reset_reason is not None:
-            why = "--no-load-optim" if self.run.checkpoint.no_load_optim else loaded.fp8_history_reset_reason
-            self.resume_changes.append(f"FP8 histories start anew, and the next step scales by its own tensors: {why}")
-        checkpoint = self.run.checkpoint
+        # A changed layout says already that random states start anew.
+        changes += [note for note in loaded.notes if not any(note.partition(":")[0] in said for said in changes)]
         if loaded.is_signed and checkpoint.save is not None and checkpoint.sign_key is None:
-            self.resume_changes.append("earlier steps are signed, new ones will not be: --sign-key was not given")
+            changes.append("earlier steps are signed, new ones will not be: --sign-key was not given")
+        return changes
 
-    def _report_random_states(self, loaded: LoadedState) -> None:
-        """Reports that RNG states restart, unless the layout change reports it already."""
-        if loaded.random_states_restored or any("random states" in change for change in self.resume_changes):
-            return
-        why = "--no-load-rng" if self.run.checkpoint.no_load_rng else "the checkpoint has none"
-        self.resume_changes.append(f"random states (dropout) start anew: {why}")
+
+def _skipped_components(config: CheckpointConfig) -> dict[str, str]:
+    """Returns the components that a flag excludes from a load, with the flag."""
+    skipped = {}
+    if config.no_load_optim:
+        skipped |= dict.fromkeys((MomentState.name, Fp8HistoryState.name), "--no-load-optim")
+    if config.no_load_rng:
+        skipped[RandomState.name] = "--no-load-rng"
+    return skipped
 
 
 def _build_checkpoint_manager(config: CheckpointConfig, mesh: ParallelMesh) -> CheckpointManager | None:
