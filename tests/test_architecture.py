@@ -29,6 +29,7 @@ ROWS = (
     ("estimate",),
     ("parallel", "optim", "data", "checkpoint"),
     ("history",),
+    ("pretrained",),
     ("infer", "plan", "evaluate"),
     ("train",),
     ("serve",),
@@ -294,7 +295,7 @@ WRITES = ("write_text", "write_bytes", "save_file", "mkstemp", "mktemp", "NamedT
 WRITES_BY_NAME = {
     FILES: "the rule itself",
     "petatron/base/output_file.py": "a file that the user names",
-    "petatron/checkpoint/convert/formats.py": "in a temporary folder of its own",
+    "petatron/pretrained/config_sections.py": "in a temporary folder of its own",
     "petatron/verify/trace.py": "in a folder that `petatron verify` made for it",
     "petatron/data/bpe/train_bpe.py": "a file that the user names",
     "petatron/schedule/measured_timeline.py": "a file that the user names",

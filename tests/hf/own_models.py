@@ -13,8 +13,8 @@ from petatron.integrations import transformers as petatron_transformers
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
+from petatron.pretrained.run_model import Model
 from petatron.train.build_run import build_model
-from petatron.train.state.run_model import Model
 from tests.unit.infer.test_sample import LATENT, MODEL
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"

@@ -23,9 +23,9 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.mtp_batch import add_shifted_arrays
+from petatron.pretrained.run_model import Model
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_model
-from petatron.train.state.run_model import Model
 from tests.hf.own_models import IDS, ROWS, opened, own_logits, own_model, padded
 from tests.unit.infer.test_sample import MODEL, VOCAB
 

@@ -12,10 +12,10 @@ import torch
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.model_hub import local_model
 from petatron.cli.main import main
 from petatron.integrations import transformers as petatron_transformers
-from petatron.serve.open_engine import find_model
+from petatron.pretrained.find_model import find_model
+from petatron.pretrained.hub import local_model
 from tests.hf.zoo import build, truth
 from tests.unit.data.stand_in_hub import StandInHub, serve
 

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
-from petatron.checkpoint.convert.formats import check_not_inside_step, detect_format
-from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.checkpoint.files.safetensors_file import read_header
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
-from petatron.train.state.checkpoint_args import read_checkpoint_args
+from petatron.pretrained.folder_kind import detect_format
+from petatron.pretrained.new_folder import check_not_inside_step
+from petatron.pretrained.open_settings import read_checkpoint_args
+from petatron.pretrained.open_weights import open_model_source
 from tests.security.limits import limited
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v3" / "step-00000003" / "model"

@@ -21,8 +21,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.terminal_escape import printable
-from petatron.checkpoint.convert.open_model import ModelSource, open_model_source
-from petatron.checkpoint.model_hub import local_model
 from petatron.integrations.transformers.configuration import PetatronConfig
 from petatron.integrations.transformers.generation_cache import PetatronCache
 from petatron.integrations.transformers.packed_inputs import IGNORED, PackedInputs
@@ -37,6 +35,8 @@ from petatron.models.hf import folder_shapes
 from petatron.models.hf.folder_config_json import own_config_json
 from petatron.models.long_rows import mark_long_rows
 from petatron.parallel.select_kernels import select_kernels
+from petatron.pretrained.hub import local_model
+from petatron.pretrained.open_weights import ModelSource, open_model_source
 
 _ONE_DEVICE = 'Use device_map={"": device}, or leave it out; `petatron generate --tp 2` and the like split a model.'
 _MAX_SEED = 2**31

@@ -4,34 +4,46 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
 from petatron.base.safe_files import remove_tree
-from petatron.checkpoint.convert.formats import create_tmp_folder, tmp_folder
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.config import RunConfig
+from petatron.config import CheckpointConfig, RunConfig
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from petatron.mesh.mesh import Axis
 from petatron.mesh.object_collectives import all_gather_objects
 from petatron.models.batch import Batch
 from petatron.models.objective import ModelRole
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.pretrained.export_hf_folder import CompanionFiles
+from petatron.pretrained.model_state import model_components
+from petatron.pretrained.new_folder import create_tmp_folder, tmp_folder
+from petatron.pretrained.save_and_load import save_with_manager
 from petatron.schedule.actions import TimedAction
-from petatron.train.state.components import model_components
-from petatron.train.state.export_hf_folder import CompanionFiles
-from petatron.train.state.save_and_load import save_with_manager
-from petatron.train.state.start_weights import StartFolder
 
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StartFolder:
+    """Where the first weights of a run are, and by which flag."""
+
+    flag: Literal["--load", "--pretrained-checkpoint"]
+    folder: str
+
+    def resumes(self, config: CheckpointConfig) -> bool:
+        """Whether the run continues the one that saved the weights, with all of its state."""
+        return self.flag == "--load" and not config.finetune
 
 
 class Model(ParallelModel):
