@@ -7,7 +7,7 @@ from pathlib import Path
 from petatron.base.errors import CheckpointError
 from petatron.base.model_companion_files import CONFIG_FILE, is_hf_folder
 from petatron.checkpoint.files import step_folder, step_list
-from petatron.pretrained.folder_kind import reject_pickle_weights
+from petatron.pretrained.folder_kind import has_steps, reject_pickle_weights
 from petatron.pretrained.hub import local_model
 
 
@@ -21,7 +21,7 @@ def find_model(checkpoint: str | Path) -> Path:
         )
     if is_hf_folder(path):
         return path
-    if step_list.containing_step(path) is None and not step_list.list_steps(path):
+    if not has_steps(path):
         if (path / CONFIG_FILE).is_file():
             reject_pickle_weights(path)
         raise CheckpointError(

@@ -28,7 +28,7 @@ _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 
 def detect_format(path: Path) -> ModelFormat:
     """Returns the format of a folder."""
-    if containing_step(path) is not None or list_steps(path):
+    if has_steps(path):
         return "petatron"
     if is_megatron_folder(path):
         return "megatron"
@@ -43,6 +43,11 @@ def detect_format(path: Path) -> ModelFormat:
         f"({step_name(0)}/{MANIFEST_FILE}), nor {CONFIG_FILE} of a "
         f"Hugging Face model, nor what Megatron-LM saves ({TRACKER_FILE}). Give the folder that has one of them."
     )
+
+
+def has_steps(path: Path) -> bool:
+    """Whether this is a folder of steps, one of them, or inside of one."""
+    return containing_step(path) is not None or bool(list_steps(path))
 
 
 def is_megatron_folder(path: Path) -> bool:
@@ -117,15 +122,13 @@ def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool
         )
 
 
-def refuse_unconverted(folder: Path, flag: str) -> None:
-    """Raises for checkpoints of other programs that must be converted first."""
-    if containing_step(folder) is not None or list_steps(folder):
+def refuse_unconverted(folder: Path, flag: str = "") -> None:
+    """Raises for checkpoints of other programs that must be converted first; the flag that named the folder is told."""
+    if has_steps(folder):
         return
     if is_megatron_folder(folder):
-        raise CheckpointError(
-            f"{flag} {folder} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {folder} NEW_FOLDER --to "
-            "petatron"
-        )
+        convert = f"petatron checkpoint convert {folder} NEW_FOLDER --to petatron"
+        raise CheckpointError(f"{flag} {folder} was saved by Megatron-LM. Convert it first: {convert}".lstrip())
     if (folder / CONFIG_FILE).is_file():
         reject_pickle_weights(folder)
 

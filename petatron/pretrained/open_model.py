@@ -27,7 +27,7 @@ from petatron.models.hf import drop_missing_predictions, family_name_of_config, 
 from petatron.models.registry import model_spec
 from petatron.pretrained.config_sections import config_sections, load_config_sections
 from petatron.pretrained.export_hf_folder import CompanionFiles
-from petatron.pretrained.folder_kind import detect_format, reject_pickle_weights
+from petatron.pretrained.folder_kind import detect_format, refuse_unconverted
 from petatron.pretrained.hub import local_model
 from petatron.pretrained.initial_model import build_initial_model, launch
 from petatron.pretrained.run_model import Model
@@ -104,13 +104,8 @@ def from_pretrained(
 
 def open_model_folder(path: Path) -> HuggingFaceFolder:
     """Opens the Hugging Face folder of a model: the path itself, or that of a step, a run's newest if none is named."""
-    kind = detect_format(path)
-    if kind == "megatron":
-        raise CheckpointError(
-            f"{path} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {path} NEW_FOLDER --to petatron"
-        )
-    if kind == "huggingface":
-        reject_pickle_weights(path)
+    if detect_format(path) != "petatron":
+        refuse_unconverted(path)
         return HuggingFaceFolder(path)
     step = step_list.resolve_step(path, None)
     step_folder.check_aux_files(step, step_folder.read_manifest_head(step))

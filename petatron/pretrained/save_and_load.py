@@ -14,7 +14,7 @@ import torch
 from petatron.base.errors import CheckpointError
 from petatron.base.model_companion_files import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.checkpoint.files import step_folder, step_list
+from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.step_list import check_steps_not_lost
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
 from petatron.checkpoint.manager import CheckpointManager
@@ -25,6 +25,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.export_hf_folder import CompanionFiles, build_hf_folder
+from petatron.pretrained.folder_kind import has_steps
 from petatron.pretrained.model_state import model_components
 
 LOOP_FACTS = "loop"
@@ -172,7 +173,7 @@ def has_weights(folder: str, mesh: ParallelMesh) -> bool:
 
 def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
     """Returns what a folder contains to load, as this rank sees it."""
-    if step_list.containing_step(path) is not None or step_list.list_steps(path):
+    if has_steps(path):
         return "checkpoint"
     if is_hf_folder(path):
         return "model"

@@ -70,6 +70,22 @@ def test_a_link_out_of_the_folder_is_not_followed(folder: Path, name: str):
     open_model_source(folder.parent / "linked")
 
 
+def test_each_file_is_opened_once_for_its_settings_and_once_for_its_header(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A model of many files on a network disk takes as long as they are opened often."""
+    opened: list[str] = []
+    real = os.open
+
+    def counting(path: Any, *args: Any, **options: Any) -> int:
+        opened.append(Path(os.fsdecode(path)).name if isinstance(path, str | os.PathLike) else "")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", counting)
+    open_model_source(folder)
+    assert (opened.count("config.json"), opened.count("model.safetensors")) == (1, 1)
+
+
 # ---- Headers
 
 

@@ -121,14 +121,8 @@ class HuggingFaceFolder:
         model, moe = self.settings()
         with self._reading():
             apart = not self.is_own and has_separate_experts(self.config)
-            check_counts(
-                self.config_file,
-                model_folder_error,
-                model,
-                moe,
-                num_tensors=len(self.tensors),
-                separate_experts=apart,
-            )
+            tensors = len(self.tensors)
+            check_counts(self.config_file, model_folder_error, model, moe, num_tensors=tensors, separate_experts=apart)
         return model, moe
 
     def check_size(self, spec: ModelSpec) -> None:
