@@ -13,14 +13,17 @@ from typing import Literal
 from petatron.base.errors import CheckpointError
 from petatron.base.model_companion_files import CONFIG_FILE, TRACKER_FILE, is_hf_folder
 from petatron.base.untrusted_files import not_a_file_reason
+from petatron.checkpoint.files.step_folder import MODEL_FOLDER
 from petatron.checkpoint.files.step_list import (
     MANIFEST_FILE,
     check_steps_not_lost,
     containing_step,
     list_steps,
+    resolve_step,
     step_name,
 )
 from petatron.config import CheckpointConfig
+from petatron.pretrained.hub import local_model
 
 ModelFormat = Literal["petatron", "huggingface", "megatron"]
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
@@ -142,3 +145,29 @@ def _check_hf_load(folder: Path, config: CheckpointConfig) -> None:
         )
     if config.ckpt_step is not None:
         raise CheckpointError(f"--load {folder} is the folder of a model, which has no steps. Leave --ckpt-step out.")
+
+
+def find_model(checkpoint: str | Path) -> Path:
+    """Returns the folder of a Hugging Face model, or of the newest step of a run; `CheckpointError` if it is neither."""
+    path = local_model(checkpoint, where="CHECKPOINT")
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder. Give the folder of a run, of one of its steps, or of a Hugging Face model, or the name of one "
+            "on the hub (OWNER/NAME)."
+        )
+    if is_hf_folder(path):
+        return path
+    if not has_steps(path):
+        if (path / CONFIG_FILE).is_file():
+            reject_pickle_weights(path)
+        raise CheckpointError(
+            f"{path} holds no checkpoint, and is no Hugging Face model. Give the folder of a run, of one of its steps, or of a "
+            "Hugging Face model; what Megatron-LM saved is converted by petatron checkpoint convert."
+        )
+    return resolve_step(path, None)
+
+
+def model_files(folder: Path) -> Path:
+    """Returns where the files of a model are: inside a step, or the folder itself."""
+    inner = folder / MODEL_FOLDER
+    return inner if inner.is_dir() else folder

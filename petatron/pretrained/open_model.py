@@ -122,10 +122,11 @@ def _folder_run_config(
     folder: HuggingFaceFolder, mesh: ParallelMesh | None, flags: Sequence[str], precision: str | None
 ) -> RunConfig:
     """Returns the config of a folder's model, which its files contain."""
+    stored = folder.config.get("dtype") or folder.config.get("torch_dtype")
     with reading_untrusted(folder.config_file, model_folder_error):
         settings = folder.checked_settings()
         with nullcontext() if flags else folder.naming_config():  # with flags a problem may be theirs
-            run = _run_config(settings, mesh, flags, precision, stored=folder.stored_dtype)
+            run = _run_config(settings, mesh, flags, precision, stored=stored)
         folder.check_size(model_spec(run))
     return run
 

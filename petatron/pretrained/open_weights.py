@@ -27,7 +27,7 @@ from petatron.base.untrusted_files import reading_untrusted as reading_foreign
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
-from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, model_folder_error
+from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest, model_folder_error
 from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_precision
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
@@ -108,7 +108,7 @@ def _open_huggingface(path: Path) -> ModelSource:
     settings = folder.checked_settings()
     with folder.naming_config():
         values, spec = _resolve_spec(*settings)
-    return _manifest_source("huggingface", path, folder, folder.manifest(spec), values, spec)
+    return _manifest_source("huggingface", path, folder, folder_manifest(folder, spec), values, spec)
 
 
 def _open_petatron(step: Path) -> ModelSource:

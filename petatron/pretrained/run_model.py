@@ -112,11 +112,10 @@ class Model(ParallelModel):
         """Writes the model as a Hugging Face folder, which transformers opens directly; every rank calls it.
 
         The folder appears when it is complete, and must not exist before, or be empty; with `overwrite` the folder of a model that is
-        there is replaced then. It also gets the tokenizer of the run that the
-        model was built for, or the tokenizer's files, generation_config.json and token ids that `from_pretrained` found beside the
-        weights; `tokenizer`, one of ours or the path of a tokenizer.json or its folder, replaces them. A model that no Hugging Face
-        family can express is written with the `model_type` petatron, which `from_pretrained` opens, and transformers after `import
-        petatron.integrations.transformers`.
+        there is replaced then. It also gets the run's tokenizer, or the tokenizer's files, generation_config.json and token ids that
+        `from_pretrained` found beside the weights; `tokenizer`, one of ours or the path of a tokenizer.json or its folder, replaces them.
+        A model that no family can express is written with the `model_type` petatron, which `from_pretrained` opens, and transformers
+        after `import petatron.integrations.transformers`.
 
         >>> import petatron, tempfile
         >>> from pathlib import Path

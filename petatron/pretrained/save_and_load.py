@@ -16,7 +16,7 @@ from petatron.base.model_companion_files import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.step_list import check_steps_not_lost
-from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
+from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.checkpoint.stateful import EMPTY_DOCUMENT, ComponentLoad, Stateful, build_document, local_tensors
@@ -145,7 +145,7 @@ def load_state(
     loaded = manager.load(
         step,
         select,
-        read_manifest=(lambda: HuggingFaceFolder(path).manifest(model.spec)) if is_model else None,
+        read_manifest=(lambda: folder_manifest(HuggingFaceFolder(path), model.spec)) if is_model else None,
         same_layout_key=model.layout_key if load.reads_local and not is_model else None,
         may_ignore_kind=None if is_model else load.may_ignore_kind,
         check_all_files=strict,

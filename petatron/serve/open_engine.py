@@ -25,7 +25,7 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_defaults import GENERATION_CONFIG_FILE, SamplingDefaults, read_sampling_defaults
 from petatron.mesh.launch.environment import read_environment
-from petatron.pretrained.find_model import find_model, model_files
+from petatron.pretrained.folder_kind import find_model, model_files
 from petatron.pretrained.open_model import from_pretrained
 from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.open_tokenizer import open_tokenizer

@@ -101,15 +101,8 @@ class HuggingFaceFolder:
         """Whether it has our own names: no family describes the model."""
         return self.config.get("model_type") == OWN_MODEL_TYPE
 
-    @property
-    def stored_dtype(self) -> str | None:
-        return self.config.get("dtype") or self.config.get("torch_dtype")
-
     def settings(self, *, without_weights: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns ModelConfig and MoEConfig values; the second are empty for a dense model.
-
-        `without_weights`: nothing beside config.json is looked at.
-        """
+        """Returns ModelConfig and MoEConfig values; the second are empty for a dense model. `without_weights`: from config.json alone."""
         with self._reading(), self.naming_config():
             model, moe = parse_config_json(self.config)
             if not without_weights and model.get("mtp_num_layers") and not self.is_own:
@@ -134,10 +127,6 @@ class HuggingFaceFolder:
             raise model_folder_error(
                 self.config_file, f"describes {needed:,} parameters, and the files beside it have {stored:,} bytes"
             )
-
-    def manifest(self, spec: ModelSpec) -> Manifest:
-        """Locates every logical tensor of a model in the folder; everything that does not fit is one error."""
-        return _folder_manifest(self, spec)
 
     @contextmanager
     def naming_config(self) -> Iterator[None]:
@@ -168,7 +157,8 @@ def _with_keys(text: str, keys: Mapping[str, str]) -> str:
     return re.sub(r"--[a-z][a-z0-9-]*", lambda found: keys.get(found[0], found[0]), text)
 
 
-def _folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
+def folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
+    """Locates every logical tensor of a model in a folder; everything that does not fit is one error."""
     _check_same_model(folder, spec)
     shapes, slots = folder_shapes(spec), folder.tensors
     entries = folder_entries(spec, str(folder.config.get("model_type")))

@@ -5,8 +5,7 @@ from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("folder of a model")     # `model_type: petatron`
 model = from_checkpoint("runs/mine")                                  # any model that Petatron saved, or converts
-
-Nothing of Petatron imports this package, and it alone imports transformers when it is imported.
+Nothing of Petatron imports this package.
 """
 
 try:
