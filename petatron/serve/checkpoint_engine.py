@@ -18,9 +18,9 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.object_collectives import broadcast_object
+from petatron.pretrained.run_model import Model
+from petatron.pretrained.save_and_load import load_checkpoint
 from petatron.serve.open_engine import model_settings, open_engine
-from petatron.train.state.run_model import Model
-from petatron.train.state.save_and_load import load_checkpoint
 
 _log = get_logger(__name__)
 

@@ -16,10 +16,7 @@ import torch
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.base.model_companion_files import CONFIG_FILE, is_hf_folder, read_companion_file
-from petatron.checkpoint.convert.formats import reject_pickle_weights
-from petatron.checkpoint.files import step_folder, step_list
-from petatron.checkpoint.model_hub import local_model
+from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file
 from petatron.config import LoadedConfig, load_config
 from petatron.config.checks.unused_flags import training_flags
 from petatron.config.required_settings import known_vocab_size
@@ -28,10 +25,11 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_defaults import GENERATION_CONFIG_FILE, SamplingDefaults, read_sampling_defaults
 from petatron.mesh.launch.environment import read_environment
-from petatron.train.build_run import open_tokenizer
-from petatron.train.state.checkpoint_args import read_checkpoint_args
-from petatron.train.state.pretrained import from_pretrained
-from petatron.train.state.run_model import Model
+from petatron.pretrained.folder_kind import find_model, model_files
+from petatron.pretrained.open_model import from_pretrained
+from petatron.pretrained.open_settings import read_checkpoint_args
+from petatron.pretrained.open_tokenizer import open_tokenizer
+from petatron.pretrained.run_model import Model
 
 _log = get_logger(__name__)
 
@@ -111,26 +109,6 @@ def warn_of_training_flags(settings: ModelSettings) -> None:
         _log.warning("without effect here, only training reads them: %s", ", ".join(unused))
 
 
-def find_model(checkpoint: str | Path) -> Path:
-    """Returns the folder of a Hugging Face model, or of the newest step of a run; `CheckpointError` if it is neither."""
-    path = local_model(checkpoint, where="CHECKPOINT")
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is not a folder. Give the folder of a run, of one of its steps, or of a Hugging Face model, or the name of one "
-            "on the hub (OWNER/NAME)."
-        )
-    if is_hf_folder(path):
-        return path
-    if step_list.containing_step(path) is None and not step_list.list_steps(path):
-        if (path / CONFIG_FILE).is_file():
-            reject_pickle_weights(path)
-        raise CheckpointError(
-            f"{path} holds no checkpoint, and is no Hugging Face model. Give the folder of a run, of one of its steps, or of a "
-            "Hugging Face model; what Megatron-LM saved is converted by petatron checkpoint convert."
-        )
-    return step_list.resolve_step(path, None)
-
-
 def open_engine(
     settings: ModelSettings,
     flags: Sequence[str] = (),
@@ -147,12 +125,6 @@ def open_engine(
 def load_model(settings: ModelSettings, flags: Sequence[str] = (), *, dtype: torch.dtype | str | None = None) -> Model:
     """Loads the weights, without memory for gradients; every rank calls it."""
     return from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False)
-
-
-def model_files(folder: Path) -> Path:
-    """Returns where the files of a model are: inside a step, or the folder itself."""
-    inner = folder / step_folder.MODEL_FOLDER
-    return inner if inner.is_dir() else folder
 
 
 def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int) -> tuple[int, ...]:

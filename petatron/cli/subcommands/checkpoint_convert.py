@@ -14,8 +14,8 @@ from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.cli.subcommands.sigterm_raises import sigterm_raises
 
 if TYPE_CHECKING:
-    from petatron.checkpoint.convert.convert_model import ConversionProgress, TokenizerFiles
-    from petatron.checkpoint.convert.open_model import ModelSource
+    from petatron.pretrained.convert_model import ConversionProgress, TokenizerFiles
+    from petatron.pretrained.open_weights import ModelSource
 
 FORMATS = ("petatron", "huggingface", "megatron")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -48,10 +48,10 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from petatron.checkpoint.convert.average_models import average_sources, last_steps
-    from petatron.checkpoint.convert.convert_model import ConversionOptions, MegatronLayout, convert
-    from petatron.checkpoint.convert.open_model import open_model_source
-    from petatron.checkpoint.model_hub import local_model
+    from petatron.pretrained.average_models import average_sources, last_steps
+    from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
+    from petatron.pretrained.hub import local_model
+    from petatron.pretrained.open_weights import open_model_source
 
     kind = None if options.kind == "auto" else options.kind
     path = local_model(options.source, where="SOURCE")
@@ -125,8 +125,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _tokenizer(path: Path, source: ModelSource) -> TokenizerFiles:
-    from petatron.checkpoint.convert.convert_model import TokenizerFiles
     from petatron.data.tokenizer import HuggingFaceTokenizer
+    from petatron.pretrained.convert_model import TokenizerFiles
 
     tokenizer = HuggingFaceTokenizer(path)
     rows = source.spec.vocab_size

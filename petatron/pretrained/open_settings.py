@@ -14,19 +14,19 @@ from typing import Any
 from petatron.base.errors import CheckpointError
 from petatron.base.model_companion_files import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.checkpoint.convert.formats import config_sections, detect_format
-from petatron.checkpoint.convert.read_hf_folder import check_stored_counts, read_model_settings
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
+from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_facts
-from petatron.checkpoint.model_hub import local_model
 from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.config.required_settings import required
 from petatron.data.tokenizer import folder_tokenizer
 from petatron.models.hf.check_claimed_counts import check_counts
-from petatron.train.state.run_dirs import check_load_dir, refuse_unconverted
+from petatron.pretrained.config_sections import config_sections
+from petatron.pretrained.folder_kind import check_load_dir, detect_format, refuse_unconverted
+from petatron.pretrained.hub import local_model
 
 _SECTIONS = ("model", "moe", "parallel", "tokenizer")
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -59,7 +59,7 @@ def _read_start_folder(folder: Path, *, settings_only: bool) -> CheckpointSettin
         step = step_list.resolve_step(folder, None, warn=False)  # whoever loads the weights warns
         return _settings_from_step(step, step_folder.read_manifest(step))
     if settings_only and kind == "huggingface" and not is_hf_folder(folder):
-        sections = {**config_sections(*read_model_settings(folder, without_weights=True))}
+        sections = config_sections(*HuggingFaceFolder(folder).settings(without_weights=True))
         return CheckpointSettings(
             str(folder), {**sections, "tokenizer": _tokenizer_section({}, folder)}, has_weights=False
         )
@@ -100,9 +100,7 @@ def _select_step(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest
 
 
 def _settings_from_hf_folder(folder: Path) -> dict[str, Mapping[str, Any]]:
-    settings = read_model_settings(folder)
-    check_stored_counts(folder, *settings)
-    sections: dict[str, Mapping[str, Any]] = dict(config_sections(*settings))
+    sections = config_sections(*HuggingFaceFolder(folder).checked_settings())
     return {**sections, "tokenizer": _tokenizer_section({}, folder)}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from petatron.hf.packed_inputs import PackedInputs
+from petatron.integrations.transformers.packed_inputs import PackedInputs
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk, fresh_documents
 from petatron.layers.spec.generation_state import GenerationState, GenerationStep, PagedState, RecurrentState
 from petatron.layers.spec.sequence_group import sequence_groups

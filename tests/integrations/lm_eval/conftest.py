@@ -4,6 +4,4 @@ from __future__ import annotations
 
 import importlib.util
 
-collect_ignore_glob = (
-    [] if all(map(importlib.util.find_spec, ("lm_eval", "tenacity", "fastapi"))) else ["test_lm_eval.py"]
-)
+collect_ignore_glob = [] if all(map(importlib.util.find_spec, ("lm_eval", "tenacity", "fastapi"))) else ["test_*.py"]

@@ -1,4 +1,4 @@
-"""The tokenizer of the model that a run starts from: it is the default, and another one must be forced.
+"""Opens the tokenizer of a run: that of the model that it starts from is the default, and another one must be forced.
 
 A model has learned what its ids mean. With another tokenizer every id means something else: such a run would train without a word
 and save a model that is wrong for both.
@@ -14,14 +14,32 @@ from petatron.base.log import get_logger
 from petatron.base.model_companion_files import is_hf_folder
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.step_list import latest_step
-from petatron.config import CheckpointConfig, LoadedConfig
+from petatron.config import CheckpointConfig, LoadedConfig, with_vocab_size
 from petatron.config.checkpoint_settings import tokenizer_paths
+from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.fields import fields_by_path, flatten_config, replace_fields
 from petatron.config.schema.training import TokenizerConfig
 from petatron.config.value_origins import ValueOrigin
 from petatron.data.tokenizer import Tokenizer, build_tokenizer, folder_tokenizer, vocabulary_difference
 
 _log = get_logger(__name__)
+
+
+def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None]:
+    """Opens the tokenizer of a run, if any, and returns the config with its vocabulary size; `ConfigError` if nothing says it.
+
+    It is the configured one, or by default that of the model that the run starts from.
+    """
+    start = _find_start_tokenizer(loaded.config.checkpoint)
+    loaded = loaded if start is None else _with_start_tokenizer(loaded, start)
+    config = loaded.config
+    if config.tokenizer.tokenizer_type is None:
+        known_vocab_size(config.model)
+        return loaded, None
+    tokenizer = build_tokenizer(config.tokenizer, vocab_size=config.model.vocab_size)
+    if start is not None:
+        _check_start_tokenizer(loaded, tokenizer, start)
+    return with_vocab_size(loaded, tokenizer.vocab_size, f"{tokenizer.name} tokenizer"), tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +50,7 @@ class StartTokenizer:
     config: TokenizerConfig
 
 
-def find_start_tokenizer(checkpoint: CheckpointConfig) -> StartTokenizer | None:
+def _find_start_tokenizer(checkpoint: CheckpointConfig) -> StartTokenizer | None:
     """Returns the tokenizer of the model in `--load`, else of `--pretrained-checkpoint`; None without a model, or if it has none."""
     folder = None if checkpoint.load is None else _model_folder(Path(checkpoint.load), checkpoint.ckpt_step)
     if folder is None and checkpoint.pretrained_checkpoint is not None:
@@ -53,7 +71,7 @@ def _model_folder(path: Path, step: int | None) -> Path | None:
     return path if is_hf_folder(path) else None
 
 
-def with_start_tokenizer(loaded: LoadedConfig, start: StartTokenizer) -> LoadedConfig:
+def _with_start_tokenizer(loaded: LoadedConfig, start: StartTokenizer) -> LoadedConfig:
     """Returns the config with the model's own tokenizer, unless somebody chose one or declined this one."""
     declined = not loaded.config.checkpoint.use_tokenizer_model_from_checkpoint_args
     if declined or any(loaded.origins[path].is_explicit for path in tokenizer_paths()):
@@ -66,7 +84,7 @@ def with_start_tokenizer(loaded: LoadedConfig, start: StartTokenizer) -> LoadedC
     return replace(loaded, config=replace_fields(loaded.config, values), origins=loaded.origins | origins)
 
 
-def check_start_tokenizer(loaded: LoadedConfig, tokenizer: Tokenizer, start: StartTokenizer) -> None:
+def _check_start_tokenizer(loaded: LoadedConfig, tokenizer: Tokenizer, start: StartTokenizer) -> None:
     """Raises if somebody chose another tokenizer than the model's and does not force it."""
     values = flatten_config(loaded.config)
     given = [path for path in tokenizer_paths() if loaded.origins[path].is_explicit and values[path] is not None]

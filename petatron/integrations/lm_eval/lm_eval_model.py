@@ -3,7 +3,7 @@
 Log-likelihoods are those of `petatron eval`: the same tokenization of pairs, the same BOS token, the same scores. Documents are cut
 into lm_eval's own windows. Answers come from the generation engine, which has memory only while it answers.
 
-    import lm_eval, petatron.harness.lm_eval_model
+    import lm_eval, petatron.integrations.lm_eval
     lm_eval.simple_evaluate(model="petatron", model_args={"pretrained": "runs/demo"}, tasks=["arc_easy"])
 """
 
@@ -27,9 +27,9 @@ from petatron.data.prompt.prompt_encoder import bos_ids, document_start, with_bo
 from petatron.evaluate.multiple_choice import encode_pairs
 from petatron.evaluate.score import max_scored_tokens, score_sequences
 from petatron.evaluate.task import truncate_left
-from petatron.harness.model_args import read_model_args, sampling_params
 from petatron.infer.engine import Engine
 from petatron.infer.sampling_params import SamplingParams
+from petatron.integrations.lm_eval.model_args import read_model_args, sampling_params
 from petatron.mesh.launch.environment import read_environment
 from petatron.serve.open_engine import load_model, model_settings
 

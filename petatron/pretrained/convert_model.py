@@ -2,7 +2,7 @@
 
 A converted model is written to a temporary folder and renamed when all of it is on disk, so a folder that exists is complete. In
 the formats `petatron` and `huggingface` every tensor passes through one buffer of the size of the largest: that, and the few
-blocks (or, from Megatron, the one logical tensor) that `open_model.py` reads with, is all the memory a conversion needs. Megatron's
+blocks (or, from Megatron, the one logical tensor) that `open_weights.py` reads with, is all the memory a conversion needs. Megatron's
 legacy files contain a rank's whole share, which must fit in memory when they are written.
 """
 
@@ -24,8 +24,6 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file, strip_remote_code
 from petatron.base.safe_files import remove_tree
 from petatron.base.text import format_bytes
-from petatron.checkpoint.convert.formats import ModelFormat, config_yaml_text, create_tmp_folder
-from petatron.checkpoint.convert.open_model import ModelSource
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk, free_bytes
 from petatron.checkpoint.files.manifest import RankTable
@@ -36,6 +34,10 @@ from petatron.checkpoint.save.rank_writer import weight_index_file
 from petatron.checkpoint.state import ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.config.schema.model_identity import model_identity
 from petatron.models.hf import EntryRegion, FolderEntry, build_config_json, folder_entries, to_hf_config
+from petatron.pretrained.config_sections import config_yaml_text
+from petatron.pretrained.folder_kind import ModelFormat
+from petatron.pretrained.new_folder import create_tmp_folder
+from petatron.pretrained.open_weights import ModelSource
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 CONFIG_YAML_FILE = "config.yaml"

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.convert.open_model import ModelSource
 from petatron.checkpoint.files import step_list
 from petatron.checkpoint.state import ROUTER_PREFIX, Chunk
+from petatron.pretrained.open_weights import ModelSource
 
 
 def last_steps(folder: Path, count: int, *, before: int | None = None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Reads Hugging Face model folders as checkpoints: builds a manifest for a folder that has none.
+"""Reads Hugging Face model folders, and as checkpoints too: builds a manifest for a folder that has none.
 
 Names come from the model to fill (`models/hf`), offsets from the files' own headers. So reading one is the same as reading a
 checkpoint of ours: any layout, only the bytes that are needed, and everything must fit.
@@ -10,8 +10,9 @@ import fnmatch
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from petatron.base.model_companion_files import CONFIG_FILE
 from petatron.base.safe_files import symlink_target_outside
 from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
-from petatron.checkpoint.convert.mxfp4_folder import num_stored_elements, split_packed_tensors
 from petatron.checkpoint.files.disk import BLOCK_BYTES
 from petatron.checkpoint.files.manifest import BlockScale, Manifest, StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import MAX_HEADER_BYTES, TensorInfo
+from petatron.checkpoint.huggingface.mxfp4_folder import TensorInfos, num_stored_elements, split_packed_tensors
 from petatron.checkpoint.load.block_scale import scale_shape
 from petatron.checkpoint.load.box_reads import read_checked_header
 from petatron.checkpoint.state import folder_tensor_key
@@ -75,91 +76,100 @@ def check_own_files(path: Path) -> None:
         )
 
 
-def load_config_json(path: Path) -> dict[str, Any]:
-    """Reads a folder's config.json."""
-    check_own_files(path)
-    with reading_untrusted(path / CONFIG_FILE, model_folder_error):
-        try:
-            content = read_limited_json(path / CONFIG_FILE, _MAX_CONFIG_BYTES)
-        except ValueError as error:
-            raise model_folder_error(path / CONFIG_FILE, f"cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise model_folder_error(path / CONFIG_FILE, "is no table of settings")
-    return content
+class HuggingFaceFolder:
+    """A folder with its config.json, which is read here, and its weights, whose headers are read once they are needed."""
 
+    def __init__(self, path: Path) -> None:
+        self.path, self.config_file = path, path / CONFIG_FILE
+        check_own_files(path)
+        with self._reading():
+            try:
+                content = read_limited_json(self.config_file, _MAX_CONFIG_BYTES)
+            except ValueError as error:
+                raise model_folder_error(self.config_file, f"cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise model_folder_error(self.config_file, "is no table of settings")
+        self.config: dict[str, Any] = content
 
-def read_model_settings(path: Path, *, without_weights: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns ModelConfig and MoEConfig values from a folder's config.json; the second is empty for a dense model.
+    @cached_property
+    def tensors(self) -> TensorInfos:
+        """Every tensor of the folder's files, and its file."""
+        return _tensor_infos(self.path)
 
-    `without_weights`: nothing beside the file is looked at.
-    """
-    with reading_untrusted(path / CONFIG_FILE, model_folder_error), naming_file(path / CONFIG_FILE):
-        content = load_config_json(path)
-        model, moe = parse_config_json(content)
-        if not without_weights and model.get("mtp_num_layers") and content.get("model_type") != OWN_MODEL_TYPE:
-            model = drop_missing_predictions(content, model, _tensor_infos(path))
+    @property
+    def is_own(self) -> bool:
+        """Whether it has our own names: no family describes the model."""
+        return self.config.get("model_type") == OWN_MODEL_TYPE
+
+    def settings(self, *, without_weights: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns ModelConfig and MoEConfig values; the second are empty for a dense model. `without_weights`: from config.json alone."""
+        with self._reading(), self.naming_config():
+            model, moe = parse_config_json(self.config)
+            if not without_weights and model.get("mtp_num_layers") and not self.is_own:
+                model = drop_missing_predictions(self.config, model, self.tensors)
+            return model, moe
+
+    def checked_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the settings; raises if they claim more than the files contain, before a model is built from them."""
+        model, moe = self.settings()
+        with self._reading():
+            apart = not self.is_own and has_separate_experts(self.config)
+            tensors = len(self.tensors)
+            check_counts(self.config_file, model_folder_error, model, moe, num_tensors=tensors, separate_experts=apart)
         return model, moe
 
-
-@contextmanager
-def naming_file(path: Path) -> Iterator[None]:
-    """Puts the path of the file before the key of every problem raised inside: several models may be open.
-
-    What is wrong is said in the file's own keys, where these are known, and not in the flags that stand for them.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        keys = keys_of_flags(load_config_json(path.parent))
-        told = (
-            Problem(
-                f"{path}: {_with_keys(problem.where, keys)}",
-                problem.found,
-                _with_keys(problem.rule, keys),
-                _with_keys(problem.fix, keys),
+    def check_size(self, spec: ModelSpec) -> None:
+        """Raises if a model is larger than the folder's files, before memory is allocated for it."""
+        with self._reading():
+            needed = sum(math.prod(shape) for shape in spec.logical_shapes().values())
+            stored = num_stored_elements(self.tensors)
+        if needed > stored:
+            raise model_folder_error(
+                self.config_file, f"describes {needed:,} parameters, and the files beside it have {stored:,} bytes"
             )
-            for problem in error.problems
-        )
-        raise ConfigError(list(told)) from error
+
+    @contextmanager
+    def naming_config(self) -> Iterator[None]:
+        """Puts the path of config.json before the key of every problem raised inside: several models may be open.
+
+        What is wrong is said in the file's own keys, where these are known, and not in the flags that stand for them.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            keys = keys_of_flags(self.config)
+            told = (
+                Problem(
+                    f"{self.config_file}: {_with_keys(problem.where, keys)}",
+                    problem.found,
+                    _with_keys(problem.rule, keys),
+                    _with_keys(problem.fix, keys),
+                )
+                for problem in error.problems
+            )
+            raise ConfigError(list(told)) from error
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return reading_untrusted(self.config_file, model_folder_error)
 
 
 def _with_keys(text: str, keys: Mapping[str, str]) -> str:
     return re.sub(r"--[a-z][a-z0-9-]*", lambda found: keys.get(found[0], found[0]), text)
 
 
-def check_stored_counts(path: Path, model: Mapping[str, Any], moe: Mapping[str, Any]) -> None:
-    """Raises if settings claim more than the folder's files contain, before a model is built from them."""
-    content = load_config_json(path)
-    apart = content.get("model_type") != OWN_MODEL_TYPE and has_separate_experts(content)
-    check_counts(
-        path / CONFIG_FILE, model_folder_error, model, moe, num_tensors=len(_tensor_infos(path)), separate_experts=apart
-    )
-
-
-def check_stored_size(path: Path, spec: ModelSpec) -> None:
-    """Raises if a model is larger than the folder's files, before memory is allocated for it."""
-    needed = sum(math.prod(shape) for shape in spec.logical_shapes().values())
-    stored = num_stored_elements(_tensor_infos(path))
-    if needed > stored:
-        raise model_folder_error(
-            path / CONFIG_FILE, f"describes {needed:,} parameters, and the files beside it have {stored:,} bytes"
-        )
-
-
-def folder_manifest(path: Path, spec: ModelSpec) -> Manifest:
+def folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
     """Locates every logical tensor of a model in a folder; everything that does not fit is one error."""
-    _check_same_model(path, spec)
-    shapes = folder_shapes(spec)
-    entries = folder_entries(spec, str(load_config_json(path).get("model_type")))
-    slots = _tensor_infos(path)
+    _check_same_model(folder, spec)
+    shapes, slots = folder_shapes(spec), folder.tensors
+    entries = folder_entries(spec, str(folder.config.get("model_type")))
     known = {entry.name: entry for entry in entries}
-    slots, packed = split_packed_tensors(slots) if has_mxfp4_weights(load_config_json(path)) else (slots, {})
-    block = fp8_block_size(load_config_json(path))
+    slots, packed = split_packed_tensors(slots) if has_mxfp4_weights(folder.config) else (slots, {})
+    block = fp8_block_size(folder.config)
     scales = {} if block is None else {n: n + _SCALE_SUFFIX for n in slots if n + _SCALE_SUFFIX in slots}
     apart = set(scales.values())
     weights = {name: slot for name, slot in slots.items() if name not in apart}  # in order: errors name the first ones
     weights |= {name: (found.file, found.info) for name, found in packed.items()}
-    stored = _stored_names(path, weights, known)
+    stored = _stored_names(folder, weights, known)
     problems = [f"{entry.name} is missing" for entry in entries if entry.name not in stored]
     problems += [f"{name} is not a tensor of this model" for full, name in stored.items() if full not in known]
     tensors: dict[str, StoredTensor] = {}
@@ -196,14 +206,14 @@ def folder_manifest(path: Path, spec: ModelSpec) -> Manifest:
         lines = "\n".join(f"  {problem}" for problem in problems[:8])
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
-            f"{path} does not hold the tensors that the model should have:\n{lines}{more}\nCopy all files of the model there, "
+            f"{folder.path} does not hold the tensors that the model should have:\n{lines}{more}\nCopy all files of the model there, "
             f"and use the settings of its {CONFIG_FILE}."
         )
     return Manifest(step=0, layout="", facts={}, tensors=tensors, local={}, files={})
 
 
 def _block_scale(
-    name: str, infos: Mapping[str, tuple[str, TensorInfo]], scales: Mapping[str, str], block: Shape | None
+    name: str, infos: TensorInfos, scales: Mapping[str, str], block: Shape | None
 ) -> tuple[BlockScale | None, list[str]]:
     """Returns where the scales of a stored tensor are, and what is wrong with them; `scales` names those of all tensors."""
     info = infos[name][1]
@@ -220,14 +230,11 @@ def _block_scale(
     return BlockScale(file, scales[name], block), []
 
 
-def _stored_names(
-    path: Path, infos: Mapping[str, tuple[str, TensorInfo]], expected: Mapping[str, FolderEntry]
-) -> dict[str, str]:
+def _stored_names(folder: HuggingFaceFolder, infos: TensorInfos, expected: Mapping[str, FolderEntry]) -> dict[str, str]:
     """Maps full names to stored names, without entries that are not weights of their own."""
-    config = load_config_json(path)
-    if config.get("model_type") == OWN_MODEL_TYPE:
+    if folder.is_own:
         return {name: name for name in infos}
-    family = get_family(family_name_of_config(config))
+    family, path = get_family(family_name_of_config(folder.config)), folder.path
     stored = stored_names_by_full_name(family, infos, expected)
     head = output_head_name(family)
     if head in stored and head not in expected:
@@ -261,9 +268,9 @@ def _add(tensors: dict[str, StoredTensor], key: str, shape: Shape, dtype: str, b
     tensors[key] = StoredTensor(shape, known.dtype, (*known.boxes, box))
 
 
-def _check_same_model(path: Path, spec: ModelSpec) -> None:
+def _check_same_model(folder: HuggingFaceFolder, spec: ModelSpec) -> None:
     """Checks that the settings that change the function of the weights equal the run's."""
-    model_values, moe_values = read_model_settings(path)
+    model_values, moe_values = folder.settings()
     no_experts = dict.fromkeys(moe_values)
     ours = asdict(spec.config) | (no_experts if spec.moe is None else asdict(spec.moe))
     theirs = model_values | moe_values
@@ -272,7 +279,7 @@ def _check_same_model(path: Path, spec: ModelSpec) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"{path / CONFIG_FILE} is of another model ({'; '.join(differing)}). Leave these settings out and say --from {path}, "
+            f"{folder.config_file} is of another model ({'; '.join(differing)}). Leave these settings out and say --from {folder.path}, "
             "which takes those of the folder."
         )
 
@@ -293,7 +300,6 @@ def _check_shards(path: Path) -> None:
 
 def _tensor_infos(path: Path) -> dict[str, tuple[str, TensorInfo]]:
     """Returns every tensor of the folder's files, and its file."""
-    check_own_files(path)
     _check_shards(path)
     found: dict[str, tuple[str, TensorInfo]] = {}
     for file in sorted(path.glob("*.safetensors")):

@@ -28,10 +28,10 @@ from petatron.models.registry import model_spec
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.parallel.needed_process_groups import used_axes
 from petatron.parallel.parallelize import parallelize
+from petatron.parallel.pipeline.requested_cuda_graphs import enable_requested_cuda_graphs
 from petatron.parallel.router_statistics import RouterStatistics
+from petatron.pretrained.run_model import Model
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
-from petatron.train.cuda_graphs import enable_requested_cuda_graphs
-from petatron.train.state.run_model import Model
 
 
 class HasConfig(Protocol):

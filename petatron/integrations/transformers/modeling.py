@@ -21,12 +21,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.terminal_escape import printable
-from petatron.checkpoint.convert.open_model import ModelSource, open_model_source
-from petatron.checkpoint.model_hub import local_model
-from petatron.hf.configuration import PetatronConfig
-from petatron.hf.generation_cache import PetatronCache
-from petatron.hf.packed_inputs import IGNORED, PackedInputs
-from petatron.hf.weights import draw_weights, folder_tensors, read_weights
+from petatron.integrations.transformers.configuration import PetatronConfig
+from petatron.integrations.transformers.generation_cache import PetatronCache
+from petatron.integrations.transformers.packed_inputs import IGNORED, PackedInputs
+from petatron.integrations.transformers.weights import draw_weights, folder_tensors, read_weights
 from petatron.kernels.registry import KernelContext
 from petatron.layers.mtp import MtpLayerSpec
 from petatron.layers.spec.generation_state import GenerationState
@@ -37,6 +35,8 @@ from petatron.models.hf import folder_shapes
 from petatron.models.hf.folder_config_json import own_config_json
 from petatron.models.long_rows import mark_long_rows
 from petatron.parallel.select_kernels import select_kernels
+from petatron.pretrained.hub import local_model
+from petatron.pretrained.open_weights import ModelSource, open_model_source
 
 _ONE_DEVICE = 'Use device_map={"": device}, or leave it out; `petatron generate --tp 2` and the like split a model.'
 _MAX_SEED = 2**31
@@ -122,7 +122,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         return model
 
     def save_pretrained(self, save_directory: str | Path, *, state_dict: Any = None, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Writes a folder that `petatron` and, after `import petatron.hf`, transformers open."""
+        """Writes a folder that `petatron` and, after `import petatron.integrations.transformers`, transformers open."""
         prefix = f"{self.base_model_prefix}."
         state = self.state_dict() if state_dict is None else state_dict
         own = {name.removeprefix(prefix): values for name, values in state.items()}
@@ -283,11 +283,12 @@ def from_checkpoint(
 ) -> PetatronForCausalLM:
     """Opens any model that Petatron reads as one of transformers: a run's folder (its newest step, or `step`), a step, or a model.
 
-    >>> import petatron, petatron.hf, tempfile
+    >>> import petatron, tempfile
+    >>> from petatron.integrations.transformers import from_checkpoint
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> folder = tempfile.mkdtemp()
     >>> petatron.save_checkpoint(folder, step=1, model=petatron.build_model(run, petatron.launch(run)))
-    >>> model = petatron.hf.from_checkpoint(folder)
+    >>> model = from_checkpoint(folder)
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape[:2]
     torch.Size([1, 3])
     """

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.convert.open_model import ModelSource
 from petatron.checkpoint.state import Chunk, folder_tensor_key
 from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
+from petatron.pretrained.open_weights import ModelSource
 from petatron.sharding.shard_spec import ModelParallelCoordinate, TensorShard, compute_placement
 
 

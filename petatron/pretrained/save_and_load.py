@@ -1,4 +1,4 @@
-"""Saves and loads the components of a run's state (`components.py`), for the training loop and for custom loops."""
+"""Saves and loads the components of a run's state (`model_state.py`), for the training loop and for custom loops."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from petatron.base.errors import CheckpointError
 from petatron.base.model_companion_files import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.checkpoint.convert.read_hf_folder import folder_manifest
-from petatron.checkpoint.files import step_folder, step_list
+from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.step_list import check_steps_not_lost
+from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.checkpoint.stateful import EMPTY_DOCUMENT, ComponentLoad, Stateful, build_document, local_tensors
@@ -24,8 +24,9 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.state.components import model_components
-from petatron.train.state.export_hf_folder import CompanionFiles, build_hf_folder
+from petatron.pretrained.export_hf_folder import CompanionFiles, build_hf_folder
+from petatron.pretrained.folder_kind import has_steps
+from petatron.pretrained.model_state import model_components
 
 LOOP_FACTS = "loop"
 """Among the facts of a run: those that a loop of one's own gave to `save_checkpoint`."""
@@ -144,7 +145,7 @@ def load_state(
     loaded = manager.load(
         step,
         select,
-        read_manifest=partial(folder_manifest, path, model.spec) if is_model else None,
+        read_manifest=(lambda: folder_manifest(HuggingFaceFolder(path), model.spec)) if is_model else None,
         same_layout_key=model.layout_key if load.reads_local and not is_model else None,
         may_ignore_kind=None if is_model else load.may_ignore_kind,
         check_all_files=strict,
@@ -172,7 +173,7 @@ def has_weights(folder: str, mesh: ParallelMesh) -> bool:
 
 def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
     """Returns what a folder contains to load, as this rank sees it."""
-    if step_list.containing_step(path) is not None or step_list.list_steps(path):
+    if has_steps(path):
         return "checkpoint"
     if is_hf_folder(path):
         return "model"

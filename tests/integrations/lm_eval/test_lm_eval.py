@@ -24,12 +24,12 @@ from petatron.data.tokenizer import ByteTokenizer, Tokenizer
 from petatron.evaluate.score import score_sequences
 from petatron.evaluate.task import ContextLimits
 from petatron.evaluate.task_list import TaskSettings, build_tasks
-from petatron.harness.lm_eval_model import PetatronLM
 from petatron.infer.engine_options import EngineOptions
+from petatron.integrations.lm_eval.lm_eval_model import PetatronLM
 from petatron.mesh.mesh import ParallelMesh
 from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.model_card import ModelCard
-from tests.harness.bos_tokenizer import BOS, bos_tokenizer
+from tests.integrations.lm_eval.bos_tokenizer import BOS, bos_tokenizer
 from tests.serve.live_server import LiveServer, live_server
 
 POSITIONS = 64
@@ -319,13 +319,13 @@ def test_mistakes_are_told_with_an_exit_code(folder: Path, capsys: pytest.Captur
 
 def forget_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of lm_eval has been imported, until the test ends."""
-    for name in [name for name in sys.modules if name.startswith(("lm_eval", "petatron.harness.lm_eval_model"))]:
+    for name in [name for name in sys.modules if name.startswith(("lm_eval", "petatron.integrations.lm_eval"))]:
         monkeypatch.delitem(sys.modules, name)
 
 
 def test_lm_evals_own_models_stay_registered(monkeypatch: pytest.MonkeyPatch):
     forget_lm_eval(monkeypatch)
-    importlib.import_module("petatron.harness.lm_eval_model")
+    importlib.import_module("petatron.integrations.lm_eval")
     registry = importlib.import_module("lm_eval.api.registry")
     assert {"petatron", "hf", "local-completions"} <= set(registry.model_registry)
 

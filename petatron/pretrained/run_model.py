@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
 from petatron.base.safe_files import remove_tree
-from petatron.checkpoint.convert.formats import create_tmp_folder, tmp_folder
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.config import RunConfig
+from petatron.config import CheckpointConfig, RunConfig
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from petatron.mesh.mesh import Axis
 from petatron.mesh.object_collectives import all_gather_objects
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.pretrained.export_hf_folder import CompanionFiles
+from petatron.pretrained.model_state import model_components
+from petatron.pretrained.new_folder import create_tmp_folder, tmp_folder
+from petatron.pretrained.save_and_load import save_with_manager
 from petatron.schedule.actions import TimedAction
-from petatron.train.state.components import model_components
-from petatron.train.state.export_hf_folder import CompanionFiles
-from petatron.train.state.save_and_load import save_with_manager
-from petatron.train.state.start_weights import StartFolder
 
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StartFolder:
+    """Where the first weights of a run are, and by which flag."""
+
+    flag: Literal["--load", "--pretrained-checkpoint"]
+    folder: str
+
+    def resumes(self, config: CheckpointConfig) -> bool:
+        """Whether the run continues the one that saved the weights, with all of its state."""
+        return self.flag == "--load" and not config.finetune
 
 
 class Model(ParallelModel):
@@ -76,11 +89,10 @@ class Model(ParallelModel):
         """Writes the model as a Hugging Face folder, which transformers opens directly; every rank calls it.
 
         The folder appears when it is complete, and must not exist before, or be empty; with `overwrite` the folder of a model that is
-        there is replaced then. It also gets the tokenizer of the run that the
-        model was built for, or the tokenizer's files, generation_config.json and token ids that `from_pretrained` found beside the
-        weights; `tokenizer`, one of ours or the path of a tokenizer.json or its folder, replaces them. A model that no Hugging Face
-        family can express is written with the `model_type` petatron, which `from_pretrained` opens, and transformers after `import
-        petatron.hf`.
+        there is replaced then. It also gets the run's tokenizer, or the tokenizer's files, generation_config.json and token ids that
+        `from_pretrained` found beside the weights; `tokenizer`, one of ours or the path of a tokenizer.json or its folder, replaces them.
+        A model that no family can express is written with the `model_type` petatron, which `from_pretrained` opens, and transformers
+        after `import petatron.integrations.transformers`.
 
         >>> import petatron, tempfile
         >>> from pathlib import Path

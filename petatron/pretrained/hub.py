@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.model_companion_files import CONFIG_FILE, is_hf_folder
+from petatron.base.model_companion_files import COMPANION_FILES, CONFIG_FILE, is_hf_folder
 from petatron.base.terminal_escape import printable, raw_output
-from petatron.checkpoint.convert.formats import COMPANION_FILES
 
 _LIBRARY = "huggingface_hub"
 _NAME = re.compile(r"(?P<owner>[A-Za-z0-9][\w.-]*)/(?P<name>[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")

@@ -15,36 +15,24 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file
+from petatron.base.model_companion_files import find_companion_files, read_companion_file
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.checkpoint.convert.formats import (
-    config_sections,
-    detect_format,
-    folder_companions,
-    load_config_sections,
-    reject_pickle_weights,
-)
-from petatron.checkpoint.convert.read_hf_folder import (
-    check_stored_counts,
-    check_stored_size,
-    load_config_json,
-    model_folder_error,
-    naming_file,
-    read_model_settings,
-)
 from petatron.checkpoint.files import step_folder, step_list
-from petatron.checkpoint.model_hub import local_model
+from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, model_folder_error
 from petatron.config import RunConfig
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.hf import drop_missing_predictions, family_name_of_config, parse_config_json, to_logical
 from petatron.models.registry import model_spec
+from petatron.pretrained.config_sections import config_sections, load_config_sections
+from petatron.pretrained.export_hf_folder import CompanionFiles
+from petatron.pretrained.folder_kind import detect_format, refuse_unconverted
+from petatron.pretrained.hub import local_model
+from petatron.pretrained.initial_model import build_initial_model, launch
+from petatron.pretrained.run_model import Model
+from petatron.pretrained.save_and_load import load_checkpoint
 from petatron.sharding.flat_shard import group_tensor_shards
-from petatron.train.initial_model import build_initial_model, launch
-from petatron.train.state.export_hf_folder import CompanionFiles
-from petatron.train.state.run_model import Model
-from petatron.train.state.save_and_load import load_checkpoint
 
 _DTYPE_TO_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
@@ -95,33 +83,52 @@ def from_pretrained(
     """
     precision = None if dtype is None else _precision_of(dtype)
     if isinstance(source, str | Path):
-        source = local_model(source, where="from_pretrained")
-        folder = _locate_hf_folder(source)
-        content, settings = load_config_json(folder), read_model_settings(folder)
-        stored = content.get("dtype") or content.get("torch_dtype")
-        companions = {
-            name: read_companion_file(path, CheckpointError) for name, path in folder_companions(folder).items()
-        }
-        with reading_untrusted(folder / CONFIG_FILE, model_folder_error):
-            check_stored_counts(folder, *settings)
-            # With flags a problem may be theirs.
-            with nullcontext() if flags else naming_file(folder / CONFIG_FILE):
-                run = _run_config(settings, mesh, flags, precision, stored=stored)
-            check_stored_size(folder, model_spec(run))
+        path = local_model(source, where="from_pretrained")
+        folder = open_model_folder(path)
+        companions = _read_companions(folder)
+        run = _folder_run_config(folder, mesh, flags, precision)
         model = build_initial_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
-        found = load_checkpoint(str(source), model=model, random_states=False)
-        assert found is not None, "a folder without a model was opened as one"
-        model.companion_files = CompanionFiles.from_config_json(content, companions)
+        loaded = load_checkpoint(str(path), model=model, random_states=False)
+        assert loaded is not None, "a folder without a model was opened as one"
+        model.companion_files = companions
         return model
     content, tensors = source.config.to_dict(), source.state_dict()
-    stored = next(iter(tensors.values())).dtype
     values, experts = parse_config_json(content)
     settings = drop_missing_predictions(content, values, tensors), experts
-    run = _run_config(settings, mesh, flags, precision, stored=stored)
+    run = _run_config(settings, mesh, flags, precision, stored=next(iter(tensors.values())).dtype)
     model = build_initial_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
     _load_state_dict(model, content, tensors)
     model.companion_files = CompanionFiles.from_config_json(content, {})
     return model
+
+
+def open_model_folder(path: Path) -> HuggingFaceFolder:
+    """Opens the Hugging Face folder of a model: the path itself, or that of a step, a run's newest if none is named."""
+    if detect_format(path) != "petatron":
+        refuse_unconverted(path)
+        return HuggingFaceFolder(path)
+    step = step_list.resolve_step(path, None)
+    step_folder.check_aux_files(step, step_folder.read_manifest_head(step))
+    return HuggingFaceFolder(step / step_folder.MODEL_FOLDER)
+
+
+def _read_companions(folder: HuggingFaceFolder) -> CompanionFiles:
+    files = find_companion_files(folder.path, CheckpointError)
+    contents = {name: read_companion_file(path, CheckpointError) for name, path in files.items()}
+    return CompanionFiles.from_config_json(folder.config, contents)
+
+
+def _folder_run_config(
+    folder: HuggingFaceFolder, mesh: ParallelMesh | None, flags: Sequence[str], precision: str | None
+) -> RunConfig:
+    """Returns the config of a folder's model, which its files contain."""
+    stored = folder.config.get("dtype") or folder.config.get("torch_dtype")
+    with reading_untrusted(folder.config_file, model_folder_error):
+        settings = folder.checked_settings()
+        with nullcontext() if flags else folder.naming_config():  # with flags a problem may be theirs
+            run = _run_config(settings, mesh, flags, precision, stored=stored)
+        folder.check_size(model_spec(run))
+    return run
 
 
 def _precision_of(dtype: torch.dtype | str) -> str:
@@ -132,21 +139,6 @@ def _precision_of(dtype: torch.dtype | str) -> str:
         rule = "is not a dtype that a model can be computed in"
         raise ConfigError([Problem("dtype", str(dtype), rule, f"Use one of torch's {', '.join(_DTYPE_TO_PRECISION)}.")])
     return found
-
-
-def _locate_hf_folder(path: Path) -> Path:
-    """Returns the folder of a model's config.json."""
-    kind = detect_format(path)
-    if kind == "megatron":
-        raise CheckpointError(
-            f"{path} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {path} NEW_FOLDER --to petatron"
-        )
-    if kind == "huggingface":
-        reject_pickle_weights(path)
-        return path
-    step = step_list.resolve_step(path, None)
-    step_folder.check_aux_files(step, step_folder.read_manifest_head(step))
-    return step / step_folder.MODEL_FOLDER
 
 
 def _run_config(

@@ -21,28 +21,13 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
-from petatron.base.model_companion_files import CONFIG_FILE
+from petatron.base.model_companion_files import CONFIG_FILE, find_companion_files
 from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import reading_untrusted as reading_foreign
-from petatron.checkpoint.convert.formats import (
-    ModelFormat,
-    config_sections,
-    detect_format,
-    folder_companions,
-    load_config_sections,
-    reject_pickle_weights,
-)
-from petatron.checkpoint.convert.read_hf_folder import (
-    check_stored_counts,
-    folder_manifest,
-    load_config_json,
-    model_folder_error,
-    naming_file,
-    read_model_settings,
-)
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPES
+from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest, model_folder_error
 from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_precision
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
@@ -58,6 +43,8 @@ from petatron.models.hf import folder_shapes
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
+from petatron.pretrained.config_sections import config_sections, load_config_sections
+from petatron.pretrained.folder_kind import ModelFormat, detect_format, reject_pickle_weights
 from petatron.sharding.shard_spec import Shape
 
 
@@ -135,33 +122,30 @@ def _source_error(path: Path, why: str) -> CheckpointError:
 
 def _open_huggingface(path: Path) -> ModelSource:
     reject_pickle_weights(path)
-    config = load_config_json(path)
-    settings = read_model_settings(path)
-    check_stored_counts(path, *settings)
-    with naming_file(path / CONFIG_FILE):
+    folder = HuggingFaceFolder(path)
+    settings = folder.checked_settings()
+    with folder.naming_config():
         values, spec = _resolve_spec(*settings)
-    manifest = folder_manifest(path, spec)
-    return _manifest_source("huggingface", path, path, manifest, values, spec, config)
+    return _manifest_source("huggingface", path, folder, folder_manifest(folder, spec), values, spec)
 
 
 def _open_petatron(step: Path, state_kind: str | None) -> ModelSource:
     manifest = step_folder.read_manifest(step)
     step_folder.check_aux_files(step, manifest)
-    folder = step / step_folder.MODEL_FOLDER
-    if not (folder / CONFIG_FILE).is_file():
+    if not (step / step_folder.MODEL_FOLDER / CONFIG_FILE).is_file():
         raise CheckpointError(
             f"{step} has no {step_folder.MODEL_FOLDER}/{CONFIG_FILE}, which says what its model is. Restore it from a copy."
         )
-    config = load_config_json(folder)
-    settings = read_model_settings(folder)
+    folder = HuggingFaceFolder(step / step_folder.MODEL_FOLDER)
+    settings = folder.settings()
     weights = sum(key.startswith(WEIGHT_PREFIX) for key in manifest.tensors)
-    check_counts(folder / CONFIG_FILE, model_folder_error, *settings, num_tensors=weights, separate_experts=False)
-    with naming_file(folder / CONFIG_FILE):
+    check_counts(folder.config_file, model_folder_error, *settings, num_tensors=weights, separate_experts=False)
+    with folder.naming_config():
         values, spec = _resolve_spec(*settings)
     _check_weights(step, manifest, spec)
     if state_kind is not None:
         manifest = replace(manifest, tensors=_with_weights_of(step, manifest, state_kind))
-    return _manifest_source("petatron", step, folder, manifest, values, spec, config)
+    return _manifest_source("petatron", step, folder, manifest, values, spec)
 
 
 def _with_weights_of(step: Path, manifest: Manifest, kind: str) -> dict[str, StoredTensor]:
@@ -201,11 +185,10 @@ def _check_weights(step: Path, manifest: Manifest, spec: ModelSpec) -> None:
 def _manifest_source(
     model_format: ModelFormat,
     path: Path,
-    folder: Path,
+    folder: HuggingFaceFolder,
     manifest: Manifest,
     sections: Mapping[str, Mapping[str, Any]],
     spec: ModelSpec,
-    config_json: Mapping[str, Any],
 ) -> ModelSource:
     directory = BoxDirectory.from_tensors(path, manifest.tensors)
 
@@ -224,8 +207,8 @@ def _manifest_source(
         step=manifest.step,
         config_sections=sections,
         spec=spec,
-        config_json=config_json,
-        companion_files=folder_companions(folder),
+        config_json=folder.config,
+        companion_files=find_companion_files(folder.path, CheckpointError),
         shapes={key: tensor.shape for key, tensor in kept.items()},
         dtypes={key: DTYPES[tensor.dtype] for key, tensor in kept.items()},
         fill=fill,

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from petatron.checkpoint.convert.formats import config_sections, load_config_sections
 from petatron.models.decoder_spec import DecoderSpec
 from petatron.models.hf import OWN_MODEL_TYPE, parse_config_json
 from petatron.models.registry import model_spec
+from petatron.pretrained.config_sections import config_sections, load_config_sections
 
 
 class PetatronConfig(PreTrainedConfig):
