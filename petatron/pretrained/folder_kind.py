@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from petatron.base.errors import CheckpointError
+from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.model_companion_files import CONFIG_FILE, TRACKER_FILE, is_hf_folder
 from petatron.base.untrusted_files import not_a_file_reason
 from petatron.checkpoint.files.step_folder import MODEL_FOLDER
@@ -22,6 +22,7 @@ from petatron.checkpoint.files.step_list import (
     resolve_step,
     step_name,
 )
+from petatron.checkpoint.load.weights_of_kind import read_manifest_with_weights
 from petatron.config import CheckpointConfig
 from petatron.pretrained.hub import local_model
 
@@ -165,6 +166,24 @@ def find_model(checkpoint: str | Path) -> Path:
             "Hugging Face model; what Megatron-LM saved is converted by petatron checkpoint convert."
         )
     return resolve_step(path, None)
+
+
+def weights_kind_problems(weights: str | None, model_format: str) -> list[Problem]:
+    """Returns what is wrong with `--weights` for a format: a checkpoint of ours alone has several kinds of weights."""
+    if weights is None or model_format == "petatron":
+        return []
+    rule = f"chooses among the state of a checkpoint, and a {model_format} model has one set of weights"
+    return [Problem("--weights", weights, rule, "Leave it out.")]
+
+
+def check_weights_kind(folder: Path, weights: str | None) -> None:
+    """Raises if what is opened has no such kind of weights; None means those of the model."""
+    if weights is None:
+        return
+    model_format = detect_format(folder)
+    if problems := weights_kind_problems(weights, model_format):
+        raise ConfigError(problems)
+    read_manifest_with_weights(resolve_step(folder, None), weights)
 
 
 def model_files(folder: Path) -> Path:

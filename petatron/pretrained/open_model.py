@@ -27,9 +27,10 @@ from petatron.models.hf import drop_missing_predictions, family_name_of_config, 
 from petatron.models.registry import model_spec
 from petatron.pretrained.config_sections import config_sections, load_config_sections
 from petatron.pretrained.export_hf_folder import CompanionFiles
-from petatron.pretrained.folder_kind import detect_format, refuse_unconverted
+from petatron.pretrained.folder_kind import detect_format, refuse_unconverted, weights_kind_problems
 from petatron.pretrained.hub import local_model
 from petatron.pretrained.initial_model import build_initial_model, launch
+from petatron.pretrained.open_step import open_step
 from petatron.pretrained.run_model import Model
 from petatron.pretrained.save_and_load import load_checkpoint
 from petatron.sharding.flat_shard import group_tensor_shards
@@ -64,13 +65,15 @@ def from_pretrained(
     flags: Sequence[str] = (),
     dtype: torch.dtype | str | None = None,
     gradients: bool = True,
+    weights: str | None = None,
 ) -> Model:
     """Loads the model of a folder, or a transformers model in memory, on a mesh of any layout; every rank calls it.
 
     The folder is that of a Hugging Face model, of checkpoints, or of one checkpoint. Without a mesh one is built for the layout
     of the flags. `dtype` is one of torch's, or its name (bfloat16 or bf16 and so on); None means that of the flags, else that of
-    the weights. Without `gradients` there is no memory for any: the model generates and evaluates. Files next to the weights
-    (tokenizer, token ids) are stored for `save_pretrained`.
+    the weights. Without `gradients` there is no memory for any: the model generates and evaluates. `weights` is a kind of state of a
+    checkpoint to read in the place of its weights: `ema`, their average. Files next to the weights (tokenizer, token ids) are stored for
+    `save_pretrained`.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -88,10 +91,12 @@ def from_pretrained(
         companions = _read_companions(folder)
         run = _folder_run_config(folder, mesh, flags, precision)
         model = build_initial_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
-        loaded = load_checkpoint(str(path), model=model, random_states=False)
+        loaded = load_checkpoint(str(path), model=model, random_states=False, weights=weights)
         assert loaded is not None, "a folder without a model was opened as one"
         model.companion_files = companions
         return model
+    if problems := weights_kind_problems(weights, "transformers"):
+        raise ConfigError(problems)
     content, tensors = source.config.to_dict(), source.state_dict()
     values, experts = parse_config_json(content)
     settings = drop_missing_predictions(content, values, tensors), experts
@@ -108,8 +113,7 @@ def open_model_folder(path: Path) -> HuggingFaceFolder:
         refuse_unconverted(path)
         return HuggingFaceFolder(path)
     step = step_list.resolve_step(path, None)
-    step_folder.check_aux_files(step, step_folder.read_manifest_head(step))
-    return HuggingFaceFolder(step / step_folder.MODEL_FOLDER)
+    return open_step(step, step_folder.read_manifest_head(step))
 
 
 def _read_companions(folder: HuggingFaceFolder) -> CompanionFiles:

@@ -27,6 +27,7 @@ from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.pretrained.config_sections import config_sections
 from petatron.pretrained.folder_kind import check_load_dir, detect_format, refuse_unconverted
 from petatron.pretrained.hub import local_model
+from petatron.pretrained.open_step import open_step, stored_imports
 
 _SECTIONS = ("model", "moe", "parallel", "tokenizer")
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -44,7 +45,7 @@ def read_checkpoint_args(
     folder = Path(required("load", config.load))
     check_load_dir(folder, config, may_be_empty=False)
     if not step_folder.list_steps(folder):
-        return CheckpointSettings(str(folder), _settings_from_hf_folder(folder))
+        return CheckpointSettings(str(folder), _settings_from_hf_folder(HuggingFaceFolder(folder)))
     with step_list.naming_step_flag("--ckpt-step"):
         return _settings_from_step(*_select_step(folder, config))
 
@@ -64,25 +65,21 @@ def _read_start_folder(folder: Path, *, settings_only: bool) -> CheckpointSettin
             str(folder), {**sections, "tokenizer": _tokenizer_section({}, folder)}, has_weights=False
         )
     refuse_unconverted(folder, "--from")
-    return CheckpointSettings(str(folder), _settings_from_hf_folder(folder))
+    return CheckpointSettings(str(folder), _settings_from_hf_folder(HuggingFaceFolder(folder)))
 
 
 def _settings_from_step(step: Path, manifest: Manifest) -> CheckpointSettings:
     saved = run_config(run_facts(manifest))
     model_folder = step / step_folder.MODEL_FOLDER
     if not saved:
-        step_folder.check_aux_files(step, manifest)
-        return CheckpointSettings(str(step), _settings_from_hf_folder(model_folder))
+        return CheckpointSettings(str(step), _settings_from_hf_folder(open_step(step, manifest)))
     path, weights = step / step_folder.MANIFEST_FILE, sum(key.startswith(WEIGHT_PREFIX) for key in manifest.tensors)
     with reading_untrusted(path, step_folder.damaged_error):
         sections = {name: saved[name] for name in _SECTIONS if name in saved}
         model, moe = saved.get("model", {}), saved.get("moe", {})
         check_counts(path, step_folder.damaged_error, model, moe, num_tensors=weights, separate_experts=False)
         sections["tokenizer"] = _tokenizer_section(saved.get("tokenizer", {}), model_folder)
-        imports = saved.get("launch", {}).get("imports", [])
-        if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
-            raise ValueError(f"its imports are {imports!r}")
-    return CheckpointSettings(str(step), sections, tuple(imports))
+    return CheckpointSettings(str(step), sections, stored_imports(step, manifest))
 
 
 def _select_step(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest]:
@@ -99,9 +96,8 @@ def _select_step(folder: Path, config: CheckpointConfig) -> tuple[Path, Manifest
                 raise
 
 
-def _settings_from_hf_folder(folder: Path) -> dict[str, Mapping[str, Any]]:
-    sections = config_sections(*HuggingFaceFolder(folder).checked_settings())
-    return {**sections, "tokenizer": _tokenizer_section({}, folder)}
+def _settings_from_hf_folder(folder: HuggingFaceFolder) -> dict[str, Mapping[str, Any]]:
+    return {**config_sections(*folder.checked_settings()), "tokenizer": _tokenizer_section({}, folder.path)}
 
 
 def _tokenizer_section(saved: Mapping[str, Any], model_folder: Path) -> Mapping[str, Any]:

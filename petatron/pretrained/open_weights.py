@@ -25,26 +25,21 @@ from petatron.base.model_companion_files import CONFIG_FILE, find_companion_file
 from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import reading_untrusted as reading_foreign
 from petatron.checkpoint.files import step_folder, step_list
-from petatron.checkpoint.files.manifest import Manifest, StoredTensor
+from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest, model_folder_error
 from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_precision
+from petatron.checkpoint.load.weights_of_kind import read_manifest_with_weights
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
-from petatron.checkpoint.state import (
-    MASTER_PREFIX,
-    ROUTER_PREFIX,
-    WEIGHT_PREFIX,
-    Chunk,
-    folder_tensor_key,
-    folder_tensor_name,
-)
+from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk, folder_tensor_key, folder_tensor_name
 from petatron.models.hf import folder_shapes
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
 from petatron.pretrained.config_sections import config_sections, load_config_sections
-from petatron.pretrained.folder_kind import ModelFormat, detect_format, reject_pickle_weights
+from petatron.pretrained.folder_kind import ModelFormat, detect_format, reject_pickle_weights, weights_kind_problems
+from petatron.pretrained.open_step import open_step
 from petatron.sharding.shard_spec import Shape
 
 
@@ -83,7 +78,7 @@ def open_model_source(
     is a kind of state that a checkpoint of ours has, to read in place of the model's weights: an average.
     """
     found = model_format or detect_format(path)
-    problems = []
+    problems: list[Problem] = []
     if vocab_size is not None and found != "megatron":
         rule = f"is known for a {found} model, whose settings say it"
         problems.append(Problem("--vocab-size", str(vocab_size), rule, "Leave it out."))
@@ -91,9 +86,7 @@ def open_model_source(
         problems.append(
             Problem("--step", str(step), "chooses among steps, and a model's folder has none", "Leave it out.")
         )
-    if weights is not None and found != "petatron":
-        rule = f"chooses among the state of a checkpoint, and a {found} model has one set of weights"
-        problems.append(Problem("--weights", weights, rule, "Leave it out."))
+    problems += weights_kind_problems(weights, found)
     if problems:
         raise ConfigError(problems)
     with reading_foreign(path, _source_error):
@@ -129,44 +122,16 @@ def _open_huggingface(path: Path) -> ModelSource:
     return _manifest_source("huggingface", path, folder, folder_manifest(folder, spec), values, spec)
 
 
-def _open_petatron(step: Path, state_kind: str | None) -> ModelSource:
-    manifest = step_folder.read_manifest(step)
-    step_folder.check_aux_files(step, manifest)
-    if not (step / step_folder.MODEL_FOLDER / CONFIG_FILE).is_file():
-        raise CheckpointError(
-            f"{step} has no {step_folder.MODEL_FOLDER}/{CONFIG_FILE}, which says what its model is. Restore it from a copy."
-        )
-    folder = HuggingFaceFolder(step / step_folder.MODEL_FOLDER)
+def _open_petatron(step: Path, weights: str | None) -> ModelSource:
+    manifest = step_folder.read_manifest(step) if weights is None else read_manifest_with_weights(step, weights)
+    folder = open_step(step, manifest)
     settings = folder.settings()
-    weights = sum(key.startswith(WEIGHT_PREFIX) for key in manifest.tensors)
-    check_counts(folder.config_file, model_folder_error, *settings, num_tensors=weights, separate_experts=False)
+    num_tensors = sum(key.startswith(WEIGHT_PREFIX) for key in manifest.tensors)
+    check_counts(folder.config_file, model_folder_error, *settings, num_tensors=num_tensors, separate_experts=False)
     with folder.naming_config():
         values, spec = _resolve_spec(*settings)
     _check_weights(step, manifest, spec)
-    if state_kind is not None:
-        manifest = replace(manifest, tensors=_with_weights_of(step, manifest, state_kind))
     return _manifest_source("petatron", step, folder, manifest, values, spec)
-
-
-def _with_weights_of(step: Path, manifest: Manifest, kind: str) -> dict[str, StoredTensor]:
-    """Returns the tensors with those of a kind of state as the weights; weights that have none of this kind stay (frozen ones)."""
-    tensors = manifest.tensors
-    others = {key.partition("/")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{kind}/")}
-    names = {key.removeprefix(WEIGHT_PREFIX) for key in tensors if key.startswith(WEIGHT_PREFIX)}
-    if not names & others.keys():
-        kinds = sorted({key.partition("/")[0] for key in tensors})
-        raise CheckpointError(f"{step} has no weights {kind}/. Its kinds of state are {', '.join(kinds)}.")
-    unlike = [name for name in names & others.keys() if others[name].shape != tensors[WEIGHT_PREFIX + name].shape]
-    if unlike:
-        raise CheckpointError(
-            f"{step} has {abbreviate_names(sorted(unlike))} of {kind}/ in another shape than the model's."
-        )
-    kept = {
-        key: tensor
-        for key, tensor in tensors.items()
-        if not (key.startswith(MASTER_PREFIX) and key.removeprefix(MASTER_PREFIX) in others)
-    }
-    return kept | {WEIGHT_PREFIX + name: others[name] for name in names & others.keys()}
 
 
 def _check_weights(step: Path, manifest: Manifest, spec: ModelSpec) -> None:

@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 import torch
 
-from petatron.base.errors import CheckpointError
+from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.model_companion_files import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.files.step_list import check_steps_not_lost
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest
+from petatron.checkpoint.load.weights_of_kind import read_manifest_with_weights
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.checkpoint.stateful import EMPTY_DOCUMENT, ComponentLoad, Stateful, build_document, local_tensors
@@ -25,7 +27,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.export_hf_folder import CompanionFiles, build_hf_folder
-from petatron.pretrained.folder_kind import has_steps
+from petatron.pretrained.folder_kind import has_steps, weights_kind_problems
 from petatron.pretrained.model_state import model_components
 
 LOOP_FACTS = "loop"
@@ -65,13 +67,15 @@ def load_checkpoint(
     random_states: bool = True,
     fallback: bool = False,
     components: Sequence[Stateful] = (),
+    weights: str | None = None,
 ) -> dict[str, Any] | None:
     """Fills the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and returns its facts.
 
     They are those that `save_checkpoint` was given, or everything that a training run recorded; None when the folder contains no
     checkpoint. `step` None means the newest. Without `moments` the optimizer loads the
     weights alone; then `folder` may also be a Hugging Face model folder. With `fallback` a damaged step is replaced by the
-    newest sound one before it. `components` are state of your own to restore (`petatron.Stateful`).
+    newest sound one before it. `components` are state of your own to restore (`petatron.Stateful`). `weights` is a kind of state to
+    read in the place of the weights: `ema`, their average.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -80,7 +84,7 @@ def load_checkpoint(
     """
     restored = [*model_components(model, optimizer, moments=moments, random_states=random_states), *components]
     strict = optimizer is not None and moments
-    loaded = load_state(folder, restored, model=model, step=step, fallback=fallback, strict=strict)
+    loaded = load_state(folder, restored, model=model, step=step, fallback=fallback, strict=strict, weights=weights)
     return None if loaded is None else loaded.facts.get(LOOP_FACTS, loaded.facts)
 
 
@@ -114,11 +118,13 @@ def load_state(
     strict: bool,
     skipped: Mapping[str, str] = _NOTHING,
     check_facts: Callable[[Mapping[str, Any]], None] | None = None,
+    weights: str | None = None,
 ) -> LoadedState | None:
     """Restores components from a folder's checkpoint; None when it contains none.
 
     strict: the checkpoint may have nothing that no component uses, but optional components. skipped: components that a flag excludes, by
-    name, with that flag. check_facts: sees the facts before anything is changed, and may raise.
+    name, with that flag. check_facts: sees the facts before anything is changed, and may raise. weights: the kind of state that is read in
+    the place of the weights.
     """
     path, mesh = Path(folder), model.mesh
     manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
@@ -131,6 +137,15 @@ def load_state(
             f"{folder} holds no checkpoint, so none of step {step}. Give a folder that --save wrote to."
         )
     is_model = held == "model"
+    if is_model and (problems := weights_kind_problems(weights, "huggingface")):
+        raise ConfigError(problems)
+
+    def read_manifest(source: Path) -> Manifest:
+        if is_model:
+            return folder_manifest(HuggingFaceFolder(source), model.spec)
+        if weights is not None:
+            return read_manifest_with_weights(source, weights)
+        return step_folder.read_manifest_head_to_load(source)
 
     def select(document: Mapping[str, Any]) -> list[Chunk]:
         with reading_untrusted(path, step_folder.damaged_error):
@@ -145,7 +160,8 @@ def load_state(
     loaded = manager.load(
         step,
         select,
-        read_manifest=(lambda: folder_manifest(HuggingFaceFolder(path), model.spec)) if is_model else None,
+        read_manifest=read_manifest,
+        has_steps=not is_model,
         same_layout_key=model.layout_key if load.reads_local and not is_model else None,
         may_ignore_kind=None if is_model else load.may_ignore_kind,
         check_all_files=strict,

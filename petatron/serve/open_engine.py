@@ -25,7 +25,7 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_defaults import GENERATION_CONFIG_FILE, SamplingDefaults, read_sampling_defaults
 from petatron.mesh.launch.environment import read_environment
-from petatron.pretrained.folder_kind import find_model, model_files
+from petatron.pretrained.folder_kind import check_weights_kind, find_model, model_files
 from petatron.pretrained.open_model import from_pretrained
 from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.open_tokenizer import open_tokenizer
@@ -39,7 +39,7 @@ class ModelSettings:
     """What is known of a checkpoint before its weights are read; what `check_request` asks of a model.
 
     checkpoint: as it was named. folder: of the Hugging Face model, or of one step. max_length: tokens of prompt and answer together.
-    stop_ids: that end an answer, by the model's own files and its tokenizer.
+    stop_ids: that end an answer, by the model's own files and its tokenizer. weights: the kind of state read as the weights.
     """
 
     checkpoint: str
@@ -49,6 +49,7 @@ class ModelSettings:
     vocab_size: int
     max_length: int
     stop_ids: tuple[int, ...]
+    weights: str | None = None
 
     def required_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer, for whoever reads text; `ConfigError` if the model has none."""
@@ -86,10 +87,15 @@ class OpenedEngine:
 
 
 def model_settings(
-    checkpoint: str | Path, flags: Sequence[str] = (), *, options: EngineOptions | None = None
+    checkpoint: str | Path,
+    flags: Sequence[str] = (),
+    *,
+    options: EngineOptions | None = None,
+    weights: str | None = None,
 ) -> ModelSettings:
     """Reads the settings of a checkpoint with those of flags, as `petatron train` spells them; `ConfigError` with all problems."""
     folder, environment = find_model(checkpoint), read_environment()
+    check_weights_kind(folder, weights)
     world_size = None if environment.launcher == "single" else environment.world_size
     words = ["--from", str(folder), *flags]
     loaded = load_config(words, world_size=world_size, require_training=False, read_checkpoint=read_checkpoint_args)
@@ -100,7 +106,7 @@ def model_settings(
     vocab_size = known_vocab_size(model)
     stop_ids = find_stop_ids(folder, tokenizer, vocab_size=vocab_size)
     max_length = min(asked or longest, longest)
-    return ModelSettings(str(checkpoint), folder, loaded, tokenizer, vocab_size, max_length, stop_ids)
+    return ModelSettings(str(checkpoint), folder, loaded, tokenizer, vocab_size, max_length, stop_ids, weights)
 
 
 def warn_of_training_flags(settings: ModelSettings) -> None:
@@ -124,7 +130,7 @@ def open_engine(
 
 def load_model(settings: ModelSettings, flags: Sequence[str] = (), *, dtype: torch.dtype | str | None = None) -> Model:
     """Loads the weights, without memory for gradients; every rank calls it."""
-    return from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False)
+    return from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False, weights=settings.weights)
 
 
 def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int) -> tuple[int, ...]:

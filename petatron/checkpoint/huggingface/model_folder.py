@@ -25,8 +25,8 @@ from petatron.checkpoint.files.disk import BLOCK_BYTES
 from petatron.checkpoint.files.manifest import BlockScale, Manifest, StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import MAX_HEADER_BYTES, TensorInfo
 from petatron.checkpoint.huggingface.mxfp4_folder import TensorInfos, num_stored_elements, split_packed_tensors
-from petatron.checkpoint.load.block_scale import scale_shape
 from petatron.checkpoint.load.box_reads import read_checked_header
+from petatron.checkpoint.load.dequantize import scale_shape
 from petatron.checkpoint.state import folder_tensor_key
 from petatron.config.schema.model_identity import identity_differences
 from petatron.models.hf import (

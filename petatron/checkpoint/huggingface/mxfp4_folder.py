@@ -1,7 +1,7 @@
 """Finds the weights that a Hugging Face folder holds in MXFP4: `<name>_blocks` and `<name>_scales` in the place of `<name>`.
 
-`checkpoint/load/mxfp4.py` has the format. A family's names and shapes are those of its plain weights, where experts are [expert, in, out];
-bytes are [expert, out, in / 32, 16], so every region of an entry is looked for in the other orientation.
+`checkpoint/load/dequantize.py` has the format. A family's names and shapes are those of its plain weights, where experts are
+[expert, in, out]; bytes are [expert, out, in / 32, 16], so every region of an entry is looked for in the other orientation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from petatron.checkpoint.files.manifest import BlockScale, StoredBox
 from petatron.checkpoint.files.safetensors_file import TensorInfo
-from petatron.checkpoint.load.mxfp4 import BLOCK, PACKED_DTYPE
+from petatron.checkpoint.load.dequantize import BLOCK, PACKED_DTYPE
 from petatron.models.hf import EntryRegion, FolderEntry
 from petatron.sharding.boxes import Box
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.cli.subcommands.checkpoint_parser import WEIGHTS_HELP
 from petatron.cli.subcommands.sigterm_raises import sigterm_raises
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--from", dest="kind", choices=("auto", *FORMATS), default="auto", help="what the source is (default: look)")
     add("--to", choices=FORMATS, required=True, help="what to make of it")
     add("--step", type=int, metavar="N", help="which step of the source (default: the newest)")
-    add("--weights", metavar="KIND", help="state to take as the weights, as inspect lists it (default: the model's)")
+    add("--weights", metavar="KIND", help=WEIGHTS_HELP)
     add("--average-last", type=int, metavar="N", help="the mean of the last N steps, in double precision")
     add("--dtype", choices=tuple(_DTYPES), help="dtype of the weights (default: as they are)")
     add("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder, to put beside the weights")

@@ -43,7 +43,7 @@ class PetatronLM(TemplateLM):
     def __init__(self, **model_args: Any) -> None:
         super().__init__()
         self._args = args = read_model_args(model_args, world_size=read_environment().world_size)
-        settings = model_settings(args.pretrained, args.flags)
+        settings = model_settings(args.pretrained, args.flags, weights=args.weights)
         self._tokens = settings.required_tokenizer()
         self._template = tokenizer_chat_template(self._tokens)
         self._stop_ids = settings.stop_ids

@@ -22,14 +22,16 @@ _SEED = 1234
 class ModelArgs:
     """`--model_args` of the model `petatron`, and what lm_eval's own flags add.
 
-    pretrained: the folder of a run, of a step, or of a Hugging Face model. dtype: to compute in; None or auto: that of the weights.
-    device: cpu or cuda; None or lm_eval's default, cuda:0: a GPU if there is one. batch_size: sequences of full length in a micro-batch,
-    and sequences that are continued at once; auto: max_batch_size, or Petatron's defaults. max_length: inputs at once, by default the
-    model's positions. max_gen_toks: new tokens, where a task says nothing. add_bos_token: None is what the tokenizer does.
-    prefix_token_id: what precedes an empty context and a document, by default BOS, else the end of a document.
+    pretrained: the folder of a run, of a step, or of a Hugging Face model. weights: the kind of its state to take as the weights (ema).
+    dtype: to compute in; None or auto: that of the weights. device: cpu or cuda; None or lm_eval's default, cuda:0: a GPU if there is
+    one. batch_size: sequences of full length in a micro-batch, and sequences that are continued at once; auto: max_batch_size, or
+    Petatron's defaults. max_length: inputs at once, by default the model's positions. max_gen_toks: new tokens, where a task says nothing.
+    add_bos_token: None is what the tokenizer does. prefix_token_id: what precedes an empty context and a document, by default BOS, else
+    the end of a document.
     """
 
     pretrained: str
+    weights: str | None = None
     dtype: str | None = None
     device: str | None = None
     batch_size: int | str | None = None

@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import FP4_VALUES
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.load.mxfp4 import dequantise
+from petatron.checkpoint.load.dequantize import dequantise
 from petatron.cli.main import main
 from petatron.config import load_config
 from petatron.estimate.flops import parameter_count

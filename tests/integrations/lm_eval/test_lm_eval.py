@@ -277,6 +277,8 @@ def test_long_prompts_lose_their_beginning_with_a_note(model: PetatronLM, caplog
 def test_what_a_checkpoint_lacks_is_said(folder: Path, model: PetatronLM, tmp_path: Path):
     with pytest.raises(DataError, match="has no chat template in its tokenizer"):
         model.apply_chat_template([{"role": "user", "content": "Hi"}])
+    with pytest.raises(ConfigError, match="--weights ema chooses among the state of a checkpoint"):
+        in_process(folder / "model", weights="ema")
     with pytest.raises(ConfigError, match="prefix_token_id 900 is not one of the model's 257 ids"):
         in_process(folder / "model", prefix_token_id=900)
 

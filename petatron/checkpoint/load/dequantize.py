@@ -1,9 +1,12 @@
-"""Dequantises tensors that a folder holds in MXFP4, as OpenAI published gpt-oss: 4 bits per element, one scale per 32 of a row.
+"""Dequantizes tensors of a folder, in the two formats that models are published in.
 
-An element is a sign, two bits of exponent and one of mantissa (e2m1): 0, 0.5, 1, 1.5, 2, 3, 4 or 6 and their negatives. Its block has a
-power of two, stored as a byte with a bias of 127. Two elements share a byte, the first in its low half, so a tensor [..., columns] is
-stored as bytes [..., columns / 32, 16] and scales [..., columns / 32] (OCP Microscaling Formats, version 1.0). Every product is a
-number of bfloat16, so nothing is rounded.
+FP8 with one scale per block, as DeepSeek published V3: 128 x 128 elements. An element is its e4m3 number times the scale of its block, in
+float32, and is rounded once to the dtype that it is read into. Scales are small, a 16,384th of the elements, and are read whole.
+
+MXFP4, as OpenAI published gpt-oss: 4 bits per element, one scale per 32 of a row. An element is a sign, two bits of exponent and one of
+mantissa (e2m1): 0, 0.5, 1, 1.5, 2, 3, 4 or 6 and their negatives. Its block has a power of two, stored as a byte with a bias of 127. Two
+elements share a byte, the first in its low half, so a tensor [..., columns] is stored as bytes [..., columns / 32, 16] and scales
+[..., columns / 32] (OCP Microscaling Formats, version 1.0). Every product is a number of bfloat16, so nothing is rounded.
 
 The blocks are along the input of a linear layer: experts are stored [expert, out, in] here, and [expert, in, out] where the same
 family is not quantised.
@@ -31,6 +34,41 @@ PACKED_DTYPE = "U8"
 _BYTES = BLOCK // 2
 _EXPONENT_BIAS = 127
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def scale_shape(shape: Shape, block: Shape) -> Shape:
+    """Returns the shape of the scales of a matrix; blocks at its edges may be smaller.
+
+    >>> scale_shape((256, 130), (128, 128))
+    (2, 2)
+    """
+    return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+
+
+def read_scale(source: Path, scale: BlockScale) -> Tensor:
+    """Reads all scales of a matrix, in float32."""
+    path = source / scale.file
+    with untrusted_files.reading_untrusted(path, damaged_error):
+        info = read_header(path).get(scale.entry_name)
+        if info is None or info.dtype != "F32" or len(info.shape) != 2:
+            raise damaged_error(path, f"lacks {scale.entry_name} as a matrix of float32")
+        with untrusted_files.open_regular_file(path) as file:
+            file.seek(info.begin)
+            found = np.frombuffer(file.read(info.end - info.begin), np.float32).reshape(info.shape)
+    return torch.from_numpy(found.copy())
+
+
+def apply_scale(values: Tensor, box: Box, scale: Tensor, block: Shape) -> None:
+    """Multiplies what was read of a matrix, its box in the matrix, with the scales of its blocks, in place."""
+    rows, columns = (range(start, start + size) for start, size in zip(box.start, box.shape, strict=True))
+    scale = scale.to(values.device)[:, torch.arange(columns.start, columns.stop, device=values.device) // block[1]]
+    first = rows.start
+    while first < rows.stop:
+        number = first // block[0]
+        last = min((number + 1) * block[0], rows.stop)
+        part = values[first - rows.start : last - rows.start]
+        part.copy_(part.to(torch.promote_types(part.dtype, torch.float32)) * scale[number])
+        first = last
 
 
 def unpacked_shape(shape: Shape) -> Shape:
