@@ -31,8 +31,8 @@ class ModelArgs:
     """
 
     pretrained: str
-    weights: str | None = None
     dtype: str | None = None
+    weights: str | None = None
     device: str | None = None
     batch_size: int | str | None = None
     max_batch_size: int | None = None
