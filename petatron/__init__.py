@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec
     from petatron.optim.build_update_rules import register_optimizer
     from petatron.optim.mixed_precision import MasterOptimizer
+    from petatron.pretrained.open_model import from_pretrained
+    from petatron.pretrained.run_model import Model
+    from petatron.pretrained.save_and_load import load_checkpoint
     from petatron.train.build_run import build_loader, build_model, build_optimizer, launch
     from petatron.train.own_loop import restore, save_checkpoint
     from petatron.train.python_run import Run, load
     from petatron.train.run_training import run_training
     from petatron.train.state.alternative_weights import AlternativeWeights
-    from petatron.train.state.pretrained import from_pretrained
     from petatron.train.state.run_components import register_component
-    from petatron.train.state.run_model import Model
-    from petatron.train.state.save_and_load import load_checkpoint
     from petatron.train.state.train_state import TrainState
 
 _HOMES = {
@@ -52,7 +52,7 @@ _HOMES = {
     "Batch": "petatron.models.batch",
     "Chunk": "petatron.checkpoint.state",
     "MasterOptimizer": "petatron.optim.mixed_precision",
-    "Model": "petatron.train.state.run_model",
+    "Model": "petatron.pretrained.run_model",
     "ModelSpec": "petatron.models.model_spec",
     "ParallelMesh": "petatron.mesh.mesh",
     "Run": "petatron.train.python_run",
@@ -64,11 +64,11 @@ _HOMES = {
     "build_model": "petatron.train.build_run",
     "build_optimizer": "petatron.train.build_run",
     "decoder_spec": "petatron.models.decoder_spec",
-    "from_pretrained": "petatron.train.state.pretrained",
+    "from_pretrained": "petatron.pretrained.open_model",
     "generate": "petatron.infer.generate",
     "launch": "petatron.train.build_run",
     "load": "petatron.train.python_run",
-    "load_checkpoint": "petatron.train.state.save_and_load",
+    "load_checkpoint": "petatron.pretrained.save_and_load",
     "load_config": "petatron.config",
     "DataSource": "petatron.data.dataset_kinds",
     "DatasetKind": "petatron.data.dataset_kinds",

@@ -29,11 +29,12 @@ ROWS = (
     ("estimate",),
     ("parallel", "optim", "data", "checkpoint"),
     ("history",),
+    ("pretrained",),
     ("infer", "plan", "evaluate"),
     ("train",),
     ("serve",),
     ("verify",),
-    ("bench", "quickstart", "dashboard", "harness", "hf"),
+    ("bench", "quickstart", "dashboard", "integrations"),
     ("cli",),
 )
 ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
@@ -41,8 +42,8 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
 CORE = ("torch", "numpy", "safetensors", "yaml", "tokenizers")
 TRITON = PACKAGE / "kernels" / "triton"  # loaded by name, and only where Triton is there
 HTTP = PACKAGE / "serve" / "http"  # imported by `cli/serve` alone, and only where the extra is there
-TRANSFORMERS = PACKAGE / "hf"  # imported by users alone
-LM_EVAL = PACKAGE / "harness" / "lm_eval_model.py"  # imported by its starter alone, and only where the extra is there
+TRANSFORMERS = PACKAGE / "integrations" / "transformers"  # imported by users alone
+LM_EVAL = PACKAGE / "integrations" / "lm_eval"  # imported by its starter alone, and only where the extra is there
 
 
 def _folder(path: Path) -> str | None:
@@ -158,15 +159,15 @@ def test_http_stays_in_its_folder():
     assert not found, "\n".join(found)
 
 
-def test_lm_eval_stays_in_its_file():
-    """The model imports it at the top, since it is a subclass; only the verb starts it, and nobody else imports the model."""
+def test_lm_eval_stays_in_its_folder():
+    """The model imports it at the top, since it is a subclass; only the subcommand starts it, and nobody else imports the model."""
     starter = PACKAGE / "cli" / "subcommands" / "lm_eval_starter.py"
     found = [
         f"{path}:{line} imports {name}"
         for path in SOURCES
-        if path not in (LM_EVAL, starter)
+        if path != starter and not path.is_relative_to(LM_EVAL)
         for line, name in _imports(_nodes(path))
-        if name.split(".")[0] == "lm_eval" or name == "petatron.harness.lm_eval_model"
+        if name.split(".")[0] == "lm_eval" or name.startswith("petatron.integrations.lm_eval")
     ]
     assert not found, "\n".join(found)
 
@@ -178,7 +179,7 @@ def test_models_of_transformers_are_imported_by_users_alone():
         for path in SOURCES
         if not path.is_relative_to(TRANSFORMERS)
         for line, name in _imports(_nodes(path))
-        if name.split(".")[:2] == ["petatron", "hf"]
+        if name.startswith("petatron.integrations.transformers")
     ]
     assert not found, "\n".join(found)
 
@@ -304,7 +305,7 @@ WRITES = ("write_text", "write_bytes", "save_file", "mkstemp", "mktemp", "NamedT
 WRITES_BY_NAME = {
     FILES: "the rule itself",
     "petatron/base/output_file.py": "a file that the user names",
-    "petatron/checkpoint/convert/formats.py": "in a temporary folder of its own",
+    "petatron/pretrained/config_sections.py": "in a temporary folder of its own",
     "petatron/verify/trace.py": "in a folder that `petatron verify` made for it",
     "petatron/data/bpe/train_bpe.py": "a file that the user names",
     "petatron/schedule/measured_timeline.py": "a file that the user names",

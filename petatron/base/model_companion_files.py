@@ -17,6 +17,21 @@ from petatron.base.safe_files import symlink_target_outside
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 
 CONFIG_FILE = "config.json"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""The file in which Megatron-LM names its newest step."""
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+)
+"""Files of a model folder that are copied along with the weights."""
 _MAX_BYTES = 1 << 28
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines", "attn_implementation", "_attn_implementation")
 """Settings that name the code that loads a model, the last two because they may name a repository of kernels."""
@@ -27,7 +42,9 @@ def is_hf_folder(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file() and any(path.glob("*.safetensors"))
 
 
-def find_companion_files(folder: Path, names: Iterable[str], error_class: type[PetatronError]) -> dict[str, Path]:
+def find_companion_files(
+    folder: Path, error_class: type[PetatronError], *, names: Iterable[str] = COMPANION_FILES
+) -> dict[str, Path]:
     """Returns those of these files that a folder has; an error names all that are links out of it."""
     found = {name: folder / name for name in names if (folder / name).is_file()}
     strange = [

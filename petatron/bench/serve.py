@@ -128,7 +128,7 @@ def _checkpoint(flags: Sequence[str], scratch: Path) -> tuple[Path, list[str]]:
     """Returns the checkpoint that the flags name, or one of random weights, and the flags that it is served with."""
     from petatron.bench.peers.bench_model import bench_spec
     from petatron.bench.serving.random_checkpoint import save_random_checkpoint
-    from petatron.serve.open_engine import find_model
+    from petatron.pretrained.folder_kind import find_model
 
     if list(flags[:1]) == ["--preset"] and Path(flags[1]).is_dir():
         return Path(flags[1]), list(flags[2:])

@@ -297,7 +297,8 @@ class CheckpointManager:
         step: int | None,
         chunks: Sequence[Chunk] | SelectChunks,
         *,
-        read_manifest: Callable[[], Manifest] | None = None,
+        read_manifest: Callable[[Path], Manifest] = step_folder.read_manifest_head_to_load,
+        has_steps: bool = True,
         same_layout_key: str | None = None,
         strict: bool = True,
         may_ignore_key: Callable[[str], bool] | None = None,
@@ -306,11 +307,11 @@ class CheckpointManager:
     ) -> LoadedCheckpoint:
         """Fills every chunk from a step (None: the newest), whatever layout saved it (reshards).
 
-        chunks: or what selects them, given the checkpoint's facts; it may raise. read_manifest: describes the folder itself, which has
-        no steps: another program's model. strict: every key must be in the checkpoint, and no key of the same kind may be left over;
+        chunks: or what selects them, given the checkpoint's facts; it may raise. read_manifest: of a step, or of the folder itself if it
+        has no steps: another program's model. strict: every key must be in the checkpoint, and no key of the same kind may be left over;
         otherwise missing keys keep their values and are named in the result. may_ignore_key: which keys may be left unread; by
-        default, those of kinds that no rank requests. check_all_files: whether files that are not read must be there too. fallback: if the
-        step is damaged, warn and load the newest sound one before it. Nothing is changed unless the whole checkpoint fits; after an error
+        default, those of kinds that no rank requests. check_all_files: whether files that are not read must be there too. fallback: if the step
+        is damaged, warn and load the newest sound one before it. Nothing is changed unless the whole checkpoint fits; after an error
         about a damaged file, the content of the chunks is undefined.
         """
         self.drain()
@@ -322,13 +323,13 @@ class CheckpointManager:
             may_ignore_key=may_ignore_key,
             check_all_files=check_all_files,
         )
-        if read_manifest is not None:
-            return fill(self._folder, read_manifest)
+        if not has_steps:
+            return fill(self._folder, partial(read_manifest, self._folder))
         while True:
             source = None
             try:
                 source = self._resolve_step(step)
-                return fill(source, partial(step_folder.read_manifest_head_to_load, source))
+                return fill(source, partial(read_manifest, source))
             except DamagedCheckpointError as error:
                 step = self.broadcast_from_rank0(partial(step_list.previous_step, self._folder, source))
                 if not fallback:

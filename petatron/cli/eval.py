@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     tasks = _check_options(checkpoints, options)
     from petatron.serve.open_engine import model_settings, warn_of_training_flags
 
-    models = [model_settings(checkpoint, flags) for checkpoint in checkpoints]
+    models = [model_settings(checkpoint, flags, weights=options.weights) for checkpoint in checkpoints]
     if read_environment().launcher != "single":
         return run_rank_main(lambda: _evaluate_rank(models, flags, tasks, options))
     warn_of_training_flags(models[0])

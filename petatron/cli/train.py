@@ -66,14 +66,14 @@ def with_preset(argv: list[str]) -> list[str]:
 
 def read_checkpoint(config: CheckpointConfig, folder: str | None) -> CheckpointSettings:
     """Returns the settings of a checkpoint, for --use-checkpoint-args and --from; torch is imported only then."""
-    from petatron.train.state.checkpoint_args import read_checkpoint_args
+    from petatron.pretrained.open_settings import read_checkpoint_args
 
     return read_checkpoint_args(config, folder)
 
 
 def read_settings_alone(config: CheckpointConfig, folder: str | None) -> CheckpointSettings:
     """Returns the same for commands that read no weights: a config.json is enough, and of a model on the hub it alone is downloaded."""
-    from petatron.train.state.checkpoint_args import read_checkpoint_args
+    from petatron.pretrained.open_settings import read_checkpoint_args
 
     return read_checkpoint_args(config, folder, settings_only=True)
 

@@ -32,7 +32,7 @@ from petatron.base.safe_files import write_atomic
 
 IMPORT_FLAG, IMPORTS_PATH = "--import", "launch.imports"
 PLUGIN_GROUP = "petatron.plugins"
-_RECORD = "imports"
+_RECORD, _FILE_MODULE = "imports", "petatron_import_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,19 @@ def import_typed(names: Iterable[str]) -> None:
     problems = import_modules(NamedImport(name) for name in names)
     if problems:
         raise ConfigError(problems)
+
+
+def import_stored(names: Iterable[str], *, file: str) -> list[Problem]:
+    """Imports modules that a checkpoint names, if the user has consented to them; returns what is wrong with the others.
+
+    A file that is imported already takes the place of a stored one of the same name: that of a run that was moved.
+    """
+    imported = {
+        module_file_name(str(module.__file__)) for name, module in sys.modules.items() if name.startswith(_FILE_MODULE)
+    }
+    return import_modules(
+        NamedImport(name, file) for name in names if not (is_file_name(name) and module_file_name(name) in imported)
+    )
 
 
 def split_imports(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -180,7 +193,7 @@ def _run_module(name: str, path: Path) -> str | None:
 
 
 def _import_file(path: Path) -> None:
-    name = f"petatron_import_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, path)

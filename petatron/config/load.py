@@ -5,7 +5,7 @@ Order: schema defaults, then the preset, then files in the order given, then fla
 the model is adapted to them (`adapt/`): `--toy`, fewer layers than a preset's patterns have, values that they make meaningless. What is
 still unset is derived. All problems of all stages are raised together; a rule skips a field whose value could not be read, since that is
 already a problem of its own. A config without problems is resolved: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after
-this, except `with_vocab_size` and `train/state/start_tokenizer.py`, which fill facts that need a tokenizer's file to be opened.
+this, except `with_vocab_size` and `pretrained/open_tokenizer.py`, which fill facts that need a tokenizer's file to be opened.
 """
 
 from __future__ import annotations

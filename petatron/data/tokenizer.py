@@ -77,7 +77,7 @@ class HuggingFaceTokenizer:
                 "names of models on a hub are not downloaded."
             )
         names = ("tokenizer.json", *_COMPANION_FILES)
-        beside = find_companion_files(given, names, DataError) if given.is_dir() else {}
+        beside = find_companion_files(given, DataError, names=names) if given.is_dir() else {}
         with reading_untrusted(file, _tokenizer_file_error):
             content = read_limited_bytes(file, MAX_FILE_BYTES)
             self._fast = _load_fast(content)

@@ -56,15 +56,23 @@ def model_spec(run: RunConfig) -> ModelSpec:
     return spec_from_config(run.model, run.moe)
 
 
+def is_registered(model_type: str) -> bool:
+    """Whether a model has been registered, by code that was imported or by an installed package.
+
+    >>> is_registered("decoder")
+    True
+    """
+    if model_type not in _BUILDERS:
+        import_installed_plugins()
+    return model_type in _BUILDERS
+
+
 @lru_cache(maxsize=64)
 def spec_from_config(config: ModelConfig, moe: MoEConfig | None = None) -> ModelSpec:
     """Returns the description of the model with these derived settings."""
-    if config.model_type not in _BUILDERS:
-        import_installed_plugins()
-    builder = _BUILDERS.get(config.model_type)
-    if builder is None:
+    if not is_registered(config.model_type):
         raise ConfigError([_unknown_model(config.model_type)])
-    return builder(config, moe or MoEConfig())
+    return _BUILDERS[config.model_type](config, moe or MoEConfig())
 
 
 def _unknown_model(name: str) -> Problem:

@@ -19,7 +19,8 @@ from petatron.config.required_settings import required
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.tokenizer import Tokenizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.build_run import build_loaders, launch, open_tokenizer
+from petatron.pretrained.open_tokenizer import open_tokenizer
+from petatron.train.build_run import build_loaders, launch
 from petatron.train.state.train_state import TrainState
 
 MIN_BATCHES = 8

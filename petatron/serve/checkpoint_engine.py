@@ -18,9 +18,9 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.object_collectives import broadcast_object
+from petatron.pretrained.run_model import Model
+from petatron.pretrained.save_and_load import load_checkpoint
 from petatron.serve.open_engine import model_settings, open_engine
-from petatron.train.state.run_model import Model
-from petatron.train.state.save_and_load import load_checkpoint
 
 _log = get_logger(__name__)
 
@@ -28,12 +28,19 @@ _log = get_logger(__name__)
 class CheckpointEngine:
     """An engine that can be reloaded; a `ServedEngine` at rank 0."""
 
-    def __init__(self, checkpoint: Path, *, flags: Sequence[str] = (), options: EngineOptions | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        flags: Sequence[str] = (),
+        options: EngineOptions | None = None,
+        weights: str | None = None,
+    ) -> None:
         """`checkpoint` is the folder of a Hugging Face model, of a step, or of a run, of which the newest step is taken."""
-        settings = model_settings(checkpoint, flags, options=options)
+        settings = model_settings(checkpoint, flags, options=options, weights=weights)
         opened = open_engine(settings, flags, options=options)
         self.path, self.stop_ids = settings.folder, settings.stop_ids
-        self._options = options
+        self._options, self._weights = options, weights
         self._model: Model = opened.model
         self.tokenizer: Tokenizer | None = settings.tokenizer
         self._engine: Engine | None = opened.engine
@@ -121,7 +128,7 @@ class CheckpointEngine:
         self._engine = self._build()
 
     def _load(self, step: Path) -> None:
-        if load_checkpoint(str(step), model=self._model, random_states=False) is None:
+        if load_checkpoint(str(step), model=self._model, random_states=False, weights=self._weights) is None:
             raise CheckpointError(f"{step} holds no checkpoint any more. Another step will do.")
         self.path = step
 

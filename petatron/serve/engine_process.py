@@ -53,15 +53,22 @@ _stats_content = attrgetter(*(field.name for field in fields(EngineStats)))
 class EngineProcess:
     """A `CheckpointEngine` elsewhere; what a server drives and reloads. One thread calls all but `wake`."""
 
-    def __init__(self, checkpoint: Path, *, flags: Sequence[str] = (), options: EngineOptions | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        flags: Sequence[str] = (),
+        options: EngineOptions | None = None,
+        weights: str | None = None,
+    ) -> None:
         """Returns when the engine is open; raises what its process raised."""
-        settings = model_settings(checkpoint, flags, options=options)
+        settings = model_settings(checkpoint, flags, options=options, weights=weights)
         self.tokenizer: Tokenizer | None = settings.tokenizer
         self.vocab_size = settings.vocab_size
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._pipe, other = get_context("spawn").Pipe()
-        arguments = (other, str(settings.folder), list(flags), options)
+        arguments = (other, str(settings.folder), list(flags), options, weights)
         self._process = get_context("spawn").Process(target=_run_engine, args=arguments, daemon=True)
         self._process.start()
         other.close()
@@ -177,13 +184,15 @@ class EngineProcess:
         )
 
 
-def _run_engine(pipe: Connection, checkpoint: str, flags: Sequence[str], options: EngineOptions | None) -> None:
+def _run_engine(
+    pipe: Connection, checkpoint: str, flags: Sequence[str], options: EngineOptions | None, weights: str | None
+) -> None:
     """The process: opens the engine and obeys until it is told to close, or the server is gone."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the server drains, and then ends this process
         signal.signal(number, signal.SIG_IGN)
     configure_logging(rank=read_environment().rank)
     try:
-        engine = CheckpointEngine(Path(checkpoint), flags=flags, options=options)
+        engine = CheckpointEngine(Path(checkpoint), flags=flags, options=options, weights=weights)
     except PetatronError as error:
         _send(pipe, {"error": _error_content(error)})
         return

@@ -16,10 +16,7 @@ import torch
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.base.model_companion_files import CONFIG_FILE, is_hf_folder, read_companion_file
-from petatron.checkpoint.convert.formats import reject_pickle_weights
-from petatron.checkpoint.files import step_folder, step_list
-from petatron.checkpoint.model_hub import local_model
+from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file
 from petatron.config import LoadedConfig, load_config
 from petatron.config.checks.unused_flags import training_flags
 from petatron.config.required_settings import known_vocab_size
@@ -28,10 +25,11 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_defaults import GENERATION_CONFIG_FILE, SamplingDefaults, read_sampling_defaults
 from petatron.mesh.launch.environment import read_environment
-from petatron.train.build_run import open_tokenizer
-from petatron.train.state.checkpoint_args import read_checkpoint_args
-from petatron.train.state.pretrained import from_pretrained
-from petatron.train.state.run_model import Model
+from petatron.pretrained.folder_kind import check_weights_kind, find_model, model_files
+from petatron.pretrained.open_model import from_pretrained
+from petatron.pretrained.open_settings import read_checkpoint_args
+from petatron.pretrained.open_tokenizer import open_tokenizer
+from petatron.pretrained.run_model import Model
 
 _log = get_logger(__name__)
 
@@ -41,7 +39,7 @@ class ModelSettings:
     """What is known of a checkpoint before its weights are read; what `check_request` asks of a model.
 
     checkpoint: as it was named. folder: of the Hugging Face model, or of one step. max_length: tokens of prompt and answer together.
-    stop_ids: that end an answer, by the model's own files and its tokenizer.
+    stop_ids: that end an answer, by the model's own files and its tokenizer. weights: the kind of state read as the weights.
     """
 
     checkpoint: str
@@ -51,6 +49,7 @@ class ModelSettings:
     vocab_size: int
     max_length: int
     stop_ids: tuple[int, ...]
+    weights: str | None = None
 
     def required_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer, for whoever reads text; `ConfigError` if the model has none."""
@@ -88,10 +87,15 @@ class OpenedEngine:
 
 
 def model_settings(
-    checkpoint: str | Path, flags: Sequence[str] = (), *, options: EngineOptions | None = None
+    checkpoint: str | Path,
+    flags: Sequence[str] = (),
+    *,
+    options: EngineOptions | None = None,
+    weights: str | None = None,
 ) -> ModelSettings:
     """Reads the settings of a checkpoint with those of flags, as `petatron train` spells them; `ConfigError` with all problems."""
     folder, environment = find_model(checkpoint), read_environment()
+    check_weights_kind(folder, weights)
     world_size = None if environment.launcher == "single" else environment.world_size
     words = ["--from", str(folder), *flags]
     loaded = load_config(words, world_size=world_size, require_training=False, read_checkpoint=read_checkpoint_args)
@@ -102,33 +106,13 @@ def model_settings(
     vocab_size = known_vocab_size(model)
     stop_ids = find_stop_ids(folder, tokenizer, vocab_size=vocab_size)
     max_length = min(asked or longest, longest)
-    return ModelSettings(str(checkpoint), folder, loaded, tokenizer, vocab_size, max_length, stop_ids)
+    return ModelSettings(str(checkpoint), folder, loaded, tokenizer, vocab_size, max_length, stop_ids, weights)
 
 
 def warn_of_training_flags(settings: ModelSettings) -> None:
     """Warns of flags that were typed and have no effect on a model that is only read."""
     if unused := training_flags(settings.loaded.origins):
         _log.warning("without effect here, only training reads them: %s", ", ".join(unused))
-
-
-def find_model(checkpoint: str | Path) -> Path:
-    """Returns the folder of a Hugging Face model, or of the newest step of a run; `CheckpointError` if it is neither."""
-    path = local_model(checkpoint, where="CHECKPOINT")
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is not a folder. Give the folder of a run, of one of its steps, or of a Hugging Face model, or the name of one "
-            "on the hub (OWNER/NAME)."
-        )
-    if is_hf_folder(path):
-        return path
-    if step_list.containing_step(path) is None and not step_list.list_steps(path):
-        if (path / CONFIG_FILE).is_file():
-            reject_pickle_weights(path)
-        raise CheckpointError(
-            f"{path} holds no checkpoint, and is no Hugging Face model. Give the folder of a run, of one of its steps, or of a "
-            "Hugging Face model; what Megatron-LM saved is converted by petatron checkpoint convert."
-        )
-    return step_list.resolve_step(path, None)
 
 
 def open_engine(
@@ -146,13 +130,7 @@ def open_engine(
 
 def load_model(settings: ModelSettings, flags: Sequence[str] = (), *, dtype: torch.dtype | str | None = None) -> Model:
     """Loads the weights, without memory for gradients; every rank calls it."""
-    return from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False)
-
-
-def model_files(folder: Path) -> Path:
-    """Returns where the files of a model are: inside a step, or the folder itself."""
-    inner = folder / step_folder.MODEL_FOLDER
-    return inner if inner.is_dir() else folder
+    return from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False, weights=settings.weights)
 
 
 def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int) -> tuple[int, ...]:

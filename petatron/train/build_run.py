@@ -8,8 +8,8 @@ from functools import partial
 from typing import Protocol
 
 from petatron.base.log import get_logger
-from petatron.config import LoadedConfig, RunConfig, parse_split, with_vocab_size
-from petatron.config.required_settings import known_vocab_size, required
+from petatron.config import RunConfig, parse_split
+from petatron.config.required_settings import required
 from petatron.data.batch_loader import BatchLoader, Collate, LoaderOptions
 from petatron.data.build_datasets import SplitDatasets, build_datasets, chosen_kind
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
@@ -22,13 +22,12 @@ from petatron.models.registry import model_spec
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.update_rules import OptimizerKernels
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.pretrained.initial_model import HasConfig, build_initial_model, config_of
+from petatron.pretrained.initial_model import launch as launch
+from petatron.pretrained.run_model import Model
 from petatron.train.global_batch_size import BatchSizeSchedule
-from petatron.train.initial_model import HasConfig, build_initial_model, config_of
-from petatron.train.initial_model import launch as launch
 from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.run_facts import TrainProgress
-from petatron.train.state.run_model import Model
-from petatron.train.state.start_tokenizer import check_start_tokenizer, find_start_tokenizer, with_start_tokenizer
 from petatron.train.state.start_weights import (
     find_start_folder,
     load_master_weights,
@@ -38,23 +37,6 @@ from petatron.train.state.start_weights import (
 )
 
 _log = get_logger(__name__)
-
-
-def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None]:
-    """Opens the tokenizer of a run, if any, and returns the config with its vocabulary size; `ConfigError` if nothing says it.
-
-    It is the configured one, or by default that of the model that the run starts from.
-    """
-    start = find_start_tokenizer(loaded.config.checkpoint)
-    loaded = loaded if start is None else with_start_tokenizer(loaded, start)
-    config = loaded.config
-    if config.tokenizer.tokenizer_type is None:
-        known_vocab_size(config.model)
-        return loaded, None
-    tokenizer = build_tokenizer(config.tokenizer, vocab_size=config.model.vocab_size)
-    if start is not None:
-        check_start_tokenizer(loaded, tokenizer, start)
-    return with_vocab_size(loaded, tokenizer.vocab_size, f"{tokenizer.name} tokenizer"), tokenizer
 
 
 def build_model(

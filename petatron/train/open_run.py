@@ -18,7 +18,8 @@ from petatron.estimate.memory.forecast import recompute_plans, shared_device_pro
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.object_collectives import all_gather_objects
-from petatron.train.build_run import DataLoaders, build_loaders, open_tokenizer
+from petatron.pretrained.open_tokenizer import open_tokenizer
+from petatron.train.build_run import DataLoaders, build_loaders
 from petatron.train.loop import TrainLoop
 from petatron.train.report.memory_capacity import check_memory_capacity
 from petatron.train.report.metrics import MetricSink

@@ -27,17 +27,12 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.optim.loss_scaler import build_loss_scaler
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.initial_model import HasConfig, config_of
-from petatron.train.state.components import (
-    DataOrder,
-    DataOrderState,
-    LossScaleState,
-    ProgressState,
-    model_components,
-)
+from petatron.pretrained.initial_model import HasConfig, config_of
+from petatron.pretrained.model_state import model_components
+from petatron.pretrained.run_model import Model
+from petatron.pretrained.save_and_load import LOOP_FACTS, has_weights, save_with_manager
+from petatron.train.state.components import DataOrder, DataOrderState, LossScaleState, ProgressState
 from petatron.train.state.run_facts import TrainProgress, run_settings
-from petatron.train.state.run_model import Model
-from petatron.train.state.save_and_load import LOOP_FACTS, has_weights, save_with_manager
 from petatron.train.state.train_state import TrainState
 
 

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.cli.main import main
 from petatron.cli.train import read_checkpoint
 from petatron.config import CheckpointConfig, LoadedConfig, load_config, resolve_config
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.build_run import open_tokenizer
+from petatron.pretrained.open_tokenizer import open_tokenizer
+from petatron.pretrained.open_weights import open_model_source
 from petatron.train.state.run_dirs import check_run_dirs
 
 RUN = "--mock-data --lr 1e-12 --eval-iters 0 --num-workers 0 --live off --log-interval 1 --train-iters 1 --device cpu".split()

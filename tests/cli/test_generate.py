@@ -20,7 +20,7 @@ from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.infer.completion import TokenEvent
 from petatron.infer.engine import Engine
 from petatron.infer.sampling_params import SamplingParams
-from petatron.train.state.pretrained import from_pretrained
+from petatron.pretrained.open_model import from_pretrained
 from tests.cli.text_model import train_text_model
 
 LINES = [

@@ -73,10 +73,12 @@ def test_a_model_of_ones_own_trains_on_two_ranks_and_later_commands_find_it(tmp_
         f"plan memory {run}/config.yaml",
         f"plan cache --from {run}",
         f"verify {run}/config.yaml --steps 1 --dtype float64 --tp 1",
-        f"checkpoint convert {run} {tmp_path}/own --to petatron --import {file}",
+        f"checkpoint convert {run} {tmp_path}/own --to petatron",
     ):
         forget("model-on-ranks")
         assert main(command.split()) == 0, f"{command}\n{capsys.readouterr().err}"
+    forget("model-on-ranks")
+    assert petatron.from_pretrained(run).spec.config.model_type == "model-on-ranks"
 
 
 def test_a_module_that_was_moved_is_named_anew(tmp_path: Path, capsys):
@@ -90,8 +92,10 @@ def test_a_module_that_was_moved_is_named_anew(tmp_path: Path, capsys):
     said = capsys.readouterr().err
     assert f"--import {file} does not exist" in said and f"{run}/step-00000002 names it" in said
     assert "if it was moved, add --import PATH, where PATH ends in moved_model.py." in said
+    convert = ["checkpoint", "convert", str(run), str(tmp_path / "own"), "--to", "petatron"]
+    assert main(convert) == 2 and f"--import {file} does not exist" in capsys.readouterr().err
     again = ["train", str(run / "config.yaml"), "--load", str(run), "--train-iters", "3", "--lr-decay-iters", "2"]
-    for command in (generate, again):
+    for command in (generate, again, convert):
         forget("moved-model")
         assert main([*command, "--import", str(moved)]) == 0, capsys.readouterr().err
     assert yaml.safe_load((run / "config.yaml").read_text())["launch"]["imports"] == [str(moved)]

@@ -1,4 +1,4 @@
-"""Models that no family of transformers has, as `petatron.hf` opens them."""
+"""Models that no family of transformers has, as `petatron.integrations.transformers` opens them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import petatron
-import petatron.hf
+from petatron.integrations import transformers as petatron_transformers
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
+from petatron.pretrained.run_model import Model
 from petatron.train.build_run import build_model
-from petatron.train.state.run_model import Model
 from tests.unit.infer.test_sample import LATENT, MODEL
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
@@ -40,9 +40,9 @@ def own_model(kind: str) -> Model:
     return model
 
 
-def opened(folder: Path, **options: Any) -> petatron.hf.PetatronForCausalLM:
+def opened(folder: Path, **options: Any) -> petatron_transformers.PetatronForCausalLM:
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    assert isinstance(model, petatron.hf.PetatronForCausalLM) and not model.training
+    assert isinstance(model, petatron_transformers.PetatronForCausalLM) and not model.training
     return model
 
 

@@ -1,4 +1,4 @@
-"""`import petatron.hf`: models that no family of transformers describes are opened, continued, trained and saved by transformers."""
+"""`petatron.integrations.transformers`: models that no family describes are opened, continued, trained and saved by transformers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import petatron
-import petatron.hf
 from petatron.base.errors import CheckpointError
 from petatron.data.tokenizer import ByteTokenizer
-from petatron.hf.weights import logical_parts
 from petatron.infer.engine import Engine
 from petatron.infer.sampling_params import SamplingParams
+from petatron.integrations import transformers as petatron_transformers
+from petatron.integrations.transformers.weights import logical_parts
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.mtp_batch import add_shifted_arrays
+from petatron.pretrained.run_model import Model
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_model
-from petatron.train.state.run_model import Model
 from tests.hf.own_models import IDS, ROWS, opened, own_logits, own_model, padded
 from tests.unit.infer.test_sample import MODEL, VOCAB
 
@@ -197,11 +197,11 @@ def test_a_checkpoint_is_opened_whatever_its_family(tmp_path: Path):
     content = json.loads((tmp_path / "run" / "step-00000003" / "model" / "config.json").read_text())
     assert content["model_type"] == "llama"
     for path in (tmp_path / "run", tmp_path / "run" / "step-00000003", tmp_path / "run" / "step-00000003" / "model"):
-        found = petatron.hf.from_checkpoint(path)
+        found = petatron_transformers.from_checkpoint(path)
         torch.testing.assert_close(found(input_ids=IDS).logits, own_logits(model, IDS), rtol=0, atol=1e-6)
-    assert petatron.hf.from_checkpoint(tmp_path / "run", step=3, dtype="bfloat16").dtype == torch.bfloat16
+    assert petatron_transformers.from_checkpoint(tmp_path / "run", step=3, dtype="bfloat16").dtype == torch.bfloat16
     with pytest.raises(CheckpointError):
-        petatron.hf.from_checkpoint(tmp_path / "run", step=4)
+        petatron_transformers.from_checkpoint(tmp_path / "run", step=4)
     found.save_pretrained(tmp_path / "own")
     torch.testing.assert_close(
         own_logits(petatron.from_pretrained(tmp_path / "own"), IDS), own_logits(model, IDS), rtol=0, atol=1e-6

@@ -1,4 +1,4 @@
-"""Odd inputs of `petatron.hf`, its cache, and what it refuses."""
+"""Odd inputs of `petatron.integrations.transformers`, its cache, and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import petatron
-import petatron.hf
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.hf.packed_inputs import PackedInputs
+from petatron.integrations import transformers as petatron_transformers
+from petatron.integrations.transformers.packed_inputs import PackedInputs
 from petatron.layers.attention import AttentionSpec
 from tests.forked_python import run_forked
 from tests.hf.own_models import IDS, ROWS, opened, own_model, padded
@@ -162,7 +161,7 @@ def test_training_has_no_cache(plain: Path):
 )
 def test_options_that_are_refused(plain: Path, options: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said):
-        petatron.hf.PetatronForCausalLM.from_pretrained(plain, **options)
+        petatron_transformers.PetatronForCausalLM.from_pretrained(plain, **options)
 
 
 def test_another_config_and_another_place_are_refused(plain: Path, tmp_path: Path):
@@ -171,10 +170,10 @@ def test_another_config_and_another_place_are_refused(plain: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match="describes another model"):
         AutoModelForCausalLM.from_pretrained(plain, config=config)
     with pytest.raises(CheckpointError, match="Download a model of the hub first"):
-        petatron.hf.PetatronForCausalLM.from_pretrained("someone/something")
+        petatron_transformers.PetatronForCausalLM.from_pretrained("someone/something")
     for content in ({}, {"model": [1]}, {"model": {"number_of_layers": 2}}):
         with pytest.raises(ConfigError):
-            petatron.hf.PetatronForCausalLM(petatron.hf.PetatronConfig(**content))
+            petatron_transformers.PetatronForCausalLM(petatron_transformers.PetatronConfig(**content))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\x1b[2J"])
@@ -193,7 +192,7 @@ def test_without_the_import_transformers_says_what_it_misses(plain: Path):
 
 
 def test_without_transformers_the_import_says_what_to_install(tmp_path: Path):
-    code = "import sys; sys.modules['transformers'] = None; import petatron.hf"
+    code = "import sys; sys.modules['transformers'] = None; import petatron.integrations.transformers"
     found = run_forked([sys.executable, "-c", code], cwd=tmp_path)
     assert found.returncode and "pip install 'petatron[hf]'" in found.stderr
 

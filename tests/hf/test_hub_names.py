@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import petatron
-import petatron.hf
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.model_hub import local_model
 from petatron.cli.main import main
-from petatron.serve.open_engine import find_model
+from petatron.integrations import transformers as petatron_transformers
+from petatron.pretrained.folder_kind import find_model
+from petatron.pretrained.hub import local_model
 from tests.hf.zoo import build, truth
 from tests.unit.data.stand_in_hub import StandInHub, serve
 
@@ -59,7 +59,7 @@ def test_a_name_is_downloaded_once_without_pickles_and_code(hub: StandInHub, tmp
     assert sorted(hub.downloads) == ["config.json", "generation_config.json", "model.safetensors"]
     found = find_model(NAME)
     assert found.is_relative_to(tmp_path / "cache") and not any((found / name).exists() for name in NOT_READ)
-    assert petatron.hf.from_checkpoint(NAME).spec.config.num_layers == 2
+    assert petatron_transformers.from_checkpoint(NAME).spec.config.num_layers == 2
     assert main(["checkpoint", "convert", NAME, str(tmp_path / "converted"), "--to", "petatron"]) == 0
     assert len(hub.downloads) == 3
 

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.models.hf import build_config_json, family_name_of_config, from_hf_config, keys_of_flags
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.registry import model_spec
+from petatron.pretrained.open_weights import open_model_source
 from tests.hf.ours import run_config
 
 SHAPE: dict[str, Any] = {

@@ -10,13 +10,13 @@ import pytest
 
 import petatron
 from petatron.base.errors import CheckpointError, DataError
-from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
-from petatron.checkpoint.convert.formats import COMPANION_FILES
-from petatron.checkpoint.convert.open_model import open_model_source
+from petatron.base.model_companion_files import COMPANION_FILES
 from petatron.cli.main import main
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.mesh.mesh import ParallelMesh
+from petatron.pretrained.convert_model import ConversionOptions, convert
+from petatron.pretrained.open_weights import open_model_source
 
 SECRET = "-----BEGIN PRIVATE KEY-----"
 FLAGS = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --vocab-size 300 --seq-length 8 --mock-data --lr 1e-3 --train-iters 1"

@@ -15,13 +15,13 @@ import torch
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.safe_files import make_folder, write_atomic
-from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
-from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.data.index_cache import cached_digest, load_or_build
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.launch.error_file import write_error_file
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.state_storage import DiskStorage
+from petatron.pretrained.convert_model import ConversionOptions, convert
+from petatron.pretrained.open_weights import open_model_source
 from petatron.quickstart.stages import STAGES_FILE, Workspace
 from petatron.train.report.profiler import StepProfiler
 from petatron.train.report.sinks import JsonlSink

@@ -17,9 +17,9 @@ from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.state.checkpoint_args import read_checkpoint_args
+from petatron.pretrained.open_settings import read_checkpoint_args
+from petatron.pretrained.save_and_load import has_weights
 from petatron.train.state.run_dirs import check_run_dirs
-from petatron.train.state.save_and_load import has_weights
 from tests.golden.make_checkpoint import MODEL, RUN
 from tests.security.limits import limited
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from petatron.base.errors import CheckpointError, PetatronError
-from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import table_digest
 from petatron.checkpoint.inspect.diff_checkpoints import diff_checkpoints
@@ -20,7 +19,8 @@ from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.config.schema.run import RunConfig
-from petatron.train.state.checkpoint_args import read_checkpoint_args
+from petatron.pretrained.open_settings import read_checkpoint_args
+from petatron.pretrained.open_weights import open_model_source
 from tests.security.limits import limited
 from tests.unit.checkpoint.rewriting import rewrite_manifest, rewrite_table
 

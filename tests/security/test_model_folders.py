@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
-from petatron.checkpoint.convert.formats import check_not_inside_step, detect_format
-from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.checkpoint.files.safetensors_file import read_header
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
-from petatron.train.state.checkpoint_args import read_checkpoint_args
+from petatron.pretrained.folder_kind import detect_format
+from petatron.pretrained.new_folder import check_not_inside_step
+from petatron.pretrained.open_settings import read_checkpoint_args
+from petatron.pretrained.open_weights import open_model_source
 from tests.security.limits import limited
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v3" / "step-00000003" / "model"
@@ -67,6 +68,22 @@ def test_a_link_out_of_the_folder_is_not_followed(folder: Path, name: str):
     (folder / name).symlink_to("inside")
     (folder.parent / "linked").symlink_to(folder)
     open_model_source(folder.parent / "linked")
+
+
+def test_each_file_is_opened_once_for_its_settings_and_once_for_its_header(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A model of many files on a network disk takes as long as they are opened often."""
+    opened: list[str] = []
+    real = os.open
+
+    def counting(path: Any, *args: Any, **options: Any) -> int:
+        opened.append(Path(os.fsdecode(path)).name if isinstance(path, str | os.PathLike) else "")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", counting)
+    open_model_source(folder)
+    assert (opened.count("config.json"), opened.count("model.safetensors")) == (1, 1)
 
 
 # ---- Headers

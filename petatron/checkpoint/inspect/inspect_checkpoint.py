@@ -19,7 +19,6 @@ from typing import Any
 from petatron.base.errors import CheckpointError, PetatronError
 from petatron.base.safe_files import symlink_target
 from petatron.base.untrusted_files import not_a_file_reason, open_regular_file, read_limited_bytes, reading_untrusted
-from petatron.checkpoint.convert.read_hf_folder import read_model_settings
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.block_digest import is_sha256, matches_digest
 from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_fully
@@ -28,6 +27,7 @@ from petatron.checkpoint.files.manifest import MAX_MANIFEST_BYTES, Manifest, Sto
 from petatron.checkpoint.files.safetensors_file import TensorInfo, read_header
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, read_signature, signature_problem
 from petatron.checkpoint.files.step_list import check_steps_not_lost, read_latest, warn_of_unusable_latest
+from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
 from petatron.checkpoint.inspect.run_facts_check import run_fact_problems
 from petatron.checkpoint.inspect.summarize_checkpoint import run_facts
 from petatron.config.schema.model_identity import identity_differences
@@ -328,7 +328,7 @@ def _entry_problem(stored: StoredBox, dtype: str, info: TensorInfo | None) -> st
 def _config_findings(path: Path, facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Checks that config.json describes the model that the run trained."""
     try:
-        model, moe = read_model_settings(path.parent)
+        model, moe = HuggingFaceFolder(path.parent).settings()
         with reading_untrusted(path, step_folder.damaged_error):
             differing = list(_config_differences(model | moe, facts))
     except PetatronError as error:

@@ -30,8 +30,7 @@ from petatron.checkpoint.files.entry_layout import addressed_shape, entry_box, t
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, DTYPES, TensorInfo, read_header
 from petatron.checkpoint.files.step_folder import check_size, damaged_error, digest_mismatch_error
-from petatron.checkpoint.load.block_scale import apply_scale, read_scale
-from petatron.checkpoint.load.mxfp4 import PACKED_DTYPE, PackedRead, unpacked_shape
+from petatron.checkpoint.load.dequantize import PACKED_DTYPE, PackedRead, apply_scale, read_scale, unpacked_shape
 from petatron.checkpoint.state import Chunk
 from petatron.sharding.boxes import Box, overlap
 from petatron.sharding.flat_shard import range_boxes

@@ -189,7 +189,8 @@ def run_on_ranks(
     from petatron.serve.open_engine import model_settings, warn_of_training_flags
 
     def read_settings() -> ModelSettings:
-        return model_settings(command.options.checkpoint, command.flags, options=command.engine)
+        checkpoint, weights = command.options.checkpoint, command.options.weights
+        return model_settings(checkpoint, command.flags, options=command.engine, weights=weights)
 
     if read_environment().launcher != "single":
         return run_rank_main(lambda: _with_logging(read_settings(), run_rank))

@@ -287,6 +287,7 @@ class _BatchWork:
             "checkpoint": str(settings.folder.resolve()),
             "prompts": _file_digest(command.options.prompts),
             "precision": command.precision,
+            **({} if settings.weights is None else {"weights": settings.weights}),
             **options.as_json(),
         }
         self._answers = AnswersFile(command.options.out, decides) if read_environment().rank == 0 else None

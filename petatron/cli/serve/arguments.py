@@ -15,6 +15,7 @@ from petatron.cli.generation.arguments import (
     SPECULATIVE_HELP,
 )
 from petatron.cli.serve.key_file import check_key_file
+from petatron.cli.subcommands.checkpoint_parser import WEIGHTS_HELP
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.infer.engine_options import EngineOptions
 from petatron.mesh.launch.environment import api_key_from_env
@@ -74,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     defaults = ServeOptions()
     add = root.add_argument
     add("--load", help=argparse.SUPPRESS)
+    add("--weights", metavar="KIND", help=WEIGHTS_HELP)
     add("--host", default=defaults.host, help=f"address to listen on ({defaults.host})")
     add("--port", type=int, default=defaults.port, help=f"port to listen on; 0: any free one ({defaults.port})")
     add("--api-key-file", type=Path, metavar="FILE", help="keys that clients may send, one a line")

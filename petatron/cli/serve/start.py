@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         return run_rank_main(lambda: _serve(args, checkpoint, options, flags))
     from petatron.serve.open_engine import model_settings, warn_of_training_flags
 
-    settings = model_settings(checkpoint, flags)
+    settings = model_settings(checkpoint, flags, weights=args.weights)
     warn_of_training_flags(settings)
     num_ranks = settings.loaded.config.parallel.world_size
     if num_ranks == 1:
@@ -61,7 +61,7 @@ def _serve(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, fl
     if rank:
         for number in (signal.SIGTERM, signal.SIGINT):  # the first rank drains, and then ends this one
             signal.signal(number, signal.SIG_IGN)
-        CheckpointEngine(checkpoint, flags=flags, options=engine_options(args)).follow()
+        CheckpointEngine(checkpoint, flags=flags, options=engine_options(args), weights=args.weights).follow()
     else:
         _listen(args, checkpoint, options, flags)
     stop_process_group()
@@ -75,7 +75,7 @@ def _listen(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, f
 
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
     listener = open_listener(options)
-    engine = EngineProcess(checkpoint, flags=flags, options=engine_options(args))
+    engine = EngineProcess(checkpoint, flags=flags, options=engine_options(args), weights=args.weights)
     try:
         _answer(args, checkpoint, options, engine, listener, template)
     finally:
@@ -112,7 +112,7 @@ def _answer(
 def _sampling_defaults(args: argparse.Namespace, checkpoint: Path) -> SamplingDefaults:
     """Those of the model that is opened; the steps of a run that is followed have one generation_config.json."""
     from petatron.infer.sampling_defaults import NO_DEFAULTS, read_sampling_defaults
-    from petatron.serve.open_engine import find_model, model_files
+    from petatron.pretrained.folder_kind import find_model, model_files
 
     if args.generation_config == "off":
         return NO_DEFAULTS

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.cli.subcommands.checkpoint_parser import WEIGHTS_HELP
 from petatron.cli.subcommands.sigterm_raises import sigterm_raises
 
 if TYPE_CHECKING:
-    from petatron.checkpoint.convert.convert_model import ConversionProgress, TokenizerFiles
-    from petatron.checkpoint.convert.open_model import ModelSource
+    from petatron.pretrained.convert_model import ConversionProgress, TokenizerFiles
+    from petatron.pretrained.open_weights import ModelSource
 
 FORMATS = ("petatron", "huggingface", "megatron")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--from", dest="kind", choices=("auto", *FORMATS), default="auto", help="what the source is (default: look)")
     add("--to", choices=FORMATS, required=True, help="what to make of it")
     add("--step", type=int, metavar="N", help="which step of the source (default: the newest)")
-    add("--weights", metavar="KIND", help="state to take as the weights, as inspect lists it (default: the model's)")
+    add("--weights", metavar="KIND", help=WEIGHTS_HELP)
     add("--average-last", type=int, metavar="N", help="the mean of the last N steps, in double precision")
     add("--dtype", choices=tuple(_DTYPES), help="dtype of the weights (default: as they are)")
     add("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder, to put beside the weights")
@@ -48,10 +49,10 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from petatron.checkpoint.convert.average_models import average_sources, last_steps
-    from petatron.checkpoint.convert.convert_model import ConversionOptions, MegatronLayout, convert
-    from petatron.checkpoint.convert.open_model import open_model_source
-    from petatron.checkpoint.model_hub import local_model
+    from petatron.pretrained.average_models import average_sources, last_steps
+    from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
+    from petatron.pretrained.hub import local_model
+    from petatron.pretrained.open_weights import open_model_source
 
     kind = None if options.kind == "auto" else options.kind
     path = local_model(options.source, where="SOURCE")
@@ -125,8 +126,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _tokenizer(path: Path, source: ModelSource) -> TokenizerFiles:
-    from petatron.checkpoint.convert.convert_model import TokenizerFiles
     from petatron.data.tokenizer import HuggingFaceTokenizer
+    from petatron.pretrained.convert_model import TokenizerFiles
 
     tokenizer = HuggingFaceTokenizer(path)
     rows = source.spec.vocab_size

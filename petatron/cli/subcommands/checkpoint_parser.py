@@ -7,6 +7,7 @@ import argparse
 from petatron.cli.subcommands.command_parser import CommandParser
 
 CHECKPOINT = "the folder of a run, of one of its steps, or of a Hugging Face model"
+WEIGHTS_HELP = "kind of state to take as the weights, as checkpoint inspect lists it: ema (the model's)"
 
 
 def checkpoint_parser(
@@ -16,7 +17,7 @@ def checkpoint_parser(
 
     usage: what follows CHECKPOINT. description: its `{checkpoint}` becomes what a CHECKPOINT is. keep_lines: of the epilog.
     """
-    return CommandParser(
+    root = CommandParser(
         prog=f"petatron {verb}",
         usage=f"petatron {verb} CHECKPOINT {usage}",
         description=description.format(checkpoint=CHECKPOINT),
@@ -24,6 +25,8 @@ def checkpoint_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter if keep_lines else argparse.HelpFormatter,
         allow_abbrev=False,
     )
+    root.add_argument("--weights", metavar="KIND", help=WEIGHTS_HELP)
+    return root
 
 
 def add_checkpoint_argument(root: argparse.ArgumentParser) -> None:

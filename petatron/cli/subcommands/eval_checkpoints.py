@@ -18,8 +18,8 @@ from petatron.evaluate.score import max_scored_tokens
 from petatron.evaluate.task import ContextLimits, TaskResult
 from petatron.evaluate.task_list import LAMBADA, WIKITEXT103, TaskSettings, build_tasks
 from petatron.mesh.mesh import ParallelMesh
+from petatron.pretrained.open_model import from_pretrained
 from petatron.serve.open_engine import ModelSettings
-from petatron.train.state.pretrained import from_pretrained
 
 _LINE_INTERVAL_S = 30.0
 
@@ -29,6 +29,7 @@ class CheckpointResults:
     """One checkpoint's results by the label of the task."""
 
     checkpoint: str
+    weights: str | None
     tokenizer: str
     results: Mapping[str, TaskResult]
 
@@ -47,7 +48,7 @@ def evaluate_checkpoints(
     mesh: ParallelMesh | None = None
     for settings, tokenizer in zip(models, tokenizers, strict=True):
         checkpoint, seq_length = settings.checkpoint, settings.loaded.config.model.seq_length
-        model = from_pretrained(settings.folder, mesh, flags=flags)
+        model = from_pretrained(settings.folder, mesh, flags=flags, weights=settings.weights)
         mesh, longest = model.mesh, max_scored_tokens(model)
         limits = ContextLimits(longest, min(seq_length, longest - 1))
         built = build_tasks(tasks, tokenizer, limits)
@@ -55,7 +56,7 @@ def evaluate_checkpoints(
         for each, task in zip(tasks, built, strict=True):
             with _progress(f"{checkpoint} {each.label}" if shown else None) as on_progress:
                 results[each.label] = task.run(model, batch_tokens=batch_tokens, on_progress=on_progress)
-        found.append(CheckpointResults(checkpoint, tokenizer.name, results))
+        found.append(CheckpointResults(checkpoint, settings.weights, tokenizer.name, results))
         del model  # before the next one is built
     return found
 
@@ -119,7 +120,8 @@ def _as_json(one: CheckpointResults, tasks: Sequence[TaskSettings]) -> dict[str,
         }
         for settings in tasks
     }
-    return {"checkpoint": one.checkpoint, "tokenizer": one.tokenizer, "results": results}
+    weights = {} if one.weights is None else {"weights": one.weights}
+    return {"checkpoint": one.checkpoint, **weights, "tokenizer": one.tokenizer, "results": results}
 
 
 @contextmanager

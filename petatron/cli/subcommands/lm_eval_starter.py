@@ -20,7 +20,7 @@ _MODEL_FLAGS = ("--model", "-M", "--config", "-C")
 
 def main(argv: Sequence[str]) -> int:
     try:
-        importlib.import_module("petatron.harness.lm_eval_model")
+        importlib.import_module("petatron.integrations.lm_eval")
         from lm_eval.__main__ import cli_evaluate
     except ModuleNotFoundError as error:
         missing = str(error.name).partition(".")[0]

@@ -17,8 +17,8 @@ from petatron.estimate.memory.host_memory import (
     ranks_per_node,
 )
 from petatron.estimate.memory.layouts import fitting_changes
+from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
-from petatron.train.build_run import open_tokenizer
 from petatron.train.report.out_of_memory import RESERVE_BYTES, describe_changes
 
 _ASSUMED_HOST_BYTES = 1_000_000_000_000

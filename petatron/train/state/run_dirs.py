@@ -10,20 +10,14 @@ from pathlib import Path
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.base.model_companion_files import CONFIG_FILE, is_hf_folder
+from petatron.base.model_companion_files import is_hf_folder
 from petatron.base.safe_files import reopen_file
-from petatron.base.untrusted_files import not_a_file_reason
-from petatron.checkpoint.convert.formats import check_not_inside_step, is_megatron_folder, reject_pickle_weights
 from petatron.checkpoint.files.disk import check_writable
 from petatron.checkpoint.files.signature import open_signer
-from petatron.checkpoint.files.step_list import (
-    LATEST_FILE,
-    MANIFEST_FILE,
-    check_steps_not_lost,
-    containing_step,
-    list_steps,
-)
+from petatron.checkpoint.files.step_list import LATEST_FILE, list_steps
 from petatron.config import CheckpointConfig
+from petatron.pretrained.folder_kind import check_load_dir, refuse_unconverted
+from petatron.pretrained.new_folder import check_not_inside_step
 
 _log = get_logger(__name__)
 
@@ -70,79 +64,6 @@ def _occupied_save_text(config: CheckpointConfig, *, newest: int, continues: boo
             f"folder, or continue the run there with --load {config.save}."
         )
     return f"{text}, and this run would start at another place. Continue it with --load {config.save}, or choose another folder."
-
-
-def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool) -> None:
-    """Raises if a folder contains nothing that `--load` accepts."""
-    if (folder / MANIFEST_FILE).is_file():
-        step = folder.name.rpartition("-")[2].lstrip("0") or "0"
-        raise CheckpointError(
-            f"--load {folder} is one checkpoint. Give the folder that holds it: --load {folder.parent} --ckpt-step {step}."
-        )
-    if folder.is_file():
-        raise CheckpointError(f"--load {folder} is a file. Give the folder that --save wrote to.")
-    if list_steps(folder):
-        return
-    if is_hf_folder(folder):
-        _check_hf_load(folder, config)
-        return
-    refuse_unconverted(folder, "--load")
-    broken = (
-        sorted(path.name for path in folder.glob("step-*") if not path.name.endswith(".tmp")) if folder.is_dir() else []
-    )
-    if broken:
-        reasons = {name: not_a_file_reason(folder / name / MANIFEST_FILE) for name in broken}
-        strange = [f"{name}/{MANIFEST_FILE} {why}" for name, why in reasons.items() if why not in (None, "is missing")]
-        if strange:
-            raise CheckpointError(
-                f"--load {folder}: {'; '.join(strange)}. Restore these steps from a copy, or remove them to start from the beginning."
-            )
-        raise CheckpointError(
-            f"--load {folder}: {', '.join(broken)} have no {MANIFEST_FILE}, so they are not complete checkpoints. Restore them from "
-            "a copy, or remove them to start from the beginning."
-        )
-    check_steps_not_lost(folder)
-    asked = [
-        flag
-        for flag, given in (
-            ("--finetune", config.finetune),
-            ("--no-load-optim", config.no_load_optim),
-            ("--ckpt-step", config.ckpt_step is not None),
-            ("--exit-on-missing-checkpoint", config.exit_on_missing_checkpoint),
-            ("--use-checkpoint-args", config.use_checkpoint_args),
-        )
-        if given
-    ]
-    if asked or not may_be_empty:
-        because = f", and {' and '.join(asked)} needs one" if asked else ""
-        raise CheckpointError(
-            f"--load {folder} holds no checkpoint{because}. Give a folder that --save wrote to. (A run that loads from the "
-            "folder it saves to may start with an empty one.)"
-        )
-
-
-def refuse_unconverted(folder: Path, flag: str) -> None:
-    """Raises for checkpoints of other programs that must be converted first."""
-    if containing_step(folder) is not None or list_steps(folder):
-        return
-    if is_megatron_folder(folder):
-        raise CheckpointError(
-            f"{flag} {folder} was saved by Megatron-LM. Convert it first: petatron checkpoint convert {folder} NEW_FOLDER --to "
-            "petatron"
-        )
-    if (folder / CONFIG_FILE).is_file():
-        reject_pickle_weights(folder)
-
-
-def _check_hf_load(folder: Path, config: CheckpointConfig) -> None:
-    """A Hugging Face model has weights and no state to resume from."""
-    if not config.finetune:
-        raise CheckpointError(
-            f"--load {folder} is the folder of a model: there are weights, but no run to go on with. Use --from {folder} to start a "
-            "run from them."
-        )
-    if config.ckpt_step is not None:
-        raise CheckpointError(f"--load {folder} is the folder of a model, which has no steps. Leave --ckpt-step out.")
 
 
 def same_path(a: str, b: str) -> bool:

@@ -7,9 +7,8 @@ that gets the weights; `petatron.restore` brings the rest, and whoever forgets i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,24 +23,14 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.object_collectives import all_gather_objects
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.state.components import model_components
-from petatron.train.state.run_dirs import check_load_dir, refuse_unconverted, same_path
+from petatron.pretrained.folder_kind import check_load_dir, refuse_unconverted
+from petatron.pretrained.model_state import model_components
+from petatron.pretrained.run_model import StartFolder
+from petatron.pretrained.save_and_load import LoadedState, has_weights, load_state
+from petatron.train.state.run_dirs import same_path
 from petatron.train.state.run_facts import check_same_model
-from petatron.train.state.save_and_load import LoadedState, has_weights, load_state
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StartFolder:
-    """Where the first weights of a run are, and by which flag."""
-
-    flag: Literal["--load", "--pretrained-checkpoint"]
-    folder: str
-
-    def resumes(self, config: CheckpointConfig) -> bool:
-        """Whether the run continues the one that saved the weights, with all of its state."""
-        return self.flag == "--load" and not config.finetune
 
 
 def find_start_folder(config: CheckpointConfig, mesh: ParallelMesh) -> StartFolder | None:

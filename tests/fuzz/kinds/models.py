@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import petatron
-from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
-from petatron.checkpoint.convert.open_model import ModelSource, open_model_source
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.mesh import ParallelMesh
-from petatron.train.state.run_model import Model
+from petatron.pretrained.convert_model import ConversionOptions, convert
+from petatron.pretrained.open_weights import ModelSource, open_model_source
+from petatron.pretrained.run_model import Model
 from tests.fuzz.kinds.files import files_of
 
 _SHAPE = (

@@ -17,14 +17,14 @@ from transformers.integrations.mxfp4 import FP4_VALUES
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
-from petatron.checkpoint.convert.open_model import open_model_source
-from petatron.checkpoint.load.mxfp4 import dequantise
+from petatron.checkpoint.load.dequantize import dequantise
 from petatron.cli.main import main
 from petatron.config import load_config
 from petatron.estimate.flops import parameter_count
 from petatron.models.hf import from_hf_config, matching_family, to_hf_config
 from petatron.models.registry import model_spec
+from petatron.pretrained.convert_model import ConversionOptions, convert
+from petatron.pretrained.open_weights import open_model_source
 from tests.dist import RankPool
 from tests.hf.ours import weights_of
 from tests.hf.variant_zoo import SHAPE

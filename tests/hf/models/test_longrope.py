@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import petatron
-import petatron.hf
 from petatron.base.errors import ConfigError
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
+from petatron.integrations import transformers as petatron_transformers
 from petatron.models.hf import from_hf_config, to_logical
 from petatron.models.registry import model_spec
 from tests.dist import RankPool
@@ -108,7 +108,7 @@ def test_scores_go_by_the_length_of_each_sequence(ranks: RankPool, folder: Path,
 
 
 def test_as_a_model_of_transformers_it_switches_too(folder: Path):
-    ours = petatron.hf.from_checkpoint(folder)
+    ours = petatron_transformers.from_checkpoint(folder)
     for count, new in PROMPTS.values():
         ids = torch.tensor([_ids(count, seed=count)])
         options = {"do_sample": False, "max_new_tokens": new, "attention_mask": torch.ones_like(ids)}

@@ -19,13 +19,13 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import ConfigError
-from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
-from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import FAMILIES, from_hf_config
+from petatron.pretrained.convert_model import ConversionOptions, convert
+from petatron.pretrained.open_weights import open_model_source
 from tests.hf.random_configs import families
 from tests.hf.random_configs.families import random_config
 from tests.longform import later

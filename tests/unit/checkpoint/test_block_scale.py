@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.manifest import BlockScale
-from petatron.checkpoint.load.block_scale import apply_scale, read_scale, scale_shape
+from petatron.checkpoint.load.dequantize import apply_scale, read_scale, scale_shape
 from petatron.sharding.boxes import Box
 
 

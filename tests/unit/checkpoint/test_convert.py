@@ -18,16 +18,6 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
-from petatron.checkpoint.convert import convert_model as convert_module
-from petatron.checkpoint.convert.convert_model import (
-    ConversionOptions,
-    ConversionProgress,
-    MegatronLayout,
-    TokenizerFiles,
-    convert,
-)
-from petatron.checkpoint.convert.formats import detect_format
-from petatron.checkpoint.convert.open_model import ModelSource, open_model_source
 from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.save import file_plan as file_plans
 from petatron.checkpoint.state import Chunk
@@ -36,6 +26,16 @@ from petatron.config import CheckpointConfig, load_config
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import folder_entries, parse_config_json
+from petatron.pretrained import convert_model as convert_module
+from petatron.pretrained.convert_model import (
+    ConversionOptions,
+    ConversionProgress,
+    MegatronLayout,
+    TokenizerFiles,
+    convert,
+)
+from petatron.pretrained.folder_kind import detect_format
+from petatron.pretrained.open_weights import ModelSource, open_model_source
 from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
 

@@ -71,7 +71,7 @@ def test_every_tensor_loads_bitwise_on_one_rank(folder: Path):
 
 def warnings_of_a_load(folder: str) -> list[str]:
     run = load_config(f"{MODEL} {RUN} --dp 2".split(), preset="tiny-gpt", world_size=2).config
-    with heard("petatron.train.state.check_model_folder") as messages:
+    with heard("petatron.checkpoint.inspect.check_model_folder") as messages:
         mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
         assert TrainState.build(run, mesh).load(folder)
     return messages

@@ -24,7 +24,7 @@ from petatron.evaluate.multiple_choice import FORMATS, encode_pairs, read_multip
 from petatron.evaluate.score import SequenceScore
 from petatron.evaluate.task import ContextLimits, EvalTask, TaskResult
 from petatron.evaluate.task_list import TaskSettings, build_tasks, read_task_list, setting_problems
-from tests.harness.bos_tokenizer import bos_tokenizer
+from tests.integrations.lm_eval.bos_tokenizer import bos_tokenizer
 
 BYTES = ByteTokenizer()
 LIMITS = ContextLimits(max_tokens=200, window=4)

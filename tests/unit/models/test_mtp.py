@@ -23,8 +23,8 @@ from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 from petatron.models.mtp_batch import add_shifted_arrays, labels_name, mask_name, tokens_name
 from petatron.models.registry import model_spec
+from petatron.pretrained.run_model import Model
 from petatron.train.build_run import build_model
-from petatron.train.state.run_model import Model
 from tests.unit.models import test_activations as activations
 from tests.unit.models.kept import kept_bytes
 

@@ -15,8 +15,8 @@ from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.pretrained.save_and_load import checkpoint_chunks, has_weights
 from petatron.sharding import initial_values
-from petatron.train.state.save_and_load import checkpoint_chunks, has_weights
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run

@@ -1,1 +1,0 @@
-"""Models of Petatron in other programs' evaluations: lm-evaluation-harness (`lm_eval`)."""

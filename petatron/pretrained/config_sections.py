@@ -1,0 +1,43 @@
+"""The settings of a model as sections of a config file, loaded on the same path as a user's."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from petatron.config import LoadedConfig, load_config
+
+_MAX_DEFAULT_SEQ_LENGTH = 4096
+
+
+def config_sections(model: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns a model's settings as sections of a config file, with a sequence length that it supports unless one is given.
+
+    With LongRoPE that is the original context: samples of that length train what the model does with short factors.
+    """
+    longest = model.get("max_position_embeddings") or _MAX_DEFAULT_SEQ_LENGTH
+    if model.get("longrope_short_factor"):
+        longest = min(longest, model.get("original_max_position_embeddings") or longest)
+    length = model.get("seq_length") or min(longest, _MAX_DEFAULT_SEQ_LENGTH)
+    return {"model": {**model, "seq_length": length}, **({"moe": dict(moe)} if moe else {})}
+
+
+def config_yaml_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """Serialises the sections as a config file; JSON values are YAML."""
+    lines = []
+    for section, values in sections.items():
+        lines += [f"{section}:", *(f"  {name}: {json.dumps(value)}" for name, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def load_config_sections(
+    sections: Mapping[str, Mapping[str, Any]], flags: Sequence[str] = (), *, world_size: int | None = 1
+) -> LoadedConfig:
+    """Loads the derived and checked config of a model, on the same path as a user's file."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(config_yaml_text(sections))
+        return load_config(flags, files=[file], world_size=world_size, require_training=False)

@@ -1,0 +1,337 @@
+"""Converts a model between formats, tensor by tensor, in one process.
+
+A converted model is written to a temporary folder and renamed when all of it is on disk, so a folder that exists is complete. In
+the formats `petatron` and `huggingface` every tensor passes through one buffer of the size of the largest: that, and the few
+blocks (or, from Megatron, the one logical tensor) that `open_weights.py` reads with, is all the memory a conversion needs. Megatron's
+legacy files contain a rank's whole share, which must fit in memory when they are written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file, strip_remote_code
+from petatron.base.safe_files import remove_tree
+from petatron.base.text import format_bytes
+from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.disk import Disk, free_bytes
+from petatron.checkpoint.files.manifest import RankTable
+from petatron.checkpoint.files.safetensors_file import serialize_tensors
+from petatron.checkpoint.megatron import write_megatron
+from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, file_table_entries, plan_files
+from petatron.checkpoint.save.rank_writer import weight_index_file
+from petatron.checkpoint.state import ROUTER_PREFIX, Chunk, folder_tensor_key
+from petatron.config.schema.model_identity import model_identity
+from petatron.models.hf import EntryRegion, FolderEntry, build_config_json, folder_entries, to_hf_config
+from petatron.pretrained.config_sections import config_yaml_text
+from petatron.pretrained.folder_kind import ModelFormat
+from petatron.pretrained.new_folder import create_tmp_folder
+from petatron.pretrained.open_weights import ModelSource
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+CONFIG_YAML_FILE = "config.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer to write next to the weights in place of the source's own; `eod` is its end-of-document id."""
+
+    files: Mapping[str, bytes]
+    eod: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronLayout:
+    """The format and parallel sizes of a Megatron-LM checkpoint."""
+
+    format: Literal["legacy", "torch_dist"] = "torch_dist"
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionProgress:
+    """The tensor about to be written, and the bytes written before it."""
+
+    name: str
+    done_bytes: int
+    total_bytes: int
+
+
+def _no_progress(_: ConversionProgress) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionOptions:
+    """What to convert a source to.
+
+    dtype: of the weights; None keeps that of each tensor. Where a checkpoint has master weights too, a wide dtype is read from these.
+    """
+
+    target_format: ModelFormat
+    dtype: torch.dtype | None = None
+    tokenizer: TokenizerFiles | None = None
+    megatron: MegatronLayout = field(default_factory=MegatronLayout)
+
+
+def convert(
+    source: ModelSource,
+    target: Path,
+    options: ConversionOptions,
+    *,
+    disk: Disk | None = None,
+    on_progress: Callable[[ConversionProgress], None] = _no_progress,
+) -> None:
+    """Writes a source to a folder that does not exist yet, or is empty.
+
+    `petatron` writes a folder of one step, from which a run starts with `--load --finetune`, and a config.yaml of the model's
+    settings; `huggingface` a model folder; `megatron` one that a Megatron-LM run loads.
+    """
+    disk = disk or Disk()
+    if options.target_format == "huggingface":
+        _check_hf_family(source)
+    writer = _ConversionWriter(source, options, disk, on_progress)
+    with _atomic_folder(target, disk) as draft:
+        _check_free_space(draft, writer.total_bytes)
+        if options.target_format == "huggingface":
+            writer.write_model_folder(draft)
+        elif options.target_format == "petatron":
+            writer.write_step(draft)
+        else:
+            writer.write_megatron(draft)
+
+
+def _check_hf_family(source: ModelSource) -> None:
+    """Checks that a Hugging Face family can express the whole model."""
+    remedy = "Convert it with --to petatron instead; petatron.from_pretrained opens that."
+    try:
+        to_hf_config(source.spec)
+    except ConfigError as error:
+        lines = "\n".join(f"  {problem.where} {problem.found} {problem.rule}" for problem in error.problems)
+        raise CheckpointError(
+            f"{source.path} is a model that no Hugging Face family can express:\n{lines}\n{remedy}"
+        ) from error
+
+
+@contextmanager
+def _atomic_folder(target: Path, disk: Disk) -> Iterator[Path]:
+    """Yields a temporary folder that is renamed to `target` at the end, or removed on error."""
+    target = target.absolute()
+    try:
+        draft = create_tmp_folder(target)
+        try:
+            yield draft
+            disk.sync_folder(draft)
+            disk.rename(draft, target)
+            disk.sync_folder(target.parent)
+        except BaseException:
+            with suppress(OSError):
+                remove_tree(draft)
+            raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} cannot be written: {error.strerror or error}. Make room there or make it writable, or choose another place."
+        ) from error
+
+
+def _check_free_space(folder: Path, needed_bytes: int) -> None:
+    free = free_bytes(folder)
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"the converted model has {format_bytes(needed_bytes)}, and the disk of {folder.parent} has {format_bytes(free)} left. "
+            "Free space there, or choose another disk."
+        )
+
+
+class _ConversionWriter:
+    """Runs one conversion: the source's tensors in their target dtypes, and its progress."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        options: ConversionOptions,
+        disk: Disk,
+        on_progress: Callable[[ConversionProgress], None],
+    ) -> None:
+        self._source, self._options, self._disk, self._on_progress = source, options, disk, on_progress
+        # A folder keeps its config.json, so its tensors keep the names of the family that it names.
+        model_type = None if source.config_json is None else str(source.config_json.get("model_type"))
+        self._entries = folder_entries(source.spec, model_type)
+        self._weights = _weight_specs(source, self._entries, options.dtype)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._done_bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(weight.num_bytes for weight in self._weights.values())
+
+    def write_model_folder(self, folder: Path, prefix: str = "") -> RankTable:
+        """Writes a model folder; `prefix` is the path of its files in a manifest."""
+        dtypes = {name: weight.dtype for name, weight in self._weights.items()}
+        plans = plan_files(self._entries, dtypes, world_size=1)
+        self._buffer = torch.empty(max(self._entry_bytes(entry) for entry in self._entries), dtype=torch.uint8)
+        stored = {prefix + plan.name: self._disk.write(folder / plan.name, self._file_bytes(plan)) for plan in plans}
+        documents = {**weight_index_file(plans, dtypes), **self._aux_files()}
+        for name, content in documents.items():
+            stored[prefix + name] = self._disk.write(folder / name, [content])
+        table = [row for plan in plans for row in file_table_entries(plan, self._weights, prefix + plan.name)]
+        return RankTable(stored, tuple(table), {})
+
+    def write_step(self, folder: Path) -> None:
+        """Writes a checkpoint folder with one step, and its model's settings as a config file."""
+        source, disk = self._source, self._disk
+        step_folder.begin_step(folder, source.step, disk)
+        draft = step_folder.make_tmp_step(folder, source.step, disk)
+        table = self.write_model_folder(draft / step_folder.MODEL_FOLDER, f"{step_folder.MODEL_FOLDER}/")
+        model = model_identity(source.spec.config, source.spec.moe)
+        facts = {"optimizer": None, "facts": {"converted_from": source.format, "model": model}}
+        written = step_folder.write_table(draft, 0, table, disk)
+        step_folder.publish_step(folder, source.step, [written], facts=facts, layout="", disk=disk)
+        disk.write(folder / CONFIG_YAML_FILE, [config_yaml_text(source.config_sections).encode()])
+
+    def write_megatron(self, folder: Path) -> None:
+        """Writes a folder that a Megatron-LM run loads."""
+        layout, spec = self._options.megatron, self._source.spec
+        try:
+            write_megatron(
+                folder,
+                iteration=self._source.step,
+                spec=spec,
+                fetch=self._fetch,
+                tp=layout.tp,
+                pp=layout.pp,
+                ep=layout.ep,
+                format=layout.format,
+            )
+        except CheckpointException as error:  # torch wraps whatever `_fetch` raises, an interrupt included
+            cause, _ = next(iter(error.failures.values()))
+            raise cause from None
+
+    def _fetch(self, name: str) -> Tensor:
+        """Reads a logical tensor into its own memory."""
+        weight = self._weights[name]
+        self._report_progress(name, weight.num_bytes)
+        tensor = torch.empty(weight.shape, dtype=weight.dtype)
+        self._fill(name, [Chunk(folder_tensor_key(name), weight.shape, (0,) * len(weight.shape), tensor)])
+        return tensor
+
+    def _fill(self, name: str, chunks: Sequence[Chunk]) -> None:
+        """Reads chunks; a value that its new dtype cannot represent is an error."""
+        source = self._source
+        source.fill(chunks)
+        for chunk in chunks:
+            stored = source.dtypes[chunk.key]
+            if _may_overflow(stored, chunk.tensor.dtype) and not _all_finite(chunk.tensor):
+                before = torch.empty(chunk.tensor.shape, dtype=stored)
+                source.fill([replace(chunk, tensor=before)])
+                _check_finite(name, before, chunk.tensor)
+
+    def _file_bytes(self, file_plan: FilePlan) -> Iterator[bytes | memoryview]:
+        """Yields the bytes of a file; each tensor overwrites the one before it in the buffer."""
+        entries = sorted(
+            file_plan.entries, key=lambda entry: -self._entry_dtype(entry).itemsize
+        )  # the order of `serialize_tensors`
+        like = {e.name: torch.empty(e.shape, dtype=self._entry_dtype(e), device="meta") for e in entries}
+        yield next(serialize_tensors(like))  # the header, for which shapes are enough
+        memory = memoryview(self._buffer.numpy())
+        for entry in entries:
+            size = self._entry_bytes(entry)
+            self._report_progress(entry.name, size)
+            values = self._buffer[:size].view(self._entry_dtype(entry)).view(entry.shape)
+            self._fill(entry.name, [_region_chunk(region, values, self._weights) for region in entry.regions])
+            yield memory[:size]
+
+    def _aux_files(self) -> dict[str, bytes]:
+        source, tokenizer = self._source, self._options.tokenizer
+        dtype = str(_main_dtype(self._weights)).removeprefix("torch.")
+        config = source.config_json or build_config_json(source.spec, dtype)
+        config = {**strip_remote_code(config), "dtype": dtype, "torch_dtype": dtype}
+        config.pop("quantization_config", None)  # what was quantised is read dequantised
+        kept = {
+            name: path
+            for name, path in source.companion_files.items()
+            if tokenizer is None or name == GENERATION_CONFIG_FILE
+        }
+        documents = {name: read_companion_file(path, CheckpointError) for name, path in kept.items()}
+        if tokenizer is not None:
+            config |= {"eos_token_id": tokenizer.eod}
+            documents |= tokenizer.files
+        if tokenizer is not None or GENERATION_CONFIG_FILE not in documents:
+            ends = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
+            documents[GENERATION_CONFIG_FILE] = _json({"_from_model_config": True, **ends})
+        return {CONFIG_FILE: _json(config), **documents}
+
+    def _entry_dtype(self, entry: FolderEntry) -> torch.dtype:
+        return self._weights[entry.regions[0].name].dtype
+
+    def _entry_bytes(self, entry: FolderEntry) -> int:
+        return math.prod(entry.shape) * self._entry_dtype(entry).itemsize
+
+    def _report_progress(self, name: str, num_bytes: int) -> None:
+        self._on_progress(ConversionProgress(name, self._done_bytes, self.total_bytes))
+        self._done_bytes += num_bytes
+
+
+def _weight_specs(
+    source: ModelSource, entries: Sequence[FolderEntry], dtype: torch.dtype | None
+) -> dict[str, WeightSpec]:
+    """Returns every logical weight with its target dtype; tensors fused in one entry have the dtype of the first.
+
+    Expert biases keep theirs: they add up small steps.
+    """
+    weights: dict[str, WeightSpec] = {}
+    for entry in entries:
+        key = folder_tensor_key(entry.regions[0].name)
+        kept = source.dtypes[key] if dtype is None or key.startswith(ROUTER_PREFIX) else dtype
+        for region in entry.regions:
+            weights.setdefault(region.name, WeightSpec(source.shapes[folder_tensor_key(region.name)], kept))
+    return weights
+
+
+def _region_chunk(region: EntryRegion, values: Tensor, weights: Mapping[str, WeightSpec]) -> Chunk:
+    """Views a region of an entry's memory as its box of the logical tensor."""
+    return Chunk(folder_tensor_key(region.name), weights[region.name].shape, region.start, region.view_in(values))
+
+
+def _may_overflow(before: torch.dtype, after: torch.dtype) -> bool:
+    return before.is_floating_point and torch.finfo(after).max < torch.finfo(before).max
+
+
+def _all_finite(values: Tensor) -> bool:
+    """Checks in bounded memory; `isfinite` would need several times the tensor's size."""
+    return not values.numel() or all(bound.isfinite() for bound in values.aminmax())
+
+
+def _check_finite(name: str, before: Tensor, after: Tensor) -> None:
+    lost = before[before.isfinite() & ~after.isfinite()]
+    if lost.numel():
+        dtype = str(after.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{name} has values up to {lost.abs().max().item():.4g}, and {dtype} ends at {torch.finfo(after.dtype).max:.4g}: "
+            "they would become infinite. Use a wider --dtype, bf16 or fp32, or leave it out."
+        )
+
+
+def _main_dtype(weights: Mapping[str, WeightSpec]) -> torch.dtype:
+    """Returns the dtype of most of the model."""
+    sizes: dict[torch.dtype, int] = {}
+    for weight in weights.values():
+        sizes[weight.dtype] = sizes.get(weight.dtype, 0) + math.prod(weight.shape)
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

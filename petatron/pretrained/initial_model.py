@@ -1,0 +1,151 @@
+"""Joins the ranks and builds a model on its mesh, with initial weights or none: what everything that has a model begins with."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from petatron.base.device import detect_device
+from petatron.base.errors import ConfigError, Problem
+from petatron.config import RunConfig
+from petatron.config.checks.cuda_graphs import uses_random_numbers
+from petatron.config.nccl_communicators import communicator_options
+from petatron.config.pipeline_stages import pipeline_stages
+from petatron.data.tokenizer import Tokenizer
+from petatron.estimate.recompute_plan import plan_recompute
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.launch.process_group import start_process_group
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
+from petatron.mesh.rng import RandomStreams
+from petatron.models.frozen_params import everything_frozen, frozen_logical_names, frozen_params
+from petatron.models.model_spec import ModelSpec
+from petatron.models.objective import model_objective
+from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
+from petatron.models.registry import model_spec
+from petatron.optim.loss_scaler import compute_dtype
+from petatron.parallel.needed_process_groups import used_axes
+from petatron.parallel.parallelize import parallelize
+from petatron.parallel.pipeline.requested_cuda_graphs import enable_requested_cuda_graphs
+from petatron.parallel.router_statistics import RouterStatistics
+from petatron.pretrained.run_model import Model
+from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
+
+
+class HasConfig(Protocol):
+    """A run that knows its config and its tokenizer, such as `petatron.load` returns."""
+
+    tokenizer: Tokenizer | None
+
+    @property
+    def config(self) -> RunConfig: ...
+
+
+def config_of(run: RunConfig | HasConfig) -> RunConfig:
+    """The functions of the public API take a run or its config."""
+    return run if isinstance(run, RunConfig) else run.config
+
+
+def launch(run: RunConfig | HasConfig) -> ParallelMesh:
+    """Joins the other ranks, if any, and builds the mesh of this run's layout.
+
+    >>> import petatron
+    >>> launch(petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])).describe()
+    'one device (1 rank)'
+    """
+    run, environment = config_of(run), read_environment()
+    facts = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
+    backend = start_process_group(
+        environment,
+        backend=run.parallel.distributed_backend,
+        timeout_minutes=run.parallel.distributed_timeout_minutes,
+        device_type=facts.kind,
+        deterministic=run.train.deterministic_mode,
+        ranks_per_device=run.launch.ranks_per_device,
+    )
+    device = torch.device("cuda", torch.cuda.current_device()) if facts.kind == "cuda" else torch.device("cpu")
+    return ParallelMesh(
+        Layout.from_config(run.parallel),
+        environment.rank,
+        device=device,
+        backend=backend,
+        timeout_minutes=run.parallel.distributed_timeout_minutes,
+        options=communicator_options(run.parallel),
+    )
+
+
+def build_initial_model(
+    run: RunConfig,
+    mesh: ParallelMesh,
+    *,
+    init_weights: bool = True,
+    gradients: bool = True,
+    group_rule: OptimizerGroupRule | None = None,
+) -> Model:
+    """Builds the model of `build_model` and loads nothing: for callers that load all of a run's state themselves."""
+    # CUDA graphs cannot read RNG states during capture, so only they rely on knowing whether the step draws.
+    uses_rng = uses_random_numbers(run) or run.train.cuda_graphs != "on"
+    streams = RandomStreams.seeded(run.train.seed, mesh, used_in_step=uses_rng)
+    plan = pipeline_plan(run)
+    dtype = compute_dtype(run.precision)
+    spec, stages = model_spec(run), pipeline_stages(run)
+    check_supported(run, spec)
+    local_stages = [number for number in range(len(stages)) if plan.rank_of(number) == mesh.pp.rank]
+    with torch.device("meta"):
+        modules = {number: spec.build_stage(stages[number]) for number in local_stages}
+    frozen = frozen_params(run) if gradients else everything_frozen(spec)
+    io = frozen.with_boundaries(spec.io(stages), spec, stages)
+    objective = model_objective(run, io)
+    in_flight = plan.in_flight(num_micro_batches(run))
+    shape = ActivationShape.from_config(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
+    plan_stage = partial(plan_recompute, run.memory, spec, shape, num_local_stages=len(local_stages), frozen=frozen)
+    parts = parallelize(
+        modules,
+        spec,
+        mesh,
+        run,
+        dtype=dtype,
+        rng_streams=streams,
+        recompute_plans={n: plan_stage(stages[n], in_flight=in_flight[n]) for n in local_stages},
+        optimizer_group=group_rule or partial(optimizer_group, run.optim),
+        frozen=frozen,
+        tied_across_ranks=plan.rank_of(0) != plan.rank_of(len(stages) - 1),
+        init_weights=init_weights,
+    )
+    mesh.create_groups(used_axes(run, parts.placements))
+    routers = RouterStatistics(modules, spec.moe_layers, run.moe.num_experts or 0, mesh)
+    model = Model(
+        modules,
+        parts,
+        plan,
+        routers,
+        mesh,
+        streams,
+        io=io,
+        spec=spec,
+        dtype=dtype,
+        sequence_parallel=run.parallel.sequence_parallel,
+        objective=objective,
+    )
+    model.frozen_tensors, model.has_gradients = frozenset(frozen_logical_names(spec, frozen)), gradients
+    enable_requested_cuda_graphs(run, model)
+    return model
+
+
+def check_supported(run: RunConfig, spec: ModelSpec) -> None:
+    """Raises `ConfigError` if the layers of a model cannot do what the run asks for."""
+    problems: list[Problem] = []
+    branches = {branch for layer in set(spec.layers) for branch in layer.branches}
+    if run.parallel.context_parallel_size > 1 and spec.sequence_sharding == "whole":
+        kinds = sorted(f"{branch.name} ({branch.sequence_sharding})" for branch in branches)
+        rule = f"shards sequences, and no way of it suits all layers of this model: {', '.join(kinds)}"
+        problems.append(Problem("--context-parallel-size", str(run.parallel.context_parallel_size), rule, "Use 1."))
+    mixed = sorted({branch.name for branch in branches if not branch.separates_documents})
+    if run.data.reset_attention_mask and mixed:
+        rule = f"separates packed documents, but layers of this model see the whole sequence: {', '.join(mixed)}"
+        problems.append(Problem("--reset-attention-mask", "", rule, "Leave it out."))
+    if problems:
+        raise ConfigError(problems)

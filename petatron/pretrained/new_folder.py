@@ -1,0 +1,58 @@
+"""A new model's folder: written under a temporary name, so that a folder that exists is complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from petatron.base.errors import CheckpointError
+from petatron.base.untrusted_files import open_regular_file
+from petatron.checkpoint.files import step_list
+
+
+def check_not_inside_step(path: Path, display_name: str) -> None:
+    """Raises for a path inside a checkpoint, which would no longer be what was saved."""
+    whole = path.resolve()
+    for folder in (whole, *whole.parents):
+        if _is_step_folder(folder):
+            raise CheckpointError(
+                f"{display_name} is inside the checkpoint {folder}, where nothing else may be. Choose a place beside it, such as "
+                f"{folder.parent / (whole.name if whole != folder else 'new')}."
+            )
+
+
+def tmp_folder(target: Path) -> Path:
+    """Returns the temporary folder in which a model is written."""
+    return target.with_name(f"{target.name}.tmp")
+
+
+def create_tmp_folder(target: Path, *, overwrite: bool = False) -> Path:
+    """Creates the temporary folder of a conversion exclusively.
+
+    The target may exist only as an empty folder, or, to be overwritten, as one with a config.json.
+    """
+    check_not_inside_step(target, str(target))
+    is_model = overwrite and target.is_dir() and (target / "config.json").is_file()
+    is_empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    if target.is_symlink() or not (is_empty or is_model):
+        raise CheckpointError(
+            f"{target} is already there, and nothing is written over it. Remove it, or choose another name."
+        )
+    draft = tmp_folder(target)
+    if not target.parent.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        draft.mkdir()
+    except FileExistsError:
+        raise CheckpointError(
+            f"{draft} is in the way: a model is being written there, or was interrupted. Remove it if none is."
+        ) from None
+    return draft
+
+
+def _is_step_folder(folder: Path) -> bool:
+    """Many programs have a manifest.json; ours has its format name in the first bytes."""
+    try:
+        with open_regular_file(folder / step_list.MANIFEST_FILE) as file:
+            return b'"petatron checkpoint"' in file.read(64)
+    except OSError:
+        return False

@@ -1,0 +1,183 @@
+"""Loads pretrained models: a Hugging Face folder, a checkpoint, or a transformers model in memory, on any mesh.
+
+The settings come from the model's own config.json, on the same path as a user's config file; flags add the layout and other run
+settings, and take precedence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.model_companion_files import find_companion_files, read_companion_file
+from petatron.base.untrusted_files import reading_untrusted
+from petatron.checkpoint.files import step_folder, step_list
+from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, model_folder_error
+from petatron.config import RunConfig
+from petatron.mesh.launch.environment import read_environment
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
+from petatron.models.hf import drop_missing_predictions, family_name_of_config, parse_config_json, to_logical
+from petatron.models.registry import model_spec
+from petatron.pretrained.config_sections import config_sections, load_config_sections
+from petatron.pretrained.export_hf_folder import CompanionFiles
+from petatron.pretrained.folder_kind import detect_format, refuse_unconverted, weights_kind_problems
+from petatron.pretrained.hub import local_model
+from petatron.pretrained.initial_model import build_initial_model, launch
+from petatron.pretrained.open_step import open_step
+from petatron.pretrained.run_model import Model
+from petatron.pretrained.save_and_load import load_checkpoint
+from petatron.sharding.flat_shard import group_tensor_shards
+
+_DTYPE_TO_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
+_LAYOUT_AXES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "num_distributed_optimizer_instances": "dp_outer",
+}
+_EXPERT_LAYOUT_AXES = {"expert_model_parallel_size": "ep", "expert_tensor_parallel_size": "etp"}
+
+
+class _TransformersConfig(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class TransformersModel(Protocol):
+    """The interface used of a transformers model."""
+
+    @property
+    def config(self) -> _TransformersConfig: ...
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
+
+def from_pretrained(
+    source: str | Path | TransformersModel,
+    mesh: ParallelMesh | None = None,
+    *,
+    flags: Sequence[str] = (),
+    dtype: torch.dtype | str | None = None,
+    gradients: bool = True,
+    weights: str | None = None,
+) -> Model:
+    """Loads the model of a folder, or a transformers model in memory, on a mesh of any layout; every rank calls it.
+
+    The folder is that of a Hugging Face model, of checkpoints, or of one checkpoint. Without a mesh one is built for the layout
+    of the flags. `dtype` is one of torch's, or its name (bfloat16 or bf16 and so on); None means that of the flags, else that of
+    the weights. Without `gradients` there is no memory for any: the model generates and evaluates. `weights` is a kind of state of a
+    checkpoint to read in the place of its weights: `ema`, their average. Files next to the weights (tokenizer, token ids) are stored for
+    `save_pretrained`.
+
+    >>> import petatron, tempfile
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> model = petatron.build_model(run, petatron.launch(run))
+    >>> folder = tempfile.mkdtemp()
+    >>> model.save_pretrained(folder)
+    >>> again = petatron.from_pretrained(folder)
+    >>> bool((again.module.norm.weight == model.module.norm.weight).all())
+    True
+    """
+    precision = None if dtype is None else _precision_of(dtype)
+    if isinstance(source, str | Path):
+        path = local_model(source, where="from_pretrained")
+        folder = open_model_folder(path)
+        companions = _read_companions(folder)
+        run = _folder_run_config(folder, mesh, flags, precision)
+        model = build_initial_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
+        loaded = load_checkpoint(str(path), model=model, random_states=False, weights=weights)
+        assert loaded is not None, "a folder without a model was opened as one"
+        model.companion_files = companions
+        return model
+    if problems := weights_kind_problems(weights, "transformers"):
+        raise ConfigError(problems)
+    content, tensors = source.config.to_dict(), source.state_dict()
+    values, experts = parse_config_json(content)
+    settings = drop_missing_predictions(content, values, tensors), experts
+    run = _run_config(settings, mesh, flags, precision, stored=next(iter(tensors.values())).dtype)
+    model = build_initial_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
+    _load_state_dict(model, content, tensors)
+    model.companion_files = CompanionFiles.from_config_json(content, {})
+    return model
+
+
+def open_model_folder(path: Path) -> HuggingFaceFolder:
+    """Opens the Hugging Face folder of a model: the path itself, or that of a step, a run's newest if none is named."""
+    if detect_format(path) != "petatron":
+        refuse_unconverted(path)
+        return HuggingFaceFolder(path)
+    step = step_list.resolve_step(path, None)
+    return open_step(step, step_folder.read_manifest_head(step))
+
+
+def _read_companions(folder: HuggingFaceFolder) -> CompanionFiles:
+    files = find_companion_files(folder.path, CheckpointError)
+    contents = {name: read_companion_file(path, CheckpointError) for name, path in files.items()}
+    return CompanionFiles.from_config_json(folder.config, contents)
+
+
+def _folder_run_config(
+    folder: HuggingFaceFolder, mesh: ParallelMesh | None, flags: Sequence[str], precision: str | None
+) -> RunConfig:
+    """Returns the config of a folder's model, which its files contain."""
+    stored = folder.config.get("dtype") or folder.config.get("torch_dtype")
+    with reading_untrusted(folder.config_file, model_folder_error):
+        settings = folder.checked_settings()
+        with nullcontext() if flags else folder.naming_config():  # with flags a problem may be theirs
+            run = _run_config(settings, mesh, flags, precision, stored=stored)
+        folder.check_size(model_spec(run))
+    return run
+
+
+def _precision_of(dtype: torch.dtype | str) -> str:
+    """Returns the flags' name of a dtype."""
+    name = str(dtype).removeprefix("torch.")
+    found = name if name in _DTYPE_TO_PRECISION.values() else _DTYPE_TO_PRECISION.get(name)
+    if found is None:
+        rule = "is not a dtype that a model can be computed in"
+        raise ConfigError([Problem("dtype", str(dtype), rule, f"Use one of torch's {', '.join(_DTYPE_TO_PRECISION)}.")])
+    return found
+
+
+def _run_config(
+    settings: tuple[Mapping[str, Any], Mapping[str, Any]],
+    mesh: ParallelMesh | None,
+    flags: Sequence[str],
+    precision: str | None,
+    *,
+    stored: torch.dtype | str | None,
+) -> RunConfig:
+    """Combines the settings of a config.json, the layout of the mesh, then the flags."""
+    sections = config_sections(*settings)
+    has_precision_flag = any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in flags)
+    if precision is not None or not has_precision_flag:
+        name = precision or _DTYPE_TO_PRECISION.get(str(stored).removeprefix("torch."), "fp32")
+        sections["precision"] = {name: True} if name != "fp32" else {}
+    if mesh is None:
+        return load_config_sections(sections, flags, world_size=read_environment().world_size).config
+    sizes = {**_LAYOUT_AXES, **_EXPERT_LAYOUT_AXES} if "moe" in sections else _LAYOUT_AXES
+    sections["parallel"] = {name: getattr(mesh.layout, axis) for name, axis in sizes.items()}
+    run = load_config_sections(sections, flags, world_size=mesh.layout.world_size).config
+    asked = Layout.from_config(run.parallel)
+    if any(getattr(asked, axis) != getattr(mesh.layout, axis) for axis in sizes.values()):
+        rule = f"say another layout than the mesh has, which is {mesh.describe()}"
+        raise ConfigError([Problem("flags", " ".join(flags), rule, "Leave the sizes out of the flags, or the mesh.")])
+    return run
+
+
+@torch.no_grad()
+def _load_state_dict(model: Model, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Copies this rank's boxes out of whole tensors."""
+    logical = to_logical(family_name_of_config(content), tensors, model.spec)
+    for group in model.param_groups:
+        for piece, view in group_tensor_shards(group, group.weights()):
+            view.copy_(logical[piece.name][piece.logical_slices()])
+    for name, bias in model.router_statistics.expert_biases():
+        bias.copy_(logical[name])
+    model.all_gather_params()

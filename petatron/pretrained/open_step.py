@@ -1,0 +1,40 @@
+"""Opens the model folder of a step, with the code of a model of one's own that its run has stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.model_companion_files import CONFIG_FILE
+from petatron.base.untrusted_files import reading_untrusted
+from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.manifest import Manifest
+from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
+from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_facts
+from petatron.config.imports import import_stored
+from petatron.models.registry import is_registered
+
+
+def open_step(step: Path, manifest: Manifest) -> HuggingFaceFolder:
+    """Opens the model folder of a step; `manifest` may lack its tables."""
+    step_folder.check_aux_files(step, manifest)
+    path = step / step_folder.MODEL_FOLDER
+    if not (path / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{step} has no {step_folder.MODEL_FOLDER}/{CONFIG_FILE}, which says what its model is. Restore it from a copy."
+        )
+    folder = HuggingFaceFolder(path)
+    model = folder.config.get("model")
+    known = not isinstance(model, dict) or is_registered(str(model.get("model_type", "decoder")))
+    if folder.is_own and not known and (problems := import_stored(stored_imports(step, manifest), file=str(step))):
+        raise ConfigError(problems)
+    return folder
+
+
+def stored_imports(step: Path, manifest: Manifest) -> tuple[str, ...]:
+    """Returns the modules of its own that the run of a step has imported."""
+    with reading_untrusted(step / step_folder.MANIFEST_FILE, step_folder.damaged_error):
+        imports = run_config(run_facts(manifest)).get("launch", {}).get("imports", [])
+        if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
+            raise ValueError(f"its imports are {imports!r}")
+    return tuple(imports)

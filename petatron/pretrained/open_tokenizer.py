@@ -1,0 +1,101 @@
+"""Opens the tokenizer of a run: that of the model that it starts from is the default, and another one must be forced.
+
+A model has learned what its ids mean. With another tokenizer every id means something else: such a run would train without a word
+and save a model that is wrong for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.base.log import get_logger
+from petatron.base.model_companion_files import is_hf_folder
+from petatron.checkpoint.files import step_folder, step_list
+from petatron.checkpoint.files.step_list import latest_step
+from petatron.config import CheckpointConfig, LoadedConfig, with_vocab_size
+from petatron.config.checkpoint_settings import tokenizer_paths
+from petatron.config.required_settings import known_vocab_size
+from petatron.config.schema.fields import fields_by_path, flatten_config, replace_fields
+from petatron.config.schema.training import TokenizerConfig
+from petatron.config.value_origins import ValueOrigin
+from petatron.data.tokenizer import Tokenizer, build_tokenizer, folder_tokenizer, vocabulary_difference
+
+_log = get_logger(__name__)
+
+
+def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None]:
+    """Opens the tokenizer of a run, if any, and returns the config with its vocabulary size; `ConfigError` if nothing says it.
+
+    It is the configured one, or by default that of the model that the run starts from.
+    """
+    start = _find_start_tokenizer(loaded.config.checkpoint)
+    loaded = loaded if start is None else _with_start_tokenizer(loaded, start)
+    config = loaded.config
+    if config.tokenizer.tokenizer_type is None:
+        known_vocab_size(config.model)
+        return loaded, None
+    tokenizer = build_tokenizer(config.tokenizer, vocab_size=config.model.vocab_size)
+    if start is not None:
+        _check_start_tokenizer(loaded, tokenizer, start)
+    return with_vocab_size(loaded, tokenizer.vocab_size, f"{tokenizer.name} tokenizer"), tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class StartTokenizer:
+    """The tokenizer of the model that a run starts from, and that model's folder."""
+
+    folder: Path
+    config: TokenizerConfig
+
+
+def _find_start_tokenizer(checkpoint: CheckpointConfig) -> StartTokenizer | None:
+    """Returns the tokenizer of the model in `--load`, else of `--pretrained-checkpoint`; None without a model, or if it has none."""
+    folder = None if checkpoint.load is None else _model_folder(Path(checkpoint.load), checkpoint.ckpt_step)
+    if folder is None and checkpoint.pretrained_checkpoint is not None:
+        folder = _model_folder(Path(checkpoint.pretrained_checkpoint), None)
+    held = None if folder is None else folder_tokenizer(folder)
+    return None if folder is None or held is None else StartTokenizer(folder, held)
+
+
+def _model_folder(path: Path, step: int | None) -> Path | None:
+    """Returns the Hugging Face folder of what would be loaded; a damaged folder has its error from the load."""
+    own = step_list.containing_step(path)
+    if own is not None:
+        return own / step_folder.MODEL_FOLDER
+    step = latest_step(path) if step is None else step
+    steps = step_folder.list_steps(path)
+    if step is not None and step in steps:
+        return steps[step] / step_folder.MODEL_FOLDER
+    return path if is_hf_folder(path) else None
+
+
+def _with_start_tokenizer(loaded: LoadedConfig, start: StartTokenizer) -> LoadedConfig:
+    """Returns the config with the model's own tokenizer, unless somebody chose one or declined this one."""
+    declined = not loaded.config.checkpoint.use_tokenizer_model_from_checkpoint_args
+    if declined or any(loaded.origins[path].is_explicit for path in tokenizer_paths()):
+        return loaded
+    step = step_list.containing_step(start.folder)
+    if step is not None:  # nothing else has read these files yet
+        step_folder.check_aux_files(step, step_folder.read_manifest_head(step))
+    values = {path: asdict(start.config)[path.partition(".")[2]] for path in tokenizer_paths()}
+    origins = dict.fromkeys(values, ValueOrigin("derived", f"the tokenizer of {start.folder}"))
+    return replace(loaded, config=replace_fields(loaded.config, values), origins=loaded.origins | origins)
+
+
+def _check_start_tokenizer(loaded: LoadedConfig, tokenizer: Tokenizer, start: StartTokenizer) -> None:
+    """Raises if somebody chose another tokenizer than the model's and does not force it."""
+    values = flatten_config(loaded.config)
+    given = [path for path in tokenizer_paths() if loaded.origins[path].is_explicit and values[path] is not None]
+    if not given or tokenizer.name == str(start.folder):
+        return
+    difference = vocabulary_difference(tokenizer, build_tokenizer(start.config))
+    if difference is None:
+        return
+    if loaded.config.tokenizer.force_tokenizer:
+        _log.warning("--force-tokenizer: %s takes the place of the tokenizer of %s", tokenizer.name, start.folder)
+        return
+    rule = f"is another tokenizer than that of the model in {start.folder}: it {difference}"
+    fix = "Leave it out to use the model's own, or add --force-tokenizer to train the model with this one."
+    raise ConfigError([Problem(fields_by_path()[given[0]].flag, str(values[given[0]]), rule, fix)])

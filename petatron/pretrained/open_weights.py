@@ -1,0 +1,238 @@
+"""Opens a model on disk in any of three formats: its config, and its logical tensors on demand.
+
+    petatron      a folder of steps, one step, or the `model/` of one
+    huggingface   config.json and safetensors
+    megatron      what Megatron-LM saved, see docs/megatron-checkpoints.md
+
+Opening reads headers only, checks every name and shape, and reports all problems at once. Values are read by `ModelSource.fill`
+into boxes of logical tensors in the caller's memory; in addition the first two formats need a few blocks of 8 MiB, the third one
+whole logical tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
+from petatron.base.model_companion_files import CONFIG_FILE, find_companion_files
+from petatron.base.text import abbreviate_names
+from petatron.base.untrusted_files import reading_untrusted as reading_foreign
+from petatron.checkpoint.files import step_folder, step_list
+from petatron.checkpoint.files.manifest import Manifest
+from petatron.checkpoint.files.safetensors_file import DTYPES
+from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest, model_folder_error
+from petatron.checkpoint.load import box_reads
+from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_precision
+from petatron.checkpoint.load.weights_of_kind import read_manifest_with_weights
+from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
+from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk, folder_tensor_key, folder_tensor_name
+from petatron.models.hf import folder_shapes
+from petatron.models.hf.check_claimed_counts import check_counts
+from petatron.models.model_spec import ModelSpec
+from petatron.models.registry import model_spec
+from petatron.pretrained.config_sections import config_sections, load_config_sections
+from petatron.pretrained.folder_kind import ModelFormat, detect_format, reject_pickle_weights, weights_kind_problems
+from petatron.pretrained.open_step import open_step
+from petatron.sharding.shard_spec import Shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelSource:
+    """An opened model.
+
+    config_sections: its settings as sections of a config file. config_json: its config.json, if it has one. companion_files: files
+    copied along with it, its tokenizer's above all. shapes, dtypes: of every tensor, by key: weights and router state. fill: reads
+    chunks with such keys.
+    """
+
+    format: ModelFormat
+    path: Path
+    step: int
+    config_sections: Mapping[str, Mapping[str, Any]]
+    spec: ModelSpec
+    config_json: Mapping[str, Any] | None
+    companion_files: Mapping[str, Path]
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+    fill: Callable[[Sequence[Chunk]], None]
+
+
+def open_model_source(
+    path: Path,
+    *,
+    model_format: ModelFormat | None = None,
+    step: int | None = None,
+    vocab_size: int | None = None,
+    weights: str | None = None,
+) -> ModelSource:
+    """Opens a model for reading; the format is detected if it is not given.
+
+    `step` selects among several. `vocab_size` is for Megatron's format, which may know its vocabulary only with its padding. `weights`
+    is a kind of state that a checkpoint of ours has, to read in place of the model's weights: an average.
+    """
+    found = model_format or detect_format(path)
+    problems: list[Problem] = []
+    if vocab_size is not None and found != "megatron":
+        rule = f"is known for a {found} model, whose settings say it"
+        problems.append(Problem("--vocab-size", str(vocab_size), rule, "Leave it out."))
+    if step is not None and found == "huggingface":
+        problems.append(
+            Problem("--step", str(step), "chooses among steps, and a model's folder has none", "Leave it out.")
+        )
+    problems += weights_kind_problems(weights, found)
+    if problems:
+        raise ConfigError(problems)
+    with reading_foreign(path, _source_error):
+        source = _open(path, found, step, vocab_size, weights)
+    return replace(source, fill=partial(_fill_checked, source))
+
+
+def _open(
+    path: Path, model_format: ModelFormat, step: int | None, vocab_size: int | None, weights: str | None
+) -> ModelSource:
+    if model_format == "petatron":
+        return _open_petatron(step_list.resolve_step(path, step), weights)
+    if model_format == "huggingface":
+        return _open_huggingface(path)
+    return _open_megatron(path if step is None else path / f"iter_{step:07d}", vocab_size)
+
+
+def _fill_checked(source: ModelSource, chunks: Sequence[Chunk]) -> None:
+    with reading_foreign(source.path, _source_error):
+        source.fill(chunks)
+
+
+def _source_error(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} {why}. Copy it again from where it was made.")
+
+
+def _open_huggingface(path: Path) -> ModelSource:
+    reject_pickle_weights(path)
+    folder = HuggingFaceFolder(path)
+    settings = folder.checked_settings()
+    with folder.naming_config():
+        values, spec = _resolve_spec(*settings)
+    return _manifest_source("huggingface", path, folder, folder_manifest(folder, spec), values, spec)
+
+
+def _open_petatron(step: Path, weights: str | None) -> ModelSource:
+    manifest = step_folder.read_manifest(step) if weights is None else read_manifest_with_weights(step, weights)
+    folder = open_step(step, manifest)
+    settings = folder.settings()
+    num_tensors = sum(key.startswith(WEIGHT_PREFIX) for key in manifest.tensors)
+    check_counts(folder.config_file, model_folder_error, *settings, num_tensors=num_tensors, separate_experts=False)
+    with folder.naming_config():
+        values, spec = _resolve_spec(*settings)
+    _check_weights(step, manifest, spec)
+    return _manifest_source("petatron", step, folder, manifest, values, spec)
+
+
+def _check_weights(step: Path, manifest: Manifest, spec: ModelSpec) -> None:
+    """Checks that the checkpoint has the weights of the model that its config.json describes, with their shapes."""
+    shapes = folder_shapes(spec)
+    there = {folder_tensor_name(key): tensor.shape for key, tensor in manifest.tensors.items()}
+    wrong = [name for name, shape in shapes.items() if there.get(name) != shape]
+    if wrong:
+        raise CheckpointError(
+            f"{step} is not a checkpoint of the model that its {step_folder.MODEL_FOLDER}/{CONFIG_FILE} "
+            f"describes: {abbreviate_names(wrong)} are missing or "
+            "have another shape. Restore it from a copy."
+        )
+
+
+def _manifest_source(
+    model_format: ModelFormat,
+    path: Path,
+    folder: HuggingFaceFolder,
+    manifest: Manifest,
+    sections: Mapping[str, Mapping[str, Any]],
+    spec: ModelSpec,
+) -> ModelSource:
+    directory = BoxDirectory.from_tensors(path, manifest.tensors)
+
+    def fill(chunks: Sequence[Chunk]) -> None:
+        found = [
+            directory.lookup(chunk.key, chunk.box, full_precision=wants_full_precision(chunk))[:2] for chunk in chunks
+        ]
+        plan = box_reads.plan_reads(path, chunks, found, strict=False)
+        assert not plan.missing_keys, f"{plan.missing_keys} were not looked for"
+        box_reads.execute_reads(path, plan, manifest.files)
+
+    kept = {key: tensor for key, tensor in manifest.tensors.items() if key.startswith((WEIGHT_PREFIX, ROUTER_PREFIX))}
+    return ModelSource(
+        format=model_format,
+        path=path,
+        step=manifest.step,
+        config_sections=sections,
+        spec=spec,
+        config_json=folder.config,
+        companion_files=find_companion_files(folder.path, CheckpointError),
+        shapes={key: tensor.shape for key, tensor in kept.items()},
+        dtypes={key: DTYPES[tensor.dtype] for key, tensor in kept.items()},
+        fill=fill,
+    )
+
+
+def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
+    checkpoint = open_megatron(path) if vocab_size is None else _open_with_vocab_size(path, vocab_size)
+    values, spec = _resolve_spec(checkpoint.model, checkpoint.moe)
+    keys = {folder_tensor_key(name): tensor for name, tensor in checkpoint.tensors.items()}
+    return ModelSource(
+        format="megatron",
+        path=path,
+        step=checkpoint.iteration,
+        config_sections=values,
+        spec=spec,
+        config_json=None,
+        companion_files={},
+        shapes={key: tensor.shape for key, tensor in keys.items()},
+        dtypes={key: tensor.dtype for key, tensor in keys.items()},
+        fill=_MegatronReader(checkpoint).fill,
+    )
+
+
+def _open_with_vocab_size(path: Path, vocab_size: int) -> MegatronCheckpoint:
+    """Prefers the checkpoint's own vocabulary size; uses the given one if it cannot be opened without."""
+    try:
+        checkpoint = open_megatron(path)
+    except PetatronError:
+        return open_megatron(path, vocab_size=vocab_size)
+    known = checkpoint.model["vocab_size"]
+    if known != vocab_size:
+        rule = f"contradicts the checkpoint, whose arguments say {known}"
+        raise ConfigError([Problem("--vocab-size", str(vocab_size), rule, "Leave it out.")])
+    return checkpoint
+
+
+class _MegatronReader:
+    """Caches the last tensor: the experts of a layer are parts of one, and requested one after the other."""
+
+    def __init__(self, checkpoint: MegatronCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._last: dict[str, Tensor] = {}
+
+    def fill(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            name = chunk.key.split("/", 1)[1]
+            if name not in self._last:
+                self._last.clear()  # free the previous one first
+                self._last[name] = self._checkpoint.tensors[name].load()
+            chunk.tensor.copy_(self._last[name][chunk.box.slices()])
+
+
+def _resolve_spec(
+    model: Mapping[str, Any], moe_values: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Any]], ModelSpec]:
+    sections = config_sections(model, moe_values)
+    run = load_config_sections(sections).config
+    if run.model.vocab_size is None:
+        rule = "is not known: the model's settings do not say it"
+        raise ConfigError([Problem("--vocab-size", "", rule, "Give the number of token ids of its tokenizer.")])
+    return sections, model_spec(run)

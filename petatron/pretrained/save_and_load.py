@@ -1,0 +1,211 @@
+"""Saves and loads the components of a run's state (`model_state.py`), for the training loop and for custom loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.model_companion_files import is_hf_folder
+from petatron.base.untrusted_files import reading_untrusted
+from petatron.checkpoint.files import step_folder
+from petatron.checkpoint.files.manifest import Manifest
+from petatron.checkpoint.files.step_list import check_steps_not_lost
+from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest
+from petatron.checkpoint.load.weights_of_kind import read_manifest_with_weights
+from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.stateful import EMPTY_DOCUMENT, ComponentLoad, Stateful, build_document, local_tensors
+from petatron.data.tokenizer import Tokenizer
+from petatron.mesh.mesh import ParallelMesh
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+from petatron.parallel.parallel_model import ParallelModel
+from petatron.pretrained.export_hf_folder import CompanionFiles, build_hf_folder
+from petatron.pretrained.folder_kind import has_steps, weights_kind_problems
+from petatron.pretrained.model_state import model_components
+
+LOOP_FACTS = "loop"
+"""Among the facts of a run: those that a loop of one's own gave to `save_checkpoint`."""
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def save_with_manager(
+    manager: CheckpointManager,
+    components: Sequence[Stateful],
+    *,
+    step: int,
+    model: ParallelModel,
+    facts: Mapping[str, Any] | None,
+    tokenizer: Tokenizer | CompanionFiles | None,
+    wait: bool = True,
+) -> None:
+    """Publishes a checkpoint through a manager, which may save asynchronously; every rank calls it. No load restores the facts."""
+    manager.save(
+        step,
+        [chunk for component in components for chunk in component.chunks()],
+        facts=build_document(components, facts, model.frozen_tensors),
+        same_layout_key=model.layout_key,
+        local=local_tensors(components),
+        model=build_hf_folder(model.spec, _weight_dtype(model), tokenizer),
+        wait=wait,
+    )
+
+
+def load_checkpoint(
+    folder: str,
+    *,
+    model: ParallelModel,
+    optimizer: MixedPrecisionOptimizer | None = None,
+    moments: bool = True,
+    step: int | None = None,
+    random_states: bool = True,
+    fallback: bool = False,
+    components: Sequence[Stateful] = (),
+    weights: str | None = None,
+) -> dict[str, Any] | None:
+    """Fills the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and returns its facts.
+
+    They are those that `save_checkpoint` was given, or everything that a training run recorded; None when the folder contains no
+    checkpoint. `step` None means the newest. Without `moments` the optimizer loads the
+    weights alone; then `folder` may also be a Hugging Face model folder. With `fallback` a damaged step is replaced by the
+    newest sound one before it. `components` are state of your own to restore (`petatron.Stateful`). `weights` is a kind of state to
+    read in the place of the weights: `ema`, their average.
+
+    >>> import petatron, tempfile
+    >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    >>> petatron.load_checkpoint(tempfile.mkdtemp(), model=petatron.build_model(run, petatron.launch(run))) is None
+    True
+    """
+    restored = [*model_components(model, optimizer, moments=moments, random_states=random_states), *components]
+    strict = optimizer is not None and moments
+    loaded = load_state(folder, restored, model=model, step=step, fallback=fallback, strict=strict, weights=weights)
+    return None if loaded is None else loaded.facts.get(LOOP_FACTS, loaded.facts)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """What a load tells: the document of the checkpoint's manifest, what a user should know of components that were not restored or
+    changed, and whether the checkpoint has a signature.
+    """
+
+    document: Mapping[str, Any]
+    notes: tuple[str, ...]
+    is_signed: bool
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts of the run, or of the program, that saved it."""
+        return dict(self.document["facts"])
+
+    @property
+    def has_optimizer_state(self) -> bool:
+        return self.document["optimizer"] is not None
+
+
+def load_state(
+    folder: str,
+    components: Sequence[Stateful],
+    *,
+    model: ParallelModel,
+    step: int | None,
+    fallback: bool,
+    strict: bool,
+    skipped: Mapping[str, str] = _NOTHING,
+    check_facts: Callable[[Mapping[str, Any]], None] | None = None,
+    weights: str | None = None,
+) -> LoadedState | None:
+    """Restores components from a folder's checkpoint; None when it contains none.
+
+    strict: the checkpoint may have nothing that no component uses, but optional components. skipped: components that a flag excludes, by
+    name, with that flag. check_facts: sees the facts before anything is changed, and may raise. weights: the kind of state that is read in
+    the place of the weights.
+    """
+    path, mesh = Path(folder), model.mesh
+    manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
+    load = ComponentLoad(components, skipped, strict, model.frozen_tensors)
+    held = manager.broadcast_from_rank0(lambda: _loadable_kind(path))
+    if held is None:
+        if step is None:
+            return None
+        raise CheckpointError(
+            f"{folder} holds no checkpoint, so none of step {step}. Give a folder that --save wrote to."
+        )
+    is_model = held == "model"
+    if is_model and (problems := weights_kind_problems(weights, "huggingface")):
+        raise ConfigError(problems)
+
+    def read_manifest(source: Path) -> Manifest:
+        if is_model:
+            return folder_manifest(HuggingFaceFolder(source), model.spec)
+        if weights is not None:
+            return read_manifest_with_weights(source, weights)
+        return step_folder.read_manifest_head_to_load(source)
+
+    def select(document: Mapping[str, Any]) -> list[Chunk]:
+        with reading_untrusted(path, step_folder.damaged_error):
+            document = EMPTY_DOCUMENT if is_model else document
+            chunks, facts = load.select(document, folder), document["facts"]
+            if not isinstance(facts, dict) or "optimizer" not in document:
+                raise ValueError("it does not say what saved it")
+            if check_facts is not None:
+                check_facts(facts)
+            return chunks
+
+    loaded = manager.load(
+        step,
+        select,
+        read_manifest=read_manifest,
+        has_steps=not is_model,
+        same_layout_key=model.layout_key if load.reads_local and not is_model else None,
+        may_ignore_key=None if is_model else load.may_ignore_key,
+        check_all_files=strict,
+        fallback=fallback,
+    )
+    document = EMPTY_DOCUMENT if is_model else loaded.facts
+    parsing = partial(reading_untrusted, path, step_folder.damaged_error)
+    notes = load.restore(document, loaded.local, None if is_model else loaded.source, parsing)
+    return LoadedState(document, tuple(notes), loaded.is_signed)
+
+
+def has_weights(folder: str, mesh: ParallelMesh) -> bool:
+    """Whether a load of this folder would fill a model; every rank calls it, and all return what rank 0 sees.
+
+    A load fills every weight or raises, so a model that is loaded right away needs no initial weights.
+
+    >>> import tempfile
+    >>> has_weights(tempfile.mkdtemp(), ParallelMesh.single())
+    False
+    """
+    path = Path(folder)
+    manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
+    return manager.broadcast_from_rank0(lambda: _loadable_kind(path)) is not None
+
+
+def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
+    """Returns what a folder contains to load, as this rank sees it."""
+    if has_steps(path):
+        return "checkpoint"
+    if is_hf_folder(path):
+        return "model"
+    check_steps_not_lost(path)
+    return None
+
+
+def _weight_dtype(model: ParallelModel) -> torch.dtype:
+    """Returns the storage dtype of the weights; fully sharded ones are fp32, since they are the master weights, unless frozen."""
+    groups = sorted(model.param_groups, key=lambda group: not group.spec.trainable)
+    return next((weight.dtype for group in groups for weight in group.weights()), model.dtype)
+
+
+def checkpoint_chunks(
+    model: ParallelModel, optimizer: MixedPrecisionOptimizer | None, *, moments: bool = True
+) -> Iterator[Chunk]:
+    """Yields everything this rank saves of a model and its optimizer, as boxes of logical tensors."""
+    for component in model_components(model, optimizer, moments=moments):
+        yield from component.chunks()
