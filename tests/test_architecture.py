@@ -26,6 +26,7 @@ ROWS = (
     ("sharding",),
     ("layers",),
     ("models",),
+    ("validate",),
     ("estimate",),
     ("parallel", "optim", "data", "checkpoint"),
     ("history",),
@@ -224,11 +225,41 @@ for context in (here, KernelContext("cuda", (9, 0), torch.bfloat16, True, here.m
     assert done.returncode == 0, done.stderr
 
 
-def test_help_imports_no_torch():
-    verbs = "main(['--help']); main(['train', '--help'])"
-    program = f"import sys; from petatron.cli.main import main; {verbs}; sys.exit('torch' in sys.modules)"
+def test_help_and_checked_configs_import_no_torch():
+    """Nor numpy, which takes half as long as all rules together."""
+    commands = (
+        "main(['--help']); main(['train', '--help']); main(['config', 'show', 'tiny-llama', '--cuda-graphs', 'on'])"
+    )
+    program = f"import sys; from petatron.cli.main import main; {commands}; sys.exit(bool({{'torch', 'numpy'}} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_only_checked_configs_are_resolved():
+    """What takes a resolved config checks no settings, so nothing else may make one of what a user wrote."""
+    made = {
+        f"{path.relative_to(PACKAGE)} calls {node.func.id}"
+        for path in SOURCES
+        for node in _nodes(path)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("LoadedConfig", "resolve_derived")
+    }
+    assert made == {"validate/load.py calls LoadedConfig", "validate/load.py calls resolve_derived"}
+
+
+def test_facts_are_below_the_rules_about_them():
+    """Outside of `validate/` its functions are asked for problems; what kernels and layers are able to, they say themselves."""
+    imported = {
+        f"{path.relative_to(PACKAGE)} imports {alias.name}"
+        for path in SOURCES
+        if _folder(path) != "validate"
+        for node in _nodes(path)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("petatron.validate")
+        for alias in node.names
+        if alias.name.isupper()
+    }
+    assert not imported
 
 
 PICKLES = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")

@@ -42,8 +42,8 @@ from __future__ import annotations
 import math
 
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.models.model_spec import ModelSpec
-from petatron.sharding.shard_spec import padded_rows
 
 
 def flops_formula(

@@ -20,9 +20,9 @@ from petatron.base.model_companion_files import CONFIG_FILE, is_hf_folder, read_
 from petatron.checkpoint.convert.formats import reject_pickle_weights
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.model_hub import local_model
-from petatron.config import LoadedConfig, load_config
-from petatron.config.checks.unused_flags import training_flags
+from petatron.config import LoadedConfig
 from petatron.config.required_settings import known_vocab_size
+from petatron.config.unused_flags import training_flags
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
@@ -32,6 +32,7 @@ from petatron.train.build_run import open_tokenizer
 from petatron.train.state.checkpoint_args import read_checkpoint_args
 from petatron.train.state.pretrained import from_pretrained
 from petatron.train.state.run_model import Model
+from petatron.validate import load_config
 
 _log = get_logger(__name__)
 

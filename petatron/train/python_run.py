@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from petatron.base.errors import ConfigError, DataError, Problem
-from petatron.config import LoadedConfig, RunConfig, load_config
+from petatron.config import LoadedConfig, RunConfig
 from petatron.config.imports import IMPORT_FLAG
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.generate import generate
@@ -33,6 +33,7 @@ from petatron.train.state.checkpoint_args import read_checkpoint_args
 from petatron.train.state.run_dirs import lock_save_dir
 from petatron.train.state.run_model import Model
 from petatron.train.state.train_state import TrainState
+from petatron.validate import load_config
 
 
 def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> Run:

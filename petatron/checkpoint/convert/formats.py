@@ -17,7 +17,8 @@ from petatron.base.errors import CheckpointError
 from petatron.base.model_companion_files import CONFIG_FILE, find_companion_files, is_hf_folder
 from petatron.base.untrusted_files import open_regular_file
 from petatron.checkpoint.files import step_list
-from petatron.config import LoadedConfig, load_config
+from petatron.config import LoadedConfig
+from petatron.validate import load_config
 
 ModelFormat = Literal["petatron", "huggingface", "megatron"]
 TRACKER_FILE = "latest_checkpointed_iteration.txt"

@@ -21,11 +21,11 @@ import petatron
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.open_model import open_model_source
-from petatron.config import load_config, resolve_config
 from petatron.models.batch import Batch
 from petatron.models.hf import family_name_of_config, from_hf_config, matching_family, to_hf_config
 from petatron.train.build_run import build_model
 from petatron.train.state.run_model import Model
+from petatron.validate import load_config, resolve_config
 from tests.dist import RankPool
 from tests.hf.ours import logits_of
 from tests.hf.test_config import derived

@@ -21,10 +21,10 @@ from petatron.checkpoint.convert.convert_model import ConversionOptions, convert
 from petatron.checkpoint.convert.open_model import open_model_source
 from petatron.checkpoint.load.mxfp4 import dequantise
 from petatron.cli.main import main
-from petatron.config import load_config
 from petatron.estimate.flops import parameter_count
 from petatron.models.hf import from_hf_config, matching_family, to_hf_config
 from petatron.models.registry import model_spec
+from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.hf.ours import weights_of
 from tests.hf.variant_zoo import SHAPE
