@@ -248,8 +248,8 @@ def test_only_checked_configs_are_resolved():
     assert made == {"validate/load.py calls LoadedConfig", "validate/load.py calls resolve_derived"}
 
 
-def test_facts_are_below_the_rules_about_them():
-    """Outside of `validate/` its functions are asked for problems; what kernels and layers are able to, they say themselves."""
+def test_no_room_imports_a_constant_from_a_rule():
+    """Other rooms ask `validate/` for problems, and import no constant from it: kernels and layers declare their own limits."""
     imported = {
         f"{path.relative_to(PACKAGE)} imports {alias.name}"
         for path in SOURCES

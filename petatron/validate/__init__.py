@@ -1,7 +1,7 @@
 """Rules that need to know what kernels, layer kinds, optimizers, schedules and layouts can do, and the door to a checked config.
 
-`config/` has the schema, its bounds and what follows from them. A rule stands here, and asks for what it is about where that is
-implemented: in modules without torch beside a kernel (`kernels/limits.py`), a schedule or a layer kind, which these use themselves.
+`config/` has the schema, its bounds and what follows from them. A rule asks the code that it is about: declarations without torch
+(`kernels/limits.py`, `config/schema/`) that kernels, schedules and layers use too, or the spec of a model (`layer_abilities.py`).
 """
 
 from petatron.validate.check_all import check_config

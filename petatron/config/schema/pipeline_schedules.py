@@ -1,4 +1,4 @@
-"""The pipeline schedules, and what each is able to; `schedule/` orders their actions."""
+"""The pipeline schedules and their properties; `schedule/` orders their actions."""
 
 from __future__ import annotations
 
