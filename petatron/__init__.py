@@ -23,7 +23,7 @@ from petatron.base.version import __version__ as __version__
 if TYPE_CHECKING:
     from petatron.checkpoint.state import Chunk
     from petatron.checkpoint.stateful import SavedState, Stateful
-    from petatron.config import RunConfig, load_config
+    from petatron.config import RunConfig
     from petatron.data.batch_loader import stack_arrays
     from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, RecordSource, register_dataset
     from petatron.infer.generate import generate
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from petatron.train.state.alternative_weights import AlternativeWeights
     from petatron.train.state.run_components import register_component
     from petatron.train.state.train_state import TrainState
+    from petatron.validate import load_config
 
 _HOMES = {
     "AlternativeWeights": "petatron.train.state.alternative_weights",
@@ -69,7 +70,7 @@ _HOMES = {
     "launch": "petatron.train.build_run",
     "load": "petatron.train.python_run",
     "load_checkpoint": "petatron.pretrained.save_and_load",
-    "load_config": "petatron.config",
+    "load_config": "petatron.validate",
     "DataSource": "petatron.data.dataset_kinds",
     "DatasetKind": "petatron.data.dataset_kinds",
     "DatasetRequest": "petatron.data.dataset_kinds",

@@ -26,6 +26,7 @@ ROWS = (
     ("sharding",),
     ("layers",),
     ("models",),
+    ("validate",),
     ("estimate",),
     ("parallel", "optim", "data", "checkpoint"),
     ("history",),
@@ -227,9 +228,12 @@ for context in (here, KernelContext("cuda", (9, 0), torch.bfloat16, True, here.m
     assert done.returncode == 0, done.stderr
 
 
-def test_help_imports_no_torch():
-    verbs = "main(['--help']); main(['train', '--help'])"
-    program = f"import sys; from petatron.cli.main import main; {verbs}; sys.exit('torch' in sys.modules)"
+def test_help_and_checked_configs_import_no_torch():
+    """Nor numpy, which takes half as long as all rules together."""
+    commands = (
+        "main(['--help']); main(['train', '--help']); main(['config', 'show', 'tiny-llama', '--cuda-graphs', 'on'])"
+    )
+    program = f"import sys; from petatron.cli.main import main; {commands}; sys.exit(bool({{'torch', 'numpy'}} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -240,6 +244,33 @@ def test_a_run_without_samples_and_tasks_starts_without_generation():
     program = f"import sys, petatron.train.run_training; sys.exit(any(name in sys.modules for name in {rooms}))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_only_checked_configs_are_resolved():
+    """What takes a resolved config checks no settings, so nothing else may make one of what a user wrote."""
+    made = {
+        f"{path.relative_to(PACKAGE)} calls {node.func.id}"
+        for path in SOURCES
+        for node in _nodes(path)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("LoadedConfig", "resolve_derived")
+    }
+    assert made == {"validate/load.py calls LoadedConfig", "validate/load.py calls resolve_derived"}
+
+
+def test_no_room_imports_a_constant_from_a_rule():
+    """Other rooms ask `validate/` for problems, and import no constant from it: kernels and layers declare their own limits."""
+    imported = {
+        f"{path.relative_to(PACKAGE)} imports {alias.name}"
+        for path in SOURCES
+        if _folder(path) != "validate"
+        for node in _nodes(path)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("petatron.validate")
+        for alias in node.names
+        if alias.name.isupper()
+    }
+    assert not imported
 
 
 PICKLES = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")

@@ -135,7 +135,7 @@ def layout_flags(size: int, *, tp: int, pp: int, cp: int) -> list[str]:
 
 
 def _run_config(args: argparse.Namespace, size: int) -> RunConfig:
-    from petatron.config import load_config
+    from petatron.validate import load_config
 
     data = "--mock-data --lr 1e-4 --train-iters 1".split()
     flags = layout_flags(size, tp=args.tp, pp=args.pp, cp=args.cp)

@@ -12,11 +12,13 @@ from petatron.base.output_file import writable_problems
 from petatron.base.text import count_with_noun
 from petatron.cli.train import read_settings_alone
 from petatron.config.flags.reference_page import reference_page
-from petatron.config.load import RawLoadedConfig, resolve_config, without_problems
+from petatron.config.load import RawLoadedConfig
 from petatron.config.presets import preset_names, preset_summary
 from petatron.config.schema.fields import closest_matches, join_with_or
 from petatron.config.show import format_config, format_config_diff
 from petatron.config.yaml_file import dump_yaml, read_yaml_file
+from petatron.validate import resolve_config
+from petatron.validate.load import without_problems
 
 _USAGE = """usage:
   petatron config show [X] [flags ...] [--changed] [--yaml]

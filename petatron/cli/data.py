@@ -15,7 +15,7 @@ from petatron.base.terminal_escape import raw_stream
 from petatron.base.text import count_with_noun
 from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.config.checks.raw_text import parquet_problem
+from petatron.validate.raw_text import parquet_problem
 
 if TYPE_CHECKING:
     from petatron.config.schema.training import TokenizerConfig
@@ -137,8 +137,8 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tokenizer_config(args: argparse.Namespace, problems: list[Problem]) -> TokenizerConfig:
-    from petatron.config.checks.files import unused_tokenizer_files
     from petatron.config.schema.training import TokenizerConfig
+    from petatron.validate.files import unused_tokenizer_files
 
     if args.tokenizer_type is not None and args.tokenizer_type not in TOKENIZER_TYPES:
         fix = f"Use one of {', '.join(TOKENIZER_TYPES)}."

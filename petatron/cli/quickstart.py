@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from petatron.base.errors import ConfigError, LaunchError, Problem
 from petatron.base.safe_files import write_atomic
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.config import load_config, resolve_config
 from petatron.mesh.launch.environment import read_environment
 from petatron.quickstart.options import QuickstartOptions
 from petatron.quickstart.run_length import MAX_STEPS, RunLengthChoice, choose_run_length, step_runner, time_step
+from petatron.validate import load_config, resolve_config
 
 if TYPE_CHECKING:
     from petatron.quickstart.held_out import HeldOutLoss, TrainedModel

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from petatron.config import CheckpointConfig, LoadedConfig, resolve_config, without_problems
+from petatron.config import CheckpointConfig, LoadedConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
-from petatron.config.checks.preflight import preflight
 from petatron.config.flags.help_text import flag_help
 from petatron.config.imports import IMPORT_FLAG
 from petatron.mesh.launch.environment import imports_from_env, read_environment
 from petatron.mesh.launch.rank_exit import run_rank_main
+from petatron.validate import resolve_config, without_problems
+from petatron.validate.preflight import preflight
 
 USAGE = """usage: petatron train [PRESET] [--config FILE] [flags]
 

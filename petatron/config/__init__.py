@@ -1,14 +1,6 @@
-"""Configuration: one typed schema, read from flags, YAML and presets, derived, checked, and explained."""
+"""Configuration: one typed schema, read from flags, YAML and presets, derived, and explained; `petatron.validate` checks it."""
 
-from petatron.config.checks.check_all import check_config
-from petatron.config.load import (
-    LoadedConfig,
-    RawLoadedConfig,
-    load_config,
-    resolve_config,
-    with_vocab_size,
-    without_problems,
-)
+from petatron.config.load import LoadedConfig, RawLoadedConfig, with_vocab_size
 from petatron.config.presets import preset_names
 from petatron.config.schema.data_blend import parse_blend, parse_split
 from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
@@ -31,13 +23,9 @@ __all__ = [
     "RawTrainConfig",
     "RunConfig",
     "TrainConfig",
-    "check_config",
     "dump_yaml",
-    "load_config",
     "parse_blend",
     "parse_split",
     "preset_names",
-    "resolve_config",
     "with_vocab_size",
-    "without_problems",
 ]

@@ -1,7 +1,7 @@
 """Derives unset values, with the reason: the only place where one setting determines another.
 
 Every step reads the values so far and either sets one path, with the reason, or leaves it unset. A step never fails: when
-its inputs make no sense (heads that do not divide the width) it sets nothing, and `config/checks/check_all.py` reports it.
+its inputs make no sense (heads that do not divide the width) it sets nothing, and `validate/check_all.py` reports it.
 Some fields stay unset on purpose because only the machine knows: the communication backend, the log folder of a run
 that is not saved, the vocabulary of a tokenizer that has not been opened yet.
 
@@ -55,7 +55,7 @@ def derive_defaults(
 def resolve_derived(config: RawRunConfig) -> RunConfig:
     """Returns the resolved config; `ConfigError` names every value that could not be derived.
 
-    `config/checks/` reports why it could not, in terms of what the user wrote, so it is asked first.
+    `validate/` reports why it could not, in terms of what the user wrote, so it is asked first.
     """
     problems = [
         Problem(flag_name(name), "", "is not set, and does not follow from the other settings", "Give it.")

@@ -27,9 +27,9 @@ from petatron.config.checkpoint_settings import (
     unknown_to_command,
     unsupported_settings,
 )
-from petatron.config.checks.model import REQUIRED_FIELDS
 from petatron.config.flags.parse import FROM_FLAG
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path
+from petatron.config.schema.model import REQUIRED_FIELDS
 from petatron.config.schema.model_identity import identity_differences
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import CheckpointConfig

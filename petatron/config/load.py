@@ -1,11 +1,11 @@
-"""Loads argv, a preset and files into one checked config that records the origin of each value.
+"""Reads argv, a preset and files into one config that records the origin of each value.
 
 Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` or
 `--from` a model that exists is one more source, which defines it (`checkpoint_settings.py`, `from_folder.py`). Before flags are applied,
 the model is adapted to them (`adapt/`): `--toy`, fewer layers than a preset's patterns have, values that they make meaningless. What is
-still unset is derived. All problems of all stages are raised together; a rule skips a field whose value could not be read, since that is
-already a problem of its own. A config without problems is resolved: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after
-this, except `with_vocab_size` and `pretrained/open_tokenizer.py`, which fill facts that need a tokenizer's file to be opened.
+still unset is derived. What is read here is not checked yet: `validate/load.py` asks every rule, raises all problems together, and
+resolves a config without any: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after that, except `with_vocab_size` and
+`pretrained/open_tokenizer.py`, which fill in what only a tokenizer's file says.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.adapt.adapt_model import AdaptedModel, adapt_model
 from petatron.config.checkpoint_settings import AppliedSettings, ReadCheckpointSettings, apply_checkpoint_settings
-from petatron.config.checks.check_all import check_config
-from petatron.config.checks.unused_flags import unused_flag_notices
-from petatron.config.derived_defaults import derive_defaults, resolve_derived
+from petatron.config.derived_defaults import derive_defaults
 from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
 from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
 from petatron.config.from_folder import (
@@ -34,6 +33,7 @@ from petatron.config.presets import read_preset
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.rope import ROTARY_TYPES
+from petatron.config.unused_flags import unused_flag_notices
 from petatron.config.value_origins import Setting, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 
@@ -54,52 +54,40 @@ class LoadedConfig(RawLoadedConfig):
     config: RunConfig
 
 
-def load_config(
-    argv: Sequence[str] = (),
-    *,
-    preset: str | None = None,
-    files: Sequence[str | Path] = (),
-    world_size: int | None = None,
-    require_training: bool = True,
-    read_checkpoint: ReadCheckpointSettings | None = None,
-) -> LoadedConfig:
-    """Returns a valid config, or raises `ConfigError` with every problem.
+class ConfigSources(TypedDict, total=False):
+    """Where settings come from besides flags.
 
-    `argv` may itself contain `--preset NAME` and `--config FILE`. `world_size` is the launcher's number of ranks.
-    `require_training=False` is for verbs that only need a model or a layout. `read_checkpoint` reads the settings of the
-    checkpoint in `--load` for `--use-checkpoint-args`, or of the folder of `--from`.
-
-    >>> load_config(["--hidden-size", "64"], preset="tiny-llama", require_training=False).config.model.kv_channels
-    8
+    `world_size` is the launcher's number of ranks. `read_checkpoint` reads the settings of the checkpoint in `--load` for
+    `--use-checkpoint-args`, or of the folder of `--from`.
     """
-    loaded, problems = resolve_config(
-        argv,
-        preset=preset,
-        files=files,
-        world_size=world_size,
-        require_training=require_training,
-        read_checkpoint=read_checkpoint,
-    )
-    return without_problems(loaded, problems)
+
+    preset: str | None
+    files: Sequence[str | Path]
+    world_size: int | None
+    read_checkpoint: ReadCheckpointSettings | None
 
 
-def without_problems(loaded: RawLoadedConfig, problems: Sequence[Problem]) -> LoadedConfig:
-    """Returns the resolved config; raises `ConfigError` if there are problems."""
-    if problems:
-        raise ConfigError(problems)
-    return LoadedConfig(resolve_derived(loaded.config), loaded.origins, loaded.notices)
+@dataclass(frozen=True, slots=True)
+class ParsedConfig:
+    """A config as its sources say, derived but not checked; only `petatron.validate` makes a `LoadedConfig` of one.
+
+    `doubtful_flags` have values that could not be read, which is among the problems already.
+    """
+
+    loaded: RawLoadedConfig
+    problems: list[Problem]
+    doubtful_flags: set[str]
 
 
-def resolve_config(
+def parse_config(
     argv: Sequence[str] = (),
     *,
     preset: str | None = None,
     files: Sequence[str | Path] = (),
     world_size: int | None = None,
-    require_training: bool = True,
     read_checkpoint: ReadCheckpointSettings | None = None,
-) -> tuple[RawLoadedConfig, list[Problem]]:
-    """Like `load_config`, but returns the problems together with what could be parsed and derived."""
+) -> ParsedConfig:
+    """Reads all sources (`ConfigSources`) and derives what they leave open."""
     flags = parse_flags(argv)
     name = flags.preset or preset
     documents = [read_preset(name)] if name else []
@@ -128,8 +116,6 @@ def resolve_config(
         problems += _recipe_without_format(raw, origins)
     config, derived = derive_defaults(raw, chosen_paths=given, world_size=world_size)
     origins |= derived
-    found = check_config(config, require_training=require_training)
-    problems += [_with_source(problem, origins) for problem in found if problem.where not in suspects]
     notices = (
         *flags.notices,
         *adapted.notices,
@@ -137,7 +123,7 @@ def resolve_config(
         *_derived_switch_notices(config, origins),
         *unused_flag_notices(config, origins),
     )
-    return RawLoadedConfig(config, origins, notices), problems
+    return ParsedConfig(RawLoadedConfig(config, origins, notices), problems, suspects)
 
 
 def _named_imports(settings: Sequence[Setting], stored: AppliedSettings) -> list[NamedImport]:
@@ -176,14 +162,6 @@ def _merge_sources(
     values, origins = values | adapted.values, origins | adapted.origins
     _apply(values, origins, flags.settings)
     return values, origins, adapted
-
-
-def _with_source(problem: Problem, origins: Mapping[str, ValueOrigin]) -> Problem:
-    """Names the checkpoint or model folder that a value comes from, which nobody typed."""
-    origin = next((origins[info.path] for info in all_fields() if info.flag == problem.where), None)
-    if origin is None or origin.kind != "checkpoint":
-        return problem
-    return replace(problem, found=f"{problem.found} of {origin.detail}".strip())
 
 
 def _settings_of_model(

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.checks.rule_helpers import at_least, divisors, multiples_near
+from petatron.config.declared_rules import at_least, divisors, multiples_near
 from petatron.config.schema.fields import flag_name, join_with_or
 from petatron.config.schema.parallel import RawParallelConfig
 from petatron.config.schema.pipeline_layout_string import (

@@ -46,10 +46,10 @@ import math
 from collections.abc import Collection, Mapping
 
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.models.frozen_params import NOTHING_FROZEN, FrozenParams
 from petatron.models.model_spec import ModelSpec
-from petatron.sharding.shard_spec import padded_rows
 
 
 def flops_formula(

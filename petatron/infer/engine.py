@@ -28,7 +28,6 @@ import torch
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.cache_size import choose_cache_size
-from petatron.infer.check_model import check_model
 from petatron.infer.check_request import check_request
 from petatron.infer.completion import Completion, EngineStats, TokenEvent
 from petatron.infer.constraint import ConstraintCompiler
@@ -47,6 +46,7 @@ from petatron.infer.step.step_result import StepLayout, compute_result
 from petatron.layers.spec.generation_state import PagedState, RecurrentState
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.validate.layer_abilities import check_generation
 
 _PREPARING_S = 0.02
 
@@ -75,7 +75,14 @@ class Engine:
         self, model: ParallelModel, tokenizer: Tokenizer | None = None, options: EngineOptions | None = None
     ) -> None:
         self.options = options or EngineOptions()
-        check_model(model, self.options)
+        check_generation(
+            model.spec,
+            model.mesh.layout,
+            virtual_stages=model.plan.virtual,
+            fully_sharded=model.fully_sharded,
+            fp8_weights=self.options.fp8_weights,
+            speculative_tokens=self.options.speculative_tokens,
+        )
         self.tokenizer = tokenizer
         self.vocab_size = known_vocab_size(model.spec.config)
         positions = model.spec.max_positions

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.compute_dtype import compute_dtype
+from petatron.kernels.limits import ALIBI_RADIX
 from petatron.layers.comm_slot import TensorRank, TensorSlot
 
 ALIBI_CHANNELS = 8
 """By which heads become wider."""
-MAX_ALIBI_POSITIONS = 1 << 16
-_RADIX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +93,9 @@ class AlibiBias(nn.Module):
         slopes = torch.tensor(alibi_slopes(self.num_heads), dtype=torch.float64)[heads.start : heads.stop]
         slopes = (slopes * math.sqrt(width)).to(q_SBHE.device, non_blocking=True)
         q_more = q_SBHE.new_zeros(len(heads), ALIBI_CHANNELS)
-        q_more[:, 0], q_more[:, 1] = slopes * _RADIX, slopes
+        q_more[:, 0], q_more[:, 1] = slopes * ALIBI_RADIX, slopes
         at = by_token(positions)
-        k_more = torch.cat((at // _RADIX, at % _RADIX), dim=-1).to(k_SBKE.dtype)
+        k_more = torch.cat((at // ALIBI_RADIX, at % ALIBI_RADIX), dim=-1).to(k_SBKE.dtype)
         k_more = torch.nn.functional.pad(k_more, (0, ALIBI_CHANNELS - 2))
         q = q_SBHE * math.sqrt(width / q_SBHE.shape[-1])
         return (

@@ -10,6 +10,7 @@ from petatron.config.required_settings import required
 from petatron.config.schema.hybrid_pattern import branch_letters
 from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.visibility import Visibility
 from petatron.layers.attention import AttentionSpec
@@ -25,8 +26,6 @@ from petatron.layers.ssm.kimi_delta_attention import KimiDeltaSpec
 from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.models.rope_settings import rope_spec
 
-MAMBA_CONV_WIDTH = 4
-"""Tokens that the convolution of every published Mamba-2 sees."""
 _SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
     "vanilla": None,
     "off-by-one": "zero",
@@ -66,7 +65,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     """Makes attention's spec.
 
     Factors on its input and on keys become one on scores and one on the output: what stands between is refused
-    (`config/checks/layers/variants.py`).
+    (`validate/layers/variants.py`).
     """
     head_dim, factor = config.kv_channels, config.attention_in_multiplier
     scores = factor * factor * config.key_multiplier

@@ -13,6 +13,7 @@ from petatron.config.schema.layer_patterns import linear_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
+from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.kernels.vocab_parallel_cross_entropy import chunk_tokens
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.mla import MlaSpec
@@ -31,7 +32,7 @@ from petatron.models.model_spec import ModelSpec
 from petatron.models.mtp_batch import LOSS_WEIGHTS, add_shifted_arrays, mask_name, weights_name
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
-from petatron.sharding.shard_spec import Shard, padded_rows
+from petatron.sharding.shard_spec import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class DecoderSpec(ModelSpec):
 def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     """Makes the spec of a resolved config.
 
-    >>> from petatron.config import load_config
+    >>> from petatron.validate import load_config
     >>> run = load_config(["--vocab-size", "256", "--num-experts", "4"], preset="tiny-llama", require_training=False).config
     >>> spec = decoder_spec(run.model, run.moe)
     >>> type(spec.layers[0].channel_mixer).__name__, len(spec.layers) == run.model.num_layers

@@ -106,7 +106,7 @@ def without_names(params: Mapping[str, ParamSpec], names: Collection[str]) -> Ma
 def frozen_params(run: RunConfig) -> FrozenParams:
     """Returns the frozen parameters of a run; `ConfigError` with everything that is wrong with its patterns.
 
-    >>> from petatron.config import load_config
+    >>> from petatron.validate import load_config
     >>> flags = ["--vocab-size", "256", "--freeze", "layers.0.*", "embedding.*"]
     >>> run = load_config(flags, preset="tiny-llama", require_training=False).config
     >>> frozen = frozen_params(run)

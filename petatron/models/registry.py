@@ -48,7 +48,7 @@ def register_model(name: str, builder: ModelBuilder) -> None:
 def model_spec(run: RunConfig) -> ModelSpec:
     """Returns the description of a run's model.
 
-    >>> from petatron.config import load_config
+    >>> from petatron.validate import load_config
     >>> run = load_config(["--vocab-size", "256"], preset="tiny-llama", require_training=False).config
     >>> len(model_spec(run).layers) == run.model.num_layers
     True

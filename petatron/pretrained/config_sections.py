@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from petatron.config import LoadedConfig, load_config
+from petatron.config import LoadedConfig
+from petatron.validate import load_config
 
 _MAX_DEFAULT_SEQ_LENGTH = 4096
 

@@ -8,9 +8,7 @@ from typing import Protocol
 import torch
 
 from petatron.base.device import detect_device
-from petatron.base.errors import ConfigError, Problem
 from petatron.config import RunConfig
-from petatron.config.checks.cuda_graphs import uses_random_numbers
 from petatron.config.nccl_communicators import communicator_options
 from petatron.config.pipeline_stages import pipeline_stages
 from petatron.data.tokenizer import Tokenizer
@@ -22,9 +20,9 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.frozen_params import everything_frozen, frozen_logical_names, frozen_params
-from petatron.models.model_spec import ModelSpec
 from petatron.models.objective import model_objective
 from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
+from petatron.models.random_numbers import uses_random_numbers
 from petatron.models.registry import model_spec
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.parallel.needed_process_groups import used_axes
@@ -33,6 +31,7 @@ from petatron.parallel.pipeline.requested_cuda_graphs import enable_requested_cu
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.pretrained.run_model import Model
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
+from petatron.validate.layer_abilities import check_training
 
 
 class HasConfig(Protocol):
@@ -92,7 +91,7 @@ def build_initial_model(
     plan = pipeline_plan(run)
     dtype = compute_dtype(run.precision)
     spec, stages = model_spec(run), pipeline_stages(run)
-    check_supported(run, spec)
+    check_training(run, spec)
     local_stages = [number for number in range(len(stages)) if plan.rank_of(number) == mesh.pp.rank]
     with torch.device("meta"):
         modules = {number: spec.build_stage(stages[number]) for number in local_stages}
@@ -133,19 +132,3 @@ def build_initial_model(
     model.frozen_tensors, model.has_gradients = frozenset(frozen_logical_names(spec, frozen)), gradients
     enable_requested_cuda_graphs(run, model)
     return model
-
-
-def check_supported(run: RunConfig, spec: ModelSpec) -> None:
-    """Raises `ConfigError` if the layers of a model cannot do what the run asks for."""
-    problems: list[Problem] = []
-    branches = {branch for layer in set(spec.layers) for branch in layer.branches}
-    if run.parallel.context_parallel_size > 1 and spec.sequence_sharding == "whole":
-        kinds = sorted(f"{branch.name} ({branch.sequence_sharding})" for branch in branches)
-        rule = f"shards sequences, and no way of it suits all layers of this model: {', '.join(kinds)}"
-        problems.append(Problem("--context-parallel-size", str(run.parallel.context_parallel_size), rule, "Use 1."))
-    mixed = sorted({branch.name for branch in branches if not branch.separates_documents})
-    if run.data.reset_attention_mask and mixed:
-        rule = f"separates packed documents, but layers of this model see the whole sequence: {', '.join(mixed)}"
-        problems.append(Problem("--reset-attention-mask", "", rule, "Leave it out."))
-    if problems:
-        raise ConfigError(problems)

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
-from petatron.config import load_config
 from petatron.config.required_settings import required
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.tokenizer import Tokenizer
@@ -22,6 +21,7 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.build_run import build_loaders, launch
 from petatron.train.state.train_state import TrainState
+from petatron.validate import load_config
 
 MIN_BATCHES = 8
 """Evaluated whatever time is left."""

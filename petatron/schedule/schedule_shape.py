@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from petatron.config.checks.moe_overlap import OVERLAP_SCHEDULES
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
-_ONE_STAGE_PER_RANK = ("gpipe", "1f1b", "zb-h1")
+from petatron.config.schema.pipeline_schedules import ONE_STAGE_PER_RANK, OVERLAP_SCHEDULES, SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class ScheduleShape:
             return f"the schedules are {', '.join(SCHEDULES)}; there is no {name!r}"
         if min(ranks, virtual, self.micro_batches) < 1:
             return "ranks, stages per rank and micro-batches must each be at least 1"
-        if name in _ONE_STAGE_PER_RANK and virtual > 1:
+        if name in ONE_STAGE_PER_RANK and virtual > 1:
             return f"{name} has one stage per rank, not {virtual}; interleaved has any number, zb-v two"
         if name == "zb-v" and virtual != 2 and (ranks, virtual) != (1, 1):
             return f"zb-v has exactly two stages per rank, not {virtual}"

@@ -17,9 +17,9 @@ import torch
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file
-from petatron.config import LoadedConfig, load_config
-from petatron.config.checks.unused_flags import training_flags
+from petatron.config import LoadedConfig
 from petatron.config.required_settings import known_vocab_size
+from petatron.config.unused_flags import training_flags
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
@@ -30,6 +30,8 @@ from petatron.pretrained.open_model import from_pretrained
 from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.pretrained.run_model import Model
+from petatron.train.build_run import open_tokenizer
+from petatron.validate import load_config
 
 _log = get_logger(__name__)
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from petatron.config.schema.sections.vocabulary import padded_rows
+
 if TYPE_CHECKING:
     from petatron.mesh.mesh import ParallelMesh
 
@@ -115,12 +117,6 @@ class _DimShard:
     num_rows: int
     num_padded_rows: int
     replicas: int
-
-
-def padded_rows(rows: int, pad_to: int, tp_size: int) -> int:
-    """Returns the rows in memory over all ranks: the next multiple of `pad_to` x ranks."""
-    multiple = pad_to * tp_size
-    return -(-rows // multiple) * multiple
 
 
 def _split_dim(rows: int, units: int, num_ranks: int, rank: int, pad_to: int | None) -> _DimShard:

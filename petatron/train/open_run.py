@@ -11,7 +11,6 @@ from petatron.base.device import DeviceInfo, detect_device
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.base.log import get_logger
 from petatron.config import LoadedConfig, RunConfig
-from petatron.config.checks.preflight import preflight
 from petatron.data.build_datasets import chosen_kind
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
@@ -30,6 +29,7 @@ from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_p
 from petatron.train.state.run_components import check_components
 from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
+from petatron.validate.preflight import preflight
 
 if TYPE_CHECKING:
     from petatron.evaluate.task_list import TaskSettings

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from petatron.base.errors import ConfigError, DataError, Problem
-from petatron.config import LoadedConfig, RunConfig, load_config
+from petatron.config import LoadedConfig, RunConfig
 from petatron.config.imports import IMPORT_FLAG
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.generate import generate
@@ -34,6 +34,7 @@ from petatron.train.report.out_of_memory import report_out_of_memory
 from petatron.train.run_training import close_sinks, log_directory, open_sinks
 from petatron.train.state.run_dirs import lock_save_dir
 from petatron.train.state.train_state import TrainState
+from petatron.validate import load_config
 
 
 def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> Run:

@@ -45,7 +45,7 @@ def run_training(loaded: LoadedConfig, *, verbs: Collection[str] = ()) -> Traini
     `verbs` are those of the command line, which the closing summary may advise.
 
     >>> import contextlib, io, tempfile
-    >>> from petatron.config import load_config
+    >>> from petatron.validate import load_config
     >>> flags = f"--mock-data --lr 1e-3 --train-iters 2 --eval-iters 0 --save {tempfile.mkdtemp()} --live off".split()
     >>> with contextlib.redirect_stdout(io.StringIO()) as lines:
     ...     outcome = run_training(load_config(flags, preset="tiny-llama"))

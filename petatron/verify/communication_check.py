@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from petatron.config import load_config
 from petatron.mesh import collectives
 from petatron.mesh.diagnose.bandwidth import BandwidthResult, measure_axis, measure_send_recv
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.validate import load_config
 from petatron.verify.trace import record_steps
 
 _STEPS = 2

@@ -31,13 +31,14 @@ import torch
 
 from petatron.base.errors import PetatronError
 from petatron.base.safe_files import remove_tree, write_atomic
-from petatron.config import load_config
 from petatron.mesh.launch.environment import RankEnvironment
 from petatron.mesh.launch.error_file import is_echo
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.pretrained.open_tokenizer import open_tokenizer
+from petatron.train.build_run import open_tokenizer
+from petatron.validate import load_config
 from petatron.verify.compare_traces import TraceComparison, compare_traces
 from petatron.verify.matrix import MATRIX_TOLERANCES, MatrixEntry
 from petatron.verify.trace import Injection, StoredTrace, record_steps, write_step_trace

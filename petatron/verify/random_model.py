@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config
+from petatron.validate import load_config
 from petatron.verify.matrix import TRAINING_FLAGS, MatrixEntry
 
 _MAX_TRIES = 2000

@@ -24,9 +24,9 @@ from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
-from petatron.config import load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.state.train_state import TrainState
+from petatron.validate import load_config
 from tests.golden.make_checkpoint import FOLDER, MODEL, RUN, STEP
 from tests.golden.reader import read_checkpoint
 from tests.heard import heard

@@ -13,8 +13,9 @@ from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.manifest import _digest
 from petatron.cli.main import main
 from petatron.cli.train import read_checkpoint
-from petatron.config import LoadedConfig, load_config, resolve_config
+from petatron.config import LoadedConfig
 from petatron.config.saved_config import saved_yaml
+from petatron.validate import load_config, resolve_config
 from tests.cli.train.test_run_again import write_dataset
 
 RUN = "--lr 1e-3 --eval-iters 0 --num-workers 0 --live off --log-interval 1 --split 1,0,0 --train-iters 2".split()

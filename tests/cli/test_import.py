@@ -13,9 +13,9 @@ import yaml
 import petatron
 from petatron.base.errors import ConfigError
 from petatron.cli.main import main
-from petatron.config import load_config
 from petatron.config.imports import PLUGIN_GROUP, import_installed_plugins
 from petatron.models import registry
+from petatron.validate import load_config
 
 TINY = "tiny-llama --mock-data --tokenizer-type ByteTokenizer --num-layers 2 --hidden-size 32 --num-attention-heads 4"
 TRAINING = "--seq-length 16 --lr 1e-3 --train-iters 2 --eval-iters 0 --global-batch-size 4 --log-interval 1"

@@ -12,13 +12,14 @@ from petatron.base.device import detect_device
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk, StoredFile
 from petatron.checkpoint.manager import CheckpointManager, Retention
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loaders
 from petatron.train.loop import TrainLoop
 from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState
+from petatron.validate import load_config
 
 TINY = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --seq-length 8 --vocab-size 31 --mock-data "

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
@@ -23,6 +23,7 @@ from petatron.models.batch import Batch
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
+from petatron.validate import load_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

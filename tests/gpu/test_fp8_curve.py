@@ -21,7 +21,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config import load_config
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Orientation, quantise
 from petatron.layers.ops.fp8_gemm import Fp8Recipe
@@ -31,6 +30,7 @@ from petatron.models.batch import Batch
 from petatron.quickstart.corpus import read_corpus, standard_library
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
+from petatron.validate import load_config
 
 on_hopper = pytest.mark.skipif(
     not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.kernels.attention.documents import Documents
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
@@ -25,6 +25,7 @@ from petatron.models.batch import Batch
 from petatron.parallel.pipeline.cuda_graph import WARM_UP_STEPS
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
+from petatron.validate import load_config
 from tests.dist import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

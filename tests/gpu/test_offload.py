@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.recompute_plan import plan_recompute
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -20,6 +20,7 @@ from petatron.models.registry import model_spec
 from petatron.models.stage_module import StageModule
 from petatron.parallel.activation_offload import HostLink, apply_activation_offload
 from petatron.parallel.activation_recompute import apply_recompute
+from petatron.validate import load_config
 from tests.run_stage import run_stage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -10,11 +10,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from petatron.config import load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build_run import build_loaders
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
+from petatron.validate import load_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import ConfigError
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.evaluate.score import score_sequences
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
@@ -28,6 +28,7 @@ from petatron.pretrained.run_model import Model
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.sharding.shard_spec import TensorShard
 from petatron.train.build_run import build_model
+from petatron.validate import load_config
 
 _FLAGS = "--mock-data --train-iters 1 --lr 1e-3 --num-workers 0 --make-vocab-size-divisible-by 4"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config, preset_names
+from petatron.config import preset_names
 from petatron.models.hf import (
     build_config_json,
     family_name_of_config,
@@ -22,6 +22,7 @@ from petatron.models.hf import (
 )
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec, spec_from_config
+from petatron.validate import load_config
 from tests.hf.ours import run_config
 from tests.hf.zoo import BUILDERS, truth
 

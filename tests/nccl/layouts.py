@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.validate import load_config
 from petatron.verify.matrix import MatrixEntry
 from petatron.verify.trace import StepTrace, record_steps
 from petatron.verify.verify import plan_verification

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.parallel.pipeline.cuda_graph import WARM_UP_STEPS, CudaGraphCapture, Replay, StepFunction
 from petatron.parallel.pipeline.executor import StepResult
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
+from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.nccl.layouts import mesh_of
 

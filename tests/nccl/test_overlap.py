@@ -18,11 +18,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.mesh import collectives
 from petatron.train.build_run import build_loaders
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
+from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.nccl.layouts import mesh_of
 

@@ -8,10 +8,11 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.validate import load_config
 from petatron.verify.compare_traces import Tolerances, TraceComparison, compare_traces
 from petatron.verify.trace import StepTrace, record_steps
 from tests.dist import RankPool

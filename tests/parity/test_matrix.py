@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from petatron.config import load_config
+from petatron.validate import load_config
 from petatron.verify.compare_traces import compare_traces
 from petatron.verify.matrix import MATRIX, MATRIX_TOLERANCES, MatrixEntry, parse_entry
 from petatron.verify.matrix_run import make_case

@@ -14,7 +14,6 @@ import pytest
 from numpy.typing import NDArray
 
 from petatron.base.private_home_dir import private_folder
-from petatron.config import load_config
 from petatron.data import gpt_dataset, index_cache
 from petatron.data.blended_dataset import blend_indices, load_blend
 from petatron.data.build_datasets import build_datasets
@@ -22,6 +21,7 @@ from petatron.data.document_sample_shuffle_index import build_sample_indices
 from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
+from petatron.validate import load_config
 from tests.unit.data.conftest import fresh_logging
 
 __all__ = ["fresh_logging"]  # a fixture for all tests here

@@ -19,9 +19,7 @@ import zstandard
 
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.cli.main import main
-from petatron.config import load_config
 from petatron.config.absolute_paths import with_absolute_paths
-from petatron.config.checks.preflight import preflight
 from petatron.config.nccl_communicators import communicator_problems
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.parallel import ParallelConfig
@@ -36,6 +34,8 @@ from petatron.data.preprocess import PreprocessOptions, preprocess
 from petatron.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer
 from petatron.quickstart import corpus
 from petatron.schedule.measured_timeline import read_measured
+from petatron.validate import load_config
+from petatron.validate.preflight import preflight
 from tests.security.limits import limited
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")

@@ -174,7 +174,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 def _train(folder: Path) -> None:
-    run_training(petatron.config.load_config([*FLAGS.split(), "--save", str(folder)], preset="tiny-llama"))
+    run_training(petatron.load_config([*FLAGS.split(), "--save", str(folder)], preset="tiny-llama"))
 
 
 def _convert(folder: Path) -> None:

@@ -17,12 +17,13 @@ from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.cli.main import main
-from petatron.config import CheckpointConfig, load_config
+from petatron.config import CheckpointConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 from petatron.train.report.sinks import JsonlSink
 from petatron.train.run_training import run_training
 from petatron.train.state.run_dirs import check_run_dirs, lock_save_dir
+from petatron.validate import load_config
 
 STEP = "step-00000010"
 WORDS = "what others keep here"

@@ -241,9 +241,9 @@ def test_weights_that_the_config_does_not_describe(step: Path):
 
 
 def test_a_run_with_impossible_progress(step: Path):
-    from petatron.config import load_config
     from petatron.mesh.mesh import ParallelMesh
     from petatron.train.state.train_state import TrainState
+    from petatron.validate import load_config
     from tests.golden.make_checkpoint import MODEL, RUN
 
     rewrite_manifest(step, lambda body: body["facts"]["facts"]["progress"].update(iteration="soon"))

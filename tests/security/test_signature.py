@@ -26,7 +26,7 @@ from petatron.checkpoint.files.manifest import table_digest
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, open_signer, read_public_keys
 from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.cli.main import main
-from petatron.config import load_config
+from petatron.validate import load_config
 from tests.security.limits import limited
 from tests.unit.checkpoint.rewriting import rewrite_manifest
 

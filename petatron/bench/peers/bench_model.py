@@ -10,14 +10,14 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.bench.measure.arguments import resolve_device
 from petatron.bench.peers import BenchSpec
-from petatron.config import load_config, resolve_config
-from petatron.config.checks.parallel_sizes import MESH_SIZES
 from petatron.config.load import RawLoadedConfig
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.fields import fields_by_name, flatten_config
+from petatron.config.schema.parallel import MESH_SIZES
 from petatron.kernels.matmul import unsupported_reason
 from petatron.models.batch import Batch
 from petatron.optim.loss_scaler import compute_dtype
+from petatron.validate import load_config, resolve_config
 
 NUM_BATCHES = 4
 """Reused in turn."""

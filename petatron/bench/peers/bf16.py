@@ -28,7 +28,7 @@ def build(spec: BenchSpec) -> PetatronContender:
 def without_fp8(run: RunConfig) -> RunConfig:
     """Returns the run with every FP8 setting at its default.
 
-    >>> from petatron.config import load_config
+    >>> from petatron.validate import load_config
     >>> run = load_config(["--fp8-hybrid", "--bf16"], preset="tiny-llama", require_training=False).config
     >>> without_fp8(run).precision.fp8_format is None
     True

@@ -22,7 +22,7 @@ from petatron.sharding.initial_values import NormalValues
 class InitialWeights:
     """The initial values of a model's whole logical tensors, in float32.
 
-    >>> from petatron.config import load_config
+    >>> from petatron.validate import load_config
     >>> from petatron.models.registry import model_spec
     >>> run = load_config(["--vocab-size", "256"], preset="tiny-llama", require_training=False).config
     >>> InitialWeights(model_spec(run), torch.device("cpu"))["norm.weight"].mean()

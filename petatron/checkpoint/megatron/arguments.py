@@ -24,15 +24,16 @@ from petatron.checkpoint.megatron.layer_kind_arguments import (
     unsupported_kinds,
 )
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject
-from petatron.config.checks.layers.hybrid import check_hybrid
-from petatron.config.checks.model import check_model
-from petatron.config.checks.rule_helpers import conflict_problems, number_problems
+from petatron.config.declared_rules import conflict_problems, number_problems
 from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.model_identity import variant_defaults
 from petatron.config.schema.moe_layer_freq import parse_moe_layer_freq
 from petatron.config.schema.run import RawRunConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
+from petatron.validate.layers.hybrid import check_hybrid
+from petatron.validate.layers.recurrent import check_recurrent_layers
+from petatron.validate.model import check_model
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 # Same name, same meaning.
@@ -142,7 +143,8 @@ def config_from_arguments(
     if not problems:
         run = RawRunConfig(model=RawModelConfig(**model), moe=MoEConfig(**moe))
         alone = RawRunConfig(model=run.model)
-        problems += [*number_problems(alone), *conflict_problems(alone), *check_model(alone), *check_hybrid(run)]
+        problems += [*number_problems(alone), *conflict_problems(alone), *check_model(alone)]
+        problems += [*check_hybrid(run), *check_recurrent_layers(run)]
     return model, moe, problems
 
 

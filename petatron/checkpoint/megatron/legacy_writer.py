@@ -34,8 +34,8 @@ from petatron.checkpoint.megatron.weight_names import (
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.hybrid_pattern import MAMBA, MLP
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.models.model_spec import ModelSpec
-from petatron.sharding.shard_spec import padded_rows
 
 FetchTensor = Callable[[str], Tensor]
 _CACHED_TENSORS = 3  # q, k and v, or gate and up of all experts of a layer

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from petatron.cli.train import read_settings_alone, with_preset
-from petatron.config import LoadedConfig, resolve_config, without_problems
+from petatron.config import LoadedConfig
+from petatron.validate import resolve_config, without_problems
 
 USAGE = """usage: petatron plan cache [PRESET] [--config FILE] [flags of petatron train]
 

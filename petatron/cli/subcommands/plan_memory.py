@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from petatron.base.errors import Problem
 from petatron.cli.train import read_settings_alone, with_preset
-from petatron.config import resolve_config, without_problems
+from petatron.validate import resolve_config, without_problems
 
 USAGE = """usage: petatron plan memory [PRESET] [--config FILE] [flags of petatron train] [--device-memory-gb N] [--host-memory-gb N]
 

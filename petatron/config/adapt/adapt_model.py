@@ -10,9 +10,9 @@ from petatron.config.adapt.layer_cut import PATTERN_PATHS, cut_layers
 from petatron.config.adapt.overridden_values import meaningless_values
 from petatron.config.adapt.toy_model import toy_values
 from petatron.config.checkpoint_settings import tokenizer_paths
-from petatron.config.checks.unused_flags import unused_settings
 from petatron.config.flags.parse import TOY_FLAG
 from petatron.config.schema.fields import FieldValue, fields_by_path, unflatten_config
+from petatron.config.unused_flags import unused_settings
 from petatron.config.value_origins import Setting, ValueOrigin
 
 _NUM_LAYERS = "model.num_layers"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 
-from petatron.config.checks.model import REQUIRED_FIELDS
 from petatron.config.flags import megatron_flags
 from petatron.config.flags.parse import FROM_FLAG, TOY_FLAG
 from petatron.config.schema.fields import FieldInfo, all_fields, sections
+from petatron.config.schema.model import REQUIRED_FIELDS
 from petatron.config.show import format_value
 
 _COLUMN, _WIDTH = 34, 110

@@ -23,6 +23,9 @@ from petatron.config.schema.sections.norm import NormSettings
 from petatron.config.schema.sections.rope import RopeScalingSettings, RopeSettings, RopeVariants, YarnSettings
 from petatron.config.schema.sections.vocabulary import VocabularySettings
 
+REQUIRED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+"""What every model must say."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RawModelConfig(

@@ -2,7 +2,7 @@
 
 Bounds are far beyond what anyone trains, and below what overflows an index or takes minutes of arithmetic: a slipped digit is a problem
 of one flag, not an error of numpy. `at least`, `above` and `below` beside them hold for settings of features in use. Rules that know more
-(`config/checks/`) refuse more, and the memory forecast does the rest.
+(`validate/`) refuse more, and the memory forecast does the rest.
 """
 
 from __future__ import annotations

@@ -18,18 +18,27 @@ from petatron.config.schema.numeric_bounds import (
     RankCount,
     SmallCount,
 )
+from petatron.config.schema.pipeline_schedules import PipelineScheduleName
 from petatron.config.schema.sections.moe import HAS_EXPERTS
 from petatron.config.schema.training import FilePath
 
 if TYPE_CHECKING:
     from petatron.config.schema.run import RawRunConfig
 
-PipelineScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 RecomputeModule = Literal[
     "core_attn", "attention", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mamba", "delta"
 ]
 FSDP_STRATEGIES = ("optim_grads", "optim_grads_params")
+MODEL_PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+"""The sizes that shard one model; above 1, ranks communicate inside a forward."""
+MESH_SIZES = (*MODEL_PARALLEL_SIZES, "expert_tensor_parallel_size", "data_parallel_size", "world_size")
+"""Every size of the mesh."""
 MIN_BUCKET_SIZE = 40_000_000
 
 

@@ -6,7 +6,7 @@ sections, so a flag needs no prefix. A default is written in one of `model.py`, 
 and nowhere else. Nothing here imports torch.
 
 There are two types. `RawRunConfig` is what a user wrote, where `None` means "derived": `config/derived_defaults.py` fills it and
-records why, and `config/checks/` checks which values are compatible. `RunConfig` is the resolved config that everything else
+records why, and `validate/` checks which values are compatible. `RunConfig` is the resolved config that everything else
 uses: a `RawRunConfig` in which whatever derivation always fills is no longer optional. A section has a raw class of its own only
 if it has such fields; the resolved class declares nothing but those fields again, with values for one rank, or zeros, for configs
 that are built by hand. Where `None` remains in a resolved config, it means something: no window, no experts, the backend of the device.

@@ -21,7 +21,6 @@ from itertools import combinations, product
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.config.checks.check_all import check_config
 from petatron.estimate.memory.forecast import (
     DeviceKind,
     largest_forecast,
@@ -34,6 +33,7 @@ from petatron.estimate.memory.options import MemoryOption, OptionGroup, bf16_opt
 from petatron.estimate.memory.peak import PeakMoment
 from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
 from petatron.estimate.state_bytes import StateBytes
+from petatron.validate import check_config
 
 _NUM_SUGGESTIONS = 3
 _MAX_COMBINED_GROUPS = 3  # groups in a set

@@ -14,7 +14,6 @@ from itertools import product
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.config.checks.check_all import check_config
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE
 from petatron.estimate.memory.advice import SuggestedChange, suggest_changes
 from petatron.estimate.memory.forecast import (
@@ -38,6 +37,7 @@ from petatron.estimate.memory.options import (
 )
 from petatron.estimate.memory.peak import frees_gradients
 from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
+from petatron.validate import check_config
 
 _TENSOR, _PIPELINE, _CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8, 16), (2, 4)
 _LONG_SEQUENCE = 16_384  # tokens from which on context parallelism is worth its communication

@@ -28,9 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from petatron.base.errors import DataError
-
-MIN_PADDED_DOCUMENT = 1024
-"""The shortest document, in tokens, that goes to the dense kernel."""
+from petatron.kernels.limits import MIN_PADDED_DOCUMENT
 
 PADDED_LENGTHS_PER_OCTAVE = 16
 """Padded lengths per octave: more of them waste less arithmetic, and need more plans."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.limits import flash_supports_heads
 from petatron.kernels.matmul import is_widened
 from petatron.kernels.visibility import Visibility, VisibilitySupport
 
@@ -46,7 +47,7 @@ def unsupported_reason(device: str, capability: tuple[int, int], dtype: torch.dt
 
 
 def _supported_on_cuda(q: Tensor) -> bool:
-    if q.device.type != "cuda" or q.shape[-1] % 8 != 0 or q.shape[-1] > 256:
+    if q.device.type != "cuda" or not flash_supports_heads(q.shape[-1]):
         return False
     return unsupported_reason("cuda", torch.cuda.get_device_capability(q.device), q.dtype) is None
 

@@ -37,13 +37,12 @@ from torch import Tensor
 
 from petatron.kernels.alignment import is_aligned
 from petatron.kernels.fp8.amax import amax_of
+from petatron.kernels.limits import BLOCK, Scaling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCK = 128
 BLOCK_SCALE_MULTIPLE = 4
 _EXPONENT_LIMIT = 126
 
-Scaling = Literal["tensorwise", "rowwise", "block_1x128", "block_128x128"]
 Orientation = Literal["both", "rows", "columns"]
 """Which orientations a cast writes."""
 

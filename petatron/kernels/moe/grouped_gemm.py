@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.alignment import is_aligned
+from petatron.kernels.limits import grouped_gemm_supports
 from petatron.kernels.matmul import matmul
 from petatron.kernels.weight_grad_gemm import matmul_into
 
@@ -27,8 +28,6 @@ ExpertCounts = Tensor | int
 """Rows of each expert: a vector [E] on the device, or one number for all of them."""
 WriteGrad = Callable[[Tensor, Tensor, bool], None]
 """Writes a gradient, the second argument, to a buffer, or adds it to what is there."""
-_WIDTH_MULTIPLE = 8
-"""The 16 bytes that the grouped kernel copies at a time."""
 
 
 def write_grad(out: Tensor, grad: Tensor, accumulate: bool) -> None:
@@ -79,12 +78,7 @@ def _supports_grouped_mm(x_RD: Tensor, other: Tensor) -> bool:
     supported = (
         unsupported_reason(x_RD.device.type, x_RD.dtype) is None and x_RD.dtype == other.dtype and x_RD.shape[0] > 0
     )
-    return supported and supports_widths(x_RD.shape[1], *other.shape[1:]) and is_aligned(other)
-
-
-def supports_widths(*widths: int) -> bool:
-    """Whether the grouped kernel takes matrices of these widths, in bfloat16."""
-    return all(width % _WIDTH_MULTIPLE == 0 for width in widths)
+    return supported and grouped_gemm_supports(x_RD.shape[1], *other.shape[1:]) and is_aligned(other)
 
 
 @dataclass(frozen=True, slots=True)

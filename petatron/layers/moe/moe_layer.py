@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
 from petatron.kernels.activation import GluVariant
-from petatron.kernels.moe.grouped_gemm import ExpertCounts, supports_widths
+from petatron.kernels.limits import grouped_gemm_supports
+from petatron.kernels.moe.grouped_gemm import ExpertCounts
 from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
@@ -77,7 +78,7 @@ class MoESpec(ChannelMixerSpec):
     def decode_is_capturable(self) -> bool:
         """Whether grouped GEMMs run all experts, and no choice is dropped: the host need not know how many rows an expert has."""
         routing = self.routing
-        supported = supports_widths(self.expert_hidden_size, self.width)
+        supported = grouped_gemm_supports(self.expert_hidden_size, self.width)
         return routing.moe_grouped_gemm and routing.moe_expert_capacity_factor is None and supported
 
     def build(self, layer_index: int) -> MoELayer:

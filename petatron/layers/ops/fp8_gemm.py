@@ -40,19 +40,17 @@ import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
-from petatron.config.checks.fp8 import FP8_SIZE_MULTIPLE
 from petatron.config.schema.parallel import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import (
-    BLOCK,
     E4M3,
     E5M2,
     Fp8Kernels,
     Fp8Matrix,
     Fp8Operand,
     Orientation,
-    Scaling,
 )
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
+from petatron.kernels.limits import FP8_SIZE_MULTIPLE, SCALINGS, Scaling, fp8_size_multiple
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad, WriteGrad, write_grad
 from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling, Quantiser, StatelessScaling
 from petatron.layers.ops.fp8_weight import (
@@ -64,13 +62,6 @@ from petatron.layers.ops.fp8_weight import (
 )
 
 _log = get_logger(__name__)
-
-_SCALINGS: dict[str, Scaling] = {
-    "tensorwise": "tensorwise",
-    "delayed": "tensorwise",
-    "rowwise": "rowwise",
-    "blockwise": "block_1x128",
-}
 
 
 def is_fp8_layer(config: PrecisionConfig, layer_index: int, *, num_layers: int) -> bool:
@@ -94,7 +85,7 @@ class Fp8Recipe:
     @classmethod
     def from_config(cls, config: PrecisionConfig) -> Fp8Recipe:
         return cls(
-            scaling=_SCALINGS[config.fp8_recipe],
+            scaling=SCALINGS[config.fp8_recipe],
             grad_dtype=E5M2 if config.fp8_format == "hybrid" and config.fp8_recipe != "blockwise" else E4M3,
             delayed=config.fp8_recipe == "delayed",
             amax_history_len=config.fp8_amax_history_len,
@@ -104,7 +95,7 @@ class Fp8Recipe:
     @property
     def size_multiple(self) -> int:
         """All sizes of an FP8 GEMM are multiples of this."""
-        return BLOCK if self.scaling == "block_1x128" else FP8_SIZE_MULTIPLE
+        return fp8_size_multiple(self.scaling)
 
     @property
     def uses_attached_amax(self) -> bool:

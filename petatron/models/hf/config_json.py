@@ -253,7 +253,7 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
 
     Raises `ConfigError` with the reasons if no family can express the model.
 
-    >>> from petatron.config import load_config
+    >>> from petatron.validate import load_config
     >>> from petatron.models.registry import model_spec
     >>> run = load_config(["--vocab-size", "256"], preset="tiny-llama", require_training=False).config
     >>> to_hf_config(model_spec(run))["architectures"]

@@ -27,7 +27,7 @@ Communication over NCCL is captured with the rest: its kernels join the capture 
 where the step waits for them. All ranks capture the same step, so a collective meets those of captured steps. Gradients that are
 reduced during the backward pass are, to their end, in the graph; others are reduced after it.
 
-Which configs can be captured is in `config/checks/cuda_graphs.py`; `auto_cuda_graphs.py` decides whether it pays.
+Which configs can be captured is in `validate/cuda_graphs.py`; `auto_cuda_graphs.py` decides whether it pays.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torch import Tensor
 from petatron.base.cublas_workspaces import workspaces_in_graph_pool
 from petatron.base.errors import TrainError
 from petatron.base.log import get_logger
-from petatron.kernels.attention.documents import MIN_PADDED_DOCUMENT
+from petatron.kernels.limits import MIN_PADDED_DOCUMENT
 from petatron.models.batch import Batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.pipeline.executor import LossScales, StepResult

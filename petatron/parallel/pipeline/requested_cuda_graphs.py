@@ -9,7 +9,6 @@ import torch
 
 from petatron.base.log import get_logger
 from petatron.config import RunConfig
-from petatron.config.checks.cuda_graphs import capture_problems
 from petatron.config.schema.fields import replace_fields
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
@@ -17,6 +16,7 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.pipeline.auto_cuda_graphs import CaptureInputs, CudaMemory
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture, unsupported_device
 from petatron.parallel.pipeline.device_idle import CudaEvents, IdleMeter
+from petatron.validate.cuda_graphs import capture_problems
 
 _log = get_logger(__name__)
 

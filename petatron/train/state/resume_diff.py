@@ -13,9 +13,9 @@ from typing import Any
 
 from petatron.config import RunConfig
 from petatron.config.absolute_paths import absolute_value, with_absolute_paths
-from petatron.config.checks.unused_flags import unused_settings
 from petatron.config.saved_config import without_private_paths
 from petatron.config.schema.fields import fields_by_path
+from petatron.config.unused_flags import unused_settings
 
 # The effect of a changed setting, by path, by the name of its feature, or by section; the first of them that is there counts.
 _DATA_ORDER_CHANGES = (
@@ -83,7 +83,7 @@ def resume_changes(
 
     Settings that have no effect in this run are left out.
 
-    >>> from petatron.config import load_config
+    >>> from petatron.validate import load_config
     >>> flags = "--mock-data --lr 1e-3 --train-iters".split()
     >>> then = config_for_checkpoint(load_config([*flags, "10"], preset="tiny-llama").config)
     >>> resume_changes(then, load_config([*flags, "20"], preset="tiny-llama").config, iteration=5, consumed_samples=5)[-1]

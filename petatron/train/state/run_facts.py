@@ -34,7 +34,7 @@ class TrainProgress:
     def after_steps(cls, run: RunConfig, steps: int) -> TrainProgress:
         """Returns the progress of a run that has trained on so many global batches, and skipped none.
 
-        >>> from petatron.config import load_config
+        >>> from petatron.validate import load_config
         >>> flags = "--mock-data --lr 1e-3 --train-iters 10 --global-batch-size 4 --seq-length 8".split()
         >>> TrainProgress.after_steps(load_config(flags, preset="tiny-llama").config, 3).consumed_samples
         12

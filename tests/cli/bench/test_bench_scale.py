@@ -11,9 +11,9 @@ from petatron.base.errors import ConfigError
 from petatron.bench.scale import ScaleMeasurement, _verdict, growth_exponent, layout_flags
 from petatron.bench.scale_checkpoint import _boxes_per_rank
 from petatron.cli.bench import main
-from petatron.config import load_config
 from petatron.models.registry import model_spec
 from petatron.sharding.boxes import tiling_problem
+from petatron.validate import load_config
 
 TINY = "--model tiny-llama --tp 2 --pp 2 --microbatches 4".split()
 

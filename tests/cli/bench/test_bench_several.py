@@ -23,8 +23,8 @@ from petatron.bench.measure.units import format_si
 from petatron.bench.peers import BenchSpec, Contender
 from petatron.bench.peers.bf16 import without_fp8
 from petatron.cli import bench
-from petatron.config import load_config
 from petatron.models.batch import Batch
+from petatron.validate import load_config
 
 SMALL = (
     "--preset tiny-llama --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "

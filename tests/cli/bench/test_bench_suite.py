@@ -30,7 +30,7 @@ from petatron.bench.measure.suite_table import (
 from petatron.bench.peers import problems
 from petatron.bench.peers.bench_model import bench_spec
 from petatron.cli.bench import main
-from petatron.config import load_config
+from petatron.validate import load_config
 from tests.load_deadline import scaled, wait_until
 
 README = Path(__file__).parents[3] / "README.md"

@@ -61,8 +61,8 @@ def test_a_saved_config_asks_about_a_changed_schedule_every_time(run_folder: Pat
 
 
 def test_an_older_checkpoints_relative_paths_are_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from petatron.config import load_config
     from petatron.train.state.resume_diff import config_for_checkpoint, resume_changes
+    from petatron.validate import load_config
 
     monkeypatch.chdir(tmp_path)
     run = load_config([*MODEL, "--data-path", "0.5", "a", "0.5", "b", "--train-iters", "2"]).config

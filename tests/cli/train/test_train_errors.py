@@ -11,12 +11,12 @@ import pytest
 import petatron
 from petatron.base.errors import ConfigError
 from petatron.cli.main import main
-from petatron.config import load_config
-from petatron.config.checks.preflight import preflight
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.estimate.memory.forecast import recompute_plans
 from petatron.train.run_training import run_training
 from petatron.train.state.run_dirs import lock_save_dir
+from petatron.validate import load_config
+from petatron.validate.preflight import preflight
 
 MODEL = (
     "train --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --train-iters 2 --lr 1e-3 --eval-iters 0 "
@@ -379,7 +379,7 @@ def test_a_folder_for_optimizer_state_that_may_not_be_written(capsys, tmp_path: 
         tried.append(dir)
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("petatron.config.checks.preflight.tempfile.TemporaryDirectory", refuse)
+    monkeypatch.setattr("petatron.validate.preflight.tempfile.TemporaryDirectory", refuse)
     code, text = _fails(capsys, "--mock-data", "--optimizer-nvme-offload", str(tmp_path / folder))
     rule = f"{folder} cannot be written to (Read-only file system). Make it writable, or give another folder."
     assert code == 2 and rule in text

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from petatron.config import load_config
 from petatron.data.build_datasets import build_datasets
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
+from petatron.validate import load_config
 from tests.fuzz.kind import Case, Kind
 from tests.fuzz.kinds.commands import petatron_says
 from tests.fuzz.kinds.files import files_of

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config
 from petatron.config.absolute_paths import with_absolute_paths
-from petatron.config.checks.preflight import preflight
 from petatron.config.nccl_communicators import communicator_options
 from petatron.config.yaml_file import dump_yaml
 from petatron.data.build_datasets import build_datasets
@@ -19,6 +17,8 @@ from petatron.data.indexed_writer import IndexedWriter
 from petatron.data.tokenizer import ByteTokenizer
 from petatron.evaluate.task import ContextLimits
 from petatron.evaluate.task_list import build_tasks, read_task_list
+from petatron.validate import load_config
+from petatron.validate.preflight import preflight
 from tests.fuzz.kind import Files, Kind
 from tests.fuzz.kinds.commands import petatron_says
 from tests.fuzz.kinds.files import files_of

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from petatron.base.errors import ConfigError
 from petatron.bench.peers.bench_model import bench_spec
 from petatron.bench.peers.huggingface import build_model as build_peer
-from petatron.config import load_config
 from petatron.estimate.flops import parameter_count
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.decoder import Decoder
@@ -31,6 +30,7 @@ from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec, spec_from_config
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_model
+from petatron.validate import load_config
 from tests.hf.zoo import truth
 from tests.longform import later
 

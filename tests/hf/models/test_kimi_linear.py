@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config
 from petatron.config.schema.layer_patterns import linear_layers
 from petatron.estimate.flops import parameter_count
 from petatron.models.hf import matching_family, parse_config_json, to_hf_config, to_logical
 from petatron.models.registry import model_spec
+from petatron.validate import load_config
 from tests.hf.models.float64_model import LENGTH, check_float64, random_float64_model
 from tests.hf.ours import run_config
 from tests.hf.zoo import truth

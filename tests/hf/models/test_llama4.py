@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config
 from petatron.models.hf import from_hf_config, to_hf_config
 from petatron.models.registry import model_spec
+from petatron.validate import load_config
 
 # The settings of the text model of meta-llama/Llama-4-Scout-17B-16E.
 SCOUT: dict[str, Any] = {

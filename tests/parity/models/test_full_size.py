@@ -2,9 +2,10 @@
 
 import pytest
 
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.estimate.flops import parameter_count
 from petatron.models.registry import model_spec
+from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.longform import later
 from tests.meta_device_rank import fake_rank, num_primary_elements

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.sharding.flat_shard import group_tensor_shards
@@ -24,6 +24,7 @@ from petatron.train.build_run import build_loaders
 from petatron.train.loop import TrainLoop
 from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState
+from petatron.validate import load_config
 from petatron.verify.matrix import MatrixEntry, parse_entry
 from petatron.verify.trace import TracedShard, assemble_tensors
 from tests.dist import RankPool

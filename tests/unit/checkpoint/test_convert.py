@@ -22,7 +22,7 @@ from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.save import file_plan as file_plans
 from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
-from petatron.config import CheckpointConfig, load_config
+from petatron.config import CheckpointConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import folder_entries, parse_config_json
@@ -38,6 +38,7 @@ from petatron.pretrained.folder_kind import detect_format
 from petatron.pretrained.open_weights import ModelSource, open_model_source
 from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
+from petatron.validate import load_config
 
 SHAPE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 37 --seq-length 8 --make-vocab-size-divisible-by 1"
 LLAMA = "--activation swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear"

@@ -15,10 +15,10 @@ from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.checkpoint.inspect.summarize_checkpoint import summarize_checkpoint
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
-from petatron.config import load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.state.train_state import TrainState
+from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.golden.make_checkpoint import LAYOUT, MODEL, RUN, STEP
 from tests.golden.reader import digests, read_checkpoint

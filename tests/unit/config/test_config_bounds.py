@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config
-from petatron.config.checks.check_all import check_config
 from petatron.config.derived_defaults import derive_defaults
-from petatron.config.load import resolve_config
 from petatron.config.schema.fields import FieldInfo, all_fields, replace_fields
+from petatron.validate import check_config, load_config, resolve_config
 
 NUMBERS = [info for info in all_fields() if info.kind in ("int", "float")]
 TRAINING = ["--preset", "tiny-llama", "--mock-data", "--lr", "1e-3", "--train-iters", "5", "--eval-iters", "2"]

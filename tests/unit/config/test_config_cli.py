@@ -13,10 +13,11 @@ import pytest
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.version import __version__
 from petatron.cli import main as cli
-from petatron.config import dump_yaml, load_config, preset_names
+from petatron.config import dump_yaml, preset_names
 from petatron.config.flags.help_text import flag_help
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.schema.fields import all_fields, fields_by_name
+from petatron.validate import load_config
 
 ROOT = Path(__file__).parents[3]
 

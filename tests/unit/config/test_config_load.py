@@ -14,18 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.config import (
-    RawRunConfig,
-    dump_yaml,
-    load_config,
-    parse_blend,
-    parse_split,
-    resolve_config,
-    with_vocab_size,
-)
+from petatron.config import RawRunConfig, dump_yaml, parse_blend, parse_split, with_vocab_size
 from petatron.config.schema.fields import all_fields, flatten_config, unflatten_config
 from petatron.config.value_origins import ValueOrigin
 from petatron.config.yaml_file import read_yaml_text
+from petatron.validate import load_config, resolve_config
 
 MOCK = shlex.split("--mock-data --lr 1e-3 --train-iters 100")
 

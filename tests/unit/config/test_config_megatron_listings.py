@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 
-from petatron.config import resolve_config
 from petatron.config.flags.parse import parse_flags
 from petatron.config.pipeline_stages import pipeline_stages
 from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.validate import resolve_config
 
 LLAMA_70B = shlex.split("""
     --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --context-parallel-size 1 --sequence-parallel

@@ -17,12 +17,11 @@ from petatron.config import (
     RawTrainConfig,
     RunConfig,
     TrainConfig,
-    load_config,
-    resolve_config,
 )
 from petatron.config.derived_defaults import resolve_derived
 from petatron.config.required_settings import known_vocab_size, required
 from petatron.models.registry import model_spec
+from petatron.validate import load_config, resolve_config
 
 TWINS = [(RawModelConfig, ModelConfig), (RawParallelConfig, ParallelConfig), (RawTrainConfig, TrainConfig)]
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split()

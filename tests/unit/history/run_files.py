@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from petatron.config import load_config
 from petatron.config.saved_config import saved_yaml
 from petatron.train.report.metrics import event_record, validation_record
 from petatron.train.report.sinks import JsonlSink
+from petatron.validate import load_config
 from tests.unit.train.report.records import log_record
 
 START_S = 1_787_000_000.0

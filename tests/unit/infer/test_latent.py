@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from petatron.config import load_config
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.step.layer_states import layer_states
@@ -17,6 +16,7 @@ from petatron.layers.mla import MlaSpec
 from petatron.layers.spec.generation_state import PagedState
 from petatron.models.decoder import Decoder
 from petatron.models.registry import model_spec
+from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.longform import later, over_nccl
 from tests.unit.infer.layer_kind_checks import (

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError, DataError
-from petatron.config import load_config
 from petatron.infer.engine import Engine
 from petatron.infer.generate import generate
 from petatron.infer.sampling import filter_logits
@@ -23,6 +22,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_model
+from petatron.validate import load_config
 from tests.dist import RankPool
 
 VOCAB, POSITIONS = 131, 24

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config
 from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
@@ -29,6 +28,7 @@ from petatron.models.decoder import Decoder
 from petatron.models.mtp_batch import add_shifted_arrays
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_model, build_optimizer
+from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.longform import every_second, later, over_nccl
 from tests.unit.infer.test_sample import LATENT, MODEL, POSITIONS, VOCAB, model_in

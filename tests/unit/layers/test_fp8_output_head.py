@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import ConfigError
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Matrix, power_of_two_scale, quantise
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm
 from petatron.kernels.vocab_parallel_cross_entropy import (
@@ -24,6 +24,7 @@ from petatron.layers.ops import fp8_output_head
 from petatron.layers.ops.fp8_output_head import Fp8OutputHeadGemm, fp8_output_head_factory
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.registry import model_spec
+from petatron.validate import load_config
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool

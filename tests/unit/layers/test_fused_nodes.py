@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 import torch
 
-from petatron.config import load_config
 from petatron.layers.moe.moe_layer import MoELayer, SharedExpertRun
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.mesh.mesh import ParallelMesh
@@ -15,6 +14,7 @@ from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.tensor_parallel import set_weight_grad_sink
 from petatron.train.build_run import build_model
+from petatron.validate import load_config
 from tests.run_stage import run_stage
 
 FLAGS = (

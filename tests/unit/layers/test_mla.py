@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.config import load_config
 from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.mla import MlaSpec, MultiLatentAttention
 from petatron.layers.rope import RotaryEmbedding
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.registry import model_spec
+from petatron.validate import load_config
 
 S, B, D, H, NOPE, ROTARY, V = 10, 2, 24, 4, 6, 4, 7
 BASE = (

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petatron.config import load_config
 from petatron.estimate.activation_bytes import layer_bytes
 from petatron.kernels.visibility import Visibility
 from petatron.layers.attention import AttentionSpec
@@ -20,6 +19,7 @@ from petatron.models.branch_specs import attention_spec
 from petatron.models.decoder_spec import decoder_spec
 from petatron.models.registry import model_spec
 from petatron.models.stage_module import run_layers_sequentially
+from petatron.validate import load_config
 from tests.unit.models.kept import kept_bytes
 
 S, B = 12, 2

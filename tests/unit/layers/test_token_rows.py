@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from petatron.config import load_config
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.rope import RotaryEmbedding
 from petatron.layers.token_layout import TokenRows, is_batch_first
 from petatron.layers.transformer_layer import TransformerLayer
 from petatron.models.decoder_spec import decoder_spec
 from petatron.models.stage_module import run_layers_sequentially
+from petatron.validate import load_config
 
 FLAGS = (
     "--preset tiny-llama --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --vocab-size 67 --seq-length 6 "

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.errors import LaunchError
-from petatron.config import load_config
 from petatron.estimate.memory.forecast import shared_device_problem
 from petatron.mesh import collectives
 from petatron.mesh.launch import process_group
@@ -18,6 +17,7 @@ from petatron.mesh.launch.environment import SINGLE_PROCESS
 from petatron.mesh.launch.nccl_options import env_variables
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.validate import load_config
 from tests.dist import RankPool
 
 

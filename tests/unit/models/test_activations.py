@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.recompute_plan import RecomputePlan, plan_recompute
@@ -36,6 +36,7 @@ from petatron.parallel.tensor_parallel import (
     shard_vocabulary,
 )
 from petatron.sharding.shard_spec import ModelParallelCoordinate
+from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.longform import later
 from tests.run_stage import run_stage

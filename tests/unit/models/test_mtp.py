@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import petatron
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.config.schema.model_identity import model_identity
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.flops import head_gemm_elements, model_flops_per_token, parameter_count
@@ -25,6 +25,7 @@ from petatron.models.mtp_batch import add_shifted_arrays, labels_name, mask_name
 from petatron.models.registry import model_spec
 from petatron.pretrained.run_model import Model
 from petatron.train.build_run import build_model
+from petatron.validate import load_config
 from tests.unit.models import test_activations as activations
 from tests.unit.models.kept import kept_bytes
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.base.text import gigabytes
-from petatron.config import load_config
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import layer_bytes
@@ -30,6 +29,7 @@ from petatron.layers.spec.branch import FULL
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
+from petatron.validate import load_config
 from tests.unit.models.test_activations import LLAMA, batch_of, build, measured, recompute, run_of
 
 STAGE = PipelineStage(tuple(range(6)), has_embedding=False, has_loss=False)

@@ -9,6 +9,7 @@ import pytest
 import petatron
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
+from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.config.schema.training import BUILT_IN_RULES
 from petatron.estimate.flops import parameter_count
 from petatron.estimate.state_bytes import StateBytes, local_element_counts, state_bytes
@@ -17,7 +18,6 @@ from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.pipeline_plan import pipeline_plan
 from petatron.sharding.flat_buffer import FlatParamGroup
-from petatron.sharding.shard_spec import padded_rows
 from tests.meta_device_rank import fake_rank
 
 BASE = "--mock-data --lr 1e-3 --train-iters 1 --num-layers 4 --vocab-size 1000 --make-vocab-size-divisible-by 8"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import petatron
 from petatron.base.errors import ConfigError
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.config.schema.optimizers.muon import MuonSpec
 from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.optimizer.newton_schulz import COEFFICIENT_SETS, newton_schulz, step_coefficients
@@ -31,6 +31,7 @@ from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, ass
 from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.logical_matrices import split_into_matrices
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Section, Shard, compute_placement
+from petatron.validate import load_config
 
 STEPS = {"simple": 5, "quintic": 5, "polar_express": 8}
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import petatron
-from petatron.config import load_config
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.models.optimizer_groups import optimizer_group
 from petatron.models.registry import model_spec
@@ -15,6 +14,7 @@ from petatron.sharding.group_spec import GroupSpec
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
+from petatron.validate import load_config
 
 RUN = "--mock-data --num-layers 1 --train-iters 3 --global-batch-size 2 --num-workers 0 --fp64 --eval-iters 0"
 # Without momentum, clipping and decay, a step moves a weight by the learning rate times its gradient.

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petatron.config import load_config
 from petatron.layers.core_attention import CoreAttention
 from petatron.layers.dropout import Dropout
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.parallel.context.zigzag import zigzag_positions
 from petatron.train.build_run import build_loader, build_model
+from petatron.validate import load_config
 from tests.dist import RankPool
 
 RATE, LENGTH = 0.3, 16

@@ -15,10 +15,10 @@ import torch
 from petatron.base.errors import ConfigError, LaunchError
 from petatron.cli.main import main
 from petatron.cli.quickstart import NUM_STEPS, next_commands, quickstart
-from petatron.config import load_config
 from petatron.quickstart import stages
 from petatron.quickstart.options import MODEL, QuickstartOptions
 from petatron.quickstart.stages import Workspace
+from petatron.validate import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY_MODEL = {**MODEL, "num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}

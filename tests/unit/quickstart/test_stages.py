@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from petatron.base.errors import ConfigError, DataError
-from petatron.config import load_config
 from petatron.quickstart import stages
 from petatron.quickstart.corpus import Corpus, SourceFile
 from petatron.quickstart.options import QuickstartOptions
@@ -27,6 +26,7 @@ from petatron.quickstart.stages import (
     training_flags,
     training_settings,
 )
+from petatron.validate import load_config
 
 TEXT = "def main(argv):\n    return [word for word in argv if word]\n\n\n"
 CORPUS = Corpus(

@@ -1,8 +1,8 @@
 """A resumed run says everything that differs from its checkpoint, and what that means."""
 
-from petatron.config import load_config
 from petatron.config.schema.fields import fields_by_path
 from petatron.train.state.resume_diff import _effect, config_for_checkpoint, resume_changes
+from petatron.validate import load_config
 
 BASE = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 10 --global-batch-size 4"
 

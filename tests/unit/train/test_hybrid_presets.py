@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from petatron.config import load_config
 from petatron.infer.engine import Engine
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build_run import build_model
+from petatron.validate import load_config
 from tests.longform import later
 from tests.parity.harness import train
 

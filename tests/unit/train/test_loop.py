@@ -14,7 +14,7 @@ from petatron.base.device import detect_device
 from petatron.base.errors import TrainError
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.data.batch_loader import BatchLoader
 from petatron.mesh.mesh import ParallelMesh
@@ -27,6 +27,7 @@ from petatron.train.evaluation import EvaluatedLosses, evaluate
 from petatron.train.loop import TrainingResult, TrainLoop
 from petatron.train.report.metrics import MetricRecord
 from petatron.train.state.train_state import TrainState
+from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.load_deadline import scaled
 from tests.parity.harness import TINY, tiny_run

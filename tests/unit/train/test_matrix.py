@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from petatron.base.errors import ConfigError
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.mesh.launch.environment import SINGLE_PROCESS
+from petatron.validate import load_config
 from petatron.verify.matrix import MATRIX, MODEL_FLAGS, MatrixEntry, parse_entry, select_entries
 from petatron.verify.matrix_run import (
     CaseResult,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config, resolve_config
 from petatron.train.report.profiler import StepProfiler, profile_directory
 from petatron.train.run_training import run_training
+from petatron.validate import load_config, resolve_config
 from tests.heard import heard
 from tests.parity.harness import TINY, tiny_run
 

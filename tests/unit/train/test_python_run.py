@@ -9,8 +9,8 @@ import pytest
 
 import petatron
 from petatron.base.errors import ConfigError, DataError
-from petatron.config import load_config
 from petatron.train.run_training import run_training
+from petatron.validate import load_config
 
 MODEL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --num-query-groups 2 --ffn-hidden-size 32 --seq-length 16"

@@ -13,11 +13,11 @@ import pytest
 import petatron
 from petatron.base.errors import ConfigError, DataError
 from petatron.cli.main import main
-from petatron.config import resolve_config
-from petatron.config.checks.preflight import preflight
 from petatron.evaluate.score import score_sequences
 from petatron.train.report.record_text import format_record
 from petatron.train.report.sinks import tagged_scalars
+from petatron.validate import resolve_config
+from petatron.validate.preflight import preflight
 
 MODEL = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 32 --hidden-dropout 0.1 "

@@ -8,6 +8,8 @@ from petatron.config.schema.hybrid_pattern import MAMBA, branch_letters
 from petatron.config.schema.metadata import Feature, ToySize, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, SequenceLength, Size, Width
 
+MAMBA_CONV_WIDTH = 4
+"""Tokens that the convolution of every published Mamba-2 sees."""
 _NORM = UsedWhen(lambda run: run.model.mamba_gated_norm != "none", "--mamba-gated-norm none has no norm")
 
 

@@ -31,3 +31,9 @@ class VocabularySettings:
     """Logits are divided by this (Granite)."""
     embedding_init_method_std: Annotated[Factor, "training"] | None = None
     """Standard deviation of the initial embeddings. Derived: `--init-method-std`."""
+
+
+def padded_rows(rows: int, pad_to: int, tp_size: int) -> int:
+    """Returns the rows in memory over all ranks: the next multiple of `pad_to` x ranks."""
+    multiple = pad_to * tp_size
+    return -(-rows // multiple) * multiple

@@ -12,12 +12,13 @@ import petatron
 from petatron.base.errors import ConfigError
 from petatron.cli.main import main
 from petatron.cli.train import read_checkpoint
-from petatron.config import LoadedConfig, load_config, preset_names
+from petatron.config import LoadedConfig, preset_names
 from petatron.config.schema.layer_patterns import linear_layers, window_layers
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.estimate.flops import parameter_count
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.registry import model_spec
+from petatron.validate import load_config
 from petatron.verify.trace import record_steps
 
 TRAIN = "--mock-data --train-iters 2 --lr 1e-3".split()

@@ -6,12 +6,13 @@ import shlex
 
 import pytest
 
-from petatron.config import RunConfig, load_config, preset_names, resolve_config
+from petatron.config import RunConfig, preset_names
 from petatron.config.derived_defaults import GATED_ACTIVATIONS
 from petatron.config.presets import preset_summary
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.estimate.flops import parameter_count
 from petatron.models.registry import model_spec
+from petatron.validate import load_config, resolve_config
 
 EXPECTED = shlex.split(
     "gpt3-125m gpt3-350m gpt3-760m gpt3-1.3b gpt3-2.7b gpt3-6.7b gpt3-13b gpt3-175b llama2-7b llama2-13b llama2-70b "

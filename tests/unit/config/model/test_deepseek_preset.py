@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from petatron.cli.main import main
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.estimate.flops import parameter_count
 from petatron.models.hf import folder_shapes, matching_family
 from petatron.models.registry import model_spec
+from petatron.validate import load_config
 
 PUBLISHED_PARAMETERS = 671_026_419_200
 """Of the tensors in the published folder without its layer 61, expert biases included."""

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.kernels.attention.documents import Documents
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.registry import model_spec
 from petatron.sharding.shard_spec import TensorShard
+from petatron.validate import load_config
 
 T = TypeVar("T")
 S, B, D = 11, 2, 16

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from petatron.config import load_config
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import OptimizerConfig
@@ -42,6 +41,7 @@ from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, compute_placement
+from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.longform import later
 from tests.run_stage import run_stage

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from petatron.config import load_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.parallel.pipeline.auto_cuda_graphs import CaptureInputs, CudaMemory
@@ -29,6 +28,7 @@ from petatron.parallel.pipeline.requested_cuda_graphs import (
 from petatron.schedule.actions import TimedAction
 from petatron.train.build_run import build_model, build_optimizer
 from petatron.train.state.train_state import TrainState
+from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 from tests.unit.parallel.pipeline.test_graph import FakeCuda, StandIn, Trained, batches, same

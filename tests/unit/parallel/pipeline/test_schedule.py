@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.config.checks.moe_overlap import OVERLAP_SCHEDULES
+from petatron.config.schema.pipeline_schedules import OVERLAP_SCHEDULES
 from petatron.plan.pipeline_simulator import ActionCosts, messages_by_peer, peak_activations, simulate
 from petatron.schedule import (
     SCHEDULES,

@@ -8,9 +8,9 @@ import pytest
 
 from petatron.base.device import DeviceInfo
 from petatron.base.errors import ConfigError
-from petatron.config import load_config
 from petatron.train.report import memory_capacity
 from petatron.train.report.memory_capacity import check_memory_capacity
+from petatron.validate import load_config
 
 FLAGS = "--mock-data --lr 1e-3 --train-iters 2 --micro-batch-size 8 --seq-length 1024".split()
 

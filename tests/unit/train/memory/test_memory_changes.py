@@ -12,7 +12,6 @@ import pytest
 import petatron
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.config.checks.check_all import check_config
 from petatron.estimate.memory import advice
 from petatron.estimate.memory.advice import suggest_changes
 from petatron.estimate.memory.forecast import largest_forecast, state_bytes_per_rank
@@ -20,6 +19,7 @@ from petatron.estimate.memory.host_memory import pinned_optimizer_bytes
 from petatron.estimate.memory.layouts import fitting_changes, suggest_layouts
 from petatron.estimate.memory.options import option_groups
 from petatron.estimate.memory.time_cost import predicted_step_time
+from petatron.validate import check_config
 from tests.longform import every_second, later
 
 BASE = "--mock-data --lr 1e-4 --train-iters 1 --bf16"

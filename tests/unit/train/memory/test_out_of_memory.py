@@ -12,7 +12,7 @@ import torch
 
 import petatron
 from petatron.base.errors import CheckpointError, TrainError
-from petatron.config import RunConfig, load_config
+from petatron.config import RunConfig
 from petatron.estimate.memory.advice import suggest_changes
 from petatron.estimate.memory.forecast import largest_forecast
 from petatron.estimate.memory.time_cost import predicted_step_time
@@ -27,6 +27,7 @@ from petatron.train.report.out_of_memory import (
     requested_bytes,
 )
 from petatron.train.run_training import run_training
+from petatron.validate import load_config
 
 BASE = "--mock-data --lr 1e-4 --train-iters 1 --bf16"
 SEVEN = f"{BASE} --vocab-size 32000 --seq-length 4096"

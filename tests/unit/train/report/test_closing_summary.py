@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from petatron.config import load_config
 from petatron.mesh.launch.environment import SINGLE_PROCESS, Launcher, rank_variables, read_environment
 from petatron.train.report.closing_summary import RunTotals, summary_lines, summary_record
 from petatron.train.report.next_commands import next_commands
+from petatron.validate import load_config
 from tests.unit.train.report.records import SUMMARY, log_record
 
 RUN = "--mock-data --lr 1e-3 --save runs/a".split()

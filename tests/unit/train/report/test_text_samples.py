@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from petatron.base.device import detect_device
 from petatron.base.errors import DataError, TrainError
-from petatron.config import RunConfig, load_config, resolve_config
-from petatron.config.checks.preflight import preflight
+from petatron.config import RunConfig
 from petatron.data.tokenizer import NullTokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
@@ -21,6 +20,8 @@ from petatron.train.build_run import build_loaders
 from petatron.train.loop import TrainLoop
 from petatron.train.report.text_samples import TextSampler, read_prompts
 from petatron.train.state.train_state import TrainState
+from petatron.validate import load_config, resolve_config
+from petatron.validate.preflight import preflight
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 from tests.unit.train.test_loop import SMALL, Memory, weights

@@ -1,0 +1,10 @@
+"""Rules that need to know what kernels, layer kinds, optimizers, schedules and layouts can do, and the door to a checked config.
+
+`config/` has the schema, its bounds and what follows from them. A rule asks the code that it is about: declarations without torch
+(`kernels/limits.py`, `config/schema/`) that kernels, schedules and layers use too, or the spec of a model (`layer_abilities.py`).
+"""
+
+from petatron.validate.check_all import check_config
+from petatron.validate.load import load_config, resolve_config, without_problems
+
+__all__ = ["check_config", "load_config", "resolve_config", "without_problems"]

@@ -1,0 +1,206 @@
+"""What cannot be combined with `--cuda-graphs`: the one list of it.
+
+A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step, NCCL's among them. Inside it there is
+no device-to-host synchronisation, no communication by the host, and no host state that changes from step to step. What is before
+or after a step's forward and backward is unrestricted: the optimizer and its offload, saving, reduction that does not overlap.
+With `--cuda-graphs on` each of these is an error; with `auto` they are the reasons for which nothing is captured. Whether a config is
+valid does not depend on the machine that checks it, so `--device auto` is checked as CUDA. A CPU captures nothing: with `--device cpu`
+the flag has no effect.
+
+Here are the rules that a config can break. Anything else that cannot be captured fails at capture (`parallel/pipeline/cuda_graph.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from petatron.base.errors import Problem
+from petatron.config.schema.default_names import NEXT_TOKEN
+from petatron.config.schema.fields import flag_name
+from petatron.config.schema.parallel import FSDP_STRATEGIES, MODEL_PARALLEL_SIZES
+from petatron.config.schema.run import RawRunConfig
+from petatron.kernels.limits import (
+    FLASH_HEAD_MULTIPLE,
+    FLASH_MAX_HEAD_DIM,
+    GROUPED_WIDTH_MULTIPLE,
+    MIN_PADDED_DOCUMENT,
+    flash_supports_heads,
+    grouped_gemm_supports,
+)
+from petatron.models.random_numbers import uses_random_numbers
+from petatron.validate.moe_overlap import MOE_OVERLAP_FLAG
+
+CUDA_GRAPHS_FLAG = "--cuda-graphs"
+
+
+CaptureProblem = tuple[str, str, str]
+"""What the step has, why that cannot be captured, and what to do."""
+
+
+def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
+    if config.train.cuda_graphs != "on" or config.train.device == "cpu":  # there it has no effect
+        return
+    elsewhere = " With --device cpu nothing is captured." if config.train.device == "auto" else ""
+    for found, why, fix in capture_problems(config):
+        yield Problem(CUDA_GRAPHS_FLAG, "", f"cannot capture a step with {found}: {why}", f"{fix}{elsewhere}")
+
+
+def capture_problems(config: RawRunConfig) -> list[CaptureProblem]:
+    """Returns all reasons why the steps of a run cannot be captured."""
+    rules = (_communication, _experts, _memory, _attention, _timeline, _objective)
+    return [problem for rule in rules for problem in rule(config)]
+
+
+def _objective(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    if config.train.objective not in (None, NEXT_TOKEN):
+        why = "its code may look at values on the host, and other models run before each step"
+        yield f"--objective {config.train.objective}", why, "Leave one of them out."
+
+
+def _communication(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    parallel = config.parallel
+    strategy = parallel.data_parallel_sharding_strategy
+    if parallel.data_parallel_size != 1 and strategy in FSDP_STRATEGIES:
+        fix = "Use the strategy optim, or leave one of them out."
+        yield f"--data-parallel-sharding-strategy {strategy}", "fully_shard frees and gathers weights by hooks", fix
+    if parallel.overlap_moe_expert_parallel_comm:
+        yield MOE_OVERLAP_FLAG, "two threads launch its kernels in turns", "Leave one of them out."
+    if parallel.distributed_backend == "gloo":
+        yield from _host_communication(config)
+
+
+def _host_communication(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    """Yields what gloo, which sends from the host, would communicate inside a step."""
+    parallel, experts = config.parallel, config.moe.num_experts is not None
+    why, fix = "gloo communicates inside it, on the host", "Use --distributed-backend nccl, or leave --cuda-graphs out."
+    split_experts = experts and parallel.tensor_model_parallel_size == 1
+    for name in (*MODEL_PARALLEL_SIZES, *(("expert_tensor_parallel_size",) if split_experts else ())):
+        size = getattr(parallel, name)
+        if size is not None and size > 1:
+            yield f"{flag_name(name)} {size}", why, fix
+    if parallel.data_parallel_size == 1 or parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES:
+        return
+    if parallel.overlap_grad_reduce:
+        yield "--overlap-grad-reduce", why, "Add --no-overlap-grad-reduce, which reduces gradients after it."
+    if experts and config.moe.moe_router_load_balancing_type == "global_aux_loss":
+        yield "--moe-router-load-balancing-type global_aux_loss", why, fix
+
+
+def _experts(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    moe, precision = config.moe, config.precision
+    if moe.num_experts is None:
+        return
+    if moe.moe_router_load_balancing_type == "sinkhorn":
+        fix = "Balance in another way, or leave --cuda-graphs out."
+        yield "--moe-router-load-balancing-type sinkhorn", "the host looks when the load is even enough", fix
+    if moe.moe_pad_expert_input_to_capacity:
+        return
+    yield from _dispatch(config)
+    why = "the host must know how many rows each expert has"
+    fp8 = precision.fp8_format is not None and not precision.first_last_layers_bf16
+    if not precision.bf16:
+        fix = "Add --bf16, or --moe-pad-expert-input-to-capacity with --moe-expert-capacity-factor."
+        yield "experts in another precision than bf16", why, fix
+    elif not moe.moe_grouped_gemm and not fp8:
+        yield "--no-moe-grouped-gemm", why, "Leave one of them out."
+    for name, width in (
+        ("moe_latent_size" if moe.moe_latent_size else "hidden_size", moe.moe_latent_size or config.model.hidden_size),
+        ("moe_ffn_hidden_size", moe.moe_ffn_hidden_size),
+    ):
+        if precision.bf16 and width is not None and not grouped_gemm_supports(width):
+            fix = f"Use a multiple of {GROUPED_WIDTH_MULTIPLE}, which one kernel can multiply for all experts."
+            yield f"{flag_name(name)} {width}", why, fix
+
+
+def _dispatch(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    """Yields why experts of several ranks cannot be captured if their inputs are not padded to capacity."""
+    parallel, dispatcher = config.parallel, config.moe.moe_token_dispatcher_type
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or 1
+    why = "the host must know how many rows a rank gets"
+    fix = "Add --moe-pad-expert-input-to-capacity with --moe-expert-capacity-factor, or leave --cuda-graphs out."
+    if dispatcher == "alltoall" and ep * etp > 1:
+        yield f"--moe-token-dispatcher-type alltoall over {ep * etp} ranks", why, fix
+    elif ep > 1 and config.moe.moe_expert_capacity_factor is None:
+        yield f"--expert-model-parallel-size {ep} without --moe-expert-capacity-factor", why, fix
+
+
+def _memory(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    memory = config.memory
+    if memory.cpu_offloading_num_layers > 0:
+        why = "activations leave for memory that the host hands out"
+        yield f"--cpu-offloading-num-layers {memory.cpu_offloading_num_layers}", why, "Leave one of them out."
+    recomputes = memory.recompute_granularity is not None or memory.recompute_memory_budget_gb is not None
+    if recomputes and uses_random_numbers(config):
+        why = "the host would set random states back inside it"
+        yield "recompute and random numbers", why, "Use --hidden-dropout 0 --attention-dropout 0, or recompute nothing."
+
+
+def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    model, window = config.model, config.model.window_size
+    yield from _documents(config)
+    why = "without FlashAttention the host makes the mask"
+    if model.attn_logit_softcapping is not None:
+        yield f"--attn-logit-softcapping {model.attn_logit_softcapping:g}", why, "Leave one of them out."
+    if model.softmax_type != "vanilla":
+        yield f"--softmax-type {model.softmax_type}", why, "Leave one of them out."
+    if model.attention_chunk_size is not None and model.attention_chunk_size < model.seq_length:
+        why = "the host keeps the boundaries of chunks, and may forget them"
+        yield f"--attention-chunk-size {model.attention_chunk_size}", why, "Leave one of them out."
+    yield from _context(config)
+    if window is None or window >= model.seq_length:
+        return
+    if not (config.precision.bf16 or config.precision.fp16):
+        yield f"--window-size {window} in this precision", why, "Add --bf16 or --fp16, or leave --cuda-graphs out."
+    elif model.kv_channels is not None and not flash_supports_heads(model.kv_channels):
+        fix = (
+            f"Use heads of a multiple of {FLASH_HEAD_MULTIPLE} up to {FLASH_MAX_HEAD_DIM}, or leave --cuda-graphs out."
+        )
+        yield f"--window-size {window} and heads of width {model.kv_channels}", why, fix
+
+
+def _documents(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    """Yields why attention within packed documents cannot be captured; short ones can, by the kernel for unequal lengths."""
+    model = config.model
+    if not config.data.reset_attention_mask:
+        return
+    fix = "Leave one of them out."
+    if model.seq_length >= MIN_PADDED_DOCUMENT:
+        why = (
+            f"attention of documents of {MIN_PADDED_DOCUMENT} tokens or more is planned from their lengths, by the host"
+        )
+        yield f"--reset-attention-mask and --seq-length {model.seq_length}", why, fix
+    if config.parallel.world_size not in (None, 1):
+        why = "what they capture would depend on their documents"
+        yield f"--reset-attention-mask and {config.parallel.world_size} ranks", why, fix
+    if model.attention_dropout > 0.0:
+        why = "how many random numbers are drawn depends on the number of documents"
+        yield f"--reset-attention-mask and --attention-dropout {model.attention_dropout:g}", why, fix
+    if config.train.deterministic_mode:
+        why = "in which order gradients are added depends on the number of documents"
+        yield "--reset-attention-mask and --deterministic-mode", why, fix
+    if not (config.precision.bf16 or config.precision.fp16):
+        why = "without FlashAttention the host makes the mask"
+        yield "--reset-attention-mask in this precision", why, "Add --bf16 or --fp16, or leave one of them out."
+    elif model.kv_channels is not None and not flash_supports_heads(model.kv_channels):
+        why = "without FlashAttention the host makes the mask"
+        yield f"--reset-attention-mask and heads of width {model.kv_channels}", why, fix
+
+
+def _context(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    """Yields what attention over the keys of several ranks needs the host for."""
+    parallel, model = config.parallel, config.model
+    if parallel.context_parallel_size == 1 or parallel.cp_comm_type == "a2a":
+        return
+    found = f"--context-parallel-size {parallel.context_parallel_size} --cp-comm-type {parallel.cp_comm_type}"
+    if model.attention_dropout > 0.0:
+        fix = "Use --attention-dropout 0 or --cp-comm-type a2a, or leave --cuda-graphs out."
+        yield f"{found} and --attention-dropout {model.attention_dropout:g}", "the host draws its seeds", fix
+    if model.window_size is not None and model.window_size < model.seq_length:
+        fix = "Use --cp-comm-type a2a, or leave --cuda-graphs out."
+        yield f"{found} and --window-size {model.window_size}", "the host makes the mask", fix
+
+
+def _timeline(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    if config.log.pipeline_timeline is not None:
+        why = "its parts are timed one by one, by the host"
+        yield f"--pipeline-timeline {config.log.pipeline_timeline}", why, "Leave one of them out."

@@ -1,0 +1,197 @@
+"""Rules about what a run reads and writes: data, tokenizer, checkpoints, logs. Whether files exist is not checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from petatron.base.errors import Problem
+from petatron.config.absolute_paths import path_fields
+from petatron.config.checkpoint_settings import CHECKPOINT_ARGS_FLAG, MP_ARGS_FLAG
+from petatron.config.declared_rules import or_default
+from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, parse_split
+from petatron.config.schema.fields import flag_name
+from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.training import TokenizerConfig
+
+
+def check_files(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
+    yield from _empty_paths(config)
+    yield from _sources(config, require_training=require_training)
+    yield from _blends(config)
+    yield from _tokenizer(config, require_training=require_training)
+    yield from _checkpoints(config)
+    yield from _timeline(config)
+    yield from _profile(config)
+    yield from _text_samples(config)
+    yield from _eval_tasks(config)
+    if config.log.wandb_exp_name is not None and config.log.wandb_project is None:
+        yield Problem("--wandb-exp-name", config.log.wandb_exp_name, "needs --wandb-project", "Give the project too.")
+
+
+def _empty_paths(config: RawRunConfig) -> Iterator[Problem]:
+    """`--save "$FOLDER"` with an unset variable would mean the working folder, or a flag that was not given."""
+    for info in path_fields():
+        value = getattr(getattr(config, info.section), info.name)
+        derived = info.name == "log_dir" and config.checkpoint.save == ""
+        if (value == "" or (info.is_list and "" in value)) and not derived:
+            yield Problem(info.flag, "''", "is an empty path", "Name a file or folder, or leave it out.")
+
+
+def _timeline(config: RawRunConfig) -> Iterator[Problem]:
+    step, last = config.log.pipeline_timeline_step, config.train.train_iters
+    if config.log.pipeline_timeline is not None and last is not None and step > last >= 1:
+        rule = f"is after the last of --train-iters {last}, so nothing would be written"
+        found = or_default("pipeline_timeline_step", step)
+        yield Problem("--pipeline-timeline-step", found, rule, f"Use {last} or less.")
+
+
+def _profile(config: RawRunConfig) -> Iterator[Problem]:
+    log, last, ranks = config.log, config.train.train_iters, config.parallel.world_size
+    if not log.profile:
+        return
+    start, end = log.profile_step_start, log.profile_step_end
+    first = or_default("profile_step_start", start)
+    if end <= start:
+        rule = f"is not after --profile-step-start {first}, so nothing would be traced"
+        yield Problem("--profile-step-end", or_default("profile_step_end", end), rule, f"Use {start + 1} or more.")
+    if last is not None and start > last >= 1:
+        rule = f"is after the last of --train-iters {last}, so nothing would be traced"
+        yield Problem("--profile-step-start", first, rule, f"Use {last} or less.")
+    beyond = [str(rank) for rank in log.profile_ranks if rank < 0 or (ranks is not None and rank >= ranks)]
+    if beyond:
+        rule = "is no rank of this run" if ranks is None else f"is not among the {ranks} ranks of this run"
+        yield Problem("--profile-ranks", " ".join(beyond), rule, "Ranks count from 0.")
+
+
+def _text_samples(config: RawRunConfig) -> Iterator[Problem]:
+    log, parallel = config.log, config.parallel
+    if log.sample_prompts is None:
+        if log.sample_interval is not None:
+            rule = "needs --sample-prompts, the file of prompts"
+            yield Problem("--sample-interval", str(log.sample_interval), rule, "Give both, or leave this out.")
+        return
+    where, path = "--sample-prompts", log.sample_prompts
+    if log.sample_interval is None:
+        yield Problem(where, path, "needs --sample-interval, the iterations between samples", "Give both.")
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            rule = f"needs whole sequences and all layers on every rank, but {flag_name(name)} is {size}"
+            yield Problem(where, path, rule, "Leave it out, and generate from a checkpoint in another layout.")
+    if config.tokenizer.tokenizer_type is None and config.model.vocab_size is not None:
+        yield Problem(where, path, "needs a tokenizer", "Give --tokenizer-model.")
+
+
+def _eval_tasks(config: RawRunConfig) -> Iterator[Problem]:
+    train = config.train
+    if train.eval_tasks is None:
+        if train.eval_tasks_interval is not None:
+            rule = "needs --eval-tasks, the list of tasks"
+            yield Problem(
+                "--eval-tasks-interval", str(train.eval_tasks_interval), rule, "Give both, or leave this out."
+            )
+        return
+    where, path = "--eval-tasks", train.eval_tasks
+    if train.eval_tasks_interval is None and train.eval_interval is None:
+        rule = "needs --eval-tasks-interval or --eval-interval, the iterations between two runs of the tasks"
+        yield Problem(where, path, rule, "Give one of them.")
+    if config.tokenizer.tokenizer_type is None and config.model.vocab_size is not None:
+        yield Problem(where, path, "needs a tokenizer", "Give --tokenizer-model.")
+
+
+def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
+    data = config.data
+    per_split = data.train_data_path + data.valid_data_path + data.test_data_path
+    given = [
+        flag
+        for flag, value in (
+            ("--mock-data", data.mock_data),
+            ("--data-path", data.data_path),
+            ("--data-args-path", data.data_args_path),
+            ("--train-data-path", per_split),
+        )
+        if value
+    ]
+    if len(given) > 1:
+        rule = f"cannot be combined with {' or '.join(given[1:])}"
+        yield Problem(given[0], "", rule, "Keep one source of data.")
+    elif not given and require_training:
+        fix = "Give dataset prefixes, --train-data-path, or --mock-data to try the run without data."
+        yield Problem("--data-path", "", "is not set", fix)
+    if per_split and not data.train_data_path and require_training:
+        rule = "is not set, but another split has a path of its own"
+        yield Problem("--train-data-path", "", rule, "Give the training prefixes too.")
+
+
+def _blends(config: RawRunConfig) -> Iterator[Problem]:
+    data = config.data
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = getattr(data, name)
+        try:
+            for part in named_sets(words).values() if name == "valid_data_path" else (words,):
+                parse_blend(part)
+        except BlendError as error:
+            where = flag_name(name)
+            yield Problem(where, " ".join(words), str(error), "Write `prefix prefix` or `weight prefix weight prefix`.")
+    try:
+        train, _, _ = parse_split(data.split)
+    except BlendError as error:
+        yield Problem("--split", data.split, str(error), "Write three numbers such as 969,30,1.")
+    else:
+        if train == 0 and data.data_path:
+            yield Problem("--split", data.split, "leaves nothing to train on", "Give training a share above 0.")
+
+
+def unused_tokenizer_files(tokenizer: TokenizerConfig) -> Iterator[Problem]:
+    """Yields the files beside a tokenizer that has none: whoever names one does not want that tokenizer."""
+    if tokenizer.tokenizer_type not in ("ByteTokenizer", "NullTokenizer"):
+        return
+    pair = None not in (tokenizer.vocab_file, tokenizer.merge_file)  # one alone has a rule of its own
+    for name in ("tokenizer_model", *(("vocab_file", "merge_file") if pair else ())):
+        if (path := getattr(tokenizer, name)) is not None:
+            rule = f"contradicts --tokenizer-type {tokenizer.tokenizer_type}, which reads no file"
+            yield Problem(flag_name(name), path, rule, "Leave one of the two out.")
+
+
+def _tokenizer(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
+    tokenizer, vocab_size = config.tokenizer, config.model.vocab_size
+    kind = tokenizer.tokenizer_type
+    yield from unused_tokenizer_files(tokenizer)
+    if kind == "HuggingFaceTokenizer" and tokenizer.tokenizer_model is None:
+        fix = "Give a tokenizer.json or a folder that holds one."
+        yield Problem("--tokenizer-type", kind, "needs --tokenizer-model", fix)
+    half_given = (tokenizer.vocab_file is None) != (tokenizer.merge_file is None)
+    if half_given or (kind == "GPT2BPETokenizer" and tokenizer.vocab_file is None):
+        missing = "--vocab-file" if tokenizer.vocab_file is None else "--merge-file"
+        yield Problem(missing, "", "is not set, and GPT-2 BPE needs --vocab-file and --merge-file", "Give both.")
+    elif kind == "NullTokenizer" and vocab_size is None:
+        yield Problem("--vocab-size", "", "is not set, and NullTokenizer has no other way to know it", "Give it.")
+    elif kind is None and vocab_size is None and require_training:
+        fix = "Give --tokenizer-model, --vocab-file with --merge-file, --tokenizer-type ByteTokenizer, or --vocab-size."
+        yield Problem("--tokenizer-type", "", "is not set, and neither is --vocab-size", fix)
+    if kind is None and vocab_size is not None:
+        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+            if getattr(config.data, name):
+                rule = "needs a tokenizer to know the end-of-document token"
+                yield Problem(flag_name(name), "", rule, "Give --tokenizer-model.")
+
+
+def _checkpoints(config: RawRunConfig) -> Iterator[Problem]:
+    checkpoint = config.checkpoint
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        rule = "needs --save, the folder to save in"
+        yield Problem("--save-interval", str(checkpoint.save_interval), rule, "Give it, or leave the interval out.")
+    if checkpoint.sign_key is not None and checkpoint.save is None:
+        rule = "needs --save: only checkpoints are signed"
+        yield Problem("--sign-key", checkpoint.sign_key, rule, "Give it, or leave the key out.")
+    if checkpoint.save_retain_interval is not None and checkpoint.save_total_limit is None:
+        rule = "needs --save-total-limit; without one every checkpoint is kept"
+        found = str(checkpoint.save_retain_interval)
+        yield Problem("--save-retain-interval", found, rule, "Give --save-total-limit, or leave this out.")
+    if checkpoint.use_mp_args_from_checkpoint_args and not checkpoint.use_checkpoint_args:
+        yield Problem(MP_ARGS_FLAG, "", f"needs {CHECKPOINT_ARGS_FLAG}", "Give both, or leave this out.")
+    for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
+        value = getattr(checkpoint, name)
+        if value not in (None, False) and checkpoint.load is None:
+            found = "" if value is True else str(value)
+            where = flag_name(name)
+            yield Problem(where, found, "needs --load, the folder to load from", "Give it, or leave this out.")

@@ -1,0 +1,76 @@
+"""Rules about the mathematics of MoE: the router and load balancing. Its layout is checked in `layout.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from petatron.base.errors import Problem
+from petatron.config.declared_rules import divisors
+from petatron.config.schema.model import MoEConfig
+from petatron.config.schema.moe_layer_freq import moe_layer_freq_problems
+from petatron.config.schema.run import RawRunConfig
+
+
+def check_moe(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
+    moe = config.moe
+    if moe.num_experts is None or moe.num_experts < 1:
+        return
+    yield from moe_layer_freq_problems(config)
+    yield from _topk(moe, moe.num_experts)
+    yield from _groups(moe, moe.num_experts)
+    yield from _capacity(moe)
+    if require_training and router_cannot_learn(moe) and not _continues_model(config):
+        rule = "with a softmax over the chosen expert alone gives every token the score 1, so the router cannot learn"
+        fix = "Add --moe-router-pre-softmax; a model that is trained already continues with --from FOLDER."
+        yield Problem("--moe-router-topk", "1", rule, fix)
+
+
+def router_cannot_learn(moe: MoEConfig) -> bool:
+    """Whether no gradient reaches the router: a softmax over one chosen expert is 1. Sinkhorn has its own score for top-1."""
+    if moe.moe_router_topk != 1 or moe.num_experts is None or moe.num_experts < 2:
+        return False
+    softmax = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
+    return softmax and moe.moe_router_load_balancing_type != "sinkhorn"
+
+
+def _continues_model(config: RawRunConfig) -> bool:
+    """Whether the run starts from a model that exists, whose routing is no choice of this run."""
+    checkpoint = config.checkpoint
+    return checkpoint.finetune or checkpoint.use_checkpoint_args or checkpoint.pretrained_checkpoint is not None
+
+
+def _topk(moe: MoEConfig, experts: int) -> Iterator[Problem]:
+    topk = moe.moe_router_topk
+    if not 1 <= topk <= experts:
+        rule = f"is not between 1 and --num-experts {experts}"
+        yield Problem("--moe-router-topk", str(topk), rule, f"Use {min(2, experts)}, say.")
+    if moe.moe_apply_probs_on_input and topk != 1:
+        rule = f"is for one expert per token, but --moe-router-topk is {topk}"
+        yield Problem("--moe-apply-probs-on-input", "", rule, "Use --moe-router-topk 1.")
+
+
+def _groups(moe: MoEConfig, experts: int) -> Iterator[Problem]:
+    groups, chosen, topk = moe.moe_router_num_groups, moe.moe_router_group_topk, moe.moe_router_topk
+    if groups is not None and (groups < 1 or experts % groups):
+        rule = f"does not divide --num-experts {experts}"
+        yield Problem("--moe-router-num-groups", str(groups), rule, f"Use {divisors(experts)}.")
+        return
+    if chosen is None:
+        return
+    summed, size = moe.moe_router_group_score_topk, experts // (groups or 1)
+    if summed is not None and not 1 <= summed <= size:
+        rule = f"is not between 1 and the {size} experts of a group"
+        yield Problem("--moe-router-group-score-topk", str(summed), rule, "DeepSeek-V3 uses 2, DeepSeek-V2 uses 1.")
+    where = "--moe-router-group-topk"
+    if not 1 <= chosen <= (groups or 0):
+        rule = f"is not between 1 and --moe-router-num-groups {groups or 'none'}"
+        yield Problem(where, str(chosen), rule, "Use fewer groups per token than there are groups.")
+    elif groups and topk > chosen * (experts // groups):
+        rule = f"groups of {experts // groups} experts hold fewer than the --moe-router-topk {topk} a token needs"
+        yield Problem(where, str(chosen), rule, f"Use {-(-topk // (experts // groups))} or more.")
+
+
+def _capacity(moe: MoEConfig) -> Iterator[Problem]:
+    if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
+        rule = "needs --moe-expert-capacity-factor, without which an expert has no capacity"
+        yield Problem("--moe-pad-expert-input-to-capacity", "", rule, "Give it, or leave this out.")

@@ -1,0 +1,216 @@
+"""Rules about the mesh: the sizes multiply to the world size, and every split divides evenly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from petatron.base.errors import Problem
+from petatron.base.network_address import is_default_loopback
+from petatron.config.declared_rules import at_least, divisors, multiples_near, or_default, within
+from petatron.config.schema.parallel import MESH_SIZES
+from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.training import LaunchConfig
+
+_SIZES = (*MESH_SIZES, "ddp_bucket_size")
+_OVERLAP = "--tp-comm-overlap"
+_HIERARCHY = "--hierarchical-context-parallel-sizes"
+
+
+def check_layout(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
+    parallel = config.parallel
+    sizes_are_sound = True
+    for name in _SIZES:
+        for problem in at_least(name, getattr(parallel, name), 1):
+            sizes_are_sound = False
+            yield problem
+    yield from _launch(config)
+    if require_training and config.launch.nnodes > 1:
+        yield from _meeting_point(config.launch)
+    if sizes_are_sound:
+        yield from _world(config)
+        yield from _tensor(config)
+        yield from _sequence(config)
+        yield from _tp_comm_overlap(config)
+        yield from _context(config)
+        yield from _expert(config)
+
+
+def _launch(config: RawRunConfig) -> Iterator[Problem]:
+    launch, world = config.launch, config.parallel.world_size
+    if launch.nnodes < 1:
+        return
+    yield from within("node_rank", launch.node_rank, 0, launch.nnodes)
+    if world is None or world < 1:
+        return
+    local = launch.nproc_per_node
+    if local is not None and local > 0 and local * launch.nnodes != world:
+        rule = f"x --nnodes {launch.nnodes} = {local * launch.nnodes} is not the world size {world}"
+        yield Problem("--nproc-per-node", str(local), rule, "Give the layout or the number of ranks.")
+    elif local is None and world % launch.nnodes:
+        rule = f"does not divide the world size {world}"
+        yield Problem("--nnodes", str(launch.nnodes), rule, f"Use {divisors(world)}, or set --nproc-per-node.")
+
+
+def _meeting_point(launch: LaunchConfig) -> Iterator[Problem]:
+    """Machines that start their own ranks meet at one address and port; a plan starts none."""
+    if launch.master_port is None:
+        rule = "machines must agree on a port"
+        yield Problem("--nnodes", str(launch.nnodes), rule, "Give the same --master-port on all of them.")
+    if is_default_loopback(launch.master_addr):
+        rule = f"means each of the {launch.nnodes} machines itself, so that they would never meet"
+        fix = "Give the name or address of the machine with --node-rank 0, the same on all of them."
+        yield Problem("--master-addr", or_default("master_addr", launch.master_addr), rule, fix)
+
+
+def _world(config: RawRunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    world, dp, model_ranks = parallel.world_size, parallel.data_parallel_size, tp * pp * cp
+    product = f"tp {tp} x pp {pp} x cp {cp} = {model_ranks}"
+    if world is None:
+        return
+    if world % model_ranks:
+        fix = f"Nearest: {multiples_near(world, model_ranks)}; or change the layout."
+        yield Problem("--world-size", str(world), f"is not a multiple of {product}", fix)
+    elif dp is not None and dp * model_ranks != world:
+        rule = f"x tp {tp} x pp {pp} x cp {cp} is {dp * model_ranks}, but there are {world} ranks"
+        yield Problem("--data-parallel-size", str(dp), rule, f"Use {world // model_ranks}, or leave it out.")
+
+
+def _tensor(config: RawRunConfig) -> Iterator[Problem]:
+    tp, model = config.parallel.tensor_model_parallel_size, config.model
+    heads, groups, ffn = model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size
+    where = "--tensor-model-parallel-size"
+    if heads > 0 and heads % tp:
+        yield Problem(where, str(tp), f"does not divide --num-attention-heads {heads}", f"Use {divisors(heads)}.")
+        return  # another tp is needed anyway, so further indivisible sizes are noise
+    if groups is not None and groups > 0 and groups % tp and tp % groups:
+        rule = f"is neither a multiple nor a divisor of --num-query-groups {groups}"
+        usable = [size for size in range(1, heads + 1) if heads % size == 0 and not (groups % size and size % groups)]
+        yield Problem(where, str(tp), rule, f"Use {', '.join(str(size) for size in usable)}.")
+    if ffn is not None and ffn > 0 and ffn % tp:
+        rule = f"is not a multiple of {where} {tp}"
+        yield Problem("--ffn-hidden-size", str(ffn), rule, f"Nearest: {multiples_near(ffn, tp)}.")
+
+
+def _sequence(config: RawRunConfig) -> Iterator[Problem]:
+    parallel, length = config.parallel, config.model.seq_length
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if length <= 0:
+        return
+    if cp > 1 and length % (2 * cp):
+        rule = f"is not a multiple of 2 x --context-parallel-size {cp} = {2 * cp}"
+        yield Problem("--seq-length", str(length), rule, f"Nearest: {multiples_near(length, 2 * cp)}.")
+    elif parallel.sequence_parallel and tp > 1 and length % (tp * cp):
+        split = f"tp {tp} x cp {cp} = {tp * cp}" if cp > 1 else f"--tensor-model-parallel-size {tp}"
+        rule = f"is not a multiple of {split}, which --sequence-parallel needs"
+        yield Problem("--seq-length", str(length), rule, f"Nearest: {multiples_near(length, tp * cp)}.")
+
+
+def _tp_comm_overlap(config: RawRunConfig) -> Iterator[Problem]:
+    """Requirements of the tensor-parallel overlap in the forward; at tp 1 it has no effect."""
+    parallel, precision = config.parallel, config.precision
+    if parallel.tp_comm_overlap_chunks is not None and parallel.tp_comm_overlap_chunks < 2:
+        rule = "leaves no chunk to communicate beside the GEMM of another"
+        yield Problem(f"{_OVERLAP}-chunks", str(parallel.tp_comm_overlap_chunks), rule, "Use 2 or more.")
+    if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size == 1:
+        return
+    if not parallel.sequence_parallel:
+        rule = "overlaps the all-gathers and reduce-scatters of --sequence-parallel, which is off"
+        yield Problem(_OVERLAP, "", rule, "Add --sequence-parallel, or leave it out.")
+    if precision.fp8_format is not None:
+        rule = f"cannot be combined with --fp8-format {precision.fp8_format}, whose scales are those of the whole gathered input"
+        yield Problem(_OVERLAP, "", rule, "Leave one of them out.")
+
+
+def _context(config: RawRunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    cp, kind, sizes = (
+        parallel.context_parallel_size,
+        parallel.cp_comm_type,
+        parallel.hierarchical_context_parallel_sizes,
+    )
+    if sizes and kind != "a2a+p2p":
+        rule = f"is for --cp-comm-type a2a+p2p, but that is {kind}"
+        yield Problem(_HIERARCHY, _words(sizes), rule, "Leave it out, or use a2a+p2p.")
+        return
+    if sizes and (len(sizes) != 2 or min(sizes) < 1 or (cp > 1 and sizes[0] * sizes[1] != cp)):
+        rule = f"is not two positive numbers whose product is --context-parallel-size {cp}"
+        yield Problem(_HIERARCHY, _words(sizes), rule, f"Use, for instance, 1 {cp}; or leave it out.")
+    elif cp == 1:
+        return
+    elif kind == "a2a":
+        yield from _all_to_all_heads(
+            config, cp, "--cp-comm-type", kind, "Use p2p, all_gather or a2a+p2p, or another layout."
+        )
+    elif sizes:
+        fix = "Use a smaller first number, or leave it out."
+        yield from _all_to_all_heads(config, sizes[0], _HIERARCHY, _words(sizes), fix)
+
+
+def _all_to_all_heads(config: RawRunConfig, num_ranks: int, where: str, found: str, fix: str) -> Iterator[Problem]:
+    """All-to-all attention gives each of `num_ranks` an equal share of a tensor-parallel rank's heads."""
+    tp, model = config.parallel.tensor_model_parallel_size, config.model
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if heads < tp or heads % tp or groups is None or groups < 1:
+        return
+    own, shared = heads // tp, max(1, groups // tp)
+    for count, kind in ((own, "query"), (shared, "key/value")):
+        if count % num_ranks:
+            rule = f"splits the {count} {kind} heads of a rank over {num_ranks} ranks, which does not divide"
+            yield Problem(where, found, rule, fix)
+            return
+
+
+def _words(numbers: tuple[int, ...]) -> str:
+    return " ".join(str(number) for number in numbers)
+
+
+def _expert(config: RawRunConfig) -> Iterator[Problem]:
+    parallel, experts = config.parallel, config.moe.num_experts
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    pp, world = parallel.pipeline_model_parallel_size, parallel.world_size
+    if ep > 1 and experts is None:
+        yield Problem("--expert-model-parallel-size", str(ep), "needs --num-experts", "Use 1 for a dense model.")
+    elif experts is not None and experts > 0 and experts % ep:
+        rule = f"does not divide --num-experts {experts}"
+        yield Problem("--expert-model-parallel-size", str(ep), rule, f"Use {divisors(experts)}.")
+    if experts is None and etp is not None and etp != parallel.tensor_model_parallel_size:
+        rule = "splits experts, but --num-experts is not set"
+        yield Problem("--expert-tensor-parallel-size", str(etp), rule, "Leave it out.")
+    elif experts is not None and world is not None and etp is not None and world % (etp * ep * pp):
+        rule = f"x etp {etp} x pp {pp} = {etp * ep * pp} does not divide the world size {world}"
+        yield Problem("--expert-model-parallel-size", str(ep), rule, _more_ranks(config, etp * ep * pp))
+    if experts is not None and etp is not None:
+        yield from _expert_widths(config, etp)
+
+
+def _more_ranks(config: RawRunConfig, expert_ranks: int) -> str:
+    """Returns the flags for the fewest ranks, no fewer than now, that both the experts' layout and the dense one divide."""
+    parallel, nodes = config.parallel, config.launch.nnodes
+    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    model_ranks *= parallel.context_parallel_size
+    step = math.lcm(expert_ranks, model_ranks)
+    ranks = -(-(parallel.world_size or 1) // step) * step
+    local = f" or --nproc-per-node {ranks // nodes}" if nodes > 0 and ranks % nodes == 0 else ""
+    return f"Use {ranks} ranks (--dp {ranks // model_ranks}{local}), or fewer for the experts."
+
+
+def _expert_widths(config: RawRunConfig, etp: int) -> Iterator[Problem]:
+    moe, parallel, tp = config.moe, config.parallel, config.parallel.tensor_model_parallel_size
+    width, shared = moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size
+    if width is not None and width > 0 and width % etp:
+        rule = f"is not a multiple of --expert-tensor-parallel-size {etp}"
+        yield Problem("--moe-ffn-hidden-size", str(width), rule, f"Nearest: {multiples_near(width, etp)}.")
+    if shared is not None and shared > 0 and shared % tp:
+        rule = f"is not a multiple of --tensor-model-parallel-size {tp}"
+        where = "--moe-shared-expert-intermediate-size"
+        yield Problem(where, str(shared), rule, f"Nearest: {multiples_near(shared, tp)}.")
+    if tp > 1 and not parallel.sequence_parallel:
+        rule = f"cannot be turned off with --num-experts and --tensor-model-parallel-size {tp}: each token must be routed once"
+        yield Problem("--sequence-parallel", "", rule, "Leave it out; it is turned on by itself.")

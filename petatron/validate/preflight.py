@@ -1,0 +1,151 @@
+"""Checks what a configuration needs from the machine: existing files and installed libraries.
+
+`check_config` checks values against each other; this checks the machine. Both run before anything is started.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from petatron.base.errors import Problem
+from petatron.base.untrusted_files import not_a_file_reason
+from petatron.config.nccl_communicators import communicator_problems
+from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend
+from petatron.config.schema.default_names import GPT_DATASET, NEXT_TOKEN
+from petatron.config.schema.fields import flag_name
+from petatron.config.schema.run import RawRunConfig
+from petatron.validate.raw_text import raw_text_problem
+
+_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+_BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+# Setting -> library and extra that it needs.
+_LIBRARIES = {
+    "tensorboard_dir": ("tensorboard", "log"),
+    "wandb_project": ("wandb", "log"),
+    "sign_key": ("cryptography", "sign"),
+}
+
+
+def preflight(config: RawRunConfig) -> list[Problem]:
+    """Returns everything that is missing, all at once; of a config with problems too, so that they are told together."""
+    asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _run_folders, _offload_folder, _trace_folder)
+    return [*(problem for ask in asked for problem in ask(config)), *communicator_problems(config.parallel)]
+
+
+def _timeline(config: RawRunConfig) -> Iterator[Problem]:
+    path = config.log.pipeline_timeline
+    if path is not None and Path(path).is_dir():
+        yield Problem("--pipeline-timeline", path, "is a folder", "Give the path of a file.")
+    elif path is not None and not Path(path).absolute().parent.is_dir():
+        yield Problem("--pipeline-timeline", path, "is in a folder that does not exist", "Make the folder first.")
+
+
+def _run_folders(config: RawRunConfig) -> Iterator[Problem]:
+    """They are created with their parents, so the nearest folder there is must take files. Logs are next to checkpoints by default."""
+    save, log = config.checkpoint.save, config.log
+    named = {
+        "save": save,
+        "log_dir": log.log_dir if log.log_dir != save else None,
+        "tensorboard_dir": log.tensorboard_dir,
+    }
+    for name, path in named.items():
+        if path is None:
+            continue
+        folder = Path(path).absolute()
+        there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+        if not there.is_dir():
+            rule = "is a file" if there == folder else f"is in {there}, which is a file"
+            yield Problem(flag_name(name), path, rule, "Give the path of a folder.")
+        elif (why := _write_error(there)) is not None:
+            rule = f"cannot be written to ({there}: {why})"
+            yield Problem(flag_name(name), path, rule, "Make it writable, or give another folder.")
+
+
+def _offload_folder(config: RawRunConfig) -> Iterator[Problem]:
+    """The folder itself is created if needed. One without a parent is a mistyped path, or a disk that is not mounted."""
+    if config.memory.optimizer_nvme_offload is not None:
+        yield from _new_folder("--optimizer-nvme-offload", config.memory.optimizer_nvme_offload)
+
+
+def _trace_folder(config: RawRunConfig) -> Iterator[Problem]:
+    """As above; its parent may also be a folder that the run itself will create."""
+    log = config.log
+    if not log.profile or log.profile_dir is None:
+        return
+    made = (config.checkpoint.save, log.log_dir, log.tensorboard_dir)
+    if Path(log.profile_dir).absolute().parent not in [Path(folder).absolute() for folder in made if folder]:
+        yield from _new_folder("--profile-dir", log.profile_dir)
+
+
+def _new_folder(flag: str, path: str) -> Iterator[Problem]:
+    folder = Path(path).absolute()
+    if folder.exists() and not folder.is_dir():
+        yield Problem(flag, path, "is a file", "Give the path of a folder.")
+    elif not folder.exists() and not folder.parent.is_dir():
+        fix = f"Make {folder.parent} first, or give a folder on a disk that is there."
+        yield Problem(flag, path, f"is in {folder.parent}, which is no folder", fix)
+    elif (why := _write_error(folder if folder.exists() else folder.parent)) is not None:
+        yield Problem(flag, path, f"cannot be written to ({why})", "Make it writable, or give another folder.")
+
+
+def _write_error(folder: Path) -> str | None:
+    """Returns why a folder is not writable, by trying: permissions tell nothing for root, /proc or a full disk."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="petatron-", dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _missing_files(config: RawRunConfig) -> Iterator[Problem]:
+    named = [(name, getattr(config.tokenizer, name)) for name in _FILES]
+    named += [("data_args_path", config.data.data_args_path), ("sample_prompts", config.log.sample_prompts)]
+    named += [("eval_tasks", config.train.eval_tasks)]
+    for name, path in named:
+        if path is not None and not Path(path).exists():
+            yield Problem(flag_name(name), path, "does not exist", "Give the path of a file that is there.")
+        elif path is not None and (name != "tokenizer_model" or not Path(path).is_dir()):
+            reason = not_a_file_reason(Path(path))
+            if reason is not None:
+                yield Problem(flag_name(name), path, reason, "Give the path of a file.")
+
+
+def reads_packed_text(config: RawRunConfig) -> bool:
+    """Whether data are Megatron's files; an objective may read a kind of its own, whose files that kind checks."""
+    if config.data.dataset_type is not None:
+        return config.data.dataset_type == GPT_DATASET
+    return config.train.objective in (None, NEXT_TOKEN)
+
+
+def _missing_data(config: RawRunConfig) -> Iterator[Problem]:
+    for name in _BLENDS if reads_packed_text(config) else ():
+        words = getattr(config.data, name)
+        try:
+            sets = named_sets(words).values() if name == "valid_data_path" else (words,)
+            parts = [part for of_set in sets for part in parse_blend(of_set)]
+        except BlendError:  # a problem of its own
+            continue
+        for prefix in dict.fromkeys(part.prefix for part in parts):
+            reasons = {f"{prefix}{end}": not_a_file_reason(Path(f"{prefix}{end}")) for end in (".idx", ".bin")}
+            gone = [path for path, reason in reasons.items() if reason == "is missing"]
+            strange = [f"{path} {reason}" for path, reason in reasons.items() if reason and path not in gone]
+            fix = "Give the prefix of files that `petatron data preprocess` wrote, without .bin or .idx."
+            raw = raw_text_problem(flag_name(name), prefix) if gone else None
+            if raw is not None:
+                yield raw
+            elif strange:
+                yield Problem(flag_name(name), prefix, f"cannot be read: {' and '.join(strange)}", fix)
+            elif gone:
+                yield Problem(flag_name(name), prefix, f"does not exist: there is no {' and no '.join(gone)}", fix)
+
+
+def _missing_libraries(config: RawRunConfig) -> Iterator[Problem]:
+    for name, (library, extra) in _LIBRARIES.items():
+        value = getattr(config.checkpoint if name == "sign_key" else config.log, name)
+        if value is not None and importlib.util.find_spec(library) is None:
+            fix = f"pip install {library}, or pip install 'petatron[{extra}]'."
+            yield Problem(flag_name(name), value, f"needs {library}, which is not installed", fix)
