@@ -36,7 +36,7 @@ from tests.parity.harness import tiny_run
 DECAY, STEPS = 0.7, 4
 EMA = f"--ema-decay {DECAY} --train-iters {STEPS} --lr-decay-iters {STEPS} --eval-iters 1"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32 --global-batch-size 4"
-FROZEN = "--freeze *norm* layers.1.*"
+FROZEN = "--freeze head.* *norm* layers.1.*"
 Shards = list[TracedShard]
 
 
