@@ -10,7 +10,7 @@ A function calls these, or helpers that call them, in order:
 
     copy(setting, key, default)         a setting is the value of a key; without transformers' default the key is required
     convert(settings, read, write)      settings that are no copies: `read` takes the keys and returns the settings with what is wrong,
-                                        `write` takes a model and returns the keys; further arguments are keys to read and their defaults
+                                        `write` takes a model and returns the keys; further arguments are keys, with their defaults
     always(setting=value)               every model of the family has this value; a copy or a conversion, and a later call, count more
     only(key=value)                     the decoder can express this value of the key, transformers' default, and no other
     also(key=spelling)                  another spelling of a key that later calls read; it is not written
@@ -53,6 +53,11 @@ Keys = Mapping[str, Any]
 Settings = dict[str, Any]
 Read = Callable[[Keys], tuple[Settings, list[Problem]]]
 Write = Callable[[ModelSpec], Keys]
+ReadPattern = Callable[[Keys], str | Problem]
+WritePattern = Callable[[str], Keys]
+Holds = Callable[[ModelSpec], object]
+Names = Iterable[str] | Mapping[str, str]
+"""Settings; with the key of each, where there is one."""
 REQUIRED: Any = object()
 OTHER_MODEL_FIX = "Use another model; the decoder has no such part."
 _COUNTS = (
@@ -98,9 +103,7 @@ class Translation(ABC):
         """needed: it may not be unset."""
 
     @abstractmethod
-    def convert(
-        self, settings: Iterable[str] | Mapping[str, str], read: Read, write: Write | None = None, **keys: Any
-    ) -> None: ...
+    def convert(self, settings: Names, read: Read | None = None, write: Write | None = None, **keys: Any) -> None: ...
 
     @abstractmethod
     def only(self, **keys: Any) -> None: ...
@@ -109,16 +112,14 @@ class Translation(ABC):
     def also(self, **spellings: str) -> None: ...
 
     @abstractmethod
-    def expect(self, setting: str, allowed: str, holds: Callable[[ModelSpec], object]) -> None: ...
+    def expect(self, setting: str, allowed: str, holds: Holds) -> None: ...
 
     @abstractmethod
-    def layer_pattern(
-        self, patterns: str, read: Callable[[Keys], str | Problem], write: Callable[[str], Keys], *, stand_in: str
-    ) -> str:
+    def layer_pattern(self, patterns: str, read: ReadPattern, write: WritePattern, *, stand_in: str) -> str:
         """Returns the pattern. patterns: a regular expression of those that the family has. stand_in: one of them, by which other keys
         are checked where the pattern cannot be read."""
 
-    def _name(self, settings: Iterable[str] | Mapping[str, str]) -> None:
+    def _name(self, settings: Names) -> None:
         self.names |= settings if isinstance(settings, Mapping) else dict.fromkeys(settings, "")
 
 
@@ -164,15 +165,14 @@ class ConfigReader(Translation):
         self._values[setting] = self._value(key, default, TYPES[info.kind], needed=needed)
         self.names[setting] = key
 
-    def convert(
-        self, settings: Iterable[str] | Mapping[str, str], read: Read, write: Write | None = None, **keys: Any
-    ) -> None:
+    def convert(self, settings: Names, read: Read | None = None, write: Write | None = None, **keys: Any) -> None:
         self._name(settings)
         for key, default in keys.items():
             self._value(key, default)
-        values, problems = read(self._view())
-        self._values |= values
-        self.problems += problems
+        if read is not None:
+            values, problems = read(self._view())
+            self._values |= values
+            self.problems += problems
 
     def only(self, **keys: Any) -> None:
         for key, value in keys.items():
@@ -191,12 +191,10 @@ class ConfigReader(Translation):
             if other in self._config:
                 self._config.setdefault(key, second)
 
-    def expect(self, setting: str, allowed: str, holds: Callable[[ModelSpec], object]) -> None:
-        pass
+    def expect(self, setting: str, allowed: str, holds: Holds) -> None:
+        """Is about models that are written."""
 
-    def layer_pattern(
-        self, patterns: str, read: Callable[[Keys], str | Problem], write: Callable[[str], Keys], *, stand_in: str
-    ) -> str:
+    def layer_pattern(self, patterns: str, read: ReadPattern, write: WritePattern, *, stand_in: str) -> str:
         pattern = read(self._config)
         if isinstance(pattern, Problem):
             self.wrong[pattern.where] = pattern
@@ -223,8 +221,8 @@ class ConfigReader(Translation):
 
     def _view(self) -> Settings:
         """Returns config.json with the defaults of keys asked for, and with what stands in for wrong ones; wrong tables are left out."""
-        common = {key: kind for key, kind in COMMON.items() if not self._check_type(key, self._config.get(key), kind)}
-        view = self._config | {key: STAND_INS[kind][self._stand_in] for key, kind in common.items()} | self._given
+        wrong = [key for key in COMMON if not self._check_type(key, self._config.get(key), COMMON[key])]
+        view = self._config | {key: STAND_INS[COMMON[key]][self._stand_in] for key in wrong} | self._given
         for table in ROPE_TABLES:
             problems = {problem.where: problem for problem in rope_table_problems(table, view.get(table))}
             self.wrong |= problems
@@ -261,9 +259,7 @@ class ConfigWriter(Translation):
         self.names[setting] = key
         self._writes.append(lambda: {key: value})
 
-    def convert(
-        self, settings: Iterable[str] | Mapping[str, str], read: Read, write: Write | None = None, **keys: Any
-    ) -> None:
+    def convert(self, settings: Names, read: Read | None = None, write: Write | None = None, **keys: Any) -> None:
         self._name(settings)
         if write is not None:
             self._writes.append(lambda: write(self._spec))
@@ -272,15 +268,13 @@ class ConfigWriter(Translation):
         self._writes.append(lambda: keys)
 
     def also(self, **spellings: str) -> None:
-        pass
+        """Is about files that are read."""
 
-    def expect(self, setting: str, allowed: str, holds: Callable[[ModelSpec], object]) -> None:
+    def expect(self, setting: str, allowed: str, holds: Holds) -> None:
         if not holds(self._spec):
             self._unsupported(setting, allowed)
 
-    def layer_pattern(
-        self, patterns: str, read: Callable[[Keys], str | Problem], write: Callable[[str], Keys], *, stand_in: str
-    ) -> str:
+    def layer_pattern(self, patterns: str, read: ReadPattern, write: WritePattern, *, stand_in: str) -> str:
         pattern = self._spec.config.hybrid_layer_pattern or ""
         self._name(("hybrid_layer_pattern",))
         if not re.fullmatch(patterns, pattern):
@@ -294,7 +288,7 @@ class ConfigWriter(Translation):
         for name, value in fixed.items():
             if self.setting(name) != value and model_settings()[name].role != "training":
                 self._unsupported(name, f"only {value}")
-        for name, default in (_OPTIONAL_PARTS | variant_defaults()).items():
+        for name, default in {**_OPTIONAL_PARTS, **variant_defaults()}.items():
             if self.setting(name) != default and name not in fixed and name not in self.names:
                 self._unsupported(name, "no such part")
         some_biases = self.setting("add_qkv_bias") and not self.setting("add_bias_linear")

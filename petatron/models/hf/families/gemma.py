@@ -6,10 +6,12 @@ of its own; Gemma 3 drops the caps for a qk-norm, and has windows in five of six
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.config.required_settings import required
+from petatron.config.schema.sections.mlp import ActivationName
 from petatron.models.hf.decoder_config_json import GATED, activation, llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
@@ -18,7 +20,7 @@ from petatron.models.hf.translation import Keys, Settings, Translation
 from petatron.models.hf.window_config_json import windows
 from petatron.models.model_spec import ModelSpec
 
-_GATES = {name: GATED[name] for name in ("gelu_pytorch_tanh", "gelu", "silu", "relu")}
+_GATES: Mapping[str, ActivationName] = {name: GATED[name] for name in ("gelu_pytorch_tanh", "gelu", "silu", "relu")}
 
 # The name that is the MLP's norm in a Llama is that of attention's output here.
 _POST_NORM_MAPPINGS = (

@@ -9,8 +9,6 @@ from petatron.models.hf.shared_tables import LLAMA_MAPPINGS
 from petatron.models.hf.translation import Translation
 from petatron.models.hf.window_config_json import windows
 
-_ACTIVATIONS = {name: PLAIN[name] for name in PLAIN if name not in ("gelu_new", "gelu_fast")}
-
 
 def _translate(config: Translation) -> None:
     llama(
@@ -21,7 +19,7 @@ def _translate(config: Translation) -> None:
         initializer_range=0.018042,
         tie_word_embeddings=True,
         hidden_act="gelu_pytorch_tanh",
-        activations=_ACTIVATIONS,
+        activations={name: PLAIN[name] for name in PLAIN if name not in ("gelu_new", "gelu_fast")},
     )
     config.copy("norm_epsilon", "norm_epsilon", 1e-5)
     config.copy("add_bias_linear", "use_bias", True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, MLP
-from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.families.hybrid.mamba_tables import (
     BAMBA_MAPPINGS,
+    bamba_decoder,
     bamba_expansion,
-    bamba_mixers,
     read_layer_count,
 )
 from petatron.models.hf.family import Family, ModuleMapping
@@ -38,18 +37,8 @@ def _write_layers(pattern: str) -> Keys:
 
 def _translate(config: Translation) -> None:
     config.layer_pattern(r"([M*]-)+", _read_layers, _write_layers, stand_in="M-*-")
-    llama(
-        config,
-        without=("num_hidden_layers", "head_dim"),
-        num_key_value_heads=8,
-        max_position_embeddings=262144,
-        rms_norm_eps=1e-5,
-        activations=SILU_ALONE,  # of the convolution too
-    )
-    no_biases(config)
-    config.only(attention_bias=False, mlp_bias=False)
+    bamba_decoder(config, max_position_embeddings=262144, head_dim=False)
     rope(config, only_part=0.5)
-    bamba_mixers(config)
     bamba_expansion(config)
 
 

@@ -12,8 +12,7 @@ import math
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import MLP, PARALLEL
-from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
-from petatron.models.hf.families.hybrid.mamba_tables import BAMBA_MAPPINGS, bamba_mixers, read_layer_count
+from petatron.models.hf.families.hybrid.mamba_tables import BAMBA_MAPPINGS, bamba_decoder, read_layer_count
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
@@ -110,18 +109,9 @@ def _write_factors(spec: ModelSpec) -> Keys:
 
 def _translate(config: Translation) -> None:
     config.layer_pattern(f"({PARALLEL}{MLP})+", _read_layers, _write_layers, stand_in=PARALLEL + MLP)
-    llama(
-        config,
-        without=("num_hidden_layers",),
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        activations=SILU_ALONE,  # of the convolution too
-    )
-    no_biases(config)
-    config.only(attention_bias=False, mlp_bias=False, projectors_bias=False)
+    bamba_decoder(config, max_position_embeddings=8192, head_dim=True)
+    config.only(projectors_bias=False)
     rope(config)
-    bamba_mixers(config)
     for factor in _FACTORS:
         config.copy(factor, factor, 1.0)
     settings = (*_FACTOR_LISTS, "logits_scaling", "mamba_gated_norm", "mamba_norm_groups")

@@ -103,7 +103,7 @@ def _translate(config: Translation) -> None:
     config.convert((), _read_positions, _write_positions)
     bamba_mixers(config)
     bamba_expansion(config)
-    config.convert((), lambda keys: ({}, []), _without_experts, num_local_experts=8, num_experts_per_tok=2)
+    config.convert((), None, _without_experts, num_local_experts=8, num_experts_per_tok=2)
     if EXPERTS in pattern:
         config.copy("num_experts", "num_local_experts", 8)
         config.copy("moe_router_topk", "num_experts_per_tok", 2)

@@ -14,6 +14,7 @@ from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP, branch_letters
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
+from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.family import ModuleMapping
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.translation import Keys, Settings, Translation
@@ -102,6 +103,21 @@ def read_layer_types(key: str, kinds: object, letters: str) -> str | Problem:
     return "".join(found)
 
 
+def bamba_decoder(config: Translation, *, max_position_embeddings: int, head_dim: bool) -> None:
+    """Translates what Bamba and Falcon-H1 have in common. head_dim: whether there is such a key."""
+    llama(
+        config,
+        without=("num_hidden_layers", *(() if head_dim else ("head_dim",))),
+        num_key_value_heads=8,
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=1e-5,
+        activations=SILU_ALONE,  # of the convolution too
+    )
+    no_biases(config)
+    config.only(attention_bias=False, mlp_bias=False)
+    bamba_mixers(config)
+
+
 def bamba_mixers(config: Translation) -> None:
     """Translates the sizes of Mamba-2 layers in Bamba's spelling."""
     config.copy("mamba_num_heads", "mamba_n_heads", 128)
@@ -122,7 +138,7 @@ def bamba_expansion(config: Translation) -> None:
             return {"mamba_expand": expansion(spec)}
         return {"mamba_expand": 1, "mamba_n_heads": 1, "mamba_d_head": spec.config.hidden_size}
 
-    config.convert((), lambda keys: ({}, []), write)
+    config.convert((), None, write)
     one_norm_group(config)
 
 

@@ -110,7 +110,7 @@ def _translate(config: Translation) -> None:
     config.always(position_embedding_type="none", untie_embeddings_and_output_weights=True)
     _mixers(config)
     config.only(norm_topk_prob=True)
-    config.convert((), lambda keys: ({}, []), **_EXPERT_KEYS)
+    config.convert((), **_EXPERT_KEYS)
     if EXPERT_LAYER in pattern:
         _experts(config)
 
