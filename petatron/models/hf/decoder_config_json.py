@@ -69,6 +69,7 @@ def llama(
     **defaults: Any,
 ) -> None:
     """Translates sizes, norms and activation as in a Llama, but for the keys `without`; `defaults` are those that differ from Llama's."""
+    assert defaults.keys() <= {*_LLAMA_KEYS.values(), "tie_word_embeddings"}
     defaults = {**_LLAMA_DEFAULTS, **defaults}
     for setting, key in _LLAMA_KEYS.items():
         if key not in without:

@@ -23,18 +23,15 @@ _MIXTRAL_MAPPINGS = (
 )
 
 
-def _mistral(config: Translation) -> None:
+def _mistral(config: Translation, **layer_types: None) -> None:
     llama(config, num_key_value_heads=8, max_position_embeddings=131072)
     no_biases(config)
-    windows(config, 4096)
+    windows(config, 4096, **layer_types)
     rope(config)
 
 
 def _ministral(config: Translation) -> None:
-    llama(config, num_key_value_heads=8, max_position_embeddings=131072)
-    no_biases(config)
-    windows(config, 4096, layer_types=None)
-    rope(config)
+    _mistral(config, layer_types=None)
 
 
 def _mixtral(config: Translation) -> None:
@@ -43,6 +40,11 @@ def _mixtral(config: Translation) -> None:
     no_biases(config)
     windows(config, None)
     rope(config, rope_theta=1e6)
+    mixtral_experts(config)
+
+
+def mixtral_experts(config: Translation) -> None:
+    """Translates experts in every layer whose weights are normalised over the chosen ones."""
     config.copy("num_experts", "num_local_experts")
     config.copy("moe_router_topk", "num_experts_per_tok")
     config.copy("moe_ffn_hidden_size", "intermediate_size")
